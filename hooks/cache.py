@@ -1,0 +1,216 @@
+"""ActivationCache: what a run kept, by name, read-only."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hooks import names, storage
+from hooks.errors import CacheError, unknown_name
+from hooks.lazy import LazyValues
+from hooks.point import Index, index_by_axis
+
+
+class ActivationCache(Mapping[str, Tensor]):
+    """A read-only mapping from names of points to the values they had in one run.
+
+    Keys are full names. A pair is a short form: `cache["pattern", 3]` is `blocks.3.attn.pattern`, and
+    `cache["resid_post", -1]` belongs to the model's last layer. Caches come from
+    `HookedRunner.run_with_cache` and `HookedRunner.capture`, and from `ActivationCache.load`.
+
+    Args:
+        values: the tensors by name.
+        axes: the axis names of each value; a name that is absent has none.
+        known: every point of the model, in its order: short forms count layers among these.
+        config_hash: says which configuration the values came from.
+        grads: gradients by name; None where the run did not ask for them.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        axes: Mapping[str, tuple[str, ...]],
+        known: tuple[str, ...],
+        config_hash: str,
+        grads: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._values = values
+        self._axes = axes
+        self._known = known
+        self._grads = grads
+        self.config_hash = config_hash
+
+    def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
+        """The value under a full name, or under a (short name, layer) pair.
+
+        Raises:
+            UnknownNameError: if it is not here; it names close matches.
+        """
+        return self._values[self.name(key)]
+
+    def name(self, key: str | tuple[str, int]) -> str:
+        """The full name that `key` stands for.
+
+        Raises:
+            UnknownNameError: if this cache does not hold it.
+        """
+        name = key if isinstance(key, str) else self._layered(*key)
+        if name not in self._values:
+            raise unknown_name(name, self._values, "value in this cache")
+        return name
+
+    def _layered(self, short: str, layer: int) -> str:
+        found = names.layers(short, self._all_names())
+        at = layer + max(found) + 1 if layer < 0 else layer
+        if at not in found:
+            raise unknown_name(f"{short}, {layer}", (), f"layer among {min(found)} to {max(found)}")
+        return found[at]
+
+    def _all_names(self) -> list[str]:
+        return list(dict.fromkeys([*self._known, *self._values]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self.name(cast(Any, key))
+        except (KeyError, TypeError):
+            return False
+        return True
+
+    def axes(self, key: str | tuple[str, int]) -> tuple[str, ...]:
+        """The axis names of a value; empty where its module declares none."""
+        name = self.name(key)
+        if name not in self._axes:
+            self._values[name]
+        return self._axes[name]
+
+    @property
+    def grads(self) -> "ActivationCache":
+        """The gradient at each point, once a backward pass has brought it.
+
+        Raises:
+            CacheError: if the run did not ask for them, or no backward pass has reached them yet.
+        """
+        if self._grads is None:
+            raise CacheError("no gradients were recorded: run with grads=True")
+        if not self._grads:
+            raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
+        return self._with(self._grads, self._axes)
+
+    def stack(self, short: str) -> Tensor:
+        """The values that end in `short`, of every layer of the model: [layer, ...].
+
+        Raises:
+            UnknownNameError: if there is no such value.
+            CacheError: if a layer of the model that has it is missing from this cache.
+        """
+        found = names.layers(short, self._all_names())
+        missing = [name for name in found.values() if name not in self._values]
+        if missing:
+            raise CacheError(
+                f"stack({short!r}) needs every layer, and {', '.join(missing[:4])} "
+                f"{'is' if len(missing) == 1 else 'are'} not in this cache"
+            )
+        if isinstance(self._values, LazyValues):
+            self._values.fill(found.values())
+        return torch.stack([self._values[name] for name in found.values()])
+
+    def at(self, **where: Index) -> "ActivationCache":
+        """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
+
+        An integer drops the axis. Values without the axis stay whole. A lazy cache is recomputed.
+
+        Raises:
+            UnknownNameError: if no value has an axis of that name.
+        """
+        known = {axis for name in self for axis in self.axes(name)}
+        for axis in where:
+            if axis not in known:
+                raise unknown_name(axis, sorted(known), "axis of any value in this cache")
+        values, axes = {}, {}
+        for name, value in self.items():
+            own = {axis: index for axis, index in where.items() if axis in self.axes(name)}
+            values[name] = value[index_by_axis(self.axes(name), own, name)] if own else value
+            axes[name] = tuple(a for a in self.axes(name) if not isinstance(own.get(a), int))
+        return self._with(values, axes)
+
+    def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
+        """A cache on another device, or in another dtype. A lazy cache is recomputed."""
+        return self._with({name: value.to(target) for name, value in self.items()}, self._axes)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory the cache holds now, in bytes; storage that values share counts once."""
+        values = self._values
+        return storage.nbytes(
+            values.held() if isinstance(values, LazyValues) else list(values.values())
+        )
+
+    def drop(self) -> None:
+        """Forgets what a lazy cache recomputed; asked for again, it is computed again.
+
+        Raises:
+            CacheError: if the cache is not lazy, as nothing could bring the values back.
+        """
+        if not isinstance(self._values, LazyValues):
+            raise CacheError("only a lazy cache can drop values and compute them again")
+        self._values.drop()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache as safetensors, whole or not at all. A lazy cache is recomputed."""
+        values = dict(self.items())
+        axes = {name: list(self.axes(name)) for name in values}
+        description = {"axes": axes, "known": self._known, "config_hash": self.config_hash}
+        storage.save(Path(path), values, description)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: nn.Module | None = None
+    ) -> "ActivationCache":
+        """Reads a cache that `save` wrote.
+
+        Args:
+            path: the file.
+            model: where given, the cache must have come from this model's configuration.
+
+        Raises:
+            CacheError: if the file is truncated or foreign, or came from another configuration.
+        """
+        values, description = storage.load(Path(path))
+        hashed = description["config_hash"]
+        if model is not None and storage.config_hash(model) != hashed:
+            raise CacheError(
+                f"{path} came from a model with config hash {hashed[:12]}, and this model's is "
+                f"{storage.config_hash(model)[:12]}"
+            )
+        axes = {name: tuple(axes) for name, axes in description["axes"].items()}
+        ordered = {name: values[name] for name in axes}
+        return cls(ordered, axes, tuple(description["known"]), hashed)
+
+    def _with(
+        self, values: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]]
+    ) -> "ActivationCache":
+        return ActivationCache(values, axes, self._known, self.config_hash)
+
+    def __repr__(self) -> str:
+        groups = names.by_pattern(self)
+        width = max(map(len, groups), default=0)
+        lines = [f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes"]
+        lines += [f"  {label:<{width}}  {self._describe(group)}" for label, group in groups.items()]
+        return "\n".join(lines)
+
+    def _describe(self, group: Iterable[str]) -> str:
+        name = next(iter(group))
+        if isinstance(self._values, LazyValues) and not self._values.is_held(name):
+            return "not computed yet"
+        value = self._values[name]
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {list(value.shape)}  {' '.join(self.axes(name))}".rstrip()

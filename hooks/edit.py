@@ -1,0 +1,87 @@
+"""Edits: hook functions checked against the point that they act on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooks.capture import own_node
+from hooks.errors import EditError, HookError
+from hooks.outputs import first_tensor, with_first_tensor
+from hooks.point import Point
+
+Hook = Callable[[Tensor, Point], Tensor | None]
+"""`hook(activation, point)` returns the value to go on with, or None to leave it."""
+
+
+def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
+    """A forward hook that lets `hook` replace the value at `point`.
+
+    The hook is given a copy, so it may write into it: a residual stream is one tensor at two points,
+    and writing into the original would change what a cache of the other already holds.
+
+    Raises:
+        EditError: from the returned function, if `hook` returns what `point` cannot carry.
+    """
+
+    def edit(output: Any) -> Any:
+        value = first_tensor(output, point)
+        if not torch.compiler.is_compiling():
+            fired.add(point.name)
+        new = _run(hook, value, point)
+        return None if new is None else with_first_tensor(output, new)
+
+    return edit
+
+
+def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
+    """A forward hook that calls `hook` with the gradient at `point` when a backward pass brings it.
+
+    Raises:
+        HookError: from the returned function, if no gradient will ever reach the point.
+        EditError: in the backward pass, if `hook` returns what the gradient cannot be.
+    """
+
+    def watch(output: Any) -> Any:
+        value = first_tensor(output, point)
+        fired.add(point.name)
+        if not (torch.is_grad_enabled() and value.is_floating_point()):
+            raise HookError(f"a backward hook at {point.name} needs gradients, and none flow here")
+        value = own_node(value)
+
+        def edit(grad: Tensor) -> Tensor | None:
+            return _run(hook, grad, point)
+
+        value.register_hook(edit)
+        return with_first_tensor(output, value)
+
+    return watch
+
+
+def _run(hook: Hook, value: Tensor, point: Point) -> Tensor | None:
+    copy = value.clone()
+    # Neither an inference tensor nor a traced one can tell whether it was written to.
+    blind = torch.compiler.is_compiling() or copy.is_inference()
+    version = None if blind else copy._version
+    new = hook(copy, point)
+    if new is None:
+        return None if not blind and copy._version == version else copy
+    _check(new, value, point)
+    return new
+
+
+def _check(new: object, old: Tensor, point: Point) -> None:
+    if not isinstance(new, Tensor):
+        raise EditError(f"a hook at {point} returns a tensor or None, not {type(new).__name__}")
+    for what in ("shape", "dtype", "device"):
+        given, expected = getattr(new, what), getattr(old, what)
+        if given != expected:
+            given, expected = (_plain(given), _plain(expected))
+            raise EditError(
+                f"a hook at {point} must keep the {what} {expected}, and returned {given}"
+            )
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, torch.Size) else value

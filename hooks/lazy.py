@@ -1,0 +1,162 @@
+"""Lazy values: keep what entered each block, and run a block again when a value inside is asked for."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hooks.capture import CaptureOptions, Recorder
+from hooks.errors import CacheError, HookError
+from hooks.point import Point
+from hooks.session import Session, muted
+
+Edits = list[tuple[nn.Module, Callable[[Any], Any]]]
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of the model's outermost `ModuleList`s, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and block_of(name, found) is None:
+            found |= {f"{name}.{child}": block for child, block in module.named_children()}
+    return found
+
+
+def block_of(name: str, blocks: Iterable[str]) -> str | None:
+    """The block among `blocks` that `name` lies in."""
+    return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
+
+
+class LazyBlock:
+    """What one block needs to run again: its arguments, and proof that nothing changed since."""
+
+    def __init__(self, name: str, block: nn.Module, points: Mapping[str, Point]) -> None:
+        self.name = name
+        self.points = points
+        self.fired = False
+        self._block = block
+
+    def remember(self, args: Any, kwargs: Any) -> None:
+        """Keeps the arguments that the block is called with; a pre-hook."""
+        if self.fired:
+            raise HookError(
+                f"{self.name} ran twice in one run; a lazy cache keeps one input a block"
+            )
+        for leaf in tree_leaves((args, kwargs)):
+            if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
+                raise HookError(
+                    f"{self.name} was given a {type(leaf).__name__}, which running it again could "
+                    "change; switch it off (use_cache=False, for instance) or cache without lazy=True"
+                )
+        self.fired = True
+        self._inputs = tree_map(_detached, (args, kwargs))
+        self._state = self._fingerprint()
+        self._autocast = _autocast(self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """The stored arguments."""
+        return [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
+
+    def run(self, names: Iterable[str], edits: Edits, options: CaptureOptions) -> Recorder:
+        """Runs the block on its stored arguments, under the edits of the first run.
+
+        Raises:
+            CacheError: if the block's weights or its stored input changed since.
+        """
+        if self._fingerprint() != self._state:
+            raise CacheError(
+                f"the weights or the stored input of {self.name} changed after the run, so running it "
+                "again would give other values; read a lazy cache before changing the model"
+            )
+        wanted = {name: self.points[name] for name in names}
+        recorder = Recorder(wanted, options)
+        args, kwargs = self._inputs
+        inside = dict(self._block.named_modules(prefix=self.name, remove_duplicate=False))
+        modules = set(inside.values())
+        with muted(), Session() as session, torch.no_grad(), self._autocast():
+            for module, edit in edits:
+                if module in modules:
+                    session.after(module, edit)
+            for name, point in wanted.items():
+                session.after(inside[name], recorder.hook(point))
+            self._block(*args, **kwargs)
+        recorder.finish()
+        return recorder
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        weights = itertools.chain(self._block.parameters(), self._block.buffers(), self.tensors())
+        return (
+            *((id(w), w.dtype, w.device, -1 if w.is_inference() else w._version) for w in weights),
+            self._block.training,
+        )
+
+
+class LazyValues(Mapping[str, Tensor]):
+    """Values of a lazy run: some kept from the run, the rest recomputed a block at a time.
+
+    Asking for one value recomputes every value of its block that the run was asked for, and keeps
+    them until they are dropped.
+    """
+
+    def __init__(
+        self, kept: Recorder, blocks: list[LazyBlock], edits: Edits, options: CaptureOptions
+    ) -> None:
+        self._kept = kept.values
+        self._axes = kept.axes
+        self._blocks = {name: block for block in blocks for name in block.points}
+        self._edits = edits
+        self._options = options
+        self._recomputed: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            raise KeyError(name)
+        if not self.is_held(name):
+            self.fill(self._blocks[name].points)
+        return self._kept[name] if name in self._kept else self._recomputed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(self._kept, self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._kept) + len(self._blocks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kept or name in self._blocks
+
+    def is_held(self, name: str) -> bool:
+        """Whether the value is in memory, so that asking for it computes nothing."""
+        return name in self._kept or name in self._recomputed
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Recomputes those of `names` that are not here yet, and no others of their blocks."""
+        missing = [name for name in names if name in self._blocks and name not in self._recomputed]
+        for block, group in itertools.groupby(missing, key=self._blocks.__getitem__):
+            recorder = block.run(list(group), self._edits, self._options)
+            self._recomputed |= recorder.values
+            self._axes |= recorder.axes
+
+    def drop(self) -> None:
+        """Forgets what was recomputed."""
+        self._recomputed.clear()
+
+    def held(self) -> list[Tensor]:
+        """Every tensor in memory: what the run kept, stored block inputs, recomputed values."""
+        inputs = [t for block in dict.fromkeys(self._blocks.values()) for t in block.tensors()]
+        return [*self._kept.values(), *inputs, *self._recomputed.values()]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _autocast(tensors: list[Tensor]) -> Callable[[], AbstractContextManager[object]]:
+    device = tensors[0].device.type if tensors else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype)

@@ -1,0 +1,61 @@
+"""The tensor that stands for a module's output, and an output with that tensor replaced."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hooks.errors import HookError
+from hooks.point import Point
+
+
+def first_tensor(output: Any, point: Point) -> Tensor:
+    """`output` itself, or the first tensor of a tuple, list, mapping or dataclass.
+
+    Raises:
+        HookError: if there is none.
+    """
+    for tensor in _tensors(output):
+        return tensor
+    raise HookError(f"{point.name} returned no tensor but {type(output).__name__}")
+
+
+def with_first_tensor(output: Any, value: Tensor) -> Any:
+    """A copy of `output` in which `value` stands where `first_tensor` found one."""
+    if isinstance(output, Tensor):
+        return value
+    for key, field in _fields(output):
+        if next(_tensors(field), None) is not None:
+            return _replace(output, key, with_first_tensor(field, value))
+    raise AssertionError("first_tensor comes first")
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+        return
+    for _, field in _fields(output):
+        yield from _tensors(field)
+
+
+def _fields(output: Any) -> list[tuple[Any, Any]]:
+    if isinstance(output, Mapping):
+        return list(output.items())
+    if isinstance(output, (tuple, list)):
+        return list(enumerate(output))
+    if dataclasses.is_dataclass(output):
+        return [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    return []
+
+
+def _replace(output: Any, key: Any, field: Any) -> Any:
+    if isinstance(output, tuple):
+        parts = (*output[:key], field, *output[key + 1 :])
+        return output._make(parts) if hasattr(output, "_make") else type(output)(parts)
+    if dataclasses.is_dataclass(output) and not isinstance(output, (Mapping, type)):
+        return dataclasses.replace(output, **{key: field})
+    changed = copy.copy(output)
+    changed[key] = field
+    return changed

@@ -1,0 +1,81 @@
+"""What a cache would hold, found out by running the model on fake tensors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_map
+
+from hooks.cache import ActivationCache
+from hooks.capture import CaptureOptions
+from hooks.errors import HookError
+from hooks.point import Point
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One value of a planned cache.
+
+    Attributes:
+        shape: its sizes.
+        axes: their names; empty where the module declares none.
+        dtype: its type.
+        nbytes: its size in bytes if nothing shares its memory.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a cached run would keep.
+
+    Attributes:
+        values: each value by name.
+        nbytes: the memory of the whole cache, in bytes: values that share memory count once.
+    """
+
+    values: Mapping[str, Planned]
+    nbytes: int
+
+
+def planned(
+    run: Callable[..., tuple[Any, ActivationCache]],
+    points: Mapping[str, Point],
+    options: CaptureOptions,
+    args: Any,
+    kwargs: Any,
+) -> Plan:
+    """The plan of `run(points, options, args, kwargs)`.
+
+    Raises:
+        HookError: if a shape depends on the numbers in the model's tensors.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        args, kwargs = tree_map(lambda leaf: _faked(leaf, fake), (args, kwargs))
+        try:
+            _, cache = run(points, options, args, kwargs)
+            nbytes = cache.nbytes
+            values = {
+                name: Planned(tuple(value.shape), cache.axes(name), value.dtype, value.nbytes)
+                for name, value in cache.items()
+            }
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise HookError(
+                f"a plan needs shapes that depend on no tensor's numbers: {error}"
+            ) from None
+    return Plan(values, nbytes)
+
+
+def _faked(leaf: Any, fake: FakeTensorMode) -> Any:
+    return fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,77 @@
+"""HookPoint, the identity module that names a value, and the axes it declares."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from hooks.errors import unknown_name
+
+Index = int | slice | list[int]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place where hooks can listen.
+
+    Attributes:
+        name: the module's path, such as `blocks.3.attn.z`.
+        axes: names of the value's axes; empty where the module declares none.
+        meaning: what the value is, in a few words.
+    """
+
+    name: str
+    axes: tuple[str, ...] = ()
+    meaning: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
+
+
+class HookPoint(nn.Module):
+    """Gives back its input, and gives it a name: the module's path.
+
+    Args:
+        axes: the value's axes, such as `"batch pos head d_head"`; `1` is an axis of size one.
+        meaning: what the value is, in a few words, for the generated table of points.
+
+    Raises:
+        ValueError: if an axis is neither an identifier nor `1`, or stands twice.
+    """
+
+    def __init__(self, axes: str, meaning: str = "") -> None:
+        super().__init__()
+        self.axes = tuple(axes.split())
+        self.meaning = meaning
+        wrong = [axis for axis in self.axes if not (axis.isidentifier() or axis == "1")]
+        if wrong or not self.axes or len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"axes are distinct identifiers separated by spaces, not {axes!r}")
+
+    def forward(self, value: Tensor) -> Tensor:
+        """`value`, unless a hook says otherwise."""
+        return value
+
+    def extra_repr(self) -> str:
+        """The axes, for the model's printed tree."""
+        return " ".join(self.axes)
+
+
+def index_by_axis(
+    axes: tuple[str, ...], where: Mapping[str, Index], what: str
+) -> tuple[Index, ...]:
+    """The subscript that selects `where` (axis name to index) from a tensor with these axes.
+
+    At most one of the indices may be a list, so that subscripting never broadcasts two.
+
+    Raises:
+        UnknownNameError: if `what`, which has these axes, has no axis of that name.
+        ValueError: if two indices are lists.
+    """
+    for axis in where:
+        if axis not in axes:
+            raise unknown_name(
+                axis, axes, f"axis of {what} ({' '.join(axes) or 'it declares none'})"
+            )
+    if sum(isinstance(index, list) for index in where.values()) > 1:
+        raise ValueError(f"at most one axis takes a list of indices, not {dict(where)}")
+    return tuple(where.get(axis, slice(None)) for axis in axes)

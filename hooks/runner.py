@@ -1,0 +1,279 @@
+"""HookedRunner: runs a model, keeps what was asked for, and applies edits."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from hooks import names as layered
+from hooks import storage
+from hooks.cache import ActivationCache
+from hooks.capture import CaptureOptions, Recorder, require_fired
+from hooks.context import HookContext, hint
+from hooks.edit import Hook, backward_edit, forward_edit
+from hooks.errors import HookError, ModeError
+from hooks.lazy import LazyBlock, LazyValues, block_of, blocks_of
+from hooks.plan import Plan, planned
+from hooks.point import HookPoint, Point
+from hooks.select import Mode, Selector, resolve
+from hooks.session import Session, edits_in_force
+
+Hooks = Mapping[Any, Hook]
+"""What to run where: a function for each `Selector`."""
+
+
+class _Stop(BaseException):
+    """Ends a forward pass whose last requested value has come; a model's `except` must not eat it."""
+
+    def __init__(self, token: object) -> None:
+        self.token = token
+
+
+class HookedRunner:
+    """Listens at a model's points with ordinary forward hooks, which live only inside a call or a `with`.
+
+    Works on any `nn.Module`. Points are the model's `HookPoint`s; where it has none, all its modules are,
+    and a module's value is its output, or the first tensor of an output that holds several. An exact
+    name may always be any module. A selector is a name, a glob, a predicate on `Point`, a `Mode`, or a
+    list of selectors.
+
+    Args:
+        model: the model; a runner made before its structure changes does not see the change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules = {
+            name: module for name, module in model.named_modules(remove_duplicate=False) if name
+        }
+        self._all = {name: _point(name, module) for name, module in self._modules.items()}
+        marked = {n: p for n, p in self._all.items() if isinstance(self._modules[n], HookPoint)}
+        self.points: Mapping[str, Point] = marked or self._all
+
+    def run_with_cache(
+        self,
+        *args: Any,
+        names: Selector | None = None,
+        mode: Mode | str | None = None,
+        positions: slice | Sequence[int] | None = None,
+        windows: Bool[Tensor, "batch pos"] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        grads: bool = False,
+        lazy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ActivationCache]:
+        """Runs the model and returns its output with a cache of the chosen points.
+
+        Args:
+            args, kwargs: what the model is called with.
+            names: a selector of points.
+            mode: a `Mode` or its name; without `names` and `mode` it is `full`.
+            positions: keep only these positions of the axes `pos` and `query`; nothing else is kept.
+            windows: of the residual stream keep the vectors where this is True, under the point's
+                name as [window, d_model], and the L2 norms of all, under `NAME.norm` as [batch, pos].
+            device, dtype: where and as what to keep values.
+            detach: whether kept values are cut from the autograd graph.
+            grads: whether `cache.grads` collects gradients when the caller runs `backward()`.
+            lazy: keep the input of each block (a child of a `ModuleList`), and run a block again, with
+                the edits of this run, when a value inside it is asked for. Equal to an eager cache up
+                to rounding (1e-5 in float32), as the two may run different kernels.
+
+        Raises:
+            UnknownNameError: if the selector matches nothing.
+            ModeError: if a mode other than `none` is asked of a model in training mode.
+            NeverFiredError: if the forward pass did not reach a requested point.
+        """
+        options = CaptureOptions(positions, windows, device, dtype, detach, grads)
+        run = self._run_lazily if lazy else self._run
+        return run(self._choose(names, mode), options, args, kwargs)
+
+    def capture(
+        self,
+        *args: Any,
+        names: Selector,
+        positions: slice | Sequence[int] | None = None,
+        windows: Bool[Tensor, "batch pos"] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        grads: bool = False,
+        **kwargs: Any,
+    ) -> ActivationCache:
+        """Runs the model only until the last of the chosen points has fired, and returns the cache.
+
+        Args:
+            names: a selector of points.
+            args, kwargs, positions, windows, device, dtype, detach, grads: as for `run_with_cache`.
+
+        Raises:
+            UnknownNameError: if the selector matches nothing.
+            NeverFiredError: if the forward pass ends without reaching a requested point.
+        """
+        options = CaptureOptions(positions, windows, device, dtype, detach, grads)
+        points, token = self._choose(names, None), object()
+
+        def stop() -> None:
+            raise _Stop(token)
+
+        recorder = Recorder(points, options, when_complete=stop)
+        with Session() as session:
+            self._record(session, recorder)
+            try:
+                self.model(*args, **kwargs)
+            except _Stop as stopped:
+                if stopped.token is not token:
+                    raise
+        recorder.finish(hint(points, self._modules))
+        return self._cache(recorder, recorder.values)
+
+    def run_with_hooks(
+        self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
+    ) -> Any:
+        """Runs the model under edits and returns its output.
+
+        Args:
+            args, kwargs: what the model is called with.
+            hooks: a function for each selector: `fn(activation, point)` returns the value to go on
+                with, or None. The activation is the function's own copy.
+            backward: likewise `fn(gradient, point)`, called when the caller runs `backward()` on this
+                output; it stays with this run's graph, and the model is left without it.
+
+        Raises:
+            UnknownNameError: if a selector matches nothing.
+            EditError: if a function returns another shape, dtype or device than the point's.
+            NeverFiredError: if the forward pass did not reach an edited point.
+        """
+        with self.hooks(hooks, backward=backward):
+            return self.model(*args, **kwargs)
+
+    def hooks(self, hooks: Hooks | None = None, *, backward: Hooks | None = None) -> "HookContext":
+        """A context in which every run of this model, in this thread, is edited; see `run_with_hooks`.
+
+        Contexts nest: an inner hook sees what an outer one returned. On leaving, a point that no
+        forward pass reached although one was completed raises NeverFiredError.
+        """
+        fired: set[str] = set()
+        chosen: list[tuple[Point, Callable[[Any], Any]]] = []
+        for make, given in ((forward_edit, hooks or {}), (backward_edit, backward or {})):
+            for selector, hook in given.items():
+                points = resolve(selector, self.points, self._all)
+                chosen += [(point, make(hook, point, fired)) for point in points.values()]
+        return HookContext(self.model, self._modules, chosen, fired)
+
+    def plan(
+        self,
+        *args: Any,
+        names: Selector | None = None,
+        mode: Mode | str | None = None,
+        positions: slice | Sequence[int] | None = None,
+        windows: Bool[Tensor, "batch pos"] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        lazy: bool = False,
+        **kwargs: Any,
+    ) -> Plan:
+        """What a cached run would keep: shapes and bytes by name, exact, without doing its arithmetic.
+
+        With `lazy=True` the bytes are what the run itself keeps, before anything is recomputed.
+
+        Args:
+            args, kwargs, names, mode, positions, windows, device, dtype, lazy: as for `run_with_cache`.
+
+        Raises:
+            HookError: if a shape depends on the numbers in the model's tensors.
+        """
+        options = CaptureOptions(positions, windows, device, dtype)
+        run = self._run_lazily if lazy else self._run
+        return planned(run, self._choose(names, mode), options, args, kwargs)
+
+    def table(self) -> str:
+        """Every point with its axes and meaning; layers that have the same points share a line."""
+        groups = layered.by_pattern(self.points)
+        rows = [(label, self.points[group[0]]) for label, group in groups.items()]
+        wide = max((len(label) for label, _ in rows), default=0)
+        axes = max((len(" ".join(point.axes)) for _, point in rows), default=0)
+        lines = [f"{label:<{wide}}  {' '.join(p.axes):<{axes}}  {p.meaning}" for label, p in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+    @functools.cached_property
+    def config_hash(self) -> str:
+        """A hash of the model's configuration; caches carry it."""
+        return storage.config_hash(self.model)
+
+    def _choose(self, names: Selector | None, mode: Mode | str | None) -> dict[str, Point]:
+        if names is not None and mode is not None:
+            raise ValueError("names= and mode= both choose points: give one of them")
+        if names is not None:
+            return resolve(names, self.points, self._all)
+        mode = Mode(mode or Mode.full)
+        if mode is not Mode.none and self.model.training:
+            raise ModeError(
+                f"mode {mode.value!r} extracts activations, and this model is in training mode: "
+                "call model.eval() first, or choose points with names="
+            )
+        return resolve(mode, self.points, self._all)
+
+    def _record(self, session: Session, recorder: Recorder) -> None:
+        for name, point in recorder.points.items():
+            session.after(self._modules[name], recorder.hook(point))
+
+    def _run(
+        self, points: dict[str, Point], options: CaptureOptions, args: Any, kwargs: Any
+    ) -> tuple[Any, ActivationCache]:
+        recorder = Recorder(points, options)
+        with Session() as session:
+            self._record(session, recorder)
+            output = self.model(*args, **kwargs)
+        recorder.finish(hint(points, self._modules))
+        return output, self._cache(recorder, recorder.values)
+
+    def _run_lazily(
+        self, points: dict[str, Point], options: CaptureOptions, args: Any, kwargs: Any
+    ) -> tuple[Any, ActivationCache]:
+        if options.grads or not options.detach:
+            raise ValueError(
+                "lazy=True recomputes outside the graph: it has neither grads=True nor detach=False"
+            )
+        if self.model.training:
+            raise ModeError(
+                "lazy=True runs blocks again, and in training mode they may differ: call model.eval()"
+            )
+        modules = blocks_of(self.model)
+        if not modules:
+            raise HookError(
+                "lazy=True needs blocks, children of an nn.ModuleList, and this model has none"
+            )
+        inside: dict[str, dict[str, Point]] = {}
+        outside: dict[str, Point] = {}
+        for name, point in points.items():
+            block = block_of(name, modules)
+            (outside if block is None else inside.setdefault(block, {}))[name] = point
+        blocks = [LazyBlock(name, modules[name], chosen) for name, chosen in inside.items()]
+        recorder = Recorder(outside, options)
+        edits = edits_in_force()
+        with Session() as session:
+            self._record(session, recorder)
+            for lazy in blocks:
+                session.before(modules[lazy.name], lazy.remember)
+            output = self.model(*args, **kwargs)
+        recorder.finish(hint(points, self._modules))
+        require_fired(
+            {name: point for lazy in blocks for name, point in lazy.points.items()},
+            {name for lazy in blocks if lazy.fired for name in lazy.points},
+        )
+        return output, self._cache(recorder, LazyValues(recorder, blocks, edits, options))
+
+    def _cache(self, recorder: Recorder, values: Mapping[str, Tensor]) -> ActivationCache:
+        grads = recorder.grads if recorder.asked_for_grads else None
+        return ActivationCache(values, recorder.axes, tuple(self.points), self.config_hash, grads)
+
+
+def _point(name: str, module: nn.Module) -> Point:
+    if isinstance(module, HookPoint):
+        return Point(name, module.axes, module.meaning)
+    return Point(name, (), type(module).__name__)

@@ -1,0 +1,81 @@
+"""Caches on disk: safetensors with names, axes and a hash of the model's configuration."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hooks.errors import CacheError
+
+_FORMAT = "hookscope-cache-1"
+
+
+def config_hash(model: nn.Module) -> str:
+    """A hash of the model's `config`, or where it has none of its parameters' names and shapes."""
+    config: Any = getattr(model, "config", None)
+    described: Any
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        described = dataclasses.asdict(config)
+    elif hasattr(config, "to_dict"):
+        described = config.to_dict()
+    else:
+        described = {name: list(value.shape) for name, value in model.named_parameters()}
+    text = json.dumps([type(model).__name__, described], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    """The memory behind `tensors`; storage that several of them share counts once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) -> None:
+    """Writes values and their description to `path`, whole or not at all."""
+    alone: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in values.items():
+        storage = value.untyped_storage()
+        # safetensors refuses tensors that share memory, and would write the whole of a slice's.
+        own = value.is_contiguous() and storage.nbytes() == value.nbytes
+        alone[name] = (
+            value
+            if own and storage._cdata not in seen
+            else value.clone(memory_format=torch.contiguous_format)
+        )
+        seen.add(storage._cdata)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        save_file(alone, partial, metadata={"format": _FORMAT, "cache": json.dumps(description)})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save` wrote to `path`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CacheError: if it is truncated, or not a file of ours.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise CacheError(
+                    f"{path} is a safetensors file but not a cache: its format is "
+                    f"{metadata.get('format')!r}, expected {_FORMAT!r}"
+                )
+            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+            return values, json.loads(metadata["cache"])
+    except SafetensorError as error:
+        raise CacheError(f"{path} is not a whole safetensors file: {error}") from None

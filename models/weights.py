@@ -1,0 +1,97 @@
+"""Weights as the literature writes them, `x @ W`, computed on access from the live parameters."""
+
+from operator import attrgetter
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class BlockWeights(nn.Module):
+    """A transformer's weights by their usual names, stacked over its blocks.
+
+    Nothing is stored, so nothing goes stale. A block's own (`blocks[3].attn.W_Q`) are views.
+    """
+
+    blocks: nn.ModuleList
+    token_embedding: nn.Embedding
+    position_embedding: nn.Embedding
+    unembedding: nn.Linear
+
+    def _stack(self, name: str) -> Tensor:
+        return torch.stack([attrgetter(name)(block) for block in self.blocks])
+
+    @property
+    def W_E(self) -> Float[Tensor, "vocab d_model"]:
+        """Token embeddings."""
+        return self.token_embedding.weight
+
+    @property
+    def W_pos(self) -> Float[Tensor, "n_ctx d_model"]:
+        """Learned position embeddings."""
+        return self.position_embedding.weight
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model vocab"]:
+        """The unembedding."""
+        return self.unembedding.weight.T
+
+    @property
+    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """Query projections."""
+        return self._stack("attn.W_Q")
+
+    @property
+    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """Key projections."""
+        return self._stack("attn.W_K")
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """Value projections."""
+        return self._stack("attn.W_V")
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        """Output projections of the heads."""
+        return self._stack("attn.W_O")
+
+    @property
+    def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
+        """Input weights of the MLPs."""
+        return self._stack("mlp.W_in")
+
+    @property
+    def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
+        """Output weights of the MLPs."""
+        return self._stack("mlp.W_out")
+
+    @property
+    def b_Q(self) -> Float[Tensor, "layer head d_head"]:
+        """Query biases."""
+        return self._stack("attn.b_Q")
+
+    @property
+    def b_K(self) -> Float[Tensor, "layer head d_head"]:
+        """Key biases."""
+        return self._stack("attn.b_K")
+
+    @property
+    def b_V(self) -> Float[Tensor, "layer head d_head"]:
+        """Value biases."""
+        return self._stack("attn.b_V")
+
+    @property
+    def b_O(self) -> Float[Tensor, "layer d_model"]:
+        """Output biases of attention."""
+        return self._stack("attn.b_O")
+
+    @property
+    def b_in(self) -> Float[Tensor, "layer d_mlp"]:
+        """Input biases of the MLPs."""
+        return self._stack("mlp.b_in")
+
+    @property
+    def b_out(self) -> Float[Tensor, "layer d_model"]:
+        """Output biases of the MLPs."""
+        return self._stack("mlp.b_out")
