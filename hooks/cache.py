@@ -1,7 +1,7 @@
 """ActivationCache: what a run kept, by name, read-only."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import names, storage
-from hooks.errors import CacheError, unknown_name
+from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.lazy import LazyValues
 from hooks.point import Index, index_by_axis
 
@@ -66,7 +66,9 @@ class ActivationCache(Mapping[str, Tensor]):
         found = names.layers(short, self._all_names())
         at = layer + max(found) + 1 if layer < 0 else layer
         if at not in found:
-            raise unknown_name(f"{short}, {layer}", (), f"layer among {min(found)} to {max(found)}")
+            raise UnknownNameError(
+                f"{short!r} has layers {min(found)} to {max(found)}, not {layer}"
+            )
         return found[at]
 
     def _all_names(self) -> list[str]:
@@ -201,14 +203,12 @@ class ActivationCache(Mapping[str, Tensor]):
         return ActivationCache(values, axes, self._known, self.config_hash)
 
     def __repr__(self) -> str:
-        groups = names.by_pattern(self)
-        width = max(map(len, groups), default=0)
+        rows = names.by_layer({name: self._describe(name) for name in self})
+        width = max((len(label) for label, _ in rows), default=0)
         lines = [f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes"]
-        lines += [f"  {label:<{width}}  {self._describe(group)}" for label, group in groups.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
-    def _describe(self, group: Iterable[str]) -> str:
-        name = next(iter(group))
+    def _describe(self, name: str) -> str:
         if isinstance(self._values, LazyValues) and not self._values.is_held(name):
             return "not computed yet"
         value = self._values[name]

@@ -89,13 +89,15 @@ class Recorder:
         return record
 
     def finish(self, hint: str = "") -> None:
-        """Raises unless every point fired and no captured value was changed behind the cache.
+        """Puts values in the model's order, and makes sure that they are all there and untouched.
 
         Raises:
             NeverFiredError: names the points that the run did not reach.
             CacheError: names the points whose values a later module overwrote in place.
         """
         require_fired(self.points, self._fired, hint)
+        ordered = [n for point in self.points.values() for n in names_kept(point, self._options)]
+        self.values = {name: self.values[name] for name in ordered}
         for name, version in self._versions.items():
             if self.values[name]._version != version:
                 raise CacheError(
@@ -137,17 +139,25 @@ def _reduced(
     value: Tensor, point: Point, options: CaptureOptions
 ) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
     """What the options leave of `value`: name, tensor and axes of each part."""
-    name, axes = point.name, point.axes
-    if options.windows is not None and name.rpartition(".")[2] in RESIDUAL_STREAM:
+    axes = point.axes
+    if options.windows is not None and _is_windowed(point, options):
         _check_windows(options.windows, value, point)
-        parts = [(name, value[options.inside], ("window", *axes[2:]))]
-        parts.append((f"{name}.norm", value.norm(dim=-1), axes[:-1]))
+        parts = [(value[options.inside], ("window", *axes[2:])), (value.norm(dim=-1), axes[:-1])]
     elif options.positions is not None:
-        parts = [(name, take_positions(value, point, options.positions), axes)]
+        parts = [(take_positions(value, point, options.positions), axes)]
     else:
-        parts = [(name, value, axes)]
-    for name, part, axes in parts:
+        parts = [(value, axes)]
+    for name, (part, axes) in zip(names_kept(point, options), parts, strict=True):
         yield name, part.to(options.device, options.dtype), axes
+
+
+def names_kept(point: Point, options: CaptureOptions) -> list[str]:
+    """The names under which the options leave the value of `point`."""
+    return [point.name, f"{point.name}.norm"] if _is_windowed(point, options) else [point.name]
+
+
+def _is_windowed(point: Point, options: CaptureOptions) -> bool:
+    return options.windows is not None and point.name.rpartition(".")[2] in RESIDUAL_STREAM
 
 
 def require_fired(points: Mapping[str, Point], fired: set[str], hint: str = "") -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from hooks.capture import require_fired
@@ -55,8 +54,7 @@ class HookContext:
             require_fired(points, self._fired, hint(points, self._modules))
 
     def _complete(self, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._completed = True
+        self._completed = True
 
 
 def hint(points: Mapping[str, Point], modules: Mapping[str, nn.Module]) -> str:
@@ -69,4 +67,7 @@ def hint(points: Mapping[str, Point], modules: Mapping[str, nn.Module]) -> str:
             "PyTorch's own attention layers skip submodules on their fast path; "
             "torch.backends.mha.set_fastpath_enabled(False) switches that off"
         )
-    return "a parent may compute it another way, or this input does not lead there"
+    return (
+        "a parent may compute it another way, this input may not lead there, or the model was "
+        "compiled before the hooks were set"
+    )

@@ -27,8 +27,7 @@ def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], A
 
     def edit(output: Any) -> Any:
         value = first_tensor(output, point)
-        if not torch.compiler.is_compiling():
-            fired.add(point.name)
+        fired.add(point.name)
         new = _run(hook, value, point)
         return None if new is None else with_first_tensor(output, new)
 

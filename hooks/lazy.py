@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hooks.capture import CaptureOptions, Recorder
+from hooks.capture import CaptureOptions, Recorder, names_kept
 from hooks.errors import CacheError, HookError
 from hooks.point import Point
 from hooks.session import Session, muted
@@ -61,8 +61,13 @@ class LazyBlock:
         """The stored arguments."""
         return [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
 
-    def run(self, names: Iterable[str], edits: Edits, options: CaptureOptions) -> Recorder:
+    def run(self, points: Mapping[str, Point], edits: Edits, options: CaptureOptions) -> Recorder:
         """Runs the block on its stored arguments, under the edits of the first run.
+
+        Args:
+            points: those of the block's points to record.
+            edits: what acted in the first run, anywhere in the model.
+            options: how to keep values.
 
         Raises:
             CacheError: if the block's weights or its stored input changed since.
@@ -72,8 +77,7 @@ class LazyBlock:
                 f"the weights or the stored input of {self.name} changed after the run, so running it "
                 "again would give other values; read a lazy cache before changing the model"
             )
-        wanted = {name: self.points[name] for name in names}
-        recorder = Recorder(wanted, options)
+        recorder = Recorder(points, options)
         args, kwargs = self._inputs
         inside = dict(self._block.named_modules(prefix=self.name, remove_duplicate=False))
         modules = set(inside.values())
@@ -81,7 +85,7 @@ class LazyBlock:
             for module, edit in edits:
                 if module in modules:
                     session.after(module, edit)
-            for name, point in wanted.items():
+            for name, point in points.items():
                 session.after(inside[name], recorder.hook(point))
             self._block(*args, **kwargs)
         recorder.finish()
@@ -107,7 +111,13 @@ class LazyValues(Mapping[str, Tensor]):
     ) -> None:
         self._kept = kept.values
         self._axes = kept.axes
-        self._blocks = {name: block for block in blocks for name in block.points}
+        self._blocks = blocks
+        self._origin = {
+            name: (block, point)
+            for block in blocks
+            for point in block.points.values()
+            for name in names_kept(point, options)
+        }
         self._edits = edits
         self._options = options
         self._recomputed: dict[str, Tensor] = {}
@@ -116,17 +126,18 @@ class LazyValues(Mapping[str, Tensor]):
         if name not in self:
             raise KeyError(name)
         if not self.is_held(name):
-            self.fill(self._blocks[name].points)
+            block, _ = self._origin[name]
+            self.fill(other for other, (owner, _) in self._origin.items() if owner is block)
         return self._kept[name] if name in self._kept else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain(self._kept, self._blocks)
+        return itertools.chain(self._kept, self._origin)
 
     def __len__(self) -> int:
-        return len(self._kept) + len(self._blocks)
+        return len(self._kept) + len(self._origin)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kept or name in self._blocks
+        return name in self._kept or name in self._origin
 
     def is_held(self, name: str) -> bool:
         """Whether the value is in memory, so that asking for it computes nothing."""
@@ -134,9 +145,10 @@ class LazyValues(Mapping[str, Tensor]):
 
     def fill(self, names: Iterable[str]) -> None:
         """Recomputes those of `names` that are not here yet, and no others of their blocks."""
-        missing = [name for name in names if name in self._blocks and name not in self._recomputed]
-        for block, group in itertools.groupby(missing, key=self._blocks.__getitem__):
-            recorder = block.run(list(group), self._edits, self._options)
+        missing = [self._origin[name] for name in names if not self.is_held(name)]
+        for block, group in itertools.groupby(missing, key=lambda origin: origin[0]):
+            points = {point.name: point for _, point in group}
+            recorder = block.run(points, self._edits, self._options)
             self._recomputed |= recorder.values
             self._axes |= recorder.axes
 
@@ -146,7 +158,7 @@ class LazyValues(Mapping[str, Tensor]):
 
     def held(self) -> list[Tensor]:
         """Every tensor in memory: what the run kept, stored block inputs, recomputed values."""
-        inputs = [t for block in dict.fromkeys(self._blocks.values()) for t in block.tensors()]
+        inputs = [tensor for block in self._blocks for tensor in block.tensors()]
         return [*self._kept.values(), *inputs, *self._recomputed.values()]
 
 

@@ -1,7 +1,7 @@
 """Reading layers out of names: `blocks.3.attn.q` is `attn.q` of layer 3."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hooks.errors import UnknownNameError, unknown_name
 
@@ -37,16 +37,18 @@ def layers(short: str, names: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names grouped by what they are once the layer is left out.
+def by_layer(described: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Names with their descriptions; layers that have the same description share a line.
 
-    >>> by_pattern(["embed", "blocks.0.attn.q", "blocks.1.attn.q"])
-    {'embed': ['embed'], 'blocks.0-1.attn.q': ['blocks.0.attn.q', 'blocks.1.attn.q']}
+    >>> by_layer({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"})
+    [('embed', 'tokens'), ('blocks.0-1.q', 'queries')]
     """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_NUMBER.sub("#", name, count=1), []).append(name)
-    return {_label(pattern, group): group for pattern, group in groups.items()}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, description in described.items():
+        groups.setdefault((_NUMBER.sub("#", name, count=1), description), []).append(name)
+    return [
+        (_label(pattern, group), description) for (pattern, description), group in groups.items()
+    ]
 
 
 def _label(pattern: str, group: list[str]) -> str:

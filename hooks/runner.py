@@ -51,7 +51,8 @@ class HookedRunner:
         }
         self._all = {name: _point(name, module) for name, module in self._modules.items()}
         marked = {n: p for n, p in self._all.items() if isinstance(self._modules[n], HookPoint)}
-        self.points: Mapping[str, Point] = marked or self._all
+        called = {n: p for n, p in self._all.items() if _has_forward(self._modules[n])}
+        self.points: Mapping[str, Point] = marked or called
 
     def run_with_cache(
         self,
@@ -193,12 +194,12 @@ class HookedRunner:
 
     def table(self) -> str:
         """Every point with its axes and meaning; layers that have the same points share a line."""
-        groups = layered.by_pattern(self.points)
-        rows = [(label, self.points[group[0]]) for label, group in groups.items()]
-        wide = max((len(label) for label, _ in rows), default=0)
-        axes = max((len(" ".join(point.axes)) for _, point in rows), default=0)
-        lines = [f"{label:<{wide}}  {' '.join(p.axes):<{axes}}  {p.meaning}" for label, p in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        wide = max((len(" ".join(point.axes)) for point in self.points.values()), default=0)
+        rows = layered.by_layer(
+            {n: f"{' '.join(p.axes):<{wide}}  {p.meaning}" for n, p in self.points.items()}
+        )
+        width = max((len(label) for label, _ in rows), default=0)
+        return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
 
     @functools.cached_property
     def config_hash(self) -> str:
@@ -271,6 +272,11 @@ class HookedRunner:
     def _cache(self, recorder: Recorder, values: Mapping[str, Tensor]) -> ActivationCache:
         grads = recorder.grads if recorder.asked_for_grads else None
         return ActivationCache(values, recorder.axes, tuple(self.points), self.config_hash, grads)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # Containers such as ModuleList are never called, so they have no value.
+    return type(module).forward is not nn.Module.forward
 
 
 def _point(name: str, module: nn.Module) -> Point:

@@ -1,0 +1,50 @@
+"""Fixtures. The packages are imported inside them: only then do the shape checks take effect."""
+
+import jaxtyping
+import pytest
+import torch
+
+BATCH, POS, LAYERS, HEADS, D_HEAD, D_MODEL, D_MLP, VOCAB, N_CTX = 4, 7, 3, 2, 5, 10, 13, 23, 17
+
+
+@pytest.fixture
+def model():
+    """A small random transformer whose sizes all differ, with weights large enough to matter."""
+    from models import Transformer, TransformerConfig
+
+    config = TransformerConfig(
+        vocab_size=VOCAB,
+        n_ctx=N_CTX,
+        n_layers=LAYERS,
+        n_heads=HEADS,
+        d_model=D_MODEL,
+        d_mlp=D_MLP,
+    )
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model
+
+
+@pytest.fixture
+def tokens():
+    """[batch, pos] tokens."""
+    return torch.randint(VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def runner(model):
+    """A runner over the small transformer."""
+    from hooks import HookedRunner
+
+    return HookedRunner(model)
+
+
+@pytest.fixture
+def unchecked():
+    """Without the shape checks, as users run: for errors that the checks would forestall."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,253 @@
+"""ActivationCache: names, slices, options at capture time, and files."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hooks import ActivationCache, CacheError, HookedRunner, HookError, UnknownNameError
+
+
+@pytest.fixture
+def cache(runner, tokens):
+    return runner.run_with_cache(tokens)[1]
+
+
+def test_short_forms(cache):
+    assert cache["pattern", 1] is cache["blocks.1.attn.pattern"]
+    assert cache["resid_post", -1] is cache["blocks.2.resid_post"]
+    assert cache["ln2.scale", -3] is cache["blocks.0.ln2.scale"]
+    assert cache.name(("mlp.pre", 2)) == "blocks.2.mlp.pre"
+    assert ("pattern", 2) in cache
+    assert ("pattern", 3) not in cache
+    assert 7 not in cache
+
+
+def test_short_forms_count_the_models_layers_not_the_caches(runner, tokens):
+    _, cache = runner.run_with_cache(tokens, names="blocks.1.resid_post")
+    assert torch.equal(cache["resid_post", -2], cache["blocks.1.resid_post"])
+    with pytest.raises(UnknownNameError, match=r"blocks.2.resid_post.*close matches: blocks.1"):
+        cache["resid_post", -1]
+    with pytest.raises(CacheError, match="needs every layer, and blocks.0.resid_post, blocks.2"):
+        cache.stack("resid_post")
+
+
+@pytest.mark.parametrize(
+    ("key", "match"),
+    [
+        ("blocks.1.attn.patern", "close matches: blocks.1.attn.pattern"),
+        (("scale", 1), "ambiguous in layer 0: blocks.0.ln1.scale or blocks.0.ln2.scale"),
+        (("pattern", 3), "'pattern' has layers 0 to 2, not 3"),
+        (("pattern", -4), "'pattern' has layers 0 to 2, not -4"),
+        (("embed", 0), "no value of a layer is named 'embed'"),
+    ],
+)
+def test_a_key_that_is_not_there(cache, key, match):
+    with pytest.raises(KeyError, match=match):
+        cache[key]
+    assert cache.get(key) is None
+
+
+def test_stack_is_layer_first(cache):
+    stacked = cache.stack("attn.z")
+    assert stacked.shape == (3, 4, 7, 2, 5)
+    assert all(torch.equal(stacked[n], cache["z", n]) for n in range(3))
+
+
+def test_at_slices_by_axis_name_and_drops_integers(cache):
+    part = cache.at(pos=slice(5, None), batch=0)
+    assert torch.equal(part["resid_mid", 1], cache["resid_mid", 1][0, 5:])
+    assert part.axes(("resid_mid", 1)) == ("pos", "d_model")
+    assert torch.equal(part["pattern", 1], cache["pattern", 1][0])
+    assert torch.equal(cache.at(head=[1, 0])["z", 2], cache["z", 2][:, :, [1, 0]])
+    with pytest.raises(UnknownNameError, match="close matches: head"):
+        cache.at(heads=1)
+    with pytest.raises(ValueError, match="at most one axis takes a list"):
+        cache.at(query=[1], key=[2])
+
+
+def test_to_device_and_dtype(cache):
+    double = cache.to(torch.float64)
+    assert double["embed"].dtype == torch.float64
+    assert double.axes("embed") == ("batch", "pos", "d_model")
+    assert cache.to("meta")["q", 0].device.type == "meta"
+    assert cache["embed"].dtype == torch.float32
+
+
+def test_nbytes_counts_shared_memory_once(runner, tokens):
+    _, cache = runner.run_with_cache(tokens, names=["blocks.0.resid_post", "blocks.1.resid_pre"])
+    assert cache.nbytes == 4 * 7 * 10 * 4
+    # Learned positions are one [pos, d_model] slice of the table, whatever the batch.
+    _, cache = runner.run_with_cache(tokens, names="blocks.*.mlp.pre")
+    assert cache.nbytes == 3 * 4 * 7 * 13 * 4
+
+
+def test_a_cache_cannot_be_written_to(cache):
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        cache["embed"] = torch.zeros(1)
+    with pytest.raises(TypeError, match="does not support item deletion"):
+        del cache["embed"]
+    with pytest.raises(CacheError, match="only a lazy cache"):
+        cache.drop()
+
+
+def test_repr_groups_layers(cache):
+    text = repr(cache)
+    assert text.startswith("ActivationCache of 55 values, ")
+    assert "blocks.0-2.attn.pattern    float32 [4, 2, 7, 7]  batch head query key" in text
+
+
+def test_save_and_load_keep_names_order_axes_and_values(cache, model, tmp_path):
+    path = tmp_path / "run.safetensors"
+    cache.save(path)
+    loaded = ActivationCache.load(path, model)
+    assert list(loaded) == list(cache)
+    for name, value in cache.items():
+        assert torch.equal(loaded[name], value)
+        assert loaded.axes(name) == cache.axes(name)
+    assert torch.equal(loaded["resid_post", -1], cache["resid_post", -1])
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
+
+
+def test_saving_a_slice_writes_the_slice_only(cache, tmp_path):
+    path = tmp_path / "part.safetensors"
+    cache.at(pos=[2]).save(path)
+    loaded = ActivationCache.load(path)
+    assert torch.equal(loaded["z", 1], cache["z", 1][:, [2]])
+    cache.at(batch=slice(0, 1)).save(path)
+    assert torch.equal(ActivationCache.load(path)["k", 1], cache["k", 1][:1])
+
+
+def test_files_that_are_not_whole_caches(cache, tmp_path, runner):
+    path = tmp_path / "run.safetensors"
+    cache.save(path)
+    whole = path.read_bytes()
+    for length in (0, 5, 300, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CacheError, match="not a whole safetensors file"):
+            ActivationCache.load(path)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(CacheError, match=r"not a cache: its format is None"):
+        ActivationCache.load(path)
+    with pytest.raises(FileNotFoundError):
+        ActivationCache.load(tmp_path / "nowhere")
+
+
+def test_a_failed_save_leaves_the_old_file(cache, tmp_path, monkeypatch):
+    path = tmp_path / "run.safetensors"
+    cache.save(path)
+    before = path.read_bytes()
+
+    def full_disk(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("hooks.storage.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        cache.at(batch=0).save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
+
+
+def test_a_cache_of_another_configuration_is_refused(cache, tmp_path):
+    from models import Transformer, TransformerConfig
+
+    cache.save(tmp_path / "a")
+    other = Transformer(TransformerConfig(vocab_size=3, n_ctx=2, n_layers=1, n_heads=1, d_model=2))
+    with pytest.raises(CacheError, match="from a model with config hash"):
+        ActivationCache.load(tmp_path / "a", other)
+
+
+def test_config_hash_follows_config_or_shapes(model):
+    from hooks.storage import config_hash
+
+    class Described(nn.Linear):
+        def __init__(self, size, described):
+            super().__init__(size, 2)
+            self.config = type("Config", (), {"to_dict": lambda self: described})()
+
+    assert config_hash(nn.Linear(2, 3)) == config_hash(nn.Linear(2, 3))
+    assert config_hash(nn.Linear(2, 3)) != config_hash(nn.Linear(3, 2))
+    assert config_hash(Described(1, {"a": 1})) == config_hash(Described(4, {"a": 1}))
+    assert config_hash(Described(1, {"a": 1})) != config_hash(Described(1, {"a": 2}))
+    assert config_hash(model) == HookedRunner(model).config_hash
+
+
+@pytest.mark.parametrize("positions", [[5, 0, -1], slice(2, 6, 3)])
+def test_positions_are_cut_at_capture(runner, tokens, positions):
+    _, full = runner.run_with_cache(tokens)
+    _, part = runner.run_with_cache(tokens, positions=positions)
+    assert torch.equal(part["v", 1], full["v", 1][:, positions])
+    assert torch.equal(part["pattern", 1], full["pattern", 1][:, :, positions])
+    assert torch.equal(part["ln_final.scale"], full["ln_final.scale"][:, positions])
+    for value in part.values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+@pytest.mark.parametrize(
+    ("positions", "match"),
+    [([3, 7], r"\[3, 7\] do not all lie in the 7 of embed"), ([-8], "do not all"), (slice(7, 9), "select none of the 7")],
+)  # fmt: skip
+def test_positions_that_are_not_there(runner, tokens, positions, match):
+    with pytest.raises(HookError, match=match):
+        runner.run_with_cache(tokens, names="embed", positions=positions)
+
+
+def test_positions_need_axes(runner, tokens):
+    with pytest.raises(HookError, match="blocks.0 declares none"):
+        runner.run_with_cache(tokens, names="blocks.0", positions=[0])
+
+
+def test_dtype_and_device_are_applied_at_capture(runner, tokens):
+    _, full = runner.run_with_cache(tokens, names="blocks.*.attn.z")
+    _, half = runner.run_with_cache(tokens, names="blocks.*.attn.z", dtype=torch.bfloat16)
+    assert torch.equal(half["z", 2], full["z", 2].bfloat16())
+    _, meta = runner.run_with_cache(tokens, names="blocks.*.attn.z", device="meta")
+    assert meta["z", 2].device.type == "meta"
+
+
+def test_windows_keep_vectors_inside_and_norms_everywhere(runner, tokens):
+    windows = torch.zeros(4, 7, dtype=torch.bool)
+    windows[0, 2:4] = windows[3, 6] = True
+    _, full = runner.run_with_cache(tokens, mode="residual")
+    _, cache = runner.run_with_cache(tokens, mode="residual", windows=windows)
+    for layer in range(3):
+        for short in ("resid_pre", "resid_mid", "resid_post"):
+            stream = full[short, layer]
+            expected = torch.stack([stream[0, 2], stream[0, 3], stream[3, 6]])
+            assert torch.equal(cache[short, layer], expected)
+            norms = stream.double().square().sum(-1).sqrt().float()
+            torch.testing.assert_close(cache[f"{short}.norm", layer], norms)
+        assert torch.equal(cache["pattern", layer], full["pattern", layer])
+    assert cache.axes(("resid_mid", 0)) == ("window", "d_model")
+    assert cache.axes(("resid_mid.norm", 0)) == ("batch", "pos")
+    assert cache.stack("resid_post").shape == (3, 3, 10)
+    assert cache.stack("resid_post.norm").shape == (3, 4, 7)
+    _, lazy = runner.run_with_cache(tokens, mode="residual", windows=windows, lazy=True)
+    assert set(lazy) == set(cache)
+    for name in cache:
+        torch.testing.assert_close(lazy[name], cache[name], atol=1e-5, rtol=0)
+
+
+def test_windows_of_another_shape_or_kind(runner, tokens):
+    with pytest.raises(HookError, match=r"windows are \[batch, pos\], \(4, 7\) at .*\(4, 9\)"):
+        runner.run_with_cache(tokens, mode="residual", windows=torch.ones(4, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="give one of them"):
+        runner.run_with_cache(tokens, windows=torch.ones(4, 7, dtype=torch.bool), positions=[1])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_windows_are_boolean(runner, tokens):
+    with pytest.raises(ValueError, match="windows are boolean, not torch.int64"):
+        runner.run_with_cache(tokens, windows=torch.ones(4, 7, dtype=torch.int64))
+
+
+def test_saved_description_is_readable_json(cache, tmp_path):
+    from safetensors import safe_open
+
+    cache.save(tmp_path / "a")
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        description = json.loads(file.metadata()["cache"])
+    assert description["axes"]["blocks.0.attn.q"] == ["batch", "pos", "head", "d_head"]
+    assert description["config_hash"] == cache.config_hash

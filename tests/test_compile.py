@@ -1,0 +1,65 @@
+"""torch.compile, in processes of their own: as users run it, without the tests' shape checks."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SETUP = """
+    import torch
+    from hooks import HookedRunner
+    from models import Transformer, TransformerConfig
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=23, n_ctx=17, n_layers=2, n_heads=2, d_model=10, d_mlp=13)
+    model = Transformer(TransformerConfig(**sizes)).eval()
+    tokens = torch.randint(23, (3, 7))
+    runner = HookedRunner(model)
+"""
+
+PLAIN = """
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens), model(tokens), atol=1e-5, rtol=0)
+"""
+
+BAKED = """
+    def write(value, point):
+        value[:, 2] = 0
+    hooks = {"blocks.1.attn.pattern": lambda v, p: v * 0.5, "blocks.*.mlp_out": write}
+    with torch.no_grad():
+        plain = model(tokens)
+        with runner.hooks(hooks):
+            eager = model(tokens)
+            compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+            inside = compiled(tokens)
+            other = torch.flip(tokens, (0, 1))
+            torch.testing.assert_close(compiled(other), model(other), atol=1e-5, rtol=0)
+        torch.testing.assert_close(inside, eager, atol=1e-5, rtol=0)
+        assert torch.equal(model(tokens), plain)
+        assert not torch.allclose(eager, plain, atol=1e-5)
+"""
+
+LATE = """
+    from hooks import NeverFiredError
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    compiled(tokens)
+    try:
+        with runner.hooks({"blocks.1.mlp_out": lambda v, p: v * 0}):
+            compiled(tokens)
+    except NeverFiredError as error:
+        assert "compiled before the hooks were set" in str(error)
+    else:
+        raise AssertionError("ignored in silence")
+"""
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("script", [PLAIN, BAKED, LATE], ids=["plain", "baked", "late"])
+def test_compiled_equals_eager_in_one_graph(script, backend):
+    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("inductor needs a C++ compiler, and neither g++ nor clang++ is on the path")
+    code = textwrap.dedent(SETUP) + textwrap.dedent(script).replace("BACKEND", repr(backend))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
