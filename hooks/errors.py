@@ -5,7 +5,7 @@ HookError
 ├── NeverFiredError    a requested point that the forward pass did not reach
 ├── EditError          a hook that returned something the point cannot carry
 ├── ModeError          an extraction that the model's state forbids
-├── ContextError       a hook context used twice, or closed out of turn
+├── ContextError       a hook context used twice
 └── CacheError         a cache, or a file of one, that cannot answer
 """
 
@@ -45,7 +45,7 @@ class ModeError(HookError):
 
 
 class ContextError(HookError):
-    """A hook context used twice, or closed out of turn."""
+    """A hook context used twice."""
 
 
 class CacheError(HookError):

@@ -18,7 +18,7 @@ from hooks.errors import HookError, ModeError
 from hooks.lazy import LazyBlock, LazyValues, block_of, blocks_of
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point
-from hooks.select import Mode, Selector, resolve
+from hooks.select import Mode, Selector, flatten, resolve
 from hooks.session import Session, edits_in_force
 
 Hooks = Mapping[Any, Hook]
@@ -209,15 +209,15 @@ class HookedRunner:
     def _choose(self, names: Selector | None, mode: Mode | str | None) -> dict[str, Point]:
         if names is not None and mode is not None:
             raise ValueError("names= and mode= both choose points: give one of them")
-        if names is not None:
-            return resolve(names, self.points, self._all)
-        mode = Mode(mode or Mode.full)
-        if mode is not Mode.none and self.model.training:
+        # Read once: the selector may be a generator.
+        selector = flatten(Mode(mode or Mode.full) if names is None else names)
+        extracts = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
+        if extracts and self.model.training:
             raise ModeError(
-                f"mode {mode.value!r} extracts activations, and this model is in training mode: "
-                "call model.eval() first, or choose points with names="
+                f"mode {extracts[0].value!r} extracts activations, and this model is in training "
+                "mode: call model.eval() first, or choose points by name"
             )
-        return resolve(mode, self.points, self._all)
+        return resolve(selector, self.points, self._all)
 
     def _record(self, session: Session, recorder: Recorder) -> None:
         for name, point in recorder.points.items():

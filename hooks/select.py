@@ -15,6 +15,10 @@ class Mode(StrEnum):
     and the residual stream, `full` every point.
     """
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Mode":
+        raise ValueError(f"a mode is one of {', '.join(cls)}, not {value!r}")
+
     none = "none"
     svd_targets = "svd_targets"
     residual = "residual"
@@ -35,6 +39,22 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 
 
+def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
+    """The names, globs, predicates and modes that a selector is made of.
+
+    Raises:
+        TypeError: if a part of it is none of these.
+    """
+    if isinstance(selector, str) or callable(selector):
+        return [selector]
+    if isinstance(selector, Iterable):
+        return [part for nested in selector for part in flatten(nested)]
+    raise TypeError(
+        "a selector is a name, a glob, a predicate, a mode or a list of them, "
+        f"not {type(selector).__name__}"
+    )
+
+
 def resolve(
     selector: Selector, points: Mapping[str, Point], modules: Mapping[str, Point]
 ) -> dict[str, Point]:
@@ -47,45 +67,32 @@ def resolve(
         UnknownNameError: if a part of the selector matches nothing; it carries close matches.
         TypeError: if a part of the selector is none of the kinds above.
     """
-    chosen = _names(selector, points, modules)
+    parts = flatten(selector)
+    if not parts:
+        raise UnknownNameError("an empty selector matches no hook point")
+    chosen = {name for part in parts for name in _matching(part, points, modules)}
     return {name: point for name, point in modules.items() if name in chosen}
 
 
-def _names(
-    selector: Selector, points: Mapping[str, Point], modules: Mapping[str, Point]
-) -> set[str]:
-    if isinstance(selector, Mode):
-        if selector is Mode.none:
-            return set()
-        last = LAST_PARTS[selector]
-        found = {name for name in points if last is None or name.rpartition(".")[2] in last}
-        return _some(found, f"mode {selector.value!r}")
-    if isinstance(selector, str):
-        if selector in modules:
-            return {selector}
-        if not any(sign in selector for sign in "*?["):
-            raise unknown_name(selector, points or modules, "hook point")
-        found = set(fnmatch.filter(points, selector) or fnmatch.filter(modules, selector))
+def _matching(
+    part: str | Callable[[Point], bool], points: Mapping[str, Point], modules: Mapping[str, Point]
+) -> list[str]:
+    if isinstance(part, Mode):
+        last = LAST_PARTS[part]
+        found = [name for name in points if last is None or name.rpartition(".")[2] in last]
+        if not found and part is not Mode.none:
+            raise UnknownNameError(f"mode {part.value!r} matches no hook point of this model")
+    elif isinstance(part, str):
+        found = [part] if part in modules else _glob(part, points) or _glob(part, modules)
         if not found:
-            raise unknown_name(selector, points or modules, "hook point")
-        return found
-    if callable(selector):
-        found = {name for name, point in points.items() if selector(point)}
-        return _some(found, f"the predicate {getattr(selector, '__name__', selector)!r}")
-    if isinstance(selector, Iterable):
-        parts = list(selector)
-        return _some(
-            {name for part in parts for name in _names(part, points, modules)},
-            f"the selector {parts!r}",
-            ok=any(isinstance(part, Mode) for part in parts),
-        )
-    raise TypeError(
-        "a selector is a name, a glob, a predicate, a mode or a list of them, "
-        f"not {type(selector).__name__}"
-    )
-
-
-def _some(found: set[str], what: str, ok: bool = False) -> set[str]:
-    if not found and not ok:
-        raise UnknownNameError(f"{what} matches no hook point of this model")
+            raise unknown_name(part, points or modules, "hook point")
+    else:
+        found = [name for name, point in points.items() if part(point)]
+        if not found:
+            what = getattr(part, "__name__", part)
+            raise UnknownNameError(f"the predicate {what!r} matches no hook point of this model")
     return found
+
+
+def _glob(pattern: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]

@@ -36,11 +36,12 @@ class Session:
 
     def __enter__(self) -> "Session":
         self._owner = threading.get_ident()
-        _open_sessions().append(self)
+        self._opened_among = _open_sessions()
+        self._opened_among.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _open_sessions().remove(self)
+        self._opened_among.remove(self)
         with _registry:
             while self._handles:
                 self._handles.pop().remove()

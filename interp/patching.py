@@ -15,6 +15,7 @@ from interp.metrics import Metric
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# What can be patched, and over which axes.
 SITES = {
     "resid_pre": ("layer", "pos"),
     "attn_out": ("layer", "pos"),
@@ -63,8 +64,8 @@ class PatchingResult:
 
         figure = Figure(layout="constrained")
         axes = figure.subplots()
-        values = self.normalized()
-        limit = float(values.abs().max())
+        values = self.normalized().numpy(force=True)
+        limit = abs(values).max()
         image = axes.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
         axes.set_ylabel(self.axes[0])
         axes.set_xlabel(self.axes[1])
@@ -115,7 +116,7 @@ def activation_patching(
     sizes = [sources[0][1].shape[axes.index(axis)] for axis in over[1:]]
     values = torch.empty(len(sources), *sizes)
     places = list(itertools.product(*map(range, values.shape)))
-    for place in tqdm(places, desc=f"patching {site}", unit="run", leave=False):
+    for place in tqdm(places, desc=f"patching {site}", unit="run", leave=False, delay=1):
         name, source = sources[place[0]]
         edit = _from(source, dict(zip(over[1:], place[1:], strict=True)))
         values[place] = metric(runner.run_with_hooks(corrupted, hooks={name: edit})).mean()

@@ -102,6 +102,7 @@ def test_modes_choose_by_the_last_part_of_a_name(runner, tokens, mode, last_part
         (["ln_final.scale", "embed"], ["embed", "ln_final.scale"]),
         ([Mode.none, "pos_embed"], ["pos_embed"]),
         ("blocks.1.mlp", ["blocks.1.mlp"]),
+        ((name for name in ["embed", "pos_embed"]), ["embed", "pos_embed"]),
         ("blocks.?.mlp", ["blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"]),
     ],
 )  # fmt: skip
@@ -117,7 +118,7 @@ def test_selectors(runner, tokens, selector, expected):
         ("pattern", "close matches: blocks.0.attn.pattern"),
         ("blocks.*.attn.nothing", "no hook point is named"),
         (lambda point: False, "predicate"),
-        ([], "matches no hook point"),
+        ([], "an empty selector matches no hook point"),
     ],
 )
 def test_a_selector_that_matches_nothing_is_an_error(runner, tokens, selector, match):
@@ -143,7 +144,7 @@ def test_a_mode_that_the_model_lacks_is_an_error():
 
 
 def test_unknown_mode_and_double_choice(runner, tokens):
-    with pytest.raises(ValueError, match="'everything' is not a valid Mode"):
+    with pytest.raises(ValueError, match="a mode is one of none, svd_targets, residual, full, not 'everything'"):
         runner.run_with_cache(tokens, mode="everything")
     with pytest.raises(ValueError, match="give one of them"):
         runner.run_with_cache(tokens, names="embed", mode="full")
@@ -160,6 +161,9 @@ def test_a_mode_on_a_model_in_training_says_to_call_eval(model, runner, tokens):
     for mode in ("svd_targets", "residual", "full", None):
         with pytest.raises(ModeError, match=r"call model.eval\(\)"):
             runner.run_with_cache(tokens, mode=mode)
+    for names in (Mode.full, ["embed", [Mode.residual]]):
+        with pytest.raises(ModeError, match=r"call model.eval\(\)"):
+            runner.capture(tokens, names=names)
     _, cache = runner.run_with_cache(tokens, mode="none")
     assert len(cache) == 0
     _, cache = runner.run_with_cache(tokens, names="embed")

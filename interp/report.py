@@ -1,0 +1,289 @@
+"""The report: what its page shows, collected from one model and two prompts, and the page itself."""
+
+import base64
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hooks import HookedRunner
+from interp.heads import induction_scores, previous_token_scores, repeated_tokens
+from interp.lens import logit_lens
+from interp.metrics import Metric, log_prob
+from interp.patching import SITES, PatchingResult, activation_patching
+
+GUESSES = 5
+# Metrics closer than this, in nats, differ by little more than float32 rounding.
+LEAST_GAP = 1e-4
+_TOKENS_PER_FORWARD = 16_384
+_SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
+
+
+class ReportError(ValueError):
+    """Prompts that no report can be made of."""
+
+
+class Guess(NamedTuple):
+    """A token that might come next, and its probability, 0 to 1."""
+
+    text: str
+    probability: float
+
+
+class Peak(NamedTuple):
+    """The largest entry, in absolute value, of a [layer, place] table."""
+
+    layer: int
+    place: int
+    value: float
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """What a report shows.
+
+    Attributes:
+        name: what the model is called.
+        facts: its configuration, to be shown as it is.
+        clean: the text of each token of the clean prompt.
+        corrupted: likewise of the corrupted prompt.
+        derived: whether the corrupted prompt was derived from the clean one by `derive_corruption`.
+        answer: the token that the clean run predicts last; patching measures its log-probability.
+        loss: cross-entropy of each token after the first, in nats.
+        guesses: `guesses[layer][pos]` are the likeliest next tokens, best first, read from the stream
+            entering each layer; the last entry is the model's own prediction.
+        pattern: attention of the clean run.
+        previous: mean attention of each head to the token before, 0 to 1.
+        induction: mean attention of each head from repeated random tokens to what followed them
+            before, 0 to 1.
+        period: the length of those repeated tokens.
+        patches: what patching each site of `SITES` gives.
+    """
+
+    name: str
+    facts: Mapping[str, object]
+    clean: tuple[str, ...]
+    corrupted: tuple[str, ...]
+    derived: bool
+    answer: str
+    loss: Float[Tensor, " next"]
+    guesses: tuple[tuple[tuple[Guess, ...], ...], ...]
+    pattern: Float[Tensor, "layer head query key"]
+    previous: Float[Tensor, "layer head"]
+    induction: Float[Tensor, "layer head"]
+    period: int
+    patches: Mapping[str, PatchingResult]
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """The positions where the two prompts differ."""
+        pairs = zip(self.clean, self.corrupted, strict=True)
+        return tuple(pos for pos, (clean, corrupted) in enumerate(pairs) if clean != corrupted)
+
+
+def peak(table: Float[Tensor, "layer place"]) -> Peak:
+    """The entry of `table` that is largest in absolute value.
+
+    >>> peak(torch.tensor([[0.5, 0.0], [0.25, -1.0]]))
+    Peak(layer=1, place=1, value=-1.0)
+    """
+    layer, place = divmod(int(table.abs().argmax()), table.shape[1])
+    return Peak(layer, place, table[layer, place].item())
+
+
+def visible(text: str) -> str:
+    """`text` with a sign for each character that would not show.
+
+    >>> visible("a b" + chr(10) + chr(7))
+    'a·b⏎\\\\x07'
+    """
+    signed = text.translate(_SIGNS)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in signed)
+
+
+@torch.no_grad()
+def derive_corruption(model: nn.Module, clean: Int[Tensor, "1 pos"]) -> Int[Tensor, "1 pos"]:
+    """The prompt with one token replaced, so that the model's last prediction suffers most.
+
+    Each position but the last is tried once, with the next token of the prompt that differs from it
+    (from the end of the prompt on, its beginning). What suffers is the log-probability of the token that
+    the clean run predicts last.
+
+    Raises:
+        ReportError: if the prompt is one token, or one token repeated.
+    """
+    _check_length(clean)
+    row = clean[0]
+    if bool((row == row[0]).all()):
+        raise ReportError(
+            "a corrupted prompt is derived by replacing one token by another of the prompt's, and "
+            "this one repeats a single token: give --corrupted"
+        )
+    tried = row.repeat(len(row) - 1, 1)
+    for pos in range(len(row) - 1):
+        others = row.roll(-pos)
+        tried[pos, pos] = others[others != row[pos]][0]
+    _, metric = _answer(model, clean)
+    chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
+    found = [metric(model(c)) for c in tqdm(chunks, "deriving a corruption", leave=False)]
+    return tried[torch.cat(found).argmin()][None]
+
+
+@torch.no_grad()
+def build_report(
+    model: nn.Module,
+    clean: Int[Tensor, "1 pos"],
+    corrupted: Int[Tensor, "1 other"],
+    texts: Callable[[Sequence[int]], Sequence[str]],
+    *,
+    name: str,
+    facts: Mapping[str, object],
+    derived: bool = False,
+    period: int = 40,
+) -> ReportData:
+    """Runs the model on both prompts and collects what the page shows.
+
+    Args:
+        model: a model in eval mode with the usual points, `unembed` and `config`.
+        clean: the prompt that the page is about.
+        corrupted: a prompt of the same length that the model continues otherwise.
+        texts: gives the text of each of some tokens.
+        name, facts: what to say about the model.
+        derived: whether `corrupted` came from `derive_corruption`.
+        period: the length of the random tokens that induction is scored on; twice that many must fit
+            the model's context.
+
+    Raises:
+        ReportError: if a prompt has fewer than two tokens, the two differ in length, the metric is the
+            same for both, or the model is in training mode.
+    """
+    if model.training:
+        raise ReportError("a report needs a model in eval mode: call model.eval() first")
+    _check_length(clean)
+    if clean.shape != corrupted.shape:
+        raise ReportError(
+            "the clean and the corrupted prompt have equally many tokens, "
+            f"not {clean.shape[1]} and {corrupted.shape[1]}"
+        )
+    answer, metric = _answer(model, clean)
+    _check_gap(metric(model(clean)).item(), metric(model(corrupted)).item())
+    logits, cache = HookedRunner(model).run_with_cache(clean, names="*.pattern")
+    loss = -logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0]
+    repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
+    return ReportData(
+        name=name,
+        facts=facts,
+        clean=tuple(texts(clean[0].tolist())),
+        corrupted=tuple(texts(corrupted[0].tolist())),
+        derived=derived,
+        answer=texts([answer])[0],
+        loss=loss.float(),
+        guesses=_guesses(model, clean, texts),
+        pattern=cache.stack("pattern")[:, 0],
+        previous=previous_token_scores(model, clean),
+        induction=induction_scores(model, repeated, period),
+        period=period,
+        patches={
+            site: activation_patching(model, clean, corrupted, metric, site) for site in SITES
+        },
+    )
+
+
+def render(data: ReportData) -> str:
+    """The page, HTML that needs no other file and no network."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["visible"] = visible
+    shares = {site: result.normalized() for site, result in data.patches.items()}
+    limit = max(1.0, *(float(share.abs().max()) for share in shares.values()))
+    loss = _plain(data.loss)
+    embedded = {
+        "tokens": [visible(text) for text in data.clean],
+        "changed": data.changed,
+        "loss": [None, *loss],
+        "guesses": [
+            [[[visible(g.text), round(g.probability, 6)] for g in pos] for pos in layer]
+            for layer in data.guesses
+        ],
+        "shape": data.pattern.shape[:3],
+        "first": peak(data.induction)[:2],
+        "attention": _as_base64(data.pattern),
+        "scores": {"previous": _plain(data.previous), "induction": _plain(data.induction)},
+        "limit": limit,
+        "patches": {
+            site: {"share": _plain(shares[site]), "nats": _plain(result.values)}
+            for site, result in data.patches.items()
+        },
+    }
+    return environment.get_template("report.html").render(
+        data=data,
+        first=next(iter(data.patches.values())),
+        strongest={
+            "previous": peak(data.previous),
+            "induction": peak(data.induction),
+            "z": peak(shares["z"]),
+        },
+        limit=limit,
+        shades=[0.0, *(value / max(loss) if max(loss) else 0.0 for value in loss)],
+        embedded=embedded,
+    )
+
+
+def _plain(values: Tensor) -> Any:
+    return values.double().round(decimals=6).tolist()
+
+
+def _as_base64(weights: Float[Tensor, "..."]) -> str:
+    """Numbers from 0 to 1 as little-endian 16-bit integers, 65535 for 1."""
+    scaled = array("H", (weights.flatten() * 65535).round().int().tolist())
+    if sys.byteorder == "big":
+        scaled.byteswap()
+    return base64.b64encode(scaled.tobytes()).decode()
+
+
+def _check_length(tokens: Int[Tensor, "1 pos"]) -> None:
+    if tokens.shape[1] < 2:
+        raise ReportError(f"a prompt has at least 2 tokens, not {tokens.shape[1]}")
+
+
+def _check_gap(clean: float, corrupted: float) -> None:
+    # Written so that it also fails where a metric is not a number.
+    if not abs(clean - corrupted) >= LEAST_GAP:
+        raise ReportError(
+            "the clean and the corrupted prompt must differ in the metric by at least "
+            f"{LEAST_GAP} nats, and give {clean:.6f} and {corrupted:.6f}: patching has nothing to "
+            "bring back"
+        )
+
+
+def _answer(model: nn.Module, clean: Int[Tensor, "1 pos"]) -> tuple[int, Metric]:
+    """The token that the clean run predicts last, and its log-probability there as a metric."""
+    token = int(model(clean)[0, -1].argmax())
+    return token, log_prob(token)
+
+
+def _guesses(
+    model: nn.Module, clean: Int[Tensor, "1 pos"], texts: Callable[[Sequence[int]], Sequence[str]]
+) -> tuple[tuple[tuple[Guess, ...], ...], ...]:
+    probabilities = logit_lens(model, clean).probabilities()[:, 0]
+    best = probabilities.topk(min(GUESSES, probabilities.shape[-1]))
+    return tuple(
+        tuple(
+            tuple(map(Guess, texts(tokens), values)) for tokens, values in zip(*layer, strict=True)
+        )
+        for layer in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )

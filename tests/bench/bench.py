@@ -1,0 +1,175 @@
+"""The numbers that the README states, measured: `python tests/bench/bench.py [ROW ...]`.
+
+Each row compares calls in interleaved rounds and prints median times, median ratios to the row's base
+and the peak memory that one call adds in a fresh process. Run it on an otherwise idle machine.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+# Run as a script, Python puts this folder on the path, and not the project.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from hooks import HookedRunner
+from interp import activation_patching, log_prob
+from tests.bench import peers, timing
+
+Calls = dict[str, timing.Call]
+
+
+def plain(shape: peers.Shape) -> Calls:
+    """Plain forward passes."""
+    tokens, ours = shape.tokens(), peers.ours(shape)
+    sdpa, eager = (peers.of_transformers(shape, kind) for kind in ("sdpa", "eager"))
+    calls: Calls = {
+        "transformers, sdpa": lambda: sdpa(tokens).logits,
+        "transformers, eager": lambda: eager(tokens).logits,
+        "hookscope": lambda: ours(tokens),
+    }
+    if peers.has_transformer_lens():
+        lens = peers.of_transformer_lens(shape)
+        calls["TransformerLens"] = lambda: lens(tokens)
+    return calls
+
+
+def forward_small() -> Calls:
+    """Plain forward, GPT-2-small shape, B=1 T=1024."""
+    return plain(peers.SMALL)
+
+
+def forward_tiny() -> Calls:
+    """Plain forward, 2 layers d=64, B=8 T=32."""
+    return plain(peers.TINY)
+
+
+def cached() -> Calls:
+    """Cached runs, GPT-2-small shape, B=1 T=1024."""
+    tokens, ours = peers.SMALL.tokens(), peers.ours(peers.SMALL)
+    runner = HookedRunner(ours)
+    return {
+        "plain forward": lambda: ours(tokens),
+        "cache blocks.*.resid_post": lambda: runner.run_with_cache(
+            tokens, names="blocks.*.resid_post"
+        ),
+        "full, lazy": lambda: runner.run_with_cache(tokens, lazy=True),
+        "capture at the middle layer": lambda: runner.capture(tokens, names="blocks.5.resid_post"),
+    }
+
+
+def full() -> Calls:
+    """Everything cached, T=1024, against a transformers forward that keeps nothing."""
+    tokens, ours = peers.SMALL.tokens(), peers.ours(peers.SMALL)
+    runner = HookedRunner(ours)
+    sdpa, eager = (peers.of_transformers(peers.SMALL, kind) for kind in ("sdpa", "eager"))
+    options = {"output_attentions": True, "output_hidden_states": True}
+    calls: Calls = {
+        "transformers, sdpa, keeping nothing": lambda: sdpa(tokens).logits,
+        "transformers, eager, patterns and hidden states": lambda: eager(tokens, **options),
+        "hookscope, full, eager": lambda: runner.run_with_cache(tokens),
+    }
+    if peers.has_transformer_lens():
+        lens = peers.of_transformer_lens(peers.SMALL)
+        calls["TransformerLens, run_with_cache"] = lambda: lens.run_with_cache(tokens)
+    return calls
+
+
+def sweep(site: str, places: int) -> Calls:
+    """One sweep of activation patching against as many plain forward passes; T is short."""
+    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=24)
+    ours, clean = peers.ours(shape), shape.tokens()
+    corrupted = (clean + 1) % shape.vocab
+
+    def forwards() -> None:
+        for _ in range(places):
+            ours(corrupted)
+
+    return {
+        "as many plain forwards": forwards,
+        f"sweep of {site}": lambda: activation_patching(ours, clean, corrupted, log_prob(0), site),
+    }
+
+
+def sweep_pos() -> Calls:
+    """Activation patching of resid_pre over layer and pos, T=24."""
+    return sweep("resid_pre", 12 * 24)
+
+
+def sweep_head() -> Calls:
+    """Activation patching of z over layer and head, T=24."""
+    return sweep("z", 12 * 12)
+
+
+def imports() -> Calls:
+    """Importing, in a fresh process."""
+
+    def fresh(what: str) -> timing.Call:
+        return lambda: subprocess.run([sys.executable, "-c", f"import {what}"], check=True)
+
+    calls = {"torch": fresh("torch"), "torch, interp": fresh("torch, interp")}
+    if peers.has_transformer_lens():
+        calls["torch, transformer_lens"] = fresh("torch, transformer_lens")
+    return calls
+
+
+ROWS: dict[str, Callable[[], Calls]] = {
+    "forward-small": forward_small,
+    "forward-tiny": forward_tiny,
+    "cached": cached,
+    "full": full,
+    "sweep-pos": sweep_pos,
+    "sweep-head": sweep_head,
+    "import": imports,
+}
+
+
+def lazy_bytes() -> str:
+    """Bytes of a lazy cache over those of the residual stream alone."""
+    runner, tokens = HookedRunner(peers.ours(peers.SMALL)), peers.SMALL.tokens()
+    lazy = runner.plan(tokens, lazy=True).nbytes
+    stream = runner.plan(tokens, names="blocks.*.resid_post").nbytes
+    return f"bytes of a lazy full cache / of blocks.*.resid_post: {lazy / stream:.2f}"
+
+
+def main() -> None:
+    """Measures the rows that were asked for, all of them where none was."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument(
+        "--budget", type=float, default=20.0, help="seconds a row, at least 7 rounds"
+    )
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = [row for row in options.rows if row not in ROWS]
+    if unknown:
+        parser.error(f"rows are {', '.join(ROWS)}, not {', '.join(unknown)}")
+    with torch.no_grad():
+        if options.peak_of:
+            print(timing.peak_in_this_process(ROWS[options.rows[0]]()[options.peak_of]))
+            return
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+        for row in options.rows or ROWS:
+            measure(row, options.budget)
+
+
+def measure(row: str, budget: float) -> None:
+    """Prints one row."""
+    calls = ROWS[row]()
+    measured = timing.ratios(calls, next(iter(calls)), budget)
+    del calls
+    print(f"\n{ROWS[row].__doc__} [{row}]")
+    for name, (time, ratio) in measured.items():
+        memory = "" if row == "import" else f"{timing.peak(__file__, row, name):8.0f} MiB"
+        print(f"  {name:<48} {time * 1e3:9.2f} ms  x {ratio:5.3f} {memory}", flush=True)
+    if row == "cached":
+        print(f"  {lazy_bytes()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The same shapes in other libraries; those that are not installed are left out, and said to be."""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from models import Transformer, TransformerConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 shape and the batch it is run on."""
+
+    layers: int
+    heads: int
+    d_model: int
+    vocab: int
+    batch: int
+    pos: int
+
+    def tokens(self) -> torch.Tensor:
+        """Random tokens: [batch, pos]."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.vocab, (self.batch, self.pos), generator=generator)
+
+
+SMALL = Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=1024)
+TINY = Shape(layers=2, heads=4, d_model=64, vocab=101, batch=8, pos=32)
+
+
+def ours(shape: Shape) -> Transformer:
+    """This project's transformer."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=shape.vocab,
+        n_ctx=shape.pos,
+        n_layers=shape.layers,
+        n_heads=shape.heads,
+        d_model=shape.d_model,
+    )
+    return Transformer(config).eval()
+
+
+def of_transformers(shape: Shape, attention: str) -> Any:
+    """GPT2LMHeadModel with `sdpa` or `eager` attention."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=shape.vocab,
+        n_positions=shape.pos,
+        n_embd=shape.d_model,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        attn_implementation=attention,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def has_transformer_lens() -> bool:
+    """Whether TransformerLens can be measured."""
+    return importlib.util.find_spec("transformer_lens") is not None
+
+
+def of_transformer_lens(shape: Shape) -> Any:
+    """HookedTransformer of the same shape."""
+    import transformer_lens
+
+    config = transformer_lens.HookedTransformerConfig(
+        n_layers=shape.layers,
+        n_heads=shape.heads,
+        d_model=shape.d_model,
+        d_head=shape.d_model // shape.heads,
+        d_vocab=shape.vocab,
+        n_ctx=shape.pos,
+        act_fn="gelu_new",
+        normalization_type="LN",
+        seed=0,
+        device="cpu",
+    )
+    return transformer_lens.HookedTransformer(config).eval()

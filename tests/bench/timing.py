@@ -1,0 +1,57 @@
+"""Ratios of two callables from interleaved runs, and the peak memory of one call in a fresh process."""
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Call = Callable[[], object]
+
+
+def seconds(call: Call) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def ratios(calls: dict[str, Call], base: str, budget: float) -> dict[str, tuple[float, float]]:
+    """For each call its median time and its median ratio to `base`, measured in turn round by round.
+
+    A ratio is taken within a round, so a machine that slows down slows both; rounds go on until the
+    budget, in seconds, is spent, and there are at least seven.
+    """
+    for call in calls.values():
+        call()
+    rounds: list[dict[str, float]] = []
+    start = time.perf_counter()
+    while len(rounds) < 7 or time.perf_counter() - start < budget:
+        # Every other round runs backwards, so that no call always follows the same one.
+        order = list(calls.items())[:: 1 if len(rounds) % 2 else -1]
+        rounds.append({name: seconds(call) for name, call in order})
+    return {
+        name: (
+            statistics.median(times[name] for times in rounds),
+            statistics.median(times[name] / times[base] for times in rounds),
+        )
+        for name in calls
+    }
+
+
+def peak_in_this_process(call: Call) -> float:
+    """How far one call raises the process's peak memory, in MiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kept = call()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    del kept
+    return (after - before) / 1024
+
+
+def peak(script: str, row: str, name: str) -> float:
+    """The same, in a fresh process that builds the row's models first."""
+    command = [sys.executable, str(Path(script)), row, "--peak-of", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,77 @@
+"""The layout of the project: import directions, public names, what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {"hooks": {"hooks"}, "models": {"hooks", "models"}, "interp": {"hooks", "interp"}}
+MODULES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield node.module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    package = path.relative_to(ROOT).parts[0]
+    allowed = MAY_IMPORT[package] | ({"models"} if path.name == "__main__.py" else set())
+    ours = {name.partition(".")[0] for name in imported(path)} & MAY_IMPORT.keys()
+    assert ours <= allowed
+
+
+PUBLIC = {
+    "hooks": """ActivationCache CacheError ContextError EditError FusedUnlessHooked Hook HookContext
+        HookError HookPoint HookedRunner Mode ModeError NeverFiredError Plan Planned Point Selector
+        UnknownNameError index_by_axis""",
+    "models": """Attention Block CharTokenizer LayerNorm MLP TrainingConfig Transformer
+        TransformerConfig available evaluate load load_tokenizer next_token_loss sample save split
+        train""",
+    "interp": """LanguageModel LogitLens Metric PatchingResult activation_patching induction_scores
+        log_prob logit_diff logit_lens previous_token_scores repeated_tokens run_with_cache""",
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_pinned(package):
+    module = __import__(package)
+    assert sorted(module.__all__) == sorted(PUBLIC[package].split())
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_the_top_level_holds_what_the_project_agreed_on():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout, so there is no list of the project's files")
+    top = {name.partition("/")[0] for name in listed.stdout.split("\n") if name}
+    agreed = {"pyproject.toml", "README.md", "LICENSE", "hooks", "models", "interp", "tests"}
+    assert {name for name in top if not name.startswith(".")} == agreed | {"examples"}
+
+
+def python(code, **options):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+
+
+def test_importing_brings_no_heavy_dependency():
+    heavy = ["transformers", "tokenizers", "tiktoken", "matplotlib", "jinja2", "beartype", "models"]
+    code = f"import torch, sys; had = set(sys.modules); import interp; print([m for m in {heavy} if m in set(sys.modules) - had])"  # fmt: skip
+    done = python(code)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_foreign_package_called_hooks_is_named(tmp_path):
+    (tmp_path / "hooks.py").write_text("")
+    done = python(f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import interp")
+    assert done.returncode == 1
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("ImportError: interp needs the package `hooks` of hookscope")
+    assert str(tmp_path / "hooks.py") in line

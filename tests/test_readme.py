@@ -1,0 +1,75 @@
+"""The README says what is so: its code is the example's, its table the generated one, its commands CI's."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from hooks import HookedRunner
+from models import load
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def block(kind):
+    """The first fenced block of a kind."""
+    return README.partition(f"```{kind}\n")[2].partition("```")[0]
+
+
+def test_the_first_code_is_the_quickstart_example():
+    example = (ROOT / "examples" / "quickstart.py").read_text()
+    assert example.partition('"""\n\n')[2] == block("python")
+    assert README.index("```python") < 800, "live code stands on the first screen"
+
+
+def test_the_quickstart_runs_and_shows_something(capsys):
+    runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
+    shape, predicted, moved = capsys.readouterr().out.splitlines()
+    assert shape == "torch.Size([1, 4, 44, 44])"
+    assert predicted == "'1'"
+    assert float(moved.removeprefix("tensor(").partition(",")[0]) > 0.1
+
+
+def test_the_table_of_points_is_the_generated_one():
+    table = README.partition("## Hook points")[2].partition("```\n")[2].partition("```")[0]
+    assert table == HookedRunner(load("pydoc-4l")).table() + "\n"
+
+
+def test_two_commands_set_everything_up():
+    commands = [line for line in README.splitlines() if line.startswith("python -m pip install")]
+    assert commands == [
+        'python -m pip install -e ".[report]" && python -m interp report',
+        'python -m pip install -e ".[dev]" && python -m pytest',
+    ]
+
+
+def test_the_patching_example(tmp_path):
+    script = [sys.executable, "examples/patching.py", "--out", str(tmp_path)]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    clean, corrupted, restored = (float(line.rpartition(" ")[2]) for line in lines[:3])
+    assert clean > 1 > -1 > corrupted
+    assert abs(restored - clean) < 1e-3
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{site}.png" for site in ("resid_pre", "attn_out", "mlp_out", "z")
+    }
+    assert torch.tensor([clean, corrupted]).isfinite().all()
+
+
+def test_the_training_example_takes_a_step(tmp_path):
+    script = [
+        sys.executable,
+        "examples/train_pydoc.py",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "m"),
+    ]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert "step 1: validation" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 1
+    assert "after 1 steps the model does not copy in context" in done.stderr
