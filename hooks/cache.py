@@ -1,7 +1,7 @@
 """ActivationCache: what a run kept, by name, read-only."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ class ActivationCache(Mapping[str, Tensor]):
     """A read-only mapping from names of points to the values they had in one run.
 
     Keys are full names. A pair is a short form: `cache["pattern", 3]` is `blocks.3.attn.pattern`, and
-    `cache["resid_post", -1]` belongs to the model's last layer. Caches come from
+    `cache["resid_post", -1]` belongs to the last of the model's layers that has one. Caches come from
     `HookedRunner.run_with_cache` and `HookedRunner.capture`, and from `ActivationCache.load`.
 
     Args:
@@ -31,7 +31,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def __init__(
         self,
-        values: Mapping[str, Tensor],
+        values: dict[str, Tensor] | LazyValues,
         axes: Mapping[str, tuple[str, ...]],
         known: tuple[str, ...],
         config_hash: str,
@@ -57,7 +57,13 @@ class ActivationCache(Mapping[str, Tensor]):
         Raises:
             UnknownNameError: if this cache does not hold it.
         """
-        name = key if isinstance(key, str) else self._layered(*key)
+        match key:
+            case str():
+                name = key
+            case (str(short), int(layer)):
+                name = self._layered(short, layer)
+            case _:
+                raise TypeError(f"a key is a name or a (short name, layer) pair, not {key!r}")
         if name not in self._values:
             raise unknown_name(name, self._values, "value in this cache")
         return name
@@ -74,6 +80,10 @@ class ActivationCache(Mapping[str, Tensor]):
     def _all_names(self) -> list[str]:
         return list(dict.fromkeys([*self._known, *self._values]))
 
+    # Mapping compares item by item, and tensors do not compare to a truth value.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -89,23 +99,21 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def axes(self, key: str | tuple[str, int]) -> tuple[str, ...]:
         """The axis names of a value; empty where its module declares none."""
-        name = self.name(key)
-        if name not in self._axes:
-            self._values[name]
-        return self._axes[name]
+        return self._axes[self.name(key)]
 
     @property
     def grads(self) -> "ActivationCache":
-        """The gradient at each point, once a backward pass has brought it.
+        """The gradient at each point, as the last backward pass brought it.
 
         Raises:
             CacheError: if the run did not ask for them, or no backward pass has reached them yet.
         """
         if self._grads is None:
-            raise CacheError("no gradients were recorded: run with grads=True")
+            raise CacheError("no gradients here: run with grads=True, and slice after backward()")
         if not self._grads:
             raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
-        return self._with(self._grads, self._axes)
+        arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
+        return ActivationCache(arrived, self._axes, self._known, self.config_hash)
 
     def stack(self, short: str) -> Tensor:
         """The values that end in `short`, of every layer of the model: [layer, ...].
@@ -137,16 +145,25 @@ class ActivationCache(Mapping[str, Tensor]):
         for axis in where:
             if axis not in known:
                 raise unknown_name(axis, sorted(known), "axis of any value in this cache")
-        values, axes = {}, {}
-        for name, value in self.items():
-            own = {axis: index for axis, index in where.items() if axis in self.axes(name)}
-            values[name] = value[index_by_axis(self.axes(name), own, name)] if own else value
-            axes[name] = tuple(a for a in self.axes(name) if not isinstance(own.get(a), int))
-        return self._with(values, axes)
+        index, axes = {}, {}
+        for name in self:
+            own = {axis: at for axis, at in where.items() if axis in self.axes(name)}
+            index[name] = index_by_axis(self.axes(name), own, name)
+            pairs = zip(self.axes(name), index[name], strict=True)
+            axes[name] = tuple(axis for axis, at in pairs if not isinstance(at, int))
+        return self._mapped(lambda name, value: value[index[name]] if index[name] else value, axes)
 
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
-        """A cache on another device, or in another dtype. A lazy cache is recomputed."""
-        return self._with({name: value.to(target) for name, value in self.items()}, self._axes)
+        """A cache on another device, or in another dtype, which integers do not take.
+
+        A lazy cache is recomputed.
+        """
+
+        def moved(name: str, value: Tensor) -> Tensor:
+            keeps = isinstance(target, torch.dtype) and not value.is_floating_point()
+            return value if keeps else value.to(target)
+
+        return self._mapped(moved, self._axes)
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +184,11 @@ class ActivationCache(Mapping[str, Tensor]):
         self._values.drop()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cache as safetensors, whole or not at all. A lazy cache is recomputed."""
+        """Writes the values as safetensors, whole or not at all. A lazy cache is recomputed.
+
+        Raises:
+            FileNotFoundError: if there is no such directory.
+        """
         values = dict(self.items())
         axes = {name: list(self.axes(name)) for name in values}
         description = {"axes": axes, "known": self._known, "config_hash": self.config_hash}
@@ -197,10 +218,12 @@ class ActivationCache(Mapping[str, Tensor]):
         ordered = {name: values[name] for name in axes}
         return cls(ordered, axes, tuple(description["known"]), hashed)
 
-    def _with(
-        self, values: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]]
+    def _mapped(
+        self, change: Callable[[str, Tensor], Tensor], axes: Mapping[str, tuple[str, ...]]
     ) -> "ActivationCache":
-        return ActivationCache(values, axes, self._known, self.config_hash)
+        values = {name: change(name, value) for name, value in self.items()}
+        grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
+        return ActivationCache(values, axes, self._known, self.config_hash, grads or None)
 
     def __repr__(self) -> str:
         rows = names.by_layer({name: self._describe(name) for name in self})

@@ -2,26 +2,33 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooks.errors import CacheError, HookError, NeverFiredError
 from hooks.outputs import first_tensor, with_first_tensor
-from hooks.point import Point, index_by_axis
+from hooks.point import Point, index_by_axis, plain_index
 from hooks.select import RESIDUAL_STREAM
 
 # The axes that count the positions of this call; `key` counts cached positions too.
 POSITION_AXES = ("pos", "query")
 
+Positions = slice | Sequence[SupportsIndex]
+
 
 @dataclasses.dataclass(frozen=True)
 class CaptureOptions:
-    """How captured values are kept; see `HookedRunner.run_with_cache`."""
+    """How captured values are kept; see `HookedRunner.run_with_cache`.
 
-    positions: slice | Sequence[int] | None = None
+    Raises:
+        ValueError: if options contradict each other, or gradients are asked for and switched off.
+        TypeError: if `positions` is neither a slice nor a list of integers.
+    """
+
+    positions: Positions | None = None
     windows: Bool[Tensor, "batch pos"] | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
@@ -32,22 +39,51 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         if self.positions is not None and self.windows is not None:
             raise ValueError("positions= and windows= both choose positions: give one of them")
-        if self.windows is not None and self.windows.dtype != torch.bool:
-            raise ValueError(f"windows are boolean, not {self.windows.dtype}")
+        if self.positions is not None:
+            positions = plain_index(self.positions)
+            if isinstance(positions, int):
+                raise TypeError(f"positions is a slice or a list of integers, not {positions}")
+            object.__setattr__(self, "positions", positions)
         if self.windows is not None:
+            if self.windows.dtype != torch.bool:
+                raise ValueError(f"windows are boolean, not {self.windows.dtype}")
             # Found here, so that the number of rows is known where tensors are fake.
             object.__setattr__(self, "inside", self.windows.nonzero(as_tuple=True))
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
+
+    def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
+        """The names under which the value of `point` is kept, each with its axes."""
+        if self.windows is None or point.name.rpartition(".")[2] not in RESIDUAL_STREAM:
+            return {point.name: point.axes}
+        return {
+            point.name: ("window", *point.axes[2:]),
+            f"{point.name}.norm": point.axes[:-1],
+        }
+
+    def reduce(self, value: Tensor, point: Point) -> Iterator[tuple[str, Tensor]]:
+        """What is left of `value`, under each name of `kept_as`."""
+        names = list(self.kept_as(point))
+        parts = [value]
+        if self.windows is not None and len(names) == 2:
+            _check_windows(self.windows, value, point)
+            wide = torch.promote_types(value.dtype, torch.float32)
+            parts = [value[self.inside], torch.linalg.vector_norm(value, dim=-1, dtype=wide)]
+        elif self.positions is not None:
+            parts = [take_positions(value, point, self.positions)]
+        for name, part in zip(names, parts, strict=True):
+            # Integers, token ids for instance, would be rounded.
+            yield name, part.to(self.device, self.dtype if part.is_floating_point() else None)
 
 
 class Recorder:
     """Collects the values of `points`, and their gradients if asked, during one run.
 
     Attributes:
-        values: what was captured, by name.
-        axes: the axes of each captured value.
+        values: what was captured, by name, in the model's order.
+        axes: the axes of each value.
         grads: the gradients that a later backward pass brings; they never hold a graph.
+        options: how values are kept.
     """
 
     def __init__(
@@ -57,11 +93,10 @@ class Recorder:
         when_complete: Callable[[], None] | None = None,
     ) -> None:
         self.points = points
+        self.options = options
+        self.axes = {n: a for p in points.values() for n, a in options.kept_as(p).items()}
         self.values: dict[str, Tensor] = {}
-        self.axes: dict[str, tuple[str, ...]] = {}
         self.grads: dict[str, Tensor] = {}
-        self.asked_for_grads = options.grads
-        self._options = options
         self._fired: set[str] = set()
         self._versions: dict[str, int] = {}
         self._when_complete = when_complete
@@ -71,14 +106,16 @@ class Recorder:
 
         def record(output: Any) -> Any:
             value = first_tensor(output, point)
-            _check_rank(value, point)
+            if point.axes and value.ndim != len(point.axes):
+                raise HookError(f"{point} carried a value of shape {tuple(value.shape)}")
             if point.name in self._fired:
                 raise HookError(
-                    f"{point.name} fired twice in one run; a cache keeps one value a name"
+                    f"{point.name} fired twice in one run, and a cache keeps one value a name: "
+                    "leave it out of the selector"
                 )
             self._fired.add(point.name)
             replaced = None
-            if self._options.grads:
+            if self.options.grads:
                 value = self._watch(value, point)
                 replaced = with_first_tensor(output, value)
             self._keep(value, point)
@@ -96,8 +133,7 @@ class Recorder:
             CacheError: names the points whose values a later module overwrote in place.
         """
         require_fired(self.points, self._fired, hint)
-        ordered = [n for point in self.points.values() for n in names_kept(point, self._options)]
-        self.values = {name: self.values[name] for name in ordered}
+        self.values = {name: self.values[name] for name in self.axes}
         for name, version in self._versions.items():
             if self.values[name]._version != version:
                 raise CacheError(
@@ -110,21 +146,27 @@ class Recorder:
             raise HookError(f"{point.name} holds {value.dtype}, which has no gradient")
         value = own_node(value)
         # The hook lives as long as the graph: it must not hold the recorder, which holds values.
-        grads, options = self.grads, self._options
+        grads, options = self.grads, self.options
 
         def keep(grad: Tensor) -> None:
-            for name, kept, _ in _reduced(grad.detach(), point, options):
-                grads[name] = kept
+            grads.update(options.reduce(grad.detach(), point))
 
         value.register_hook(keep)
         return value
 
     def _keep(self, value: Tensor, point: Point) -> None:
-        value = value.detach() if self._options.detach else value
-        for name, kept, axes in _reduced(value, point, self._options):
-            self.values[name], self.axes[name] = kept, axes
-            if not kept.is_inference():
-                self._versions[name] = kept._version
+        # A weight, or a view of one, would change with the next training step.
+        if isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter):
+            value = value.clone()
+        value = value.detach() if self.options.detach else value
+        for name, kept in self.options.reduce(value, point):
+            if torch.compiler.is_compiling():
+                self.values[name] = kept
+            elif kept.is_inference():
+                # Inference tensors do not tell when they are overwritten.
+                self.values[name] = kept.clone()
+            else:
+                self.values[name], self._versions[name] = kept, kept._version
 
 
 def own_node(value: Tensor) -> Tensor:
@@ -133,31 +175,6 @@ def own_node(value: Tensor) -> Tensor:
     Where nothing before the point needs a gradient (frozen weights), the point becomes the leaf.
     """
     return value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-
-
-def _reduced(
-    value: Tensor, point: Point, options: CaptureOptions
-) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
-    """What the options leave of `value`: name, tensor and axes of each part."""
-    axes = point.axes
-    if options.windows is not None and _is_windowed(point, options):
-        _check_windows(options.windows, value, point)
-        parts = [(value[options.inside], ("window", *axes[2:])), (value.norm(dim=-1), axes[:-1])]
-    elif options.positions is not None:
-        parts = [(take_positions(value, point, options.positions), axes)]
-    else:
-        parts = [(value, axes)]
-    for name, (part, axes) in zip(names_kept(point, options), parts, strict=True):
-        yield name, part.to(options.device, options.dtype), axes
-
-
-def names_kept(point: Point, options: CaptureOptions) -> list[str]:
-    """The names under which the options leave the value of `point`."""
-    return [point.name, f"{point.name}.norm"] if _is_windowed(point, options) else [point.name]
-
-
-def _is_windowed(point: Point, options: CaptureOptions) -> bool:
-    return options.windows is not None and point.name.rpartition(".")[2] in RESIDUAL_STREAM
 
 
 def require_fired(points: Mapping[str, Point], fired: set[str], hint: str = "") -> None:
@@ -171,27 +188,21 @@ def require_fired(points: Mapping[str, Point], fired: set[str], hint: str = "") 
         )
 
 
-def take_positions(value: Tensor, point: Point, positions: slice | Sequence[int]) -> Tensor:
+def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
     """A copy of the given positions of `value`, along the axes that count positions of this call."""
     if not point.axes:
         raise HookError(f"positions= needs named axes, and {point.name} declares none")
-    index = positions if isinstance(positions, slice) else list(positions)
     for axis in POSITION_AXES:
         if axis not in point.axes:
             continue
         size = value.shape[point.axes.index(axis)]
-        if isinstance(index, list) and not all(-size <= at < size for at in index):
-            raise HookError(f"positions {index} do not all lie in the {size} of {point}")
-        value = value[index_by_axis(point.axes, {axis: index}, point.name)]
+        if not isinstance(positions, slice) and not all(-size <= int(p) < size for p in positions):
+            raise HookError(f"positions {positions} do not all lie in the {size} of {point}")
+        value = value[index_by_axis(point.axes, {axis: positions}, point.name)]
+        value = value.clone() if isinstance(positions, slice) else value
         if value.shape[point.axes.index(axis)] == 0:
             raise HookError(f"positions {positions} select none of the {size} of {point}")
-        value = value.clone() if isinstance(index, slice) else value
     return value
-
-
-def _check_rank(value: Tensor, point: Point) -> None:
-    if point.axes and value.ndim != len(point.axes):
-        raise HookError(f"{point} carried a value of shape {tuple(value.shape)}")
 
 
 def _check_windows(windows: Tensor, value: Tensor, point: Point) -> None:

@@ -24,11 +24,13 @@ class HookContext:
         model: nn.Module,
         modules: Mapping[str, nn.Module],
         edits: list[tuple[Point, Callable[[Any], Any]]],
+        watches: list[tuple[Point, Callable[[Any], Any]]],
         fired: set[str],
     ) -> None:
         self._model = model
         self._modules = modules
         self._edits = edits
+        self._watches = watches
         self._fired = fired
         self._session: Session | None = None
         self._completed = False
@@ -36,11 +38,13 @@ class HookContext:
     def __enter__(self) -> None:
         if self._session is not None:
             raise ContextError("a hook context serves one `with`; call hooks() again for another")
-        self._session = Session(edits=True)
+        self._session = Session()
         self._session.__enter__()
         try:
             for point, edit in self._edits:
-                self._session.after(self._modules[point.name], edit)
+                self._session.after(self._modules[point.name], edit, edit=True)
+            for point, watch in self._watches:
+                self._session.after(self._modules[point.name], watch)
             self._session.after(self._model, self._complete)
         except BaseException:
             self._session.__exit__()
@@ -50,7 +54,7 @@ class HookContext:
         assert self._session is not None
         self._session.__exit__()
         if kind is None and self._completed:
-            points = {point.name: point for point, _ in self._edits}
+            points = {point.name: point for point, _ in self._edits + self._watches}
             require_fired(points, self._fired, hint(points, self._modules))
 
     def _complete(self, output: Any) -> None:
@@ -69,5 +73,5 @@ def hint(points: Mapping[str, Point], modules: Mapping[str, nn.Module]) -> str:
         )
     return (
         "a parent may compute it another way, this input may not lead there, or the model was "
-        "compiled before the hooks were set"
+        "compiled before the hooks were set; choose points that leave it out if that is meant"
     )

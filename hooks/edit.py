@@ -1,6 +1,7 @@
 """Edits: hook functions checked against the point that they act on."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from hooks.capture import own_node
 from hooks.errors import EditError, HookError
 from hooks.outputs import first_tensor, with_first_tensor
 from hooks.point import Point
+from hooks.session import muted
 
 Hook = Callable[[Tensor, Point], Tensor | None]
 """`hook(activation, point)` returns the value to go on with, or None to leave it."""
@@ -18,18 +20,13 @@ Hook = Callable[[Tensor, Point], Tensor | None]
 def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
     """A forward hook that lets `hook` replace the value at `point`.
 
-    The hook is given a copy, so it may write into it: a residual stream is one tensor at two points,
-    and writing into the original would change what a cache of the other already holds.
-
     Raises:
         EditError: from the returned function, if `hook` returns what `point` cannot carry.
     """
 
     def edit(output: Any) -> Any:
-        value = first_tensor(output, point)
         fired.add(point.name)
-        new = _run(hook, value, point)
-        return None if new is None else with_first_tensor(output, new)
+        return with_first_tensor(output, _run(hook, first_tensor(output, point), point))
 
     return edit
 
@@ -48,38 +45,29 @@ def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], 
         if not (torch.is_grad_enabled() and value.is_floating_point()):
             raise HookError(f"a backward hook at {point.name} needs gradients, and none flow here")
         value = own_node(value)
-
-        def edit(grad: Tensor) -> Tensor | None:
-            return _run(hook, grad, point)
-
-        value.register_hook(edit)
+        value.register_hook(lambda grad: _run(hook, grad, point))
         return with_first_tensor(output, value)
 
     return watch
 
 
-def _run(hook: Hook, value: Tensor, point: Point) -> Tensor | None:
+def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
+    # The hook is given a copy, so that it may write into it: a residual stream is one tensor at two
+    # points, and writing into the original would change what a cache of the other already holds.
     copy = value.clone()
-    # Neither an inference tensor nor a traced one can tell whether it was written to.
-    blind = torch.compiler.is_compiling() or copy.is_inference()
-    version = None if blind else copy._version
-    new = hook(copy, point)
+    # A model that the hook runs is run as if no hooks were set; tracing has no threads to ask.
+    with nullcontext() if torch.compiler.is_compiling() else muted():
+        new = hook(copy, point)
     if new is None:
-        return None if not blind and copy._version == version else copy
-    _check(new, value, point)
-    return new
-
-
-def _check(new: object, old: Tensor, point: Point) -> None:
+        return copy
     if not isinstance(new, Tensor):
         raise EditError(f"a hook at {point} returns a tensor or None, not {type(new).__name__}")
     for what in ("shape", "dtype", "device"):
-        given, expected = getattr(new, what), getattr(old, what)
+        given, expected = getattr(new, what), getattr(value, what)
         if given != expected:
-            given, expected = (_plain(given), _plain(expected))
-            raise EditError(
-                f"a hook at {point} must keep the {what} {expected}, and returned {given}"
-            )
+            given, expected = _plain(given), _plain(expected)
+            raise EditError(f"a hook at {point} must keep the {what} {expected}, not give {given}")
+    return new
 
 
 def _plain(value: object) -> object:

@@ -2,27 +2,40 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hooks.capture import CaptureOptions, Recorder, names_kept
+from hooks.capture import CaptureOptions, Recorder
 from hooks.errors import CacheError, HookError
 from hooks.point import Point
-from hooks.session import Session, muted
+from hooks.session import Session, is_ours, muted
 
 Edits = list[tuple[nn.Module, Callable[[Any], Any]]]
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: containers such as ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the model's outermost `ModuleList`s, by name."""
+    """The modules in the model's outermost `ModuleList`s, by name, and in containers inside those."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and block_of(name, found) is None:
-            found |= {f"{name}.{child}": block for child, block in module.named_children()}
+            found |= _called(module, f"{name}." if name else "")
+    return found
+
+
+def _called(container: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in container.named_children():
+        inner = {} if has_forward(child) else _called(child, f"{prefix}{name}.")
+        found |= {f"{prefix}{name}": child} if has_forward(child) else inner
     return found
 
 
@@ -53,7 +66,7 @@ class LazyBlock:
                     "change; switch it off (use_cache=False, for instance) or cache without lazy=True"
                 )
         self.fired = True
-        self._inputs = tree_map(_detached, (args, kwargs))
+        self._inputs = tree_map(_held, (args, kwargs))
         self._state = self._fingerprint()
         self._autocast = _autocast(self.tensors())
 
@@ -70,15 +83,16 @@ class LazyBlock:
             options: how to keep values.
 
         Raises:
-            CacheError: if the block's weights or its stored input changed since.
+            CacheError: if the block, its weights or its stored input changed since.
         """
         if self._fingerprint() != self._state:
             raise CacheError(
-                f"the weights or the stored input of {self.name} changed after the run, so running it "
-                "again would give other values; read a lazy cache before changing the model"
+                f"{self.name} changed after the run (its weights, mode, hooks or stored input), so "
+                "running it again would give other values; read a lazy cache before changing the model"
             )
         recorder = Recorder(points, options)
-        args, kwargs = self._inputs
+        # A mapping made anew, as the block may write into its containers.
+        args, kwargs = tree_map(lambda leaf: leaf, self._inputs)
         inside = dict(self._block.named_modules(prefix=self.name, remove_duplicate=False))
         modules = set(inside.values())
         with muted(), Session() as session, torch.no_grad(), self._autocast():
@@ -91,53 +105,62 @@ class LazyBlock:
         recorder.finish()
         return recorder
 
-    def _fingerprint(self) -> tuple[Any, ...]:
-        weights = itertools.chain(self._block.parameters(), self._block.buffers(), self.tensors())
-        return (
-            *((id(w), w.dtype, w.device, -1 if w.is_inference() else w._version) for w in weights),
-            self._block.training,
-        )
+    def _fingerprint(self) -> list[object]:
+        weights = itertools.chain(self._block.parameters(), self._block.buffers())
+        state: list[object] = [
+            (id(w), w.dtype, w.device, w.data_ptr(), _version(w)) for w in weights
+        ]
+        state += map(_version, self.tensors())
+        for module in self._block.modules():
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            state.append((module.training, [id(hook) for hook in hooks if not is_ours(hook)]))
+        return state
 
 
 class LazyValues(Mapping[str, Tensor]):
     """Values of a lazy run: some kept from the run, the rest recomputed a block at a time.
 
     Asking for one value recomputes every value of its block that the run was asked for, and keeps
-    them until they are dropped.
+    them until they are dropped. A copy, deep or pickled, is a plain dict of them all.
     """
 
     def __init__(
-        self, kept: Recorder, blocks: list[LazyBlock], edits: Edits, options: CaptureOptions
+        self,
+        names: Iterable[str],
+        kept: Recorder,
+        blocks: list[LazyBlock],
+        edits: Edits,
     ) -> None:
+        self._names = list(names)
         self._kept = kept.values
-        self._axes = kept.axes
+        self._options = kept.options
         self._blocks = blocks
         self._origin = {
             name: (block, point)
             for block in blocks
             for point in block.points.values()
-            for name in names_kept(point, options)
+            for name in kept.options.kept_as(point)
         }
         self._edits = edits
-        self._options = options
         self._recomputed: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self:
-            raise KeyError(name)
         if not self.is_held(name):
             block, _ = self._origin[name]
             self.fill(other for other, (owner, _) in self._origin.items() if owner is block)
         return self._kept[name] if name in self._kept else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain(self._kept, self._origin)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._kept) + len(self._origin)
+        return len(self._names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._kept or name in self._origin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
     def is_held(self, name: str) -> bool:
         """Whether the value is in memory, so that asking for it computes nothing."""
@@ -148,9 +171,7 @@ class LazyValues(Mapping[str, Tensor]):
         missing = [self._origin[name] for name in names if not self.is_held(name)]
         for block, group in itertools.groupby(missing, key=lambda origin: origin[0]):
             points = {point.name: point for _, point in group}
-            recorder = block.run(points, self._edits, self._options)
-            self._recomputed |= recorder.values
-            self._axes |= recorder.axes
+            self._recomputed |= block.run(points, self._edits, self._options).values
 
     def drop(self) -> None:
         """Forgets what was recomputed."""
@@ -162,13 +183,18 @@ class LazyValues(Mapping[str, Tensor]):
         return [*self._kept.values(), *inputs, *self._recomputed.values()]
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _held(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    # Inference tensors do not tell when they are overwritten.
+    return leaf.clone() if leaf.is_inference() else leaf.detach()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _autocast(tensors: list[Tensor]) -> Callable[[], AbstractContextManager[object]]:
     device = tensors[0].device.type if tensors else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(device)
-    return lambda: torch.autocast(device, dtype)
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype, enabled=enabled)

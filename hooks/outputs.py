@@ -54,8 +54,10 @@ def _replace(output: Any, key: Any, field: Any) -> Any:
     if isinstance(output, tuple):
         parts = (*output[:key], field, *output[key + 1 :])
         return output._make(parts) if hasattr(output, "_make") else type(output)(parts)
-    if dataclasses.is_dataclass(output) and not isinstance(output, (Mapping, type)):
-        return dataclasses.replace(output, **{key: field})
     changed = copy.copy(output)
-    changed[key] = field
+    if isinstance(output, (Mapping, list)):
+        changed[key] = field
+    else:
+        # Not dataclasses.replace, which would run the class's own initialisation again.
+        object.__setattr__(changed, key, field)
     return changed

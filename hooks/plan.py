@@ -1,14 +1,16 @@
 """What a cache would hold, found out by running the model on fake tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._pytree import tree_map
@@ -50,18 +52,19 @@ class Plan:
 
 
 def planned(
+    model: nn.Module,
     run: Callable[..., tuple[Any, ActivationCache]],
     points: Mapping[str, Point],
     options: CaptureOptions,
     args: Any,
     kwargs: Any,
 ) -> Plan:
-    """The plan of `run(points, options, args, kwargs)`.
+    """The plan of `run(points, options, args, kwargs)`, a run of `model`.
 
     Raises:
         HookError: if a shape depends on the numbers in the model's tensors.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with _kept_clean(model), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         args, kwargs = tree_map(lambda leaf: _faked(leaf, fake), (args, kwargs))
         try:
             _, cache = run(points, options, args, kwargs)
@@ -75,6 +78,20 @@ def planned(
                 f"a plan needs shapes that depend on no tensor's numbers: {error}"
             ) from None
     return Plan(values, nbytes)
+
+
+@contextmanager
+def _kept_clean(model: nn.Module) -> Iterator[None]:
+    """Takes back the fake tensors that a model which memoises tensors has put among its own."""
+    owned = [store for module in model.modules() for store in (module.__dict__, module._buffers)]
+    before = [dict(store) for store in owned]
+    try:
+        yield
+    finally:
+        for store, old in zip(owned, before, strict=True):
+            for key in [key for key, value in store.items() if isinstance(value, FakeTensor)]:
+                del store[key]
+                store.update({key: old[key]} if key in old else {})
 
 
 def _faked(leaf: Any, fake: FakeTensorMode) -> Any:

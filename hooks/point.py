@@ -1,13 +1,16 @@
 """HookPoint, the identity module that names a value, and the axes it declares."""
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from torch import Tensor, nn
 
 from hooks.errors import unknown_name
 
-Index = int | slice | list[int]
+Index = SupportsIndex | slice | Sequence[SupportsIndex]
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,14 @@ class HookPoint(nn.Module):
 
 def index_by_axis(
     axes: tuple[str, ...], where: Mapping[str, Index], what: str
-) -> tuple[Index, ...]:
+) -> tuple[int | slice | list[int], ...]:
     """The subscript that selects `where` (axis name to index) from a tensor with these axes.
 
     At most one of the indices may be a list, so that subscripting never broadcasts two.
 
     Raises:
         UnknownNameError: if `what`, which has these axes, has no axis of that name.
+        TypeError: if an index is no integer, slice or list of integers.
         ValueError: if two indices are lists.
     """
     for axis in where:
@@ -72,6 +76,28 @@ def index_by_axis(
             raise unknown_name(
                 axis, axes, f"axis of {what} ({' '.join(axes) or 'it declares none'})"
             )
-    if sum(isinstance(index, list) for index in where.values()) > 1:
+    index = tuple(plain_index(where.get(axis, slice(None))) for axis in axes)
+    if sum(isinstance(part, list) for part in index) > 1:
         raise ValueError(f"at most one axis takes a list of indices, not {dict(where)}")
-    return tuple(where.get(axis, slice(None)) for axis in axes)
+    return index
+
+
+def plain_index(index: Index) -> int | slice | list[int]:
+    """An index as Python's own int, slice or list of ints.
+
+    Raises:
+        TypeError: if it is none of these; booleans are no integers here.
+    """
+    if isinstance(index, slice):
+        return index
+    with suppress(TypeError):
+        return _integer(index)
+    with suppress(TypeError):
+        return [_integer(part) for part in index]  # type: ignore[union-attr]  # or a TypeError
+    raise TypeError(f"an index is an integer, a slice or a list of integers, not {index!r}")
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)  # type: ignore[arg-type]  # or a TypeError

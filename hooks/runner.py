@@ -1,7 +1,7 @@
 """HookedRunner: runs a model, keeps what was asked for, and applies edits."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from hooks import names as layered
 from hooks import storage
 from hooks.cache import ActivationCache
-from hooks.capture import CaptureOptions, Recorder, require_fired
+from hooks.capture import CaptureOptions, Positions, Recorder, require_fired
 from hooks.context import HookContext, hint
 from hooks.edit import Hook, backward_edit, forward_edit
 from hooks.errors import HookError, ModeError
-from hooks.lazy import LazyBlock, LazyValues, block_of, blocks_of
+from hooks.lazy import LazyBlock, LazyValues, block_of, blocks_of, has_forward
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point
 from hooks.select import Mode, Selector, flatten, resolve
@@ -51,7 +51,7 @@ class HookedRunner:
         }
         self._all = {name: _point(name, module) for name, module in self._modules.items()}
         marked = {n: p for n, p in self._all.items() if isinstance(self._modules[n], HookPoint)}
-        called = {n: p for n, p in self._all.items() if _has_forward(self._modules[n])}
+        called = {n: p for n, p in self._all.items() if has_forward(self._modules[n])}
         self.points: Mapping[str, Point] = marked or called
 
     def run_with_cache(
@@ -59,7 +59,7 @@ class HookedRunner:
         *args: Any,
         names: Selector | None = None,
         mode: Mode | str | None = None,
-        positions: slice | Sequence[int] | None = None,
+        positions: Positions | None = None,
         windows: Bool[Tensor, "batch pos"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -77,12 +77,14 @@ class HookedRunner:
             positions: keep only these positions of the axes `pos` and `query`; nothing else is kept.
             windows: of the residual stream keep the vectors where this is True, under the point's
                 name as [window, d_model], and the L2 norms of all, under `NAME.norm` as [batch, pos].
-            device, dtype: where and as what to keep values.
+                The order of the windows is by row, then by position.
+            device, dtype: where and as what to keep values; integers keep their type.
             detach: whether kept values are cut from the autograd graph.
-            grads: whether `cache.grads` collects gradients when the caller runs `backward()`.
+            grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
             lazy: keep the input of each block (a child of a `ModuleList`), and run a block again, with
-                the edits of this run, when a value inside it is asked for. Equal to an eager cache up
-                to rounding (1e-5 in float32), as the two may run different kernels.
+                the edits of this run (which must then not be random), when a value inside it is asked
+                for. Equal to an eager cache up to rounding (1e-5 in float32), as the two may run
+                different kernels.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
@@ -97,25 +99,24 @@ class HookedRunner:
         self,
         *args: Any,
         names: Selector,
-        positions: slice | Sequence[int] | None = None,
+        positions: Positions | None = None,
         windows: Bool[Tensor, "batch pos"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         detach: bool = True,
-        grads: bool = False,
         **kwargs: Any,
     ) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
 
         Args:
             names: a selector of points.
-            args, kwargs, positions, windows, device, dtype, detach, grads: as for `run_with_cache`.
+            args, kwargs, positions, windows, device, dtype, detach: as for `run_with_cache`.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
             NeverFiredError: if the forward pass ends without reaching a requested point.
         """
-        options = CaptureOptions(positions, windows, device, dtype, detach, grads)
+        options = CaptureOptions(positions, windows, device, dtype, detach)
         points, token = self._choose(names, None), object()
 
         def stop() -> None:
@@ -155,23 +156,33 @@ class HookedRunner:
     def hooks(self, hooks: Hooks | None = None, *, backward: Hooks | None = None) -> "HookContext":
         """A context in which every run of this model, in this thread, is edited; see `run_with_hooks`.
 
-        Contexts nest: an inner hook sees what an outer one returned. On leaving, a point that no
-        forward pass reached although one was completed raises NeverFiredError.
+        Contexts nest: an inner hook sees what an outer one returned. A model that a hook function
+        itself runs is run without hooks. On leaving, a point that no forward pass reached although
+        one was completed raises NeverFiredError. With activation checkpointing the forward pass runs
+        again in the backward pass: call `backward()` inside the `with`.
         """
         fired: set[str] = set()
-        chosen: list[tuple[Point, Callable[[Any], Any]]] = []
-        for make, given in ((forward_edit, hooks or {}), (backward_edit, backward or {})):
-            for selector, hook in given.items():
-                points = resolve(selector, self.points, self._all)
-                chosen += [(point, make(hook, point, fired)) for point in points.values()]
-        return HookContext(self.model, self._modules, chosen, fired)
+        edits = self._made(forward_edit, hooks or {}, fired)
+        watches = self._made(backward_edit, backward or {}, fired)
+        return HookContext(self.model, self._modules, edits, watches, fired)
+
+    def _made(
+        self, make: Callable[..., Callable[[Any], Any]], hooks: Hooks, fired: set[str]
+    ) -> list[tuple[Point, Callable[[Any], Any]]]:
+        made = []
+        for selector, hook in hooks.items():
+            if not callable(hook):
+                raise TypeError(f"the hook at {selector!r} is a function, not {hook!r}")
+            points = resolve(selector, self.points, self._all).values()
+            made += [(point, make(hook, point, fired)) for point in points]
+        return made
 
     def plan(
         self,
         *args: Any,
         names: Selector | None = None,
         mode: Mode | str | None = None,
-        positions: slice | Sequence[int] | None = None,
+        positions: Positions | None = None,
         windows: Bool[Tensor, "batch pos"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -190,7 +201,7 @@ class HookedRunner:
         """
         options = CaptureOptions(positions, windows, device, dtype)
         run = self._run_lazily if lazy else self._run
-        return planned(run, self._choose(names, mode), options, args, kwargs)
+        return planned(self.model, run, self._choose(names, mode), options, args, kwargs)
 
     def table(self) -> str:
         """Every point with its axes and meaning; layers that have the same points share a line."""
@@ -212,7 +223,7 @@ class HookedRunner:
         # Read once: the selector may be a generator.
         selector = flatten(Mode(mode or Mode.full) if names is None else names)
         extracts = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
-        if extracts and self.model.training:
+        if extracts and self._is_training():
             raise ModeError(
                 f"mode {extracts[0].value!r} extracts activations, and this model is in training "
                 "mode: call model.eval() first, or choose points by name"
@@ -240,7 +251,7 @@ class HookedRunner:
             raise ValueError(
                 "lazy=True recomputes outside the graph: it has neither grads=True nor detach=False"
             )
-        if self.model.training:
+        if self._is_training():
             raise ModeError(
                 "lazy=True runs blocks again, and in training mode they may differ: call model.eval()"
             )
@@ -255,28 +266,27 @@ class HookedRunner:
             block = block_of(name, modules)
             (outside if block is None else inside.setdefault(block, {}))[name] = point
         blocks = [LazyBlock(name, modules[name], chosen) for name, chosen in inside.items()]
-        recorder = Recorder(outside, options)
-        edits = edits_in_force()
+        recorder, edits = Recorder(outside, options), edits_in_force()
         with Session() as session:
             self._record(session, recorder)
             for lazy in blocks:
                 session.before(modules[lazy.name], lazy.remember)
             output = self.model(*args, **kwargs)
-        recorder.finish(hint(points, self._modules))
+        recorder.finish(hint(outside, self._modules))
         require_fired(
             {name: point for lazy in blocks for name, point in lazy.points.items()},
             {name for lazy in blocks if lazy.fired for name in lazy.points},
         )
-        return output, self._cache(recorder, LazyValues(recorder, blocks, edits, options))
+        everything = Recorder(points, options)
+        values = LazyValues(everything.axes, recorder, blocks, edits)
+        return output, self._cache(everything, values)
 
-    def _cache(self, recorder: Recorder, values: Mapping[str, Tensor]) -> ActivationCache:
-        grads = recorder.grads if recorder.asked_for_grads else None
-        return ActivationCache(values, recorder.axes, tuple(self.points), self.config_hash, grads)
+    def _cache(self, recorder: Recorder, values: dict[str, Tensor] | LazyValues) -> ActivationCache:
+        grads = recorder.grads if recorder.options.grads else None
+        return ActivationCache(values, recorder.axes, tuple(self._all), self.config_hash, grads)
 
-
-def _has_forward(module: nn.Module) -> bool:
-    # Containers such as ModuleList are never called, so they have no value.
-    return type(module).forward is not nn.Module.forward
+    def _is_training(self) -> bool:
+        return self.model.training or any(module.training for module in self._modules.values())
 
 
 def _point(name: str, module: nn.Module) -> Point:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,43 +23,46 @@ def _open_sessions() -> list["Session"]:
 class Session:
     """The hooks that one `with` statement sets: only its own thread sees them act.
 
-    Args:
-        edits: whether its hooks change values, so that running a block again must repeat them.
+    Attributes:
+        edits: modules, and those of the hooks on them that running a block again must repeat.
+        owner: the thread; 0 before and after the `with`.
+        muted: whether the hooks keep silent for now.
     """
 
-    def __init__(self, edits: bool = False) -> None:
-        self.edits: list[tuple[nn.Module, Callable[[Any], Any]]] | None = [] if edits else None
+    def __init__(self) -> None:
+        self.edits: list[tuple[nn.Module, Callable[[Any], Any]]] = []
+        self.owner = 0
         self.muted = False
         self._handles: list[RemovableHandle] = []
-        self._owner = 0
 
     def __enter__(self) -> "Session":
-        self._owner = threading.get_ident()
+        self.owner = threading.get_ident()
         self._opened_among = _open_sessions()
         self._opened_among.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._opened_among.remove(self)
+        # A copy of the model, made inside the `with`, carries these hooks for ever.
+        self.owner = 0
         with _registry:
             while self._handles:
                 self._handles.pop().remove()
 
-    def acts(self) -> bool:
-        """Whether this session's hooks act in the running thread, now."""
-        # A compiled graph keeps the hooks it was traced with, whatever thread replays it.
-        if torch.compiler.is_compiling():
-            return True
-        return not self.muted and threading.get_ident() == self._owner
+    def after(self, module: nn.Module, hook: Callable[[Any], Any], edit: bool = False) -> None:
+        """Calls `hook(output)` when `module` has run; a result other than None replaces the output.
 
-    def after(self, module: nn.Module, hook: Callable[[Any], Any]) -> None:
-        """Calls `hook(output)` when `module` has run; a result other than None replaces the output."""
+        Args:
+            module: where to listen.
+            hook: what to call.
+            edit: whether the hook changes values, so that running a block again must repeat it.
+        """
 
         def listener(module: nn.Module, args: Any, output: Any) -> Any:
-            return hook(output) if self.acts() else None
+            return hook(output) if acts(self) else None
 
         listener.session = self  # type: ignore[attr-defined]  # functions carry attributes
-        if self.edits is not None:
+        if edit:
             self.edits.append((module, hook))
         with _registry:
             self._handles.append(module.register_forward_hook(listener))
@@ -70,12 +72,25 @@ class Session:
 
         # Another thread may call a listener it saw just before its removal, then without kwargs.
         def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if self.acts():
+            if acts(self):
                 hook(args, kwargs)
 
         listener.session = self  # type: ignore[attr-defined]  # functions carry attributes
         with _registry:
-            self._handles.append(module.register_forward_pre_hook(listener, with_kwargs=True))
+            # First of all, so that the arguments are seen before the user's own hooks change them.
+            self._handles.append(
+                module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
+            )
+
+
+def acts(session: Session) -> bool:
+    """Whether a session's hooks act in the running thread, now."""
+    return not session.muted and threading.get_ident() == session.owner
+
+
+# What torch.compiler.assume_constant_result sets: a graph is traced with the hooks that act then and
+# there. The function itself would import the compiler, which takes longer than all else here.
+acts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -93,7 +108,12 @@ def muted() -> Iterator[None]:
 
 def edits_in_force() -> list[tuple[nn.Module, Callable[[Any], Any]]]:
     """Modules and the edits of their outputs that act in the running thread, outermost first."""
-    return [edit for s in _open_sessions() if not s.muted for edit in s.edits or ()]
+    return [edit for session in _open_sessions() if acts(session) for edit in session.edits]
+
+
+def is_ours(hook: Callable[..., Any]) -> bool:
+    """Whether a hook registered on a module is a session's."""
+    return hasattr(hook, "session")
 
 
 def is_listened_to(module: nn.Module) -> bool:
@@ -102,9 +122,9 @@ def is_listened_to(module: nn.Module) -> bool:
     if not any(hooks) and not module._backward_hooks and not module._backward_pre_hooks:
         return False
     listeners = [hook for registered in hooks for hook in list(registered.values())]
-    ours = [listener.session for listener in listeners if hasattr(listener, "session")]
+    ours: list[Session] = [getattr(hook, "session") for hook in listeners if is_ours(hook)]  # noqa: B009
     return (
-        any(session.acts() for session in ours)
+        any(acts(session) for session in ours)
         or len(ours) < len(listeners)
         or bool(module._backward_hooks or module._backward_pre_hooks)
     )

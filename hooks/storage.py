@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,22 @@ def config_hash(model: nn.Module) -> str:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         described = dataclasses.asdict(config)
     elif hasattr(config, "to_dict"):
-        described = config.to_dict()
+        volatile = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+        described = {
+            key: value
+            for key, value in config.to_dict().items()
+            if key not in volatile and not key.startswith("_")
+        }
     else:
         described = {name: list(value.shape) for name, value in model.named_parameters()}
-    text = json.dumps([type(model).__name__, described], sort_keys=True, default=str)
+    text = json.dumps([type(model).__name__, described], sort_keys=True, default=_described)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(value: object) -> object:
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return getattr(value, "__qualname__", None) or str(value)
 
 
 def nbytes(tensors: list[Tensor]) -> int:
@@ -52,7 +64,9 @@ def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) 
             else value.clone(memory_format=torch.contiguous_format)
         )
         seen.add(storage._cdata)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} to save a cache in")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         save_file(alone, partial, metadata={"format": _FORMAT, "cache": json.dumps(description)})
         os.replace(partial, path)
@@ -76,6 +90,16 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                     f"{metadata.get('format')!r}, expected {_FORMAT!r}"
                 )
             values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-            return values, json.loads(metadata["cache"])
-    except SafetensorError as error:
+            description = json.loads(metadata["cache"])
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
         raise CacheError(f"{path} is not a whole safetensors file: {error}") from None
+    except (KeyError, ValueError) as error:
+        raise CacheError(f"{path} does not describe its values: {error!r}") from None
+    expected = {"axes", "known", "config_hash"}
+    if not isinstance(description, dict) or description.keys() != expected:
+        raise CacheError(f"{path} does not describe its values: it lacks {sorted(expected)}")
+    if description["axes"].keys() != values.keys():
+        raise CacheError(f"{path} does not describe its values: names and axes differ")
+    return values, description

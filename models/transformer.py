@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -115,9 +116,9 @@ class Transformer(BlockWeights):
         n_pos = tokens.shape[1]
         if n_pos > self.config.n_ctx:
             raise ValueError(f"{n_pos} tokens do not fit the context of {self.config.n_ctx}")
-        positions = self.position_embedding.weight[:n_pos].expand(len(tokens), -1, -1)
-        embed, pos_embed = self.embed(self.token_embedding(tokens)), self.pos_embed(positions)
-        return self.embed_dropout(embed + pos_embed)
+        positions = self.position_embedding(torch.arange(n_pos, device=tokens.device))
+        pos_embed = self.pos_embed(positions.expand(len(tokens), -1, -1))
+        return self.embed_dropout(self.embed(self.token_embedding(tokens)) + pos_embed)
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]

@@ -2,12 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hooks import ActivationCache, CacheError, HookedRunner, HookError, UnknownNameError
+from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
 
 
 @pytest.fixture
@@ -140,7 +141,8 @@ def test_a_failed_save_leaves_the_old_file(cache, tmp_path, monkeypatch):
     cache.save(path)
     before = path.read_bytes()
 
-    def full_disk(*args, **kwargs):
+    def full_disk(values, partial, **kwargs):
+        partial.write_bytes(b"some")
         raise OSError("No space left on device")
 
     monkeypatch.setattr("hooks.storage.save_file", full_disk)
@@ -171,6 +173,11 @@ def test_config_hash_follows_config_or_shapes(model):
     assert config_hash(nn.Linear(2, 3)) != config_hash(nn.Linear(3, 2))
     assert config_hash(Described(1, {"a": 1})) == config_hash(Described(4, {"a": 1}))
     assert config_hash(Described(1, {"a": 1})) != config_hash(Described(1, {"a": 2}))
+    moved = {"a": 1, "_name_or_path": "b", "use_cache": False, "transformers_version": "5"}
+    assert config_hash(Described(1, {"a": 1})) == config_hash(Described(1, moved))
+    assert config_hash(Described(1, {"a": {3, 4}})) == config_hash(Described(1, {"a": {4, 3}}))
+    assert config_hash(Described(1, {"a": nn.Linear})) != config_hash(Described(1, {"a": nn.GELU}))
+    assert config_hash(nn.Linear(2, 3)) != config_hash(nn.Bilinear(1, 2, 3))
     assert config_hash(model) == HookedRunner(model).config_hash
 
 
@@ -251,3 +258,120 @@ def test_saved_description_is_readable_json(cache, tmp_path):
         description = json.loads(file.metadata()["cache"])
     assert description["axes"]["blocks.0.attn.q"] == ["batch", "pos", "head", "d_head"]
     assert description["config_hash"] == cache.config_hash
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_indices_of_other_kinds(cache):
+    for index in (np.int64(3), torch.tensor(3)):
+        assert torch.equal(cache.at(pos=index)["embed"], cache["embed"][:, 3])
+        assert cache.at(pos=index).axes("embed") == ("batch", "d_model")
+    assert torch.equal(cache.at(pos=np.array([3, 1]))["embed"], cache["embed"][:, [3, 1]])
+    with pytest.raises(ValueError, match="at most one axis takes a list"):
+        cache.at(query=(1, 2), key=np.array([2, 3]))
+    for index in (True, None, 1.0, [True, False], ["a"]):
+        with pytest.raises(TypeError, match="an integer, a slice or a list of integers, not"):
+            cache.at(pos=index)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_positions_of_other_kinds(runner, tokens):
+    for positions in (np.array([1, 5]), torch.tensor([1, 5]), range(1, 6, 4)):
+        _, part = runner.run_with_cache(tokens, names="embed", positions=positions)
+        assert part["embed"].shape == (4, 2, 10)
+    for positions in (3, "12", [1.0], [True, False], torch.ones(2, 2)):
+        with pytest.raises(TypeError, match="a list of integers, not"):
+            runner.run_with_cache(tokens, names="embed", positions=positions)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_keys_of_other_kinds(cache):
+    for key in (3, ("pattern", "1"), ("pattern", 1, 2), None):
+        with pytest.raises(TypeError, match="a key is a name or a"):
+            cache[key]
+
+
+def test_caches_are_equal_only_to_themselves(cache):
+    assert cache == cache
+    assert cache != cache.at()
+    assert len({cache, cache}) == 1
+
+
+def test_slices_of_a_partial_cache_still_know_the_models_layers(runner, tokens):
+    _, cache = runner.run_with_cache(tokens, names=["blocks.1.resid_post", "blocks.1.mlp"])
+    for part in (cache.at(pos=slice(2)), cache.to(torch.float64)):
+        with pytest.raises(UnknownNameError):
+            part["resid_post", -1]
+        with pytest.raises(UnknownNameError):
+            part["mlp", -1]
+
+
+def test_short_forms_where_some_layers_have_no_such_point():
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(3, 3)) if n % 2 else nn.ModuleDict({"q": nn.Linear(3, 3)})
+                for n in range(5)
+            )
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block["q"](x) if isinstance(block, nn.ModuleDict) else block(x)
+            return x
+
+    _, cache = HookedRunner(Some().eval()).run_with_cache(torch.ones(2, 3))
+    assert torch.equal(cache["q", -1], cache["blocks.4.q"])
+    assert cache.stack("q").shape == (3, 2, 3)
+    with pytest.raises(UnknownNameError, match="has layers 0 to 4, not 3"):
+        cache["q", 3]
+
+
+def test_integers_keep_their_type():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same, self.embed = nn.Identity(), nn.Embedding(2000, 3)
+
+        def forward(self, tokens):
+            return self.embed(self.same(tokens))
+
+    runner, tokens = HookedRunner(Tokens().eval()), torch.tensor([257, 1001])
+    _, cache = runner.run_with_cache(tokens, dtype=torch.bfloat16)
+    assert cache["same"].tolist() == [257, 1001]
+    assert cache.to(torch.float16)["same"].tolist() == [257, 1001]
+
+
+def test_norms_of_half_precision_do_not_overflow():
+    model = nn.Sequential()
+    model.resid_post = HookPoint("batch pos d_model")
+    model.forward = lambda x: model.resid_post(x)
+    value = torch.full((1, 1, 4), 60000.0, dtype=torch.float16)
+    _, cache = HookedRunner(model.eval()).run_with_cache(
+        value, windows=torch.zeros(1, 1, dtype=torch.bool)
+    )
+    assert cache["resid_post.norm"].item() == 120000.0
+
+
+def test_slices_carry_gradients(runner, tokens):
+    logits, cache = runner.run_with_cache(tokens, names="embed", grads=True)
+    logits.sum().backward()
+    assert torch.equal(cache.at(pos=3).grads["embed"], cache.grads["embed"][:, 3])
+    assert cache.to(torch.float64).grads["embed"].dtype == torch.float64
+
+
+def test_files_with_our_mark_and_no_whole_description(tmp_path):
+    good = {"axes": {"a": ["batch"]}, "known": [], "config_hash": "0"}
+    for described in (None, "{", "[]", json.dumps({"axes": {}}), json.dumps(good)):
+        metadata = {"format": "hookscope-cache-1"} | (
+            {} if described is None else {"cache": described}
+        )
+        save_file({"b": torch.zeros(2)}, tmp_path / "a", metadata=metadata)
+        with pytest.raises(CacheError, match="does not describe its values"):
+            ActivationCache.load(tmp_path / "a")
+    with pytest.raises(CacheError, match="not a whole safetensors file"):
+        ActivationCache.load(tmp_path)
+
+
+def test_saving_where_there_is_no_directory(cache, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no directory .*nowhere"):
+        cache.save(tmp_path / "nowhere" / "a")

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
+from pydoc_data.topics import topics
 
 import pytest
 import torch
-from pydoc_data.topics import topics
 from safetensors.torch import load_file, save_file
 
 from models import CharTokenizer, available, evaluate, load, load_tokenizer, save, split

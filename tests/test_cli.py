@@ -74,7 +74,7 @@ def test_no_argument_is_needed(here: Path) -> None:
 def test_the_summary_says_what_the_page_shows(
     saved: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompt = "the function\nreturns a value"
+    prompt = "the function returns a value"
     assert main(["report", "--model", saved, "--prompt", prompt, "--out", "page.html"]) == 0
     out = capsys.readouterr().out
     found = embedded(here / "page.html")

@@ -29,16 +29,40 @@ BAKED = """
         value[:, 2] = 0
     hooks = {"blocks.1.attn.pattern": lambda v, p: v * 0.5, "blocks.*.mlp_out": write}
     with torch.no_grad():
-        plain = model(tokens)
+        plain, other = model(tokens), torch.flip(tokens, (0, 1))
         with runner.hooks(hooks):
-            eager = model(tokens)
+            eager, eager_other = model(tokens), model(other)
+        with runner.hooks(hooks):
             compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
             inside = compiled(tokens)
-            other = torch.flip(tokens, (0, 1))
-            torch.testing.assert_close(compiled(other), model(other), atol=1e-5, rtol=0)
+            torch.testing.assert_close(compiled(other), eager_other, atol=1e-5, rtol=0)
         torch.testing.assert_close(inside, eager, atol=1e-5, rtol=0)
         assert torch.equal(model(tokens), plain)
         assert not torch.allclose(eager, plain, atol=1e-5)
+"""
+
+ELSEWHERE = """
+    import threading
+    with torch.no_grad(), runner.hooks({"blocks.1.mlp_out": lambda v, p: v * 0}):
+        plain = []
+        def run():
+            with torch.no_grad():
+                plain.append(torch.compile(model, fullgraph=True, backend=BACKEND)(tokens))
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        model(tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(plain[0], model(tokens), atol=1e-5, rtol=0)
+"""
+
+CACHED = """
+    with torch.no_grad():
+        _, expected = runner.run_with_cache(tokens, names="blocks.*.attn.pattern")
+        compiled = HookedRunner(torch.compile(model, fullgraph=True, backend=BACKEND))
+        _, cache = compiled.run_with_cache(tokens, names="*.attn.pattern")
+        for name, value in expected.items():
+            torch.testing.assert_close(cache["_orig_mod." + name], value, atol=1e-5, rtol=0)
 """
 
 LATE = """
@@ -56,7 +80,11 @@ LATE = """
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("script", [PLAIN, BAKED, LATE], ids=["plain", "baked", "late"])
+@pytest.mark.parametrize(
+    "script",
+    [PLAIN, BAKED, ELSEWHERE, CACHED, LATE],
+    ids=["plain", "baked", "elsewhere", "cached", "late"],
+)
 def test_compiled_equals_eager_in_one_graph(script, backend):
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("inductor needs a C++ compiler, and neither g++ nor clang++ is on the path")

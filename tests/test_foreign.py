@@ -42,11 +42,15 @@ class Pair(NamedTuple):
     other: Tensor
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Result:
     label: str
     value: Tensor
     other: Tensor
+    made: list = dataclasses.field(init=False, default_factory=list)
+
+    def __post_init__(self):
+        self.made.append(1)
 
 
 KINDS = {
@@ -86,7 +90,10 @@ def test_outputs_of_any_kind(kind):
     plain = KINDS[kind](x)
     _, cache = runner.run_with_cache(x, names="part")
     assert torch.equal(cache["part"], x * 2)
-    edited = runner.run_with_hooks(x, hooks={"part": lambda value, point: value + 1})
+    made = []
+    model = Reads(lambda x: made.append(KINDS[kind](x)) or made[-1])
+    edited = HookedRunner(model).run_with_hooks(x, hooks={"part": lambda value, point: value + 1})
+    assert str(made[0]) == str(plain), "the module's own output is left as it was"
     assert type(edited) is type(plain)
     flat = lambda value: str(value).replace("7., 11.", "6., 10.")  # noqa: E731
     assert "7., 11." in str(edited)

@@ -137,3 +137,18 @@ def test_backward_hooks_that_cannot_be(runner, tokens):
         loss_of(logits).backward()
     with torch.no_grad(), pytest.raises(HookError, match="needs gradients"):
         runner.run_with_hooks(tokens, backward={"embed": lambda gradient, point: None})
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_never_hold_a_graph(runner, tokens):
+    logits, cache = runner.run_with_cache(tokens, names="embed", grads=True)
+    loss_of(logits).backward(create_graph=True)
+    assert cache.grads["embed"].grad_fn is None
+
+
+def test_a_backward_hook_at_integers_is_an_error():
+    counter = nn.Sequential(nn.Identity())
+    with pytest.raises(HookError, match="needs gradients, and none flow here"):
+        HookedRunner(counter).run_with_hooks(
+            torch.ones(2).long(), backward={"0": lambda gradient, point: None}
+        )

@@ -57,3 +57,25 @@ def test_a_model_whose_shapes_depend_on_numbers_is_an_error():
 
     with pytest.raises(HookError, match="depend on no tensor's numbers"):
         HookedRunner(Filter()).plan(torch.ones(3), names="inner")
+
+
+def test_a_model_that_memoises_tensors_is_left_as_it_was():
+    class Memo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.mask, self.other = nn.Identity(), None, 3
+            self.register_buffer("table", torch.zeros(2))
+
+        def forward(self, x):
+            self.mask = torch.ones(2)
+            self.fresh = torch.ones(2)
+            self.table = self.table + 1
+            return self.inner(x) * self.mask * self.fresh
+
+    model = Memo()
+    table = model.table
+    assert HookedRunner(model).plan(torch.ones(2), names="inner").nbytes == 8
+    assert model.mask is None
+    assert model.table is table
+    assert not hasattr(model, "fresh")
+    assert model(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -1,5 +1,7 @@
 """What a run keeps, what an edit changes, and what is left on the model afterwards."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -144,7 +146,9 @@ def test_a_mode_that_the_model_lacks_is_an_error():
 
 
 def test_unknown_mode_and_double_choice(runner, tokens):
-    with pytest.raises(ValueError, match="a mode is one of none, svd_targets, residual, full, not 'everything'"):
+    with pytest.raises(
+        ValueError, match="a mode is one of none, svd_targets, residual, full, not 'everything'"
+    ):
         runner.run_with_cache(tokens, mode="everything")
     with pytest.raises(ValueError, match="give one of them"):
         runner.run_with_cache(tokens, names="embed", mode="full")
@@ -389,3 +393,99 @@ def test_table_lists_every_point_with_axes_and_meaning(runner):
 
 def test_printed_models_show_axes(model):
     assert "HookPoint(batch pos head d_head)" in repr(model)
+
+
+def test_a_model_run_inside_a_hook_is_a_plain_run(model, runner, tokens):
+    other = torch.flip(tokens, (0, 1))
+    expected = runner.capture(other, names="blocks.1.attn_out")["attn_out", 1]
+
+    def resample(value, point):
+        return runner.capture(other, names=point.name)[point.name]
+
+    with runner.hooks({"blocks.1.attn_out": resample}):
+        _, cache = runner.run_with_cache(tokens, names="blocks.1.*")
+        captured = runner.capture(tokens, names="blocks.1.resid_mid")
+    assert torch.equal(cache["attn_out", 1], expected)
+    torch.testing.assert_close(captured["resid_mid", 1], cache["resid_mid", 1])
+    resid = runner.capture(tokens, names="blocks.1.resid_pre")["resid_pre", 1]
+    torch.testing.assert_close(captured["resid_mid", 1], resid + expected, atol=1e-5, rtol=0)
+
+
+def test_a_capture_inside_the_models_own_forward_lets_an_outer_one_stop(model):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+        def forward(self, x):
+            return HookedRunner(self.inner).capture(x, names="1")["1"]
+
+    nested, x = Nested().eval(), torch.ones(2, 3)
+    cache = HookedRunner(nested).capture(x, names="inner.0")
+    assert torch.equal(cache["inner.0"], nested.inner[0](x))
+
+
+def test_a_copy_of_a_model_made_under_hooks_is_not_edited(model, runner, tokens):
+    plain = model(tokens)
+    with runner.hooks({"blocks.1.attn.pattern": lambda value, point: value * 0}):
+        copied = copy.deepcopy(model)
+        runner.run_with_cache(tokens, mode="none")
+    assert torch.equal(copied(tokens), plain)
+
+
+def test_inference_mode(model, runner, tokens):
+    with torch.inference_mode():
+        _, cache = runner.run_with_cache(tokens)
+        _, lazy = runner.run_with_cache(tokens, lazy=True)
+
+        def write(value, point):
+            value[:, 3] = 0
+
+        edited = runner.run_with_hooks(tokens, hooks={"blocks.1.resid_pre": write})
+        expected = runner.run_with_hooks(
+            tokens, hooks={"blocks.1.resid_pre": lambda v, p: v * (torch.arange(7) != 3)[:, None]}
+        )
+        assert torch.equal(edited, expected)
+        for name in cache:
+            torch.testing.assert_close(lazy[name], cache[name], atol=1e-5, rtol=0)
+        inplace = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)).eval()
+        _, kept = HookedRunner(inplace).run_with_cache(torch.ones(2, 3), names="0")
+        assert torch.equal(kept["0"], inplace[0](torch.ones(2, 3)))
+
+
+def test_a_cached_weight_is_a_copy(tokens):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.same = nn.Identity()
+
+        def forward(self, x):
+            return x + self.same(self.weight[:2])
+
+    model = Weighted().eval()
+    _, cache = HookedRunner(model).run_with_cache(torch.ones(2), names="same")
+    with torch.no_grad():
+        model.weight.mul_(5)
+    assert cache["same"].tolist() == [1.0, 1.0]
+
+
+def test_part_of_a_model_in_training_counts(model, runner, tokens):
+    model.blocks[1].mlp.dropout.train()
+    with pytest.raises(ModeError, match=r"call model.eval\(\)"):
+        runner.run_with_cache(tokens)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_hook_that_is_no_function_is_named(runner):
+    with pytest.raises(TypeError, match="the hook at 'embed' is a function, not 3"):
+        runner.hooks({"embed": 3})
+
+
+def test_edits_through_other_views_of_the_copy_count(runner, tokens):
+    def write(value, point):
+        value.detach().numpy()[:] = 0
+
+    with runner.hooks({"blocks.0.mlp_out": write}):
+        _, cache = runner.run_with_cache(tokens, names="blocks.0.mlp_out")
+    assert not cache["mlp_out", 0].any()

@@ -97,7 +97,9 @@ def test_equals_the_gpt2_of_transformers(tokens):
                 ("mlp.input", "mlp.c_fc"),
                 ("mlp.output", "mlp.c_proj"),
             ):
-                ours[f"blocks.{n}.{name}.{kind}"] = transposed(theirs[f"h.{n}.{theirs_name}.{kind}"])
+                ours[f"blocks.{n}.{name}.{kind}"] = transposed(
+                    theirs[f"h.{n}.{theirs_name}.{kind}"]
+                )
     config = TransformerConfig(vocab_size=23, n_ctx=17, n_layers=3, n_heads=2, d_model=10, d_mlp=13)
     model = Transformer(config).eval()
     model.load_state_dict(ours)
@@ -154,7 +156,7 @@ def test_initialisation_is_gpt2s():
     scaled = 0.02 / math.sqrt(2 * 5)
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            assert torch.equal(parameter, torch.full_like(parameter, float(".ln" in name and name.endswith("weight") or name == "ln_final.weight")))  # fmt: skip
+            assert torch.equal(parameter, torch.full_like(parameter, float((".ln" in name and name.endswith("weight")) or name == "ln_final.weight")))  # fmt: skip
             continue
         expected = scaled if name.endswith("output.weight") else 0.02
         assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
