@@ -69,6 +69,7 @@ class PatchingResult:
         image = axes.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
         axes.set_ylabel(self.axes[0])
         axes.set_xlabel(self.axes[1])
+        axes.locator_params(integer=True)
         figure.colorbar(image, label="share of the clean metric brought back")
         return figure
 

@@ -37,5 +37,7 @@ class LayerNorm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, whose divisor can be seen."""
         centred = x - x.mean(-1, keepdim=True)
-        scale = self.scale((centred.square().mean(-1, keepdim=True) + self.eps).sqrt())
-        return centred / scale * self.weight + self.bias
+        # The squared length over d_model: the variance without a tensor of squares.
+        variance = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square() / x.shape[-1]
+        scale = self.scale((variance + self.eps).sqrt())
+        return torch.addcmul(self.bias, centred / scale, self.weight)

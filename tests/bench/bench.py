@@ -79,8 +79,8 @@ def full() -> Calls:
 
 
 def sweep(site: str, places: int) -> Calls:
-    """One sweep of activation patching against as many plain forward passes; T is short."""
-    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=24)
+    """One sweep of activation patching against as many plain forward passes; T=8."""
+    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=8)
     ours, clean = peers.ours(shape), shape.tokens()
     corrupted = (clean + 1) % shape.vocab
 
@@ -95,12 +95,12 @@ def sweep(site: str, places: int) -> Calls:
 
 
 def sweep_pos() -> Calls:
-    """Activation patching of resid_pre over layer and pos, T=24."""
-    return sweep("resid_pre", 12 * 24)
+    """Activation patching of resid_pre over layer and pos, GPT-2-small shape, T=8."""
+    return sweep("resid_pre", 12 * 8)
 
 
 def sweep_head() -> Calls:
-    """Activation patching of z over layer and head, T=24."""
+    """Activation patching of z over layer and head, GPT-2-small shape, T=8."""
     return sweep("z", 12 * 12)
 
 
