@@ -335,3 +335,12 @@ def test_the_axes_are_known_without_computing(runner, tokens):
     before = lazy.nbytes
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == before
+
+
+def test_a_block_whose_number_begins_with_anothers_is_its_own():
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(11))
+    model.forward = lambda x: [x := block(x) for block in model.blocks][-1]
+    runner, x = HookedRunner(model.eval()), torch.ones(2, 3)
+    _, lazy = runner.run_with_cache(x, names="blocks.10.0", lazy=True)
+    assert torch.equal(lazy["blocks.10.0"], runner.capture(x, names="blocks.10.0")["blocks.10.0"])
