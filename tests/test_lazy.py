@@ -221,11 +221,14 @@ def test_autocast_where_the_cache_is_read_does_not_matter(runner, tokens):
         torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-5, rtol=0)
 
 
-def test_nothing_lazy_holds_a_graph(runner, tokens):
+def test_nothing_lazy_holds_a_graph(model, runner, tokens):
+    recording = []
+    model.blocks[1].register_forward_hook(lambda *args: recording.append(torch.is_grad_enabled()))
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     assert not any(tensor.requires_grad for tensor in lazy._values.held())
     assert lazy["z", 1].grad_fn is None
     assert not lazy["z", 1].requires_grad
+    assert recording == [True, False], "the run records a graph, and the recomputation none"
 
 
 def test_backward_hooks_are_not_run_again(runner, tokens):
