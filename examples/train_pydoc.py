@@ -74,10 +74,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = Transformer(config)
 
-    steps = iter(range(options.steps))
-
-    def batches(generator: torch.Generator) -> torch.Tensor:
-        copies = 6 if next(steps) >= options.prose_steps else 0
+    def batches(step: int, generator: torch.Generator) -> torch.Tensor:
+        copies = 6 if step >= options.prose_steps else 0
         prose = sample(training, 16 - copies, config.n_ctx, generator)
         return torch.cat([prose, repeated(copies, config.n_ctx, config.vocab_size, generator)])
 
@@ -87,7 +85,7 @@ def main() -> None:
         nonlocal best
         if step % 250 and step != options.steps:
             return
-        validated = evaluate(model, validation)
+        validated = evaluate(model, validation).nats
         first, second = copying(model)
         print(f"step {step}: validation {validated:.4f}, copies {first:.2f} then {second:.2f} nats")
         if validated < best and second < 0.5 * first:
@@ -97,7 +95,7 @@ def main() -> None:
     schedule = TrainingConfig(
         steps=options.steps, learning_rate=options.learning_rate, seed=options.seed
     )
-    train(model, batches, schedule, after_step)
+    train(model, batches, schedule, after_step=after_step)
 
     if best == float("inf"):
         sys.exit(
@@ -108,8 +106,8 @@ def main() -> None:
     report = {
         "command": f"python {' '.join(sys.argv)}",
         "seed": options.seed,
-        "training_loss_nats": round(evaluate(kept, training), 4),
-        "validation_loss_nats": round(evaluate(kept, validation), 4),
+        "training_loss_nats": round(evaluate(kept, training).nats, 4),
+        "validation_loss_nats": round(evaluate(kept, validation).nats, 4),
         "first_copy_loss_nats": round(first, 4),
         "second_copy_loss_nats": round(second, 4),
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ from hooks.errors import (
 )
 from hooks.fused import FusedUnlessHooked
 from hooks.plan import Plan, Planned
-from hooks.point import HookPoint, Point, index_by_axis
+from hooks.point import HookPoint, Passage, Point, index_by_axis
 from hooks.runner import HookedRunner
 from hooks.select import Mode, Selector
 
@@ -32,6 +32,7 @@ __all__ = [
     "Mode",
     "ModeError",
     "NeverFiredError",
+    "Passage",
     "Plan",
     "Planned",
     "Point",

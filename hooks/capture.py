@@ -9,14 +9,13 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from hooks.errors import CacheError, HookError, NeverFiredError
+from hooks.join import joined_by_position
 from hooks.outputs import first_tensor, with_first_tensor
-from hooks.point import Point, index_by_axis, plain_index
+from hooks.point import POSITION_AXES, Point, index_by_axis, plain_index
 from hooks.select import RESIDUAL_STREAM
 
-# The axes that count the positions of this call; `key` counts cached positions too.
-POSITION_AXES = ("pos", "query")
-
 Positions = slice | Sequence[SupportsIndex]
+Part = tuple[int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +78,8 @@ class CaptureOptions:
 class Recorder:
     """Collects the values of `points`, and their gradients if asked, during one run.
 
+    With `joined`, a point may fire many times, and its values are put together by position.
+
     Attributes:
         values: what was captured, by name, in the model's order.
         axes: the axes of each value.
@@ -91,6 +92,7 @@ class Recorder:
         points: Mapping[str, Point],
         options: CaptureOptions,
         when_complete: Callable[[], None] | None = None,
+        joined: bool = False,
     ) -> None:
         self.points = points
         self.options = options
@@ -100,6 +102,7 @@ class Recorder:
         self._fired: set[str] = set()
         self._versions: dict[str, int] = {}
         self._when_complete = when_complete
+        self._parts: dict[str, list[Tensor]] | None = {} if joined else None
 
     def hook(self, point: Point) -> Callable[[Any], Any]:
         """A forward hook that records `point`, and changes no number of its output."""
@@ -108,7 +111,7 @@ class Recorder:
             value = first_tensor(output, point)
             if point.axes and value.ndim != len(point.axes):
                 raise HookError(f"{point} carried a value of shape {tuple(value.shape)}")
-            if point.name in self._fired:
+            if point.name in self._fired and self._parts is None:
                 raise HookError(
                     f"{point.name} fired twice in one run, and a cache keeps one value a name: "
                     "leave it out of the selector"
@@ -133,6 +136,10 @@ class Recorder:
             CacheError: names the points whose values a later module overwrote in place.
         """
         require_fired(self.points, self._fired, hint)
+        if self._parts is not None:
+            self.values = {
+                n: joined_by_position(p, n, self.axes[n]) for n, p in self._parts.items()
+            }
         self.values = {name: self.values[name] for name in self.axes}
         for name, version in self._versions.items():
             if self.values[name]._version != version:
@@ -140,6 +147,8 @@ class Recorder:
                     f"the value of {name} was changed in place by the model after it was captured; "
                     "ask for the module that changed it, or switch its in-place option off"
                 )
+        if self.options.detach:
+            self.values = without_neighbours(self.values)
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         if not value.is_floating_point():
@@ -160,7 +169,10 @@ class Recorder:
             value = value.clone()
         value = value.detach() if self.options.detach else value
         for name, kept in self.options.reduce(value, point):
-            if torch.compiler.is_compiling():
+            if self._parts is not None:
+                # A later run may write where this one did, into a cache of keys for instance.
+                self._parts.setdefault(name, []).append(kept.clone())
+            elif torch.compiler.is_compiling():
                 self.values[name] = kept
             elif kept.is_inference():
                 # Inference tensors do not tell when they are overwritten.
@@ -203,6 +215,34 @@ def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
         if value.shape[point.axes.index(axis)] == 0:
             raise HookError(f"positions {positions} select none of the {size} of {point}")
     return value
+
+
+def without_neighbours(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`values`, copied where they are small parts of memory that nothing else of them uses.
+
+    Queries, for instance, may be a view of what one matrix gave as queries, keys and values.
+    """
+    parts: dict[int, dict[Part, Tensor]] = {}
+    for value in values.values():
+        if _has_storage(value):
+            parts.setdefault(value.untyped_storage()._cdata, {})[_part(value)] = value
+    for held in parts.values():
+        first = next(iter(held.values()))
+        if sum(value.nbytes for value in held.values()) < first.untyped_storage().nbytes():
+            held.update({part: value.clone() for part, value in held.items()})
+    return {
+        name: parts[value.untyped_storage()._cdata][_part(value)] if _has_storage(value) else value
+        for name, value in values.items()
+    }
+
+
+def _part(value: Tensor) -> Part:
+    return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+
+
+def _has_storage(value: Tensor) -> bool:
+    """Tensors inside vmap and grad have none."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _check_windows(windows: Tensor, value: Tensor, point: Point) -> None:

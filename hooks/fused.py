@@ -29,7 +29,8 @@ class FusedUnlessHooked:
                 return centred / self.scale(...) * self.weight + self.bias
 
     Args:
-        points: names of the module's own hook points that the fused form skips.
+        points: names of what the fused form skips: the module's own hook points, or its children,
+            which stand for whatever is inside them.
         fused: the fused method, with the arguments of the explicit one.
     """
 
@@ -43,7 +44,9 @@ class FusedUnlessHooked:
 
         @functools.wraps(explicit)
         def choose(module: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            listened = any(is_listened_to(getattr(module, point)) for point in points)
-            return (explicit if listened else fused)(module, *args, **kwargs)  # type: ignore[return-value]  # fused returns R too
+            for point in points:
+                if is_listened_to(module._modules[point]):  # type: ignore[arg-type]  # it is there
+                    return explicit(module, *args, **kwargs)
+            return fused(module, *args, **kwargs)  # type: ignore[return-value]  # R too
 
         return choose

@@ -1,5 +1,6 @@
 """What a cache would hold, found out by running the model on fake tensors."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
 )
@@ -95,4 +97,8 @@ def _kept_clean(model: nn.Module) -> Iterator[None]:
 
 
 def _faked(leaf: Any, fake: FakeTensorMode) -> Any:
-    return fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return fake.from_tensor(leaf)
+    # A cache of keys, for instance, would take up what this run makes.
+    with FakeCopyMode(fake):
+        return copy.deepcopy(leaf)

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
 
 from hooks.errors import unknown_name
+
+# The axes that count the positions of this call; `key` counts cached positions too.
+POSITION_AXES = ("pos", "query")
 
 Index = SupportsIndex | slice | Sequence[SupportsIndex]
 
@@ -31,7 +35,31 @@ class Point:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
 
 
-class HookPoint(nn.Module):
+class Passage(nn.Module):
+    """Gives back its input, as `nn.Identity`, at less cost while nothing listens to it."""
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """`value`, unless a hook says otherwise."""
+        # What nn.Module does, but the way to no hook at all is short: a block has a dozen of these.
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+            or all_modules._global_forward_hooks
+            or all_modules._global_forward_pre_hooks
+            or all_modules._global_backward_hooks
+            or all_modules._global_backward_pre_hooks
+        ):
+            return super().__call__(value)
+        return value
+
+    def forward(self, value: Tensor) -> Tensor:
+        """`value`."""
+        return value
+
+
+class HookPoint(Passage):
     """Gives back its input, and gives it a name: the module's path.
 
     Args:
@@ -49,10 +77,6 @@ class HookPoint(nn.Module):
         wrong = [axis for axis in self.axes if not (axis.isidentifier() or axis == "1")]
         if wrong or not self.axes or len(set(self.axes)) != len(self.axes):
             raise ValueError(f"axes are distinct identifiers separated by spaces, not {axes!r}")
-
-    def forward(self, value: Tensor) -> Tensor:
-        """`value`, unless a hook says otherwise."""
-        return value
 
     def extra_repr(self) -> str:
         """The axes, for the model's printed tree."""

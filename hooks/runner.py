@@ -66,6 +66,7 @@ class HookedRunner:
         detach: bool = True,
         grads: bool = False,
         lazy: bool = False,
+        run: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ActivationCache]:
         """Runs the model and returns its output with a cache of the chosen points.
@@ -85,6 +86,9 @@ class HookedRunner:
                 the edits of this run (which must then not be random), when a value inside it is asked
                 for. Equal to an eager cache up to rounding (1e-5 in float32), as the two may run
                 different kernels.
+            run: what to call in the model's place: a function that runs it many times, such as a
+                generation. The values of all runs are joined along their positions; what attention
+                did not compute, scores of later keys, is zero.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
@@ -92,8 +96,12 @@ class HookedRunner:
             NeverFiredError: if the forward pass did not reach a requested point.
         """
         options = CaptureOptions(positions, windows, device, dtype, detach, grads)
-        run = self._run_lazily if lazy else self._run
-        return run(self._choose(names, mode), options, args, kwargs)
+        points = self._choose(names, mode)
+        if run is not None:
+            if lazy or grads or positions is not None or windows is not None:
+                raise ValueError("run= takes neither lazy=, grads=, positions= nor windows=")
+            return self._run(points, options, args, kwargs, run)
+        return (self._run_lazily if lazy else self._run)(points, options, args, kwargs)
 
     def capture(
         self,
@@ -235,12 +243,17 @@ class HookedRunner:
             session.after(self._modules[name], recorder.hook(point))
 
     def _run(
-        self, points: dict[str, Point], options: CaptureOptions, args: Any, kwargs: Any
+        self,
+        points: dict[str, Point],
+        options: CaptureOptions,
+        args: Any,
+        kwargs: Any,
+        run: Any = None,
     ) -> tuple[Any, ActivationCache]:
-        recorder = Recorder(points, options)
+        recorder = Recorder(points, options, joined=run is not None)
         with Session() as session:
             self._record(session, recorder)
-            output = self.model(*args, **kwargs)
+            output = (run or self.model)(*args, **kwargs)
         recorder.finish(hint(points, self._modules))
         return output, self._cache(recorder, recorder.values)
 

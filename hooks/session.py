@@ -117,10 +117,22 @@ def is_ours(hook: Callable[..., Any]) -> bool:
 
 
 def is_listened_to(module: nn.Module) -> bool:
-    """Whether a hook on `module`, this package's or the user's own, acts in the running thread."""
+    """Whether a hook on `module` or inside it, this package's or the user's, acts in this thread."""
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ) and _a_hook_acts(module):
+        return True
+    for child in module._modules.values():  # noqa: SIM110  # a generator costs more than the rest
+        if child is not None and is_listened_to(child):
+            return True
+    return False
+
+
+def _a_hook_acts(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks)
-    if not any(hooks) and not module._backward_hooks and not module._backward_pre_hooks:
-        return False
     listeners = [hook for registered in hooks for hook in list(registered.values())]
     ours: list[Session] = [getattr(hook, "session") for hook in listeners if is_ours(hook)]  # noqa: B009
     return (

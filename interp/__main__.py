@@ -16,6 +16,7 @@ from torch import Tensor
 
 import models
 from hooks import HookedRunner, HookError
+from models.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from interp.report import ReportData
@@ -102,12 +103,9 @@ def _report(options: argparse.Namespace) -> None:
             raise
         raise Refusal('the report needs Jinja2: pip install "hookscope[report]"') from None
     model = _model(options.model)
-    with _refusing(OSError, ValueError):
+    with _refusing(OSError, ValueError, ImportError):
         tokenizer = models.load_tokenizer(options.model)
-    known, expected = len(tokenizer.characters), model.config.vocab_size
-    if known != expected:
-        raise Refusal(f"the vocabulary of {options.model!r} has {known} tokens, not {expected}")
-    n_ctx = model.config.n_ctx
+    n_ctx, vocab_size = model.config.n_ctx, model.config.vocab_size
     if n_ctx < 4:
         raise Refusal(f"a report needs a model with a context of at least 4 tokens, not {n_ctx}")
 
@@ -119,26 +117,34 @@ def _report(options: argparse.Namespace) -> None:
                 f"{option} has {len(row)} token{'s' * (len(row) != 1)}, and must have 2 to {n_ctx}, "
                 "the model's context"
             )
+        if outside := [token for token in row if token >= vocab_size]:
+            raise Refusal(
+                f"{option} has token {outside[0]}, {tokenizer.tokens_as_text(outside[:1])[0]!r}, and the "
+                f"model knows {vocab_size} tokens, 0 to {vocab_size - 1}: the tokenizer is another model's"
+            )
         return torch.tensor([row])
 
-    given = options.corrupted
     if options.prompt is not None:
         clean = tokens("--prompt", options.prompt)
     else:
         clean = tokens("the default prompt", DEFAULT_PROMPT)
-        given = DEFAULT_CORRUPTED if given is None else given
+    corrupted = None
+    if options.corrupted is not None:
+        corrupted = tokens("--corrupted", options.corrupted)
+    elif options.prompt is None:
+        default = tokens("the default corrupted prompt", DEFAULT_CORRUPTED)
+        # It depends on the tokenizer whether the two have equally many tokens.
+        corrupted = default if default.shape == clean.shape else None
+    derived = corrupted is None
     with _refusing(ReportError, HookError):
-        corrupted = (
-            derive_corruption(model, clean) if given is None else tokens("--corrupted", given)
-        )
         data = build_report(
             model,
             clean,
-            corrupted,
-            tokenizer.tokens_as_text,
+            derive_corruption(model, clean) if corrupted is None else corrupted,
+            lambda row: _texts(tokenizer, row),
             name=options.model,
             facts=dataclasses.asdict(model.config),
-            derived=given is None,
+            derived=derived,
             period=min(INDUCTION_PERIOD, n_ctx // 2),
         )
     page = render(data)
@@ -149,8 +155,23 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _model(name: str) -> models.Transformer:
-    with _refusing(OSError, ValueError):
+    with _refusing(OSError, ValueError, ImportError):
         return models.load(name)
+
+
+def _texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text of each token, or its number where only the model knows it.
+
+    A model may know more tokens than its tokenizer: many vocabularies are padded to a round number.
+    """
+
+    def text(token: int) -> str:
+        try:
+            return tokenizer.tokens_as_text([token])[0]
+        except ValueError:
+            return f"<token {token}>"
+
+    return [text(token) for token in tokens]
 
 
 @contextmanager

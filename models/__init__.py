@@ -1,29 +1,64 @@
-"""The plain transformer, the model that ships with the package, tokenizers and training."""
+"""The plain transformer and its forms, checkpoints, tokenizers, generation and training."""
 
-from models.attention import Attention
-from models.checkpoint import available, load, load_tokenizer, save
-from models.config import TransformerConfig
-from models.norm import LayerNorm
-from models.tokenizer import CharTokenizer
+from models import presets as presets
+from models.attention import Attention, causal_mask, scaled_dot_product_attention
+from models.block import Block
+from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
+from models.config import RotaryScaling, TransformerConfig
+from models.context import Context
+from models.evaluation import Evaluation
+from models.generation import Step, generate, stream
+from models.kvcache import KVCache
+from models.mlp import MLP, GatedMLP
+from models.norm import LayerNorm, RMSNorm
+from models.processing import center, fold_norms
+from models.registry import available, build, config_of, register
+from models.sampling import Sampling
+from models.tokenizers import CharTokenizer, Tokenizer
 from models.training import TrainingConfig, evaluate, next_token_loss, sample, split, train
-from models.transformer import MLP, Block, Transformer
+from models.training_run import TrainingResult
+from models.transformer import Transformer
+from models.verification import VerificationError, verify
 
 __all__ = [
     "MLP",
     "Attention",
     "Block",
     "CharTokenizer",
+    "Context",
+    "Evaluation",
+    "GatedMLP",
+    "KVCache",
     "LayerNorm",
+    "RMSNorm",
+    "RotaryScaling",
+    "Sampling",
+    "Step",
+    "Tokenizer",
     "TrainingConfig",
+    "TrainingResult",
     "Transformer",
     "TransformerConfig",
+    "VerificationError",
     "available",
+    "build",
+    "bundled",
+    "causal_mask",
+    "center",
+    "config_of",
     "evaluate",
+    "fold_norms",
+    "from_hf",
+    "generate",
     "load",
     "load_tokenizer",
     "next_token_loss",
+    "register",
     "sample",
     "save",
+    "scaled_dot_product_attention",
     "split",
+    "stream",
     "train",
+    "verify",
 ]

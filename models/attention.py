@@ -1,36 +1,112 @@
-"""Causal multi-head attention, with every value on its way named."""
+"""Causal attention: as a function of q, k and v, and as a module with every value on its way named."""
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hooks import FusedUnlessHooked, HookPoint
+from hooks import FusedUnlessHooked, HookPoint, Passage
 from models.config import TransformerConfig
+from models.context import Context
+from models.linear import Linear, dropout
+from models.norm import QKNorm
+from models.positions import rotary
 
 
-def softmax_in_place(scores: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """The softmax over the last axis, written over `scores` unless autograd needs them.
+def scaled_dot_product_attention(
+    q: Float[Tensor, "*#axes query d_k"],
+    k: Float[Tensor, "*#axes key d_k"],
+    v: Float[Tensor, "*#axes key d_v"],
+    mask: Tensor | None = None,
+) -> Float[Tensor, "*#axes query d_v"]:
+    """`softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
 
-    A matrix of T² numbers less to allocate: two thirds of the time at T = 1024.
+    A query that the mask leaves no key gets zeros, not NaN. Large scores are no danger: the softmax
+    subtracts each row's largest first.
+
+    Args:
+        q, k, v: queries, keys, values.
+        mask: boolean, True where a query may attend to a key, or a float one to add to the scores;
+            [query, key] or with leading axes, each the full size or 1. See `causal_mask`.
+
+    Raises:
+        ValueError: if the mask does not broadcast to the scores, or holds integers.
+
+    >>> import torch
+    >>> q = k = torch.zeros(3, 2)
+    >>> v = torch.tensor([[1.0], [2.0], [6.0]])
+    >>> scaled_dot_product_attention(q, k, v, causal_mask(3)).flatten()
+    tensor([1.0000, 1.5000, 3.0000])
     """
-    return torch.softmax(scores, -1, out=None if scores.requires_grad else scores)
+    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+    return softmax(scores if mask is None else _masked(scores, mask)) @ v
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"a mask is boolean or floating-point, not {mask.dtype}")
+    try:
+        mask = mask.expand(scores.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"a mask has a shape that broadcasts to the scores, {tuple(scores.shape)}, "
+            f"not {tuple(mask.shape)}"
+        ) from None
+    return torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
+    """True where the key is not later than the query."""
+    return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
+
+
+def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+    """The softmax over keys; rows that are -inf throughout become zeros."""
+    empty = scores.amax(-1, keepdim=True) == -torch.inf
+    # Zeros go in as well as out, or the gradient of such a row would be NaN.
+    return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))
+
+
+class SoftCap(nn.Module):
+    """`cap * tanh(x / cap)`: the identity near zero, never beyond the cap (Gemma 2)."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+        """The capped values."""
+        return self.cap * torch.tanh(x / self.cap)
 
 
 class Attention(nn.Module):
-    """`softmax(q k^T / sqrt(d_head), over earlier keys) v`, head by head (Vaswani et al. 2017)."""
+    """`softmax(scale q k^T, over earlier keys) v`, head by head (Vaswani et al. 2017).
 
-    def __init__(self, config: TransformerConfig) -> None:
+    One linear map gives queries, keys and values; each key head is read by as many query heads as
+    there are to one of it.
+
+    Args:
+        config: sizes and choices.
+        layer: the block's number.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.n_heads = config.n_heads
-        self.scale = config.d_head**-0.5
-        self.query = nn.Linear(config.d_model, config.d_model)
-        self.key = nn.Linear(config.d_model, config.d_model)
-        self.value = nn.Linear(config.d_model, config.d_model)
-        self.output = nn.Linear(config.d_model, config.d_model)
+        self.layer = layer
+        self.window = config.windows[layer]
+        self.d_head = config.d_head
+        self.heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+        self.scale = config.attn_scale or config.d_head**-0.5
+        width = config.n_heads * config.d_head
+        self.qkv = Linear(config.d_model, sum(self.heads) * config.d_head, config.qkv_bias)
+        normed = config.qk_norm != "none"
+        self.q_norm = QKNorm(config.n_heads, config) if normed else Passage()
+        self.k_norm = QKNorm(config.n_kv_heads, config) if normed else Passage()
+        self.rotary = rotary(config)
+        self.output = Linear(width, config.d_model, config.out_bias)
         self.pattern_dropout = nn.Dropout(config.dropout)
-        self.output_dropout = nn.Dropout(config.dropout)
+        self.output_dropout = dropout(config)
         self.q = HookPoint("batch pos head d_head", "queries as they enter the dot product")
         self.k = HookPoint("batch pos kv_head d_head", "keys as they enter the dot product")
         self.v = HookPoint("batch pos kv_head d_head", "values")
@@ -38,79 +114,122 @@ class Attention(nn.Module):
         self.pattern = HookPoint("batch head query key", "softmax of the masked scores over keys")
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    def forward(
+        self, x: Float[Tensor, "batch pos d_model"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
         """What attention adds to the residual stream, from the normalized stream."""
-        q = self.q(self.split_heads(self.query(x)))
-        k = self.k(self.split_heads(self.key(x)))
-        v = self.v(self.split_heads(self.value(x)))
-        z = self.z(self.attend(q, k, v))
+        q, k, v = (
+            self.qkv(x)
+            .view(*x.shape[:2], sum(self.heads), self.d_head)
+            .split_with_sizes(self.heads, 2)
+        )
+        q = self.q(self.rotary(self.q_norm(q), context.rotation)).transpose(1, 2)
+        k = self.k(self.rotary(self.k_norm(k), context.rotation)).transpose(1, 2)
+        k, v = context.extended(self.layer, k, self.v(v).transpose(1, 2))
+        z = self.z(self.attend(q, k, v, context.masks[self.window]).transpose(1, 2))
         return self.output_dropout(self.output(z.flatten(2)))
 
-    def split_heads(
-        self, x: Float[Tensor, "batch pos d_model"]
-    ) -> Float[Tensor, "batch pos head d_head"]:
-        """The same numbers, head by head."""
-        return x.unflatten(-1, (self.n_heads, -1))
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.pattern_dropout.p if self.training else 0.0,
+            is_causal=mask is None and q.shape[2] > 1,
+            scale=self.scale,
+            enable_gqa=self.heads[0] != self.heads[1],
+        )
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        dropout = self.pattern_dropout.p if self.training else 0.0
-        z = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return z.transpose(1, 2)
-
-    @FusedUnlessHooked("scores", "pattern", fused=_fused)
-    def attend(
+    def _explicit(
         self,
-        q: Float[Tensor, "batch pos head d_head"],
-        k: Float[Tensor, "batch pos head d_head"],
-        v: Float[Tensor, "batch pos head d_head"],
-    ) -> Float[Tensor, "batch pos head d_head"]:
-        """What each head reads: [batch, pos, head, d_head]."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # batch head pos d_head
-        scores = self.scores(q * self.scale @ k.transpose(-1, -2))
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        pattern = self.pattern(softmax_in_place(torch.where(future, -torch.inf, scores)))
-        return (self.pattern_dropout(pattern) @ v).transpose(1, 2)
+        q: Float[Tensor, "batch head query d_head"],
+        k: Float[Tensor, "batch kv_head key d_head"],
+        v: Float[Tensor, "batch kv_head key d_head"],
+        mask: Tensor | None,
+    ) -> Float[Tensor, "batch head query d_head"]:
+        """What each head reads; without a mask, from all keys up to the query's own."""
+        # The query heads of one key head, side by side, are a taller matrix.
+        tall = (q * self.scale).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        scores = self.scores((tall @ k.transpose(-1, -2)).view(*q.shape[:3], -1))
+        pattern = self.pattern(self.masked_softmax(scores, mask))
+        tall = self.pattern_dropout(pattern).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        return (tall @ v).view(*q.shape[:3], -1)
 
-    def _heads_in(self, weight: Tensor) -> Tensor:
-        return rearrange(weight, "(head d) model -> head model d", head=self.n_heads)
+    attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(_explicit)
+
+    def masked_softmax(
+        self, scores: Float[Tensor, "batch head query key"], mask: Tensor | None
+    ) -> Float[Tensor, "batch head query key"]:
+        """The weight of each key for each query."""
+        if mask is not None:
+            return softmax(torch.where(mask, scores, -torch.inf))
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        later = later.triu(1 + scores.shape[-1] - scores.shape[-2])
+        masked = torch.where(later, -torch.inf, scores)
+        # In place unless autograd needs the scores: a matrix of T² numbers less to allocate takes a
+        # third of the time at T = 1024.
+        return torch.softmax(masked, -1, out=None if masked.requires_grad else masked)
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
         """Query projections, a view."""
-        return self._heads_in(self.query.weight)
+        return self._weights()[0]
 
     @property
-    def W_K(self) -> Float[Tensor, "head d_model d_head"]:
+    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
         """Key projections, a view."""
-        return self._heads_in(self.key.weight)
+        return self._weights()[1]
 
     @property
-    def W_V(self) -> Float[Tensor, "head d_model d_head"]:
+    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
         """Value projections, a view."""
-        return self._heads_in(self.value.weight)
+        return self._weights()[2]
 
     @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
         """Output projections, a view: `attn_out = sum over heads of z @ W_O + b_O`."""
-        return rearrange(self.output.weight, "model (head d) -> head d model", head=self.n_heads)
+        return rearrange(self.output.weight, "model (head d) -> head d model", d=self.d_head)
 
     @property
     def b_Q(self) -> Float[Tensor, "head d_head"]:
         """Query biases, a view."""
-        return rearrange(self.query.bias, "(head d) -> head d", head=self.n_heads)
+        return self._biases()[0]
 
     @property
-    def b_K(self) -> Float[Tensor, "head d_head"]:
+    def b_K(self) -> Float[Tensor, "kv_head d_head"]:
         """Key biases, a view."""
-        return rearrange(self.key.bias, "(head d) -> head d", head=self.n_heads)
+        return self._biases()[1]
 
     @property
-    def b_V(self) -> Float[Tensor, "head d_head"]:
+    def b_V(self) -> Float[Tensor, "kv_head d_head"]:
         """Value biases, a view."""
-        return rearrange(self.value.bias, "(head d) -> head d", head=self.n_heads)
+        return self._biases()[2]
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"]:
         """Output bias."""
-        return self.output.bias
+        return self.output.offset
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        by_head = rearrange(self.qkv.weight, "(head d) model -> head model d", d=self.d_head)
+        return by_head.split(self.heads)
+
+    def _biases(self) -> tuple[Tensor, ...]:
+        return self.qkv.offset.unflatten(0, (-1, self.d_head)).split(self.heads)
+
+
+class CappedAttention(Attention):
+    """Attention whose scores are capped before the mask (Gemma 2); no fused kernel can do that."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.cap = SoftCap(config.attn_cap)
+
+    attend = Attention._explicit
+
+    def masked_softmax(
+        self, scores: Float[Tensor, "batch head query key"], mask: Tensor | None
+    ) -> Float[Tensor, "batch head query key"]:
+        """The weight of each key for each query."""
+        return super().masked_softmax(self.cap(scores), mask)

@@ -1,22 +1,111 @@
-"""TransformerConfig: what a transformer is, checked when it is built."""
+"""TransformerConfig: what a transformer is, by values alone, checked when it is built."""
 
-from dataclasses import dataclass, fields
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args, get_origin
+
+ROTARY_SCALINGS = ("linear", "llama3", "yarn", "factors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How rotary frequencies are stretched for contexts longer than a model was first trained on.
+
+    Attributes:
+        kind: `linear` divides all by `factor` (Chen et al. 2023). `llama3` divides the slow ones and
+            blends in between (Grattafiori et al. 2024). `yarn` blends by turns made within
+            `original_n_ctx` and scales the vectors (Peng et al. 2023). `factors` divides each
+            frequency by its own number.
+        factor: by how much.
+        original_n_ctx: the context first trained on, in tokens; for `llama3` and `yarn`.
+        low, high: `llama3`: turns within the original context below which a frequency is divided,
+            and above which it is kept. `yarn`: likewise, published as beta_slow and beta_fast.
+        attention_factor: `yarn`: what rotated vectors are multiplied by; 0 stands for
+            `0.1 ln(factor) + 1`.
+        factors: `factors`: one divisor a frequency.
+
+    Raises:
+        ValueError: naming the field, its value and the rule it breaks.
+    """
+
+    kind: str
+    factor: float = 1.0
+    original_n_ctx: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    attention_factor: float = 0.0
+    factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROTARY_SCALINGS:
+            raise _not_one_of("rotary_scaling.kind", self.kind, ROTARY_SCALINGS)
+        if self.factor < 1:
+            raise ValueError(f"rotary_scaling.factor is at least 1, not {self.factor}")
+        if self.kind in ("llama3", "yarn") and self.original_n_ctx < 1:
+            raise ValueError(
+                f"rotary_scaling.original_n_ctx is at least 1 for {self.kind}, "
+                f"not {self.original_n_ctx}"
+            )
+        if not 0 < self.low < self.high:
+            raise ValueError(
+                f"rotary_scaling.low is above 0 and below high ({self.high}), not {self.low}"
+            )
+        if (self.kind == "factors") != bool(self.factors):
+            raise ValueError("rotary_scaling.factors are given for the kind factors, and only then")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes and choices of a plain pre-norm transformer (GPT-2, Radford et al. 2019).
+    """Sizes and choices of a decoder-only transformer; the defaults are GPT-2's (Radford et al. 2019).
 
     Attributes:
         vocab_size: number of tokens.
-        n_ctx: the longest context, in tokens: rows of the learned position table.
+        n_ctx: the longest context, in tokens: rows of the learned position table, or where the
+            model was trained up to.
         n_layers: number of blocks.
-        n_heads: attention heads per block.
-        d_model: width of the residual stream; a multiple of `n_heads`.
+        n_heads: query heads per block.
+        d_model: width of the residual stream.
+        n_kv_heads: key and value heads per block, each read by `n_heads / n_kv_heads` query heads
+            (grouped queries, Ainslie et al. 2023; 1 is multi-query, Shazeer 2019); 0 stands for
+            `n_heads`.
+        d_head: width of a head; 0 stands for `d_model / n_heads`.
         d_mlp: width of the MLP's hidden layer; 0 stands for `4 * d_model`.
-        norm_eps: what LayerNorm adds to the variance.
+        norm: `layernorm` (Ba et al. 2016), `rmsnorm` (Zhang & Sennrich 2019) or `none`.
+        norm_place: `pre`: each sublayer reads a norm of the stream (GPT-2). `post`: the norm is of
+            the sum of stream and sublayer (Vaswani et al. 2017). `output`: the norm is of what a
+            sublayer adds (OLMo 2). `sandwich`: before and after each sublayer (Gemma 2, qk-norm.md).
+        norm_eps: what a norm adds to the variance or the mean square.
+        norm_learned: whether norms have weights: a gain and, for LayerNorm, a bias.
+        norm_bias: whether LayerNorm's weights include the bias.
+        final_norm: whether the unembedding reads a norm of the stream.
+        embed_norm: whether the first block reads a norm of the embeddings (model-architecture.md).
+        embed_scale: what token embeddings are multiplied by (Gemma: `sqrt(d_model)`).
+        positions: `learned`, `sinusoidal` (Vaswani et al. 2017), `rotary` (Su et al. 2021; halves
+            rotated together, as in GPT-NeoX and Llama) or `none`.
+        rotary_theta: base of the rotary wavelengths.
+        rotary_fraction: share of each head's dimensions that is rotated, the first ones.
+        rotary_scaling: how frequencies are stretched; None for not at all.
+        qk_norm: RMSNorm of queries and keys, before rotation: `none`, `head` (each head's vector
+            for itself, Qwen 3, qk-norm.md) or `all` (all heads' vectors as one, OLMo 2).
+        qk_norm_learned: whether that norm has a gain.
+        attn_scale: what dot products are multiplied by; 0 stands for `1 / sqrt(d_head)`.
+        attn_cap: scores become `attn_cap * tanh(scores / attn_cap)` before the mask (Gemma 2);
+            0 for not at all.
+        logit_cap: likewise for the logits.
+        window: how many positions a query sees, its own included (Mistral); 0 for all.
+        window_layers: the blocks that have the window; empty stands for all.
+        parallel: whether attention and the MLP read the same stream and are added together
+            (GPT-NeoX, Wang & Komatsuzaki 2021).
+        mlp: `plain` (input, activation, output), `gated` (Shazeer 2020) or `none`: attention only.
+        activation: `gelu`, `gelu_tanh` (its approximation by tanh, GPT-2's), `relu` or `silu`.
+        qkv_bias, out_bias, mlp_bias, unembed_bias: whether these linear maps have a bias.
         tied_unembed: whether the unembedding is the token embedding's own weight.
         dropout: probability of dropping a value in training: embeddings, patterns, both sublayers.
+        init: how weights start. `gpt2`: N(0, 0.02²), divided by sqrt(2 n_layers) where they write to
+            the stream. `xavier` (Glorot & Bengio 2010), `kaiming` (He et al. 2015): uniform, by each
+            matrix's own sizes; embeddings N(0, 0.02²).
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
@@ -27,31 +116,153 @@ class TransformerConfig:
     n_layers: int
     n_heads: int
     d_model: int
+    n_kv_heads: int = 0
+    d_head: int = 0
     d_mlp: int = 0
+    norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"
+    norm_place: Literal["pre", "post", "output", "sandwich"] = "pre"
     norm_eps: float = 1e-5
+    norm_learned: bool = True
+    norm_bias: bool = True
+    final_norm: bool = True
+    embed_norm: bool = False
+    embed_scale: float = 1.0
+    positions: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
+    rotary_theta: float = 10_000.0
+    rotary_fraction: float = 1.0
+    rotary_scaling: RotaryScaling | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
+    qk_norm_learned: bool = True
+    attn_scale: float = 0.0
+    attn_cap: float = 0.0
+    logit_cap: float = 0.0
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    parallel: bool = False
+    mlp: Literal["plain", "gated", "none"] = "plain"
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu_tanh"
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    unembed_bias: bool = False
     tied_unembed: bool = True
     dropout: float = 0.0
+    init: Literal["gpt2", "xavier", "kaiming"] = "gpt2"
 
     def __post_init__(self) -> None:
-        if self.d_mlp == 0:
-            object.__setattr__(self, "d_mlp", 4 * self.d_model)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not field.type and not (field.type is float and type(value) is int):
-                kind = getattr(field.type, "__name__", field.type)
-                raise ValueError(f"{field.name} is a {kind}, not {value!r}")
-            if field.type is int and value < 1:
-                raise ValueError(f"{field.name} is at least 1, not {value}")
-        if self.d_model % self.n_heads:
+        for field in dataclasses.fields(self):
+            self._check_type(field.name, field.type)
+        for name in ("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        if self.d_head == 0 and self.d_model % self.n_heads:
             raise ValueError(
-                f"d_model is a multiple of n_heads ({self.n_heads}), not {self.d_model}"
+                f"d_model is a multiple of n_heads ({self.n_heads}) unless d_head is given, "
+                f"not {self.d_model}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is at least 0 and below 1, not {self.dropout}")
-        if self.norm_eps <= 0:
-            raise ValueError(f"norm_eps is above 0, not {self.norm_eps}")
+        for name, value in self._derived().items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)
+        self._check_values()
+
+    def replace(self, **changes: Any) -> "TransformerConfig":
+        """A config with some fields changed; sizes that followed from others follow the new ones.
+
+        Raises:
+            TypeError: if there is no such field.
+            ValueError: as for a new config.
+        """
+        followed = {n: 0 for n, value in self._derived().items() if getattr(self, n) == value}
+        return dataclasses.replace(self, **followed | changes)
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """How many positions a query of each block sees; 0 for all."""
+        layers = self.window_layers or range(self.n_layers)
+        return tuple(self.window if layer in layers else 0 for layer in range(self.n_layers))
 
     @property
-    def d_head(self) -> int:
-        """Width of a head."""
-        return self.d_model // self.n_heads
+    def d_rotary(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(self.d_head * self.rotary_fraction)
+
+    def _derived(self) -> dict[str, int]:
+        return {
+            "n_kv_heads": self.n_heads,
+            "d_head": self.d_model // self.n_heads,
+            "d_mlp": 0 if self.mlp == "none" else 4 * self.d_model,
+        }
+
+    def _check_type(self, name: str, kind: Any) -> None:
+        value = getattr(self, name)
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise _not_one_of(name, value, get_args(kind))
+        elif name == "rotary_scaling":
+            self._require(name, isinstance(value, RotaryScaling | None), "a RotaryScaling or None")
+        elif name == "window_layers":
+            is_layers = isinstance(value, tuple) and all(type(layer) is int for layer in value)
+            self._require(name, is_layers, "a tuple of ints")
+        elif type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError(
+                f"{name} is {'an' if kind is int else 'a'} {kind.__name__}, not {value!r}"
+            )
+
+    def _check_values(self) -> None:
+        for name in ("n_kv_heads", "d_head", "d_mlp", "window", "attn_cap", "logit_cap"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("norm_eps", "embed_scale", "rotary_theta"):
+            self._require(name, getattr(self, name) > 0, "above 0")
+        self._require("attn_scale", self.attn_scale >= 0, "at least 0")
+        self._require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        self._require("rotary_fraction", 0 < self.rotary_fraction <= 1, "above 0 and at most 1")
+        divides = self.n_heads % self.n_kv_heads == 0
+        self._require("n_kv_heads", divides, f"a divisor of n_heads ({self.n_heads})")
+        if self.positions == "rotary":
+            even = self.d_rotary > 0 and self.d_rotary % 2 == 0
+            rule = f"such that an even number of a head's {self.d_head} dimensions is rotated"
+            self._require("rotary_fraction", even, rule)
+            factors = self.rotary_scaling.factors if self.rotary_scaling else ()
+            if factors and len(factors) != self.d_rotary // 2:
+                raise ValueError(
+                    f"rotary_scaling.factors are {self.d_rotary // 2}, one a frequency, "
+                    f"not {len(factors)}"
+                )
+        if self.positions == "sinusoidal":
+            self._require("d_model", self.d_model % 2 == 0, "even where positions are sinusoidal")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuses fields that others would leave without effect, and forms that do not exist."""
+        rotary = self.positions == "rotary"
+        for name, idle in (("rotary_scaling", None), ("rotary_fraction", 1)):
+            self._require(
+                name, rotary or getattr(self, name) == idle, f"{idle} unless positions are rotary"
+            )
+        inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
+        self._require("window_layers", inside, f"among the {self.n_layers} layers")
+        self._require(
+            "window_layers", self.window or not self.window_layers, "empty without window"
+        )
+        self._require(
+            "embed_norm", not self.embed_norm or self.norm != "none", "False without norm"
+        )
+        self._require("d_mlp", (self.d_mlp == 0) == (self.mlp == "none"), "0 without an MLP, only")
+        single = self.mlp == "none" or self.norm_place == "post"
+        self._require(
+            "parallel",
+            not (self.parallel and single),
+            "False without an MLP, and where norm_place is post",
+        )
+        post = self.norm_place == "post"
+        self._require("norm_place", not (post and self.mlp == "none"), "not post without an MLP")
+        self._require("norm_place", not (post and self.norm == "none"), "not post without a norm")
+
+    def _require(self, name: str, holds: object, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {rule}, not {getattr(self, name)!r}")
+
+
+def _not_one_of(name: str, value: object, allowed: tuple[str, ...]) -> ValueError:
+    close = difflib.get_close_matches(str(value), allowed, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return ValueError(f"{name} is one of {', '.join(allowed)}, not {value!r}{hint}")

@@ -1,11 +1,13 @@
-"""LayerNorm, with what it divides by and what it gives named."""
+"""LayerNorm and RMSNorm, with what they divide by and what they give named."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import FusedUnlessHooked, HookPoint
+from hooks import FusedUnlessHooked, HookPoint, Passage
+from models.config import TransformerConfig
+
+READ = "what the sublayer reads: the norm's output, gain and bias applied"
 
 
 class LayerNorm(nn.Module):
@@ -14,30 +16,132 @@ class LayerNorm(nn.Module):
     Args:
         d_model: the size of the normalized axis.
         eps: what is added to the variance, which divides by `d_model`.
+        learned: whether there is a gain.
+        bias: whether there is a bias besides the gain.
+        meaning: what the output is, for the table of points.
     """
 
-    def __init__(self, d_model: int, eps: float) -> None:
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        d_model: int,
+        eps: float = 1e-5,
+        learned: bool = True,
+        bias: bool = True,
+        meaning: str = READ,
+    ) -> None:
         super().__init__()
+        self.shape = (d_model,)
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(d_model))
-        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.weight = nn.Parameter(torch.ones(d_model)) if learned else None
+        self.bias = nn.Parameter(torch.zeros(d_model)) if learned and bias else None
         self.scale = HookPoint("batch pos 1", "what the norm divides by")
-        self.normalized = HookPoint(
-            "batch pos d_model", "what the sublayer reads: the norm's output, gain and bias applied"
-        )
+        self.normalized = HookPoint("batch pos d_model", meaning)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """The norm of each position's vector."""
         return self.normalized(self.normalize(x))
 
     def _fused(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, whose divisor can be seen."""
-        centred = x - x.mean(-1, keepdim=True)
-        # The squared length over d_model: the variance without a tensor of squares.
-        variance = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square() / x.shape[-1]
-        scale = self.scale((variance + self.eps).sqrt())
-        return torch.addcmul(self.bias, centred / scale, self.weight)
+        wide = _widened(x)
+        centred = wide - wide.mean(-1, keepdim=True)
+        normal = (centred / self.scale(_root_mean_square(centred, self.eps).to(x.dtype))).to(
+            x.dtype
+        )
+        if self.weight is None:
+            return normal
+        return (
+            normal * self.weight
+            if self.bias is None
+            else torch.addcmul(self.bias, normal, self.weight)
+        )
+
+
+class RMSNorm(nn.Module):
+    """`x / scale * weight`, with `scale = sqrt(mean(x²) + eps)` (Zhang & Sennrich 2019).
+
+    Args:
+        d_model: the size of the normalized axis.
+        eps: what is added to the mean square.
+        learned: whether there is a gain.
+        meaning: what the output is, for the table of points.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self, d_model: int, eps: float = 1e-6, learned: bool = True, meaning: str = READ
+    ) -> None:
+        super().__init__()
+        self.shape = (d_model,)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model)) if learned else None
+        self.scale = HookPoint("batch pos 1", "what the norm divides by")
+        self.normalized = HookPoint("batch pos d_model", meaning)
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """The norm of each position's vector."""
+        return self.normalized(self.normalize(x))
+
+    def _fused(self, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, self.shape, self.weight, self.eps)
+
+    @FusedUnlessHooked("scale", fused=_fused)
+    def normalize(self, x: Tensor) -> Tensor:
+        """The explicit norm, whose divisor can be seen."""
+        wide = _widened(x)
+        normal = (wide / self.scale(_root_mean_square(wide, self.eps).to(x.dtype))).to(x.dtype)
+        return normal if self.weight is None else normal * self.weight
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of queries or keys before they are rotated (Henry et al. 2020; OLMo 2).
+
+    Args:
+        n_heads: how many heads there are.
+        config: whether each head is normalized for itself or all of them as one vector; eps; gain.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, n_heads: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.first = -1 if config.qk_norm == "head" else -2
+        self.eps = config.norm_eps
+        size = config.d_head if config.qk_norm == "head" else n_heads * config.d_head
+        self.weight = nn.Parameter(torch.ones(size)) if config.qk_norm_learned else None
+
+    def forward(
+        self, x: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos head d_head"]:
+        """The normalized vectors."""
+        flat = x.flatten(self.first)
+        return torch.rms_norm(flat, flat.shape[-1:], self.weight, self.eps).view(x.shape)
+
+
+def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
+    """The config's norm of the stream, or nothing where it is not `present`."""
+    if not present or config.norm == "none":
+        return Passage()
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.d_model, config.norm_eps, config.norm_learned, meaning)
+    learned, bias = config.norm_learned, config.norm_bias
+    return LayerNorm(config.d_model, config.norm_eps, learned, bias, meaning)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """At least float32: half precision loses the sum of squares."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _root_mean_square(x: Tensor, eps: float) -> Tensor:
+    # The squared length over the size: the mean square without a tensor of squares.
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
+    return (mean_square + eps).sqrt()

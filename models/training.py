@@ -1,8 +1,13 @@
-"""A small training loop: AdamW, warm-up and cosine decay, clipped gradients, seeded sampling."""
+"""Training: AdamW with warm-up and cosine decay on seeded samples, logged, saved and resumed."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,39 +16,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from models.evaluation import evaluate as evaluate
+from models.evaluation import mode, require_window
+from models.training_config import TrainingConfig as TrainingConfig
+from models.training_run import Run, TrainingResult
+from models.training_state import RunFiles
 from models.transformer import Transformer
 
-Batches = Callable[[torch.Generator], Int[Tensor, "batch pos"]]
-"""Draws a batch of token sequences from a generator; the model learns each next token."""
+Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
+"""Draws the batch of a step, counted from 0; the model reads all tokens but the last of each row.
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """How to train.
-
-    Attributes:
-        steps: number of updates.
-        learning_rate: the largest step size, reached after `warmup` steps; it then falls along a
-            cosine to a tenth.
-        warmup: steps of linear warm-up.
-        weight_decay: AdamW's, for matrices; biases and norms are not decayed.
-        clip: the largest norm of the whole gradient.
-        seed: of the generator that draws batches.
-    """
-
-    steps: int
-    learning_rate: float = 1e-3
-    warmup: int = 100
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-
-    def rate(self, step: int) -> float:
-        """The learning rate at a step."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+What it gives follows from its arguments alone: else a resumed run could not go on as it would have.
+"""
 
 
 def next_token_loss(
@@ -79,69 +63,144 @@ def sample(
     return tokens[starts + torch.arange(length)]
 
 
-@torch.no_grad()
-def evaluate(model: Transformer, tokens: Int[Tensor, " text"], batch: int = 16) -> float:
-    """Mean loss in nats per token over consecutive windows of the model's whole context.
-
-    Raises:
-        ValueError: if the text is shorter than one window and its next token.
-    """
-    length = model.config.n_ctx
-    windows = tokens.unfold(0, length + 1, length) if len(tokens) > length else tokens[:0, None]
-    if not len(windows):
-        raise ValueError(
-            f"a text of {len(tokens)} tokens has no window of {length} and a next token"
-        )
-    was_training = model.training
-    model.eval()
-    losses = [
-        F.cross_entropy(model(w[:, :-1]).transpose(1, 2), w[:, 1:], reduction="sum")
-        for w in windows.split(batch)
-    ]
-    model.train(was_training)
-    return float(torch.stack(losses).sum()) / windows[:, 1:].numel()
-
-
 def train(
     model: Transformer,
-    batches: Batches,
+    data: Int[Tensor, " text"] | Batches,
     config: TrainingConfig,
+    *,
+    validation: Int[Tensor, " held_out"] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    resume: bool = False,
     after_step: Callable[[int, float], None] | None = None,
-) -> list[float]:
-    """Trains `model` in place and returns the loss of each step, in nats per token.
+) -> TrainingResult:
+    """Trains `model` in place to predict each next token.
+
+    The same arguments give the same weights on the same machine, bit for bit, also when the run was
+    stopped and resumed; on a GPU under `torch.use_deterministic_algorithms(True)`. Dropout draws from
+    `config.seed` too, and torch's own generator is left as it was.
+
+    A `directory` gets `log.jsonl`, a line a step with losses in nats per token, and `checkpoint.pt`,
+    which is replaced as a whole. Ctrl-C ends the run after the step at hand and saves it; a second
+    one ends it at once.
 
     Args:
-        model: left in training mode.
-        batches: draws what to learn from; drawn once a step.
+        model: its modules' modes, training or not, are afterwards what they were.
+        data: a text, of which random stretches are learned: its first `config.train_fraction` if no
+            `validation` is given, else all of it; or what draws each step's batch.
         config: how to train.
+        validation: the text that the loss is measured on.
+        directory: where log and checkpoint go; None for neither.
+        resume: go on from the directory's checkpoint.
         after_step: called with the number of steps taken and the last loss.
+
+    Raises:
+        ValueError: if a text is shorter than a context and a next token or has tokens outside the
+            vocabulary, or a checkpoint is damaged or of another run; before any work.
+        FileExistsError: if the directory has a checkpoint and `resume` is False.
+        FileNotFoundError: if it has none and `resume` is True.
+        FloatingPointError: if a loss or a gradient is not finite; the last checkpoint stays.
+        OSError: if a file cannot be written; the last checkpoint stays.
+        KeyboardInterrupt: saying how to go on.
     """
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=(0.9, 0.99),
-        weight_decay=config.weight_decay,
-    )
-    generator = torch.Generator().manual_seed(config.seed)
-    model.train()
-    losses: list[float] = []
-    for step in (progress := tqdm(range(config.steps), unit="step", desc="training")):
-        for group in optimizer.param_groups:
-            group["lr"] = config.rate(step)
-        tokens = batches(generator)
-        loss = next_token_loss(model(tokens), tokens).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        losses.append(loss.item())
-        progress.set_postfix(loss=f"{losses[-1]:.3f}")
-        if after_step:
-            after_step(step + 1, losses[-1])
-    return losses
+    batches, held_out, digest = _source(data, validation, model, config)
+    described = {"model": dataclasses.asdict(model.config), "training": dataclasses.asdict(config)}
+    files = RunFiles(None if directory is None else Path(directory), {**described, "text": digest})
+    run = Run(model, config, files)
+    with (
+        mode(model, training=True),
+        torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
+        _whole_steps() as interrupted,
+        closing(files),
+    ):
+        torch.manual_seed(config.seed)
+        if resume:
+            run.restore(files.load())
+        files.open([record.line() for record in run.records], resume=resume)
+        done = len(run.records)
+        # Hidden where nobody watches: in a file it would be one long line.
+        progress = tqdm(
+            total=config.steps, initial=done, unit="step", desc="training", disable=None
+        )
+        with progress:
+            for step in range(done, config.steps):
+                tokens = batches(step, run.generator).to(run.device)
+                record = run.update(tokens)
+                due = (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps
+                if due and held_out is not None:
+                    record = dataclasses.replace(record, validation=run.measure(held_out))
+                run.records.append(record)
+                files.log(record.line())
+                _show(progress, record.loss, tokens[:, 1:].numel())
+                if after_step:
+                    after_step(step + 1, record.loss)
+                # Asked once: in between, the answer could change.
+                stop = interrupted()
+                if due or stop:
+                    run.save()
+                if stop:
+                    raise KeyboardInterrupt(
+                        f"stopped after step {step + 1} of {config.steps}; {files.last}"
+                    )
+    return run.result()
+
+
+def _source(
+    data: Tensor | Batches, validation: Tensor | None, model: Transformer, config: TrainingConfig
+) -> tuple[Batches, Tensor | None, str]:
+    """What draws batches, the held-out text, and a digest of both texts."""
+    length, vocab_size = model.config.n_ctx, model.config.vocab_size
+    digest = hashlib.sha256()
+    texts: dict[str, Tensor] = {}
+    if isinstance(data, Tensor):
+        text, validation = (
+            split(data, config.train_fraction) if validation is None else (data, validation)
+        )
+        texts["the text to train on"] = text
+
+        def data(step: int, generator: torch.Generator) -> Tensor:
+            return sample(text, config.batch_size, length + 1, generator)
+
+    if validation is not None:
+        texts["the text to validate on"] = validation
+    for what, tokens in texts.items():
+        if tokens.ndim != 1 or tokens.is_floating_point():
+            raise ValueError(
+                f"{what} is one row of integers, not {tokens.dtype} of shape {tuple(tokens.shape)}"
+            )
+        require_window(what, tokens, length)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{what} has tokens from {low} to {high}; the model's are 0 to {vocab_size - 1}"
+            )
+        digest.update(what.encode() + tokens.cpu().numpy().tobytes())
+    return data, validation, digest.hexdigest()
+
+
+def _show(progress: "tqdm[Any]", loss: float, tokens: int) -> None:
+    progress.update()
+    if not progress.disable:
+        rate = tokens * (progress.format_dict["rate"] or 0.0)
+        progress.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+
+
+@contextmanager
+def _whole_steps() -> Iterator[Callable[[], bool]]:
+    """Says whether Ctrl-C was pressed instead of stopping there and then, where weights may be half
+    changed; pressed again it stops at once."""
+    pressed = threading.Event()
+
+    def note(number: int, frame: object) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    # Python lets only the main thread decide; and a handler that somebody else set is theirs.
+    main = threading.current_thread() is threading.main_thread()
+    ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

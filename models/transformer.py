@@ -1,135 +1,155 @@
-"""The transformer. Read top-down: MLP, block, model; attention and norm have files of their own."""
-
-import math
+"""The transformer. Read top-down: model, `block.py`, `attention.py` and `mlp.py`, `norm.py`."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import HookPoint
-from models.attention import Attention
+from hooks import FusedUnlessHooked, HookPoint, Passage
+from models.attention import SoftCap
+from models.block import block_of
 from models.config import TransformerConfig
-from models.norm import LayerNorm
+from models.context import Context, can_be_read, place
+from models.initialise import initialise
+from models.kvcache import KVCache
+from models.linear import Linear, dropout
+from models.norm import norm
+from models.positions import added_positions, rotary
 from models.weights import BlockWeights
 
 
-class MLP(nn.Module):
-    """`gelu(x W_in + b_in) W_out + b_out`, with the tanh form of GELU that GPT-2 was trained with."""
+class TokenEmbedding(nn.Embedding):
+    """A vector for each token, times a scale (Gemma's sqrt(d_model); else one)."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.input = nn.Linear(config.d_model, config.d_mlp)
-        self.output = nn.Linear(config.d_mlp, config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
-        self.pre = HookPoint("batch pos d_mlp", "before the nonlinearity")
-        self.post = HookPoint("batch pos d_mlp", "after the nonlinearity")
+        super().__init__(config.vocab_size, config.d_model)
+        self.scale = config.embed_scale
 
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """What the MLP adds to the residual stream, from the normalized stream."""
-        hidden = self.post(F.gelu(self.pre(self.input(x)), approximate="tanh"))
-        return self.dropout(self.output(hidden))
+    def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        """The vectors of the tokens.
 
-    @property
-    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
-        """Input weights, a view."""
-        return self.input.weight.T
+        Raises:
+            ValueError: if tokens are outside the vocabulary: how many, and the first of them.
+        """
+        if not tokens.is_cpu:  # an accelerator would stop, or give anything
+            self._check(tokens)
+        try:
+            vectors = torch.embedding(self.weight, tokens.long())
+        except IndexError:
+            self._check(tokens)
+            raise
+        # Rounded to the weights' type first, as the models that have a scale were trained.
+        return vectors if self.scale == 1 else vectors * vectors.new_tensor(self.scale)
 
-    @property
-    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        """Output weights, a view."""
-        return self.output.weight.T
-
-    @property
-    def b_in(self) -> Float[Tensor, " d_mlp"]:
-        """Input biases."""
-        return self.input.bias
-
-    @property
-    def b_out(self) -> Float[Tensor, " d_model"]:
-        """Output biases."""
-        return self.output.bias
-
-
-class Block(nn.Module):
-    """Attention, then the MLP; each reads a norm of the residual stream and adds to it."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.resid_pre = HookPoint("batch pos d_model", "residual stream entering the block")
-        self.ln1 = LayerNorm(config.d_model, config.norm_eps)
-        self.attn = Attention(config)
-        self.attn_out = HookPoint("batch pos d_model", "what attention adds to the residual stream")
-        self.resid_mid = HookPoint("batch pos d_model", "residual stream between the two sublayers")
-        self.ln2 = LayerNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
-        self.mlp_out = HookPoint("batch pos d_model", "what the MLP adds to the residual stream")
-        self.resid_post = HookPoint("batch pos d_model", "residual stream leaving the block")
-
-    def forward(
-        self, resid: Float[Tensor, "batch pos d_model"]
-    ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving the block, from the one entering it."""
-        resid = self.resid_pre(resid)
-        resid = self.resid_mid(resid + self.attn_out(self.attn(self.ln1(resid))))
-        return self.resid_post(resid + self.mlp_out(self.mlp(self.ln2(resid))))
+    def _check(self, tokens: Tensor) -> None:
+        if not can_be_read(tokens):
+            return
+        outside = ((tokens < 0) | (tokens >= self.num_embeddings)).nonzero()
+        if len(outside):
+            row, pos = outside[0].tolist()
+            raise ValueError(
+                f"tokens are 0 to {self.num_embeddings - 1}; {len(outside)} of {tokens.numel()} are "
+                f"not, the first is {tokens[row, pos].item()} at row {row}, position {pos}"
+            )
 
 
 class Transformer(BlockWeights):
-    """Tokens to logits; `input_resid`, `blocks` and `unembed` are the steps of the forward pass.
-
-    Initialised as GPT-2: weights from N(0, 0.02²), those that write to the residual stream
-    from N(0, 0.02² / (2 n_layers)), biases zero.
+    """Tokens to logits; `context`, `input_resid`, `blocks`, `unembed` are the steps of the forward pass.
 
     Args:
-        config: the sizes; see `TransformerConfig`.
+        config: sizes and choices; see `TransformerConfig`.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = nn.Embedding(config.n_ctx, config.d_model)
+        self.token_embedding = TokenEmbedding(config)
+        self.position_embedding = added_positions(config)
         self.embed = HookPoint("batch pos d_model", "token embeddings")
-        self.pos_embed = HookPoint("batch pos d_model", "additive position encodings")
-        self.embed_dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.ln_final = LayerNorm(config.d_model, config.norm_eps)
-        self.unembedding = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.apply(self._initialise)
+        added = config.positions in ("learned", "sinusoidal")
+        self.pos_embed = (
+            HookPoint("batch pos d_model", "additive position encodings") if added else Passage()
+        )
+        self.rotary = rotary(config)
+        self.ln_embed = norm(config, config.embed_norm, "the embeddings' norm: the stream's start")
+        self.embed_dropout = dropout(config)
+        self.blocks = nn.ModuleList(block_of(config, layer) for layer in range(config.n_layers))
+        self.ln_final = norm(config, config.final_norm, "what the unembedding reads")
+        self.unembedding = Linear(config.d_model, config.vocab_size, config.unembed_bias)
+        self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Passage()
+        initialise(self)
         if config.tied_unembed:
             self.unembedding.weight = self.token_embedding.weight
 
-    def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        attention_mask: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        last: int = 0,
+    ) -> Float[Tensor, "batch _pos vocab"]:
         """Logits of the next token at every position.
 
-        Raises:
-            ValueError: if there are more positions than `config.n_ctx`.
-        """
-        resid = self.input_resid(tokens)
-        for block in self.blocks:
-            resid = block(resid)
-        return self.unembed(resid)
+        Args:
+            tokens: of the vocabulary; what comes after the cached ones, where there is a cache.
+            attention_mask: boolean, or 0 and 1. [batch, key]: which tokens are real, cached ones
+                included; each row then gets what it would get without its padding, left or right,
+                and the padding's own values mean nothing. [batch, query, key] or [batch, head, query,
+                key]: which keys each query sees, in place of the causal rule and of windows.
+            kv_cache: what was read before; it takes up the new positions.
+            last: give logits of this many last positions only; 0 for all.
 
-    def input_resid(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        Raises:
+            ValueError: if tokens are outside the vocabulary, do not fit the context, or do not fit
+                mask or cache.
+        """
+        context = self.context(tokens, attention_mask, kv_cache)
+        resid = self.input_resid(tokens, context)
+        for block in self.blocks:
+            resid = block(resid, context)
+        logits = self.logits(resid, last)
+        context.commit()
+        return logits
+
+    def context(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        attention_mask: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+    ) -> Context:
+        """What the blocks read besides the stream; arguments and errors as for `forward`."""
+        if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise ValueError(
+                "tokens are integers of shape [batch, pos], "
+                f"not {tokens.dtype} of shape {tuple(tokens.shape)}"
+            )
+        context = place(self.config, tokens, attention_mask, kv_cache)
+        rotation = self.rotary.rotation(context.positions, self.token_embedding.weight.dtype)
+        return context._replace(rotation=rotation)
+
+    def input_resid(
+        self, tokens: Int[Tensor, "batch pos"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream entering the first block: token plus position embeddings."""
-        n_pos = tokens.shape[1]
-        if n_pos > self.config.n_ctx:
-            raise ValueError(f"{n_pos} tokens do not fit the context of {self.config.n_ctx}")
-        positions = self.position_embedding(torch.arange(n_pos, device=tokens.device))
-        pos_embed = self.pos_embed(positions.expand(len(tokens), -1, -1))
-        return self.embed_dropout(self.embed(self.token_embedding(tokens)) + pos_embed)
+        embed = self.embed(self.token_embedding(tokens))
+        added = self.position_embedding(context.positions).to(embed.dtype).expand_as(embed)
+        return self.embed_dropout(self.ln_embed(embed + self.pos_embed(added)))
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
         """Logits that a residual stream leads to: the final norm, then the unembedding."""
-        return self.unembedding(self.ln_final(resid))
+        return self.logit_cap(self.unembedding(self.ln_final(resid)))
 
-    def _initialise(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        if isinstance(module, (Attention, MLP)):
-            nn.init.normal_(module.output.weight, std=0.02 / math.sqrt(2 * self.config.n_layers))
+    def _logits_of_last(self, resid: Tensor, last: int) -> Tensor:
+        return self.unembed(resid[:, -last:])
+
+    @FusedUnlessHooked("ln_final", "unembedding", "logit_cap", fused=_logits_of_last)
+    def logits(
+        self, resid: Float[Tensor, "batch pos d_model"], last: int
+    ) -> Float[Tensor, "batch _last vocab"]:
+        """Logits of the last positions, all if `last` is 0; where somebody listens, all are made."""
+        return self.unembed(resid)[:, -last:]
+
+    def count_parameters(self) -> int:
+        """How many numbers are trained; tied weights count once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)

@@ -1,34 +1,42 @@
 """Weights as the literature writes them, `x @ W`, computed on access from the live parameters."""
 
 from operator import attrgetter
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from models.linear import Linear
+
 
 class BlockWeights(nn.Module):
     """A transformer's weights by their usual names, stacked over its blocks.
 
-    Nothing is stored, so nothing goes stale. A block's own (`blocks[3].attn.W_Q`) are views.
+    Nothing is stored, so nothing goes stale. A block's own (`blocks[3].attn.W_Q`) are views. A bias
+    that the config leaves out is zeros.
     """
 
     blocks: nn.ModuleList
     token_embedding: nn.Embedding
-    position_embedding: nn.Embedding
-    unembedding: nn.Linear
+    position_embedding: Any
+    unembedding: Linear
 
     def _stack(self, name: str) -> Tensor:
         return torch.stack([attrgetter(name)(block) for block in self.blocks])
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:
-        """Token embeddings."""
+        """Token embeddings, before `embed_scale`."""
         return self.token_embedding.weight
 
     @property
     def W_pos(self) -> Float[Tensor, "n_ctx d_model"]:
-        """Learned position embeddings."""
+        """Learned position embeddings.
+
+        Raises:
+            AttributeError: if the model's positions are not learned.
+        """
         return self.position_embedding.weight
 
     @property
@@ -42,12 +50,12 @@ class BlockWeights(nn.Module):
         return self._stack("attn.W_Q")
 
     @property
-    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
+    def W_K(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
         """Key projections."""
         return self._stack("attn.W_K")
 
     @property
-    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
+    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
         """Value projections."""
         return self._stack("attn.W_V")
 
@@ -55,6 +63,15 @@ class BlockWeights(nn.Module):
     def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
         """Output projections of the heads."""
         return self._stack("attn.W_O")
+
+    @property
+    def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"]:
+        """Gate weights of gated MLPs.
+
+        Raises:
+            AttributeError: if the MLPs have no gate.
+        """
+        return self._stack("mlp.W_gate")
 
     @property
     def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
@@ -72,12 +89,12 @@ class BlockWeights(nn.Module):
         return self._stack("attn.b_Q")
 
     @property
-    def b_K(self) -> Float[Tensor, "layer head d_head"]:
+    def b_K(self) -> Float[Tensor, "layer kv_head d_head"]:
         """Key biases."""
         return self._stack("attn.b_K")
 
     @property
-    def b_V(self) -> Float[Tensor, "layer head d_head"]:
+    def b_V(self) -> Float[Tensor, "layer kv_head d_head"]:
         """Value biases."""
         return self._stack("attn.b_V")
 
@@ -85,6 +102,15 @@ class BlockWeights(nn.Module):
     def b_O(self) -> Float[Tensor, "layer d_model"]:
         """Output biases of attention."""
         return self._stack("attn.b_O")
+
+    @property
+    def b_gate(self) -> Float[Tensor, "layer d_mlp"]:
+        """Gate biases of gated MLPs.
+
+        Raises:
+            AttributeError: if the MLPs have no gate.
+        """
+        return self._stack("mlp.b_gate")
 
     @property
     def b_in(self) -> Float[Tensor, "layer d_mlp"]:
@@ -95,3 +121,8 @@ class BlockWeights(nn.Module):
     def b_out(self) -> Float[Tensor, "layer d_model"]:
         """Output biases of the MLPs."""
         return self._stack("mlp.b_out")
+
+    @property
+    def b_U(self) -> Float[Tensor, " vocab"]:
+        """Output bias of the unembedding."""
+        return self.unembedding.offset

@@ -156,11 +156,102 @@ def test_a_context_too_short_to_repeat_anything(
     assert "context of at least 4 tokens, not 3" in line
 
 
-def test_a_vocabulary_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=1, n_heads=1, d_model=2)
-    save(here / "mixed", Transformer(config), CharTokenizer("abc"))
-    line = refused(capsys, "report", "--model", "mixed", "--prompt", "ab")
-    assert "the vocabulary of 'mixed' has 3 tokens, not 5" in line
+def small(vocab_size: int, n_ctx: int = 7) -> Transformer:
+    torch.manual_seed(0)
+    sizes = dict(n_ctx=n_ctx, n_layers=1, n_heads=1, d_model=6)
+    model = Transformer(TransformerConfig(vocab_size=vocab_size, **sizes))
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.add_(torch.randn_like(weights) * 0.5)
+    return model
+
+
+def test_tokens_that_only_the_tokenizer_knows(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(here / "mixed", small(3), CharTokenizer("abcde"))
+    model = ("report", "--model", "mixed")
+    for given in (["--prompt", "abed"], ["--prompt", "abca", "--corrupted", "abea"]):
+        line = refused(capsys, *model, *given)
+        assert f"{given[-2]} has token 4, 'e', and the model knows 3 tokens, 0 to 2" in line
+    assert main([*model, "--prompt", "abca"]) == 0
+
+
+def test_tokens_that_only_the_model_knows(here: Path) -> None:
+    """The vocabularies of many models are padded."""
+    save(here / "padded", small(5), CharTokenizer("abc"))
+    assert main(["report", "--model", "padded", "--prompt", "abca"]) == 0
+    guesses = embedded(here / "report.html")["guesses"]
+    assert {text for text, _ in guesses[0][0]} == {"a", "b", "c", "<token·3>", "<token·4>"}
+
+
+def words(directory: Path, *pieces: str) -> None:
+    """Puts a byte-level tokenizer.json there, which joins letters to these pieces."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made, merges = list(alphabet), []
+    for piece in pieces:
+        for end in range(2, len(piece) + 1):
+            if piece[:end] not in made:
+                made.append(piece[:end])
+                merges.append((piece[: end - 1], piece[end - 1]))
+    vocabulary = {piece: token for token, piece in enumerate(made)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture
+def worded(here: Path) -> str:
+    """A model of 300 tokens, most of several characters; of "81" and "84" one is a token."""
+    save(here / "worded", small(300, n_ctx=90), CharTokenizer("a"))
+    (here / "worded" / "vocabulary.json").unlink()
+    words(here / "worded", "the", "Ġcat", "Ġsat", "incomprehensible", "81")
+    return "worded"
+
+
+def test_tokens_of_several_characters(worded: str, here: Path) -> None:
+    prompt = "the cat sat\n日incomprehensible"
+    assert main(["report", "--model", worded, "--prompt", prompt]) == 0
+    found = embedded(here / "report.html")
+    assert found["tokens"] == [
+        "the", "·cat", "·sat", "⏎", r"\xe6", r"\x97", r"\xa5", "incomprehensible",
+    ]  # fmt: skip
+    assert found["shape"] == [1, 1, 8]
+    [pos] = found["changed"]
+    assert pos < 7
+
+
+def test_default_prompts_of_different_lengths_are_not_paired(worded: str, here: Path) -> None:
+    from models import load_tokenizer
+
+    tokenizer = load_tokenizer(worded)
+    clean, corrupted = map(tokenizer.encode, (cli.DEFAULT_PROMPT, cli.DEFAULT_CORRUPTED))
+    assert len(clean) == len(corrupted) - 1
+    assert main(["report", "--model", worded]) == 0
+    assert "Derived, not given" in (here / "report.html").read_text(encoding="utf-8")
+
+
+def test_tokenizers_that_cannot_be_loaded(
+    worded: str,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "tokenizers", None)
+        line = refused(capsys, "report", "--model", worded)
+        assert line == 'error: tokenizers is missing: pip install "hookscope[hf]"\n'
+    refused(capsys, "report", "--model", worded, "--prompt", "a\udce9b")
+    path = here / worded / "tokenizer.json"
+    path.write_text("{")
+    assert "tokenizer.json is not a tokenizer.json: " in refused(
+        capsys, "report", "--model", worded
+    )
+    path.unlink()
+    assert "holds no tokenizer" in refused(capsys, "report", "--model", worded)
 
 
 def test_induction_takes_a_shorter_period_where_the_context_is_short(here: Path) -> None:

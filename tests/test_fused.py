@@ -97,7 +97,7 @@ def test_fused_and_explicit_agree_in_value_and_gradient(model, runner, tokens, n
     explicit, explicit_gradients = run({names: lambda value, point: None})
     torch.testing.assert_close(explicit, fused, atol=1e-5, rtol=0)
     for name, gradient in fused_gradients.items():
-        torch.testing.assert_close(explicit_gradients[name], gradient, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(explicit_gradients[name], gradient, atol=3e-5, rtol=1e-5)
 
 
 def test_dropout_acts_in_both_forms(tokens):

@@ -31,11 +31,13 @@ def test_imports_go_one_way(path):
 
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError FusedUnlessHooked Hook HookContext
-        HookError HookPoint HookedRunner Mode ModeError NeverFiredError Plan Planned Point Selector
+        HookError HookPoint HookedRunner Mode ModeError NeverFiredError Passage Plan Planned Point Selector
         UnknownNameError index_by_axis""",
-    "models": """Attention Block CharTokenizer LayerNorm MLP TrainingConfig Transformer
-        TransformerConfig available evaluate load load_tokenizer next_token_loss sample save split
-        train""",
+    "models": """Attention Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
+        RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult Transformer
+        TransformerConfig         VerificationError available build bundled causal_mask center config_of evaluate fold_norms
+        from_hf generate load load_tokenizer next_token_loss register sample save
+        scaled_dot_product_attention split stream train verify""",
     "interp": """LanguageModel LogitLens Metric PatchingResult activation_patching induction_scores
         log_prob logit_diff logit_lens previous_token_scores repeated_tokens run_with_cache""",
 }
@@ -62,10 +64,20 @@ def python(code, **options):
 
 
 def test_importing_brings_no_heavy_dependency():
-    heavy = ["transformers", "tokenizers", "tiktoken", "matplotlib", "jinja2", "beartype", "models"]
-    code = f"import torch, sys; had = set(sys.modules); import interp; print([m for m in {heavy} if m in set(sys.modules) - had])"  # fmt: skip
-    done = python(code)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    heavy = [
+        "transformers",
+        "tokenizers",
+        "tiktoken",
+        "huggingface_hub",
+        "gguf",
+        "matplotlib",
+        "jinja2",
+        "beartype",
+    ]
+    for package, more in (("interp", ["models"]), ("models", [])):
+        code = f"import torch, sys; had = set(sys.modules); import {package}; print([m for m in {heavy + more} if m in set(sys.modules) - had])"  # fmt: skip
+        done = python(code)
+        assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_a_foreign_package_called_hooks_is_named(tmp_path):

@@ -25,7 +25,7 @@ def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runn
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = runner.capture(tokens, names="blocks.0.resid_post")["resid_post", 0]
     block = HookedRunner(model.blocks[1])
-    _, alone = block.run_with_cache(stream)
+    _, alone = block.run_with_cache(stream, model.context(tokens))
     for name, value in alone.items():
         assert torch.equal(lazy[f"blocks.1.{name}"], value), name
 
@@ -34,6 +34,7 @@ def test_the_run_keeps_block_inputs_and_little_else(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = 4 * 7 * 10 * 4
     outside = stream + 7 * 10 * 4 + stream + 4 * 7 * 4  # embed, pos_embed, ln_final
+    outside += 7 * 8  # the positions, which every block is given
     assert lazy.nbytes == 3 * stream + outside
     assert "not computed yet" in repr(lazy)
     lazy["pattern", 1]
@@ -207,7 +208,7 @@ def test_autocast_of_the_run_is_repeated(runner, tokens):
 
 
 def test_the_users_own_pre_hooks_act_once(model, runner, tokens):
-    model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, args[1]))
     _, eager = runner.run_with_cache(tokens, names="blocks.1.*")
     _, lazy = runner.run_with_cache(tokens, names="blocks.1.*", lazy=True)
     for name in eager:

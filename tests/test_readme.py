@@ -33,6 +33,16 @@ def test_the_quickstart_runs_and_shows_something(capsys):
     assert float(moved.removeprefix("tensor(").partition(",")[0]) > 0.1
 
 
+def test_every_block_of_code_runs_after_the_ones_before(capsys):
+    blocks = [part.partition("```")[0] for part in README.split("```python\n")[1:]]
+    assert len(blocks) == 2
+    names = {}
+    for code in blocks:
+        exec(code, names)
+    assert [len(row) for row in names["rows"]] == [7, 6]
+    assert names["cache"].length == 4
+
+
 def test_the_table_of_points_is_the_generated_one():
     table = README.partition("## Hook points")[2].partition("```\n")[2].partition("```")[0]
     assert table == HookedRunner(load("pydoc-4l")).table() + "\n"

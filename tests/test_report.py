@@ -119,9 +119,10 @@ def test_guesses_are_the_lens_of_each_stream_and_the_model_last(
 ) -> None:
     tokens = encoded(CLEAN)
     with torch.no_grad():
-        streams = [model.input_resid(tokens)]
+        context = model.context(tokens)
+        streams = [model.input_resid(tokens, context)]
         for block in model.blocks:
-            streams.append(block(streams[-1]))
+            streams.append(block(streams[-1], context))
         probabilities = [model.unembed(stream)[0].double().softmax(-1) for stream in streams]
     found = embedded(page)["guesses"]
     assert (len(found), len(found[0]), len(found[0][0])) == (3, len(CLEAN), 5)

@@ -1,54 +1,26 @@
 """The transformer against independent references: transformers' GPT-2 and numpy in float64."""
 
+import copy
 import math
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+from hooks import HookedRunner
 from models import Transformer, TransformerConfig
+from models.linear import Linear
+from tests.reference import LLAMA, SIZES, Reference, randomised, some_tokens, variant
 
 
-def numpy_forward(model, tokens):
-    """GPT-2's equations in float64, written from the paper, one head at a time."""
-    w = {name: value.detach().double().numpy() for name, value in model.state_dict().items()}
-    config = model.config
-    d_head = config.d_model // config.n_heads
-
-    def norm(x, at):
-        mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-        gain, bias = w[f"{at}.weight"], w[f"{at}.bias"]
-        return (x - mean) / np.sqrt(variance + config.norm_eps) * gain + bias
-
-    def linear(x, at):
-        return x @ w[f"{at}.weight"].T + w[f"{at}.bias"]
-
-    def gelu(x):
-        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    rows = []
-    for row in tokens.numpy():
-        x = w["token_embedding.weight"][row] + w["position_embedding.weight"][: len(row)]
-        for layer in range(config.n_layers):
-            at = f"blocks.{layer}"
-            y = norm(x, f"{at}.ln1")
-            q, k, v = (linear(y, f"{at}.attn.{part}") for part in ("query", "key", "value"))
-            heads = []
-            for head in range(config.n_heads):
-                part = slice(head * d_head, (head + 1) * d_head)
-                scores = q[:, part] @ k[:, part].T / math.sqrt(d_head)
-                scores[np.triu_indices(len(row), 1)] = -np.inf
-                weights = np.exp(scores - scores.max(-1, keepdims=True))
-                heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, part])
-            x = x + linear(np.concatenate(heads, -1), f"{at}.attn.output")
-            y = gelu(linear(norm(x, f"{at}.ln2"), f"{at}.mlp.input"))
-            x = x + linear(y, f"{at}.mlp.output")
-        rows.append(norm(x, "ln_final") @ w["unembedding.weight"].T)
-    return torch.tensor(np.stack(rows))
+@pytest.fixture(autouse=True)
+def seeded():
+    """Fresh weights are the same in every run."""
+    torch.manual_seed(0)
 
 
 def test_equals_the_equations_in_float64(model, tokens):
-    expected = numpy_forward(model, tokens)
+    expected = torch.tensor(Reference(model)(tokens))
     torch.testing.assert_close(model.double()(tokens), expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(model.float()(tokens), expected.float(), atol=1e-4, rtol=1e-4)
 
@@ -89,10 +61,8 @@ def test_equals_the_gpt2_of_transformers(tokens):
             ours[f"blocks.{n}.ln1.{kind}"] = theirs[f"h.{n}.ln_1.{kind}"]
             ours[f"blocks.{n}.ln2.{kind}"] = theirs[f"h.{n}.ln_2.{kind}"]
             # Conv1D holds [in, out], Linear [out, in].
-            parts = transposed(theirs[f"h.{n}.attn.c_attn.{kind}"]).chunk(3)
-            for name, part in zip(("query", "key", "value"), parts, strict=True):
-                ours[f"blocks.{n}.attn.{name}.{kind}"] = part
             for name, theirs_name in (
+                ("attn.qkv", "attn.c_attn"),
                 ("attn.output", "attn.c_proj"),
                 ("mlp.input", "mlp.c_fc"),
                 ("mlp.output", "mlp.c_proj"),
@@ -117,50 +87,243 @@ def test_no_position_sees_a_later_token(model, tokens):
 
 
 def test_the_steps_of_the_forward_pass(model, tokens):
-    resid = model.input_resid(tokens)
+    context = model.context(tokens)
+    resid = model.input_resid(tokens, context)
     for block in model.blocks:
-        resid = block(resid)
+        resid = block(resid, context)
     assert torch.equal(model.unembed(resid), model(tokens))
+
+
+def test_rows_of_a_batch_do_not_mix(model, tokens):
+    for row in range(len(tokens)):
+        torch.testing.assert_close(model(tokens[[row]])[0], model(tokens)[row], atol=1e-5, rtol=0)
+
+
+# --- tokens, and which logits
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "match"),
+    [
+        ([(2, 3)], 23, "tokens are 0 to 22; 1 of 28 are not, the first is 23 at row 2, position 3"),
+        ([(3, 0), (1, 6)], -1, "0 to 22; 2 of 28 are not, the first is -1 at row 1, position 6"),
+        ([(0, 0)], 10**9, "the first is 1000000000 at row 0, position 0"),
+    ],
+)
+def test_a_token_outside_the_vocabulary_is_named(model, tokens, at, value, match):
+    for place in at:
+        tokens[place] = value
+    with pytest.raises(ValueError, match=match):
+        model(tokens)
+    scaled = variant("embed_scale")
+    with pytest.raises(ValueError, match=match):
+        scaled(tokens)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (torch.zeros(5).long(), r"shape \[batch, pos\], not torch.int64 of shape \(5,\)"),
+        (torch.zeros(1, 2, 5).long(), r"not torch.int64 of shape \(1, 2, 5\)"),
+        (torch.zeros(2, 5), r"tokens are integers .* not torch.float32 of shape \(2, 5\)"),
+        (torch.zeros(2, 5).bool(), "not torch.bool"),
+    ],
+)
+def test_tokens_are_a_batch_of_integers(model, wrong, match):
+    for call in (model, model.context):
+        with pytest.raises(ValueError, match=match):
+            call(wrong)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_tokens_may_have_any_integer_type(model, tokens, dtype):
+    assert torch.equal(model(tokens.to(dtype)), model(tokens))
+
+
+def test_a_sequence_longer_than_the_context_says_both_lengths(model):
+    assert model(torch.zeros(1, 17, dtype=torch.int64)).shape == (1, 17, 23)
+    with pytest.raises(ValueError, match="18 tokens do not fit the context of 17"):
+        model(torch.zeros(1, 18, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["pre", "like gemma 2", "no final norm"])
+def test_logits_of_the_last_positions_only(name):
+    model, tokens = variant(name), some_tokens()
+    expected = model(tokens)
+    for last in (0, 1, 3, 7, 20):
+        ours = model(tokens, last=last)
+        torch.testing.assert_close(ours, expected[:, -last:], atol=1e-12, rtol=0)
+        assert ours.shape[1] == (min(last, 7) or 7)
+
+
+@pytest.mark.parametrize(
+    "name", ["unembedding", "ln_final.scale", "ln_final.normalized", "logit_cap"]
+)
+def test_whoever_looks_at_the_last_steps_sees_every_position(name):
+    model, tokens = variant("like gemma 2"), some_tokens()
+    logits, cache = HookedRunner(model).run_with_cache(tokens, last=2, names=name)
+    assert cache[name].shape[1] == 7
+    torch.testing.assert_close(logits, model(tokens)[:, -2:], atol=1e-12, rtol=0)
+    sizes = []
+    model.get_submodule(name).register_forward_hook(lambda *args: sizes.append(args[2].shape[1]))
+    model(tokens, last=2)
+    assert sizes == [7]
+
+
+def test_only_the_last_positions_are_unembedded(model, tokens, monkeypatch):
+    seen = []
+    unembed = model.unembed
+    monkeypatch.setattr(model, "unembed", lambda resid: seen.append(resid.shape) or unembed(resid))
+    model(tokens, last=2)
+    assert seen == [(4, 2, 10)]
+
+
+# --- weights by name
 
 
 def test_weights_by_their_usual_names(model, tokens):
     x = torch.randn(4, 7, 10, generator=torch.Generator().manual_seed(3))
     attn, mlp = model.blocks[1].attn, model.blocks[1].mlp
-    for name, layer in (("Q", attn.query), ("K", attn.key), ("V", attn.value)):
-        weight, bias = getattr(model, f"W_{name}")[1], getattr(model, f"b_{name}")[1]
-        by_head = torch.einsum("bpm,hmd->bphd", x, weight) + bias
-        torch.testing.assert_close(by_head.flatten(2), layer(x))
+    by_name = [
+        torch.einsum("bpm,hmd->bphd", x, getattr(model, f"W_{name}")[1])
+        + getattr(model, f"b_{name}")[1]
+        for name in "QKV"
+    ]
+    torch.testing.assert_close(torch.cat([part.flatten(2) for part in by_name], -1), attn.qkv(x))
     z = torch.randn(4, 7, 2, 5, generator=torch.Generator().manual_seed(4))
     out = torch.einsum("bphd,hdm->bpm", z, model.W_O[1]) + model.b_O[1]
     torch.testing.assert_close(out, attn.output(z.flatten(2)))
     torch.testing.assert_close(x @ model.W_in[1] + model.b_in[1], mlp.input(x))
     hidden = torch.randn(4, 7, 13, generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(hidden @ model.W_out[1] + model.b_out[1], mlp.output(hidden))
-    assert torch.equal(model.W_E[tokens] + model.W_pos[:7], model.input_resid(tokens))
-    torch.testing.assert_close(model.ln_final(x) @ model.W_U, model.unembed(x))
+    resid = model.input_resid(tokens, model.context(tokens))
+    assert torch.equal(model.W_E[tokens] + model.W_pos[:7], resid)
+    torch.testing.assert_close(model.ln_final(x) @ model.W_U + model.b_U, model.unembed(x))
+
+
+SHAPES = {
+    "W_Q": (2, 6, 10, 8),
+    "W_K": (2, 3, 10, 8),
+    "W_V": (2, 3, 10, 8),
+    "W_O": (2, 6, 8, 10),
+    "W_gate": (2, 10, 13),
+    "W_in": (2, 10, 13),
+    "W_out": (2, 13, 10),
+    "b_Q": (2, 6, 8),
+    "b_K": (2, 3, 8),
+    "b_V": (2, 3, 8),
+    "b_O": (2, 10),
+    "b_gate": (2, 13),
+    "b_in": (2, 13),
+    "b_out": (2, 10),
+    "W_E": (23, 10),
+    "W_U": (10, 23),
+    "b_U": (23,),
+}
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_shapes_of_weights_with_grouped_heads_and_gates(biased):
+    names = ("qkv_bias", "out_bias", "mlp_bias", "unembed_bias")
+    model = randomised(TransformerConfig(**SIZES | LLAMA | dict.fromkeys(names, biased)))
+    for name, shape in SHAPES.items():
+        weight = getattr(model, name)
+        assert weight.shape == shape, name
+        assert bool(weight.any()) == (biased or name.startswith("W")), name
+    # A gated MLP by hand: silu(x W_gate + b_gate) * (x W_in + b_in).
+    x = torch.randn(5, 7, 10, generator=torch.Generator().manual_seed(3))
+    gate = F.silu(x @ model.W_gate[1] + model.b_gate[1])
+    out = gate * (x @ model.W_in[1] + model.b_in[1]) @ model.W_out[1] + model.b_out[1]
+    torch.testing.assert_close(out, model.blocks[1].mlp(x))
+
+
+@pytest.mark.parametrize("name", ["W_pos", "W_gate", "b_gate"])
+def test_weights_that_a_model_lacks(name):
+    model = variant("sinusoidal")
+    with pytest.raises(AttributeError, match=name):
+        getattr(model, name)
+    assert variant("gated").W_pos.shape == (17, 10)
+
+
+def test_weights_of_a_block_are_views(model):
+    attn, mlp = model.blocks[1].attn, model.blocks[1].mlp
+    views = [(attn.qkv.weight, (attn.W_Q, attn.W_K, attn.W_V)), (attn.output.weight, (attn.W_O,))]
+    views += [(attn.qkv.bias, (attn.b_Q, attn.b_K, attn.b_V)), (attn.output.bias, (attn.b_O,))]
+    views += [(mlp.input.weight, (mlp.W_in,)), (mlp.output.weight, (mlp.W_out,))]
+    views += [(mlp.input.bias, (mlp.b_in,)), (mlp.output.bias, (mlp.b_out,))]
+    with torch.no_grad():
+        for owner, parts in views:
+            assert sum(part.numel() for part in parts) == owner.numel()
+            for part in parts:
+                part.fill_(7.0)
+            assert (owner == 7).all()
 
 
 def test_weight_views_never_go_stale(model):
     view, before = model.blocks[0].attn.W_Q, model.W_Q
     with torch.no_grad():
-        model.blocks[0].attn.query.weight.mul_(2)
-    assert view.data_ptr() == model.blocks[0].attn.query.weight.data_ptr()
+        model.blocks[0].attn.qkv.weight.mul_(2)
+    assert torch.equal(view, 2 * before[0])
     assert torch.equal(model.W_Q[0], 2 * before[0])
     assert model.double().W_Q.dtype == torch.float64
 
 
-def test_initialisation_is_gpt2s():
-    torch.manual_seed(0)
-    config = TransformerConfig(vocab_size=301, n_ctx=203, n_layers=5, n_heads=4, d_model=128)
-    model = Transformer(config)
-    scaled = 0.02 / math.sqrt(2 * 5)
+# --- how weights start
+
+WIDE = dict(vocab_size=301, n_ctx=203, n_layers=5, n_heads=4, d_model=128, tied_unembed=False)
+GROUPED = WIDE | dict(n_kv_heads=1, d_head=24, d_mlp=100, mlp="gated", unembed_bias=True)
+
+
+def matrices(model):
+    """Every drawn matrix by name, queries, keys and values apart."""
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            assert torch.equal(parameter, torch.full_like(parameter, float((".ln" in name and name.endswith("weight")) or name == "ln_final.weight")))  # fmt: skip
+        if ".attn.qkv.weight" in name:
+            heads, kv_heads = model.config.n_heads, model.config.n_kv_heads
+            sizes = [n * model.config.d_head for n in (heads, kv_heads, kv_heads)]
+            for part, weight in zip("qkv", parameter.split(sizes), strict=True):
+                yield f"{name} {part}", weight
+        elif parameter.ndim == 2:
+            yield name, parameter
+
+
+def test_initialisation_is_gpt2s():
+    for sizes in (WIDE, GROUPED):
+        torch.manual_seed(0)
+        model = Transformer(TransformerConfig(**sizes))
+        for name, weight in matrices(model):
+            expected = 0.02 / math.sqrt(2 * 5) if name.endswith("output.weight") else 0.02
+            assert weight.std().item() == pytest.approx(expected, rel=0.05), name
+            assert abs(weight.mean().item()) < 4 * expected / math.sqrt(weight.numel()), name
+            # Normal, not uniform: a few of so many are beyond three standard deviations.
+            assert (weight.abs() > 3 * expected).any(), name
+
+
+@pytest.mark.parametrize("init", ["xavier", "kaiming"])
+def test_initialisation_is_uniform_by_each_matrixs_sizes(init):
+    torch.manual_seed(0)
+    model, bounds = Transformer(TransformerConfig(**GROUPED, init=init)), set()
+    for name, weight in matrices(model):
+        if "embedding" in name and "un" not in name:
+            assert weight.std().item() == pytest.approx(0.02, rel=0.05), name
             continue
-        expected = scaled if name.endswith("output.weight") else 0.02
-        assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
-        assert abs(parameter.mean().item()) < 4 * expected / math.sqrt(parameter.numel())
+        fan_out, fan_in = weight.shape
+        # Variance 2 / (in + out), or 2 / in; that of a uniform number is bound² / 3.
+        bound = math.sqrt(6 / (fan_in + fan_out)) if init == "xavier" else math.sqrt(6 / fan_in)
+        assert 0.98 * bound < weight.abs().max().item() <= bound, name
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
+        bounds.add(round(bound, 6))
+    assert len(bounds) >= 3
+
+
+@pytest.mark.parametrize("init", ["gpt2", "xavier", "kaiming"])
+def test_vectors_start_at_zero_and_gains_at_one(init):
+    model = Transformer(TransformerConfig(**GROUPED, init=init, qk_norm="head", embed_norm=True))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            gain = name.endswith("weight")
+            assert torch.equal(parameter, torch.full_like(parameter, float(gain))), name
 
 
 def test_tied_weights_are_one_tensor_and_untied_are_two():
@@ -178,31 +341,138 @@ def test_dropout_acts_in_training_only(tokens):
     assert torch.equal(model.eval()(tokens), model(tokens))
 
 
-def test_a_sequence_longer_than_the_context_says_both_lengths(model):
-    with pytest.raises(ValueError, match="18 tokens do not fit the context of 17"):
-        model(torch.zeros(1, 18, dtype=torch.int64))
+@pytest.mark.parametrize("place", ["embed_dropout", "blocks.1.attn.pattern_dropout", "blocks.1.attn.output_dropout", "blocks.1.mlp.dropout"])  # fmt: skip
+@pytest.mark.parametrize("mlp", ["plain", "gated"])
+def test_dropout_has_four_places(place, mlp):
+    model, tokens = variant("pre", dropout=0.5, mlp=mlp).train(), some_tokens()
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert {name.rpartition("blocks.")[2].lstrip("01.") for name in modules} == {"embed_dropout", "attn.pattern_dropout", "attn.output_dropout", "mlp.dropout"}  # fmt: skip
+    for name, module in modules.items():
+        assert module.p == 0.5
+        module.p = 0.5 if name == place else 0.0
+    assert not torch.equal(model(tokens), model(tokens))
+    modules[place].p = 0.0
+    assert torch.equal(model(tokens), model(tokens))
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"n_layers": 0}, "n_layers is at least 1, not 0"),
-        ({"d_model": 10.5}, r"d_model is a int, not 10.5"),
-        ({"n_heads": 3}, r"d_model is a multiple of n_heads \(3\), not 10"),
-        ({"dropout": 1.0}, "dropout is at least 0 and below 1, not 1.0"),
-        ({"norm_eps": 0.0}, "norm_eps is above 0, not 0.0"),
-        ({"tied_unembed": 1}, "tied_unembed is a bool, not 1"),
-    ],
-)
+def test_every_parameter_counts_once(model):
+    # 23*10 + 17*10; a block: two norms, 4*10*10 + 40, 2*10*13 + 23; the last norm.
+    assert model.count_parameters() == 400 + 3 * (40 + 440 + 283) + 20
+    model.blocks[0].requires_grad_(False)
+    assert model.count_parameters() == 400 + 2 * (40 + 440 + 283) + 20
+
+
+def test_half_precision_and_copies(model, tokens):
+    half = copy.deepcopy(model).bfloat16()
+    assert half(tokens).dtype == torch.bfloat16
+    error = (half(tokens).float() - model(tokens)).abs().max()
+    assert 0 < error < 0.05 * model(tokens).abs().max()
+    assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
+
+
+def test_a_scale_of_embeddings_is_rounded_as_they_are():
+    """As Gemma was trained: in bfloat16, the square root of 10 is 3.15625."""
+    model = randomised(TransformerConfig(**SIZES, embed_scale=math.sqrt(10))).bfloat16()
+    tokens = some_tokens()
+    embed = model.token_embedding(tokens)
+    assert torch.equal(embed, model.W_E[tokens] * 3.15625)
+
+
+# --- Linear: the same map, with all threads at work on a few rows
+
+
+@pytest.fixture(params=[2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How often the split path ran."""
+    ran, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: ran.append(1) or bmm(*args))
+    return ran
+
+
+def linear(bias=True, d_in=257, d_out=515):
+    """One of more than 2^17 numbers, whose rows neither two nor three threads share evenly."""
+    made = Linear(d_in, d_out, bias).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def exactly(made, x):
+    bias = None if made.bias is None else made.bias.double()
+    return F.linear(x.double(), made.weight.double(), bias).float()
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)) / 16
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_of_few_rows(threads, products, bias):
+    for d_out in (515, 516):
+        made, x = linear(bias, d_out=d_out), draw(40, 257)
+        expected = exactly(made, x)
+        with torch.no_grad():
+            for rows in range(1, 41):
+                torch.testing.assert_close(made(x[-rows:]), expected[-rows:], atol=1e-5, rtol=0)
+    assert len(products) == 2 * 32
+
+
+@pytest.mark.usefixtures("threads")
+def test_linear_keeps_the_leading_axes(products):
+    made = linear()
+    with torch.no_grad():
+        for x in (draw(257), draw(3, 5, 257), draw(2, 1, 257), draw(257, 6).T, draw(5, 2, 257).transpose(0, 1)):  # fmt: skip
+            ours = made(x)
+            assert ours.shape == (*x.shape[:-1], 515)
+            torch.testing.assert_close(ours, exactly(made, x), atol=1e-5, rtol=0)
+        assert made(draw(2, 0, 257)).shape == (2, 0, 515)
+    assert len(products) >= 5
+
+
+@pytest.mark.usefixtures("threads")
+def test_linear_with_fewer_rows_of_weights_than_threads(products):
+    made, x = linear(d_in=2**17, d_out=1), draw(3, 2**17)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), exactly(made, x), atol=1e-3, rtol=0)
+
+
+@pytest.mark.usefixtures("threads")
+def test_when_linear_takes_the_plain_path(products, monkeypatch):
+    made, x = linear(), draw(3, 257)
+    with torch.enable_grad():
+        assert torch.equal(made(x), F.linear(x, made.weight, made.bias))
+        made.requires_grad_()
+        made(x).sum().backward()
+        torch.testing.assert_close(made.weight.grad, x.sum(0).expand(515, -1))
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert made(x).dtype == torch.bfloat16
+        assert copy.deepcopy(made).double()(x.double()).dtype == torch.float64
+        assert copy.deepcopy(made).bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+        linear(d_in=256, d_out=511)(draw(3, 256))  # one row short of 2^17 numbers
+        made(draw(33, 257))
+        turned = linear(d_in=515, d_out=257)
+        turned.weight = torch.nn.Parameter(linear().weight.T, requires_grad=False)
+        torch.testing.assert_close(turned(draw(3, 515)), exactly(turned, draw(3, 515)), atol=1e-5, rtol=0)  # fmt: skip
+        made.to("meta")(x.to("meta"))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            linear()(x)
+        assert not products
+        linear(d_in=256, d_out=512)(draw(3, 256))
+    assert products == [1]
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_config_names_field_value_and_rule(change, match):
-    sizes = dict(vocab_size=23, n_ctx=17, n_layers=1, n_heads=2, d_model=10)
-    with pytest.raises(ValueError, match=match):
-        TransformerConfig(**sizes | change)
-
-
-def test_config_is_frozen_and_fills_in_the_mlp():
-    config = TransformerConfig(vocab_size=23, n_ctx=17, n_layers=1, n_heads=2, d_model=10)
-    assert (config.d_mlp, config.d_head) == (40, 5)
-    with pytest.raises(AttributeError):
-        config.d_model = 12
+def test_linear_refuses_vectors_of_another_size():
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        linear()(draw(3, 258))

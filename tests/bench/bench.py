@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
 from interp import activation_patching, log_prob
+from models import generate
 from tests.bench import peers, timing
 
 Calls = dict[str, timing.Call]
@@ -104,6 +105,41 @@ def sweep_head() -> Calls:
     return sweep("z", 12 * 12)
 
 
+def generation(shape: peers.Shape) -> Calls:
+    """Greedy generation of as many tokens, from one prompt and from eight."""
+    prompt, ours = shape.tokens(), peers.ours(shape)
+    theirs = peers.of_transformers(shape, "sdpa")
+    generator = torch.Generator().manual_seed(1)
+    lengths = (32, 5, 17, 29, 8, 23, 11, 26)
+    prompts = [torch.randint(shape.vocab, (n,), generator=generator).tolist() for n in lengths]
+    new = shape.new
+    options = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    options["eos_token_id"] = None  # to the end
+    padded = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(padded)
+    for row, text in enumerate(prompts):
+        padded[row, -len(text) :] = torch.tensor(text)
+        mask[row, -len(text) :] = 1
+    return {
+        "transformers": lambda: theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), **options
+        ),
+        "hookscope": lambda: generate(ours, prompt, max_new_tokens=new),
+        "transformers, 8 prompts": lambda: theirs.generate(padded, attention_mask=mask, **options),
+        "hookscope, 8 prompts": lambda: generate(ours, prompts, max_new_tokens=new),
+    }
+
+
+def generate_small() -> Calls:
+    """Greedy generation, GPT-2-small shape, prompts of up to 32 tokens, 64 new ones."""
+    return generation(peers.SMALL_PROMPT)
+
+
+def generate_tiny() -> Calls:
+    """Greedy generation, 2 layers d=64, prompts of up to 32 tokens, 64 new ones."""
+    return generation(peers.TINY_PROMPT)
+
+
 def imports() -> Calls:
     """Importing, in a fresh process."""
 
@@ -123,6 +159,8 @@ ROWS: dict[str, Callable[[], Calls]] = {
     "full": full,
     "sweep-pos": sweep_pos,
     "sweep-head": sweep_head,
+    "generate-small": generate_small,
+    "generate-tiny": generate_tiny,
     "import": imports,
 }
 

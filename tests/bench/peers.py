@@ -19,6 +19,7 @@ class Shape:
     vocab: int
     batch: int
     pos: int
+    new: int = 0  # tokens to be generated
 
     def tokens(self) -> torch.Tensor:
         """Random tokens: [batch, pos]."""
@@ -28,6 +29,8 @@ class Shape:
 
 SMALL = Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=1024)
 TINY = Shape(layers=2, heads=4, d_model=64, vocab=101, batch=8, pos=32)
+SMALL_PROMPT = Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=32, new=64)
+TINY_PROMPT = Shape(layers=2, heads=4, d_model=64, vocab=101, batch=1, pos=32, new=64)
 
 
 def ours(shape: Shape) -> Transformer:
@@ -35,7 +38,7 @@ def ours(shape: Shape) -> Transformer:
     torch.manual_seed(0)
     config = TransformerConfig(
         vocab_size=shape.vocab,
-        n_ctx=shape.pos,
+        n_ctx=shape.pos + shape.new,
         n_layers=shape.layers,
         n_heads=shape.heads,
         d_model=shape.d_model,
@@ -50,7 +53,7 @@ def of_transformers(shape: Shape, attention: str) -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=shape.vocab,
-        n_positions=shape.pos,
+        n_positions=shape.pos + shape.new,
         n_embd=shape.d_model,
         n_layer=shape.layers,
         n_head=shape.heads,
@@ -77,7 +80,7 @@ def of_transformer_lens(shape: Shape) -> Any:
         d_model=shape.d_model,
         d_head=shape.d_model // shape.heads,
         d_vocab=shape.vocab,
-        n_ctx=shape.pos,
+        n_ctx=shape.pos + shape.new,
         act_fn="gelu_new",
         normalization_type="LN",
         seed=0,

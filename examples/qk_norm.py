@@ -1,0 +1,195 @@
+"""Trains a small model with and without QK-norm and compares attention scores, entropy and loss.
+
+The model is d12_post_norm of qk-norm.md made small; text, seed and batches are the same for both. Without
+the norm, scores grow as fast as the learning rate lets them, and attention can saturate; with it, they
+cannot exceed sqrt(d_head), as queries and keys have length sqrt(d_head).
+
+    python examples/qk_norm.py --out out/qk-norm
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+
+from hooks import HookedRunner
+from models import CharTokenizer, TrainingConfig, Transformer, config_of, evaluate, split, train
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What attention does on held-out text after some steps.
+
+    Attributes:
+        step: how many.
+        largest_score: of any query and a key it may attend to, in size, before the softmax.
+        score_deviation: the standard deviation of those scores.
+        entropy: of the patterns, as a share of that of uniform attention: 1 is uniform, 0 one key.
+        validation_loss: in nats per character.
+    """
+
+    step: int
+    largest_score: float
+    score_deviation: float
+    entropy: float
+    validation_loss: float
+
+
+def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: int) -> Measurement:
+    """Looks at all layers and heads on `tokens` [batch, pos], and at the loss on `text`."""
+    names = ["blocks.*.attn.scores", "blocks.*.attn.pattern"]
+    model.eval()
+    loss = evaluate(model, text).nats  # first, as it says so if the text is too short
+    _, cache = HookedRunner(model).run_with_cache(tokens, names=names)
+    layers, pos = range(model.config.n_layers), tokens.shape[1]
+    allowed = torch.ones(pos, pos, dtype=torch.bool).tril()
+    scores = torch.stack([cache["scores", layer][..., allowed] for layer in layers])
+    patterns = torch.stack([cache["pattern", layer] for layer in layers])
+    # The first query has one key only, whatever the model does.
+    entropy = -torch.xlogy(patterns, patterns).sum(-1)[..., 1:] / torch.arange(2, pos + 1).log()
+    found = Measurement(
+        step=step,
+        largest_score=scores.abs().max().item(),
+        score_deviation=scores.std().item(),
+        entropy=entropy.mean().item(),
+        validation_loss=loss,
+    )
+    model.train()
+    return found
+
+
+def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
+    """The measurements of each run, by its name."""
+    text = "\n".join(topics.values()) if options.text is None else options.text.read_text("utf-8")
+    tokenizer = CharTokenizer.of(text)
+    learned, held_out = split(torch.tensor(tokenizer.encode(text)))
+    size = {"vocab_size": len(tokenizer.characters), "n_ctx": options.context}
+    size |= {"n_layers": options.layers, "n_heads": options.heads, "d_model": options.width}
+    # Not all of the held-out text: it is read at every measurement.
+    held_out = held_out[: 64 * options.context + 1]
+    tokens = held_out[: len(held_out) // options.context * options.context]
+    tokens = tokens.view(-1, options.context)[:8]
+    runs: dict[str, list[Measurement]] = {}
+    for rate in options.learning_rates:
+        for qk_norm in ("none", "head"):
+            config = config_of("d12_post_norm", **size).replace(
+                qk_norm=qk_norm, qk_norm_learned=False
+            )
+            torch.manual_seed(options.seed)
+            model = Transformer(config)
+            found = [measure(model, tokens, held_out, 0)]
+            every = max(1, options.steps // 20)
+
+            def after_step(
+                step: int,
+                loss: float,
+                model: Transformer = model,
+                found: list[Measurement] = found,
+                every: int = every,
+            ) -> None:
+                if step % every == 0 or step == options.steps:
+                    found.append(measure(model, tokens, held_out, step))
+
+            training = TrainingConfig(
+                steps=options.steps,
+                learning_rate=rate,
+                warmup=min(100, options.steps // 4),
+                seed=options.seed,
+                evaluate_every=options.steps,
+            )
+            name = f"rate {rate:g}, {'QK-norm' if qk_norm == 'head' else 'no QK-norm'}"
+            runs[name] = found
+            try:
+                train(model, learned, training, validation=held_out, after_step=after_step)
+            except FloatingPointError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+            print(f"{name} ({model.count_parameters():,} weights)")
+            last = found[-1]
+            print(
+                f"  largest score {last.largest_score:7.2f}   deviation {last.score_deviation:6.2f}   "
+                f"entropy {last.entropy:.3f}   validation loss {last.validation_loss:.4f} nats"
+            )
+    return runs
+
+
+def draw(path: Path, runs: dict[str, list[Measurement]], bound: float) -> None:
+    """Largest score, entropy and loss by step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    titles = {
+        "largest_score": "largest attention score",
+        "entropy": "entropy of attention / that of uniform",
+        "validation_loss": "validation loss in nats per character",
+    }
+    colours = ["#c4501b", "#1f5fa8"]
+    for axes, (field, title) in zip(panels, titles.items(), strict=True):
+        for index, (name, found) in enumerate(runs.items()):
+            axes.plot(
+                [m.step for m in found],
+                [getattr(m, field) for m in found],
+                color=colours[index % 2],
+                linestyle=("-", "--", ":", "-.")[index // 2 % 4],
+                label=name,
+            )
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+    panels[0].axhline(bound, color="grey", linewidth=0.8)
+    panels[0].annotate(
+        "sqrt(d_head)",
+        (1, bound),
+        xycoords=("axes fraction", "data"),
+        color="grey",
+        fontsize=8,
+        ha="right",
+        va="bottom",
+    )
+    panels[0].set_yscale("log")
+    panels[2].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/qk-norm"), metavar="DIRECTORY")
+    parser.add_argument("--text", type=Path, help="a file in UTF-8; else Python's documentation")
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 1e-2])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    try:
+        import matplotlib  # noqa: F401  # rather now than after the training
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        runs = compared(options)
+        found = {name: [asdict(m) for m in run] for name, run in runs.items()}
+        (options.out / "qk_norm.json").write_text(json.dumps(found, indent=1) + "\n")
+        draw(options.out / "qk_norm.png", runs, math.sqrt(options.width / options.heads))
+    except ModuleNotFoundError:
+        print('error: figures need Matplotlib: pip install "hookscope[report]"', file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Blocks: each form of block has a forward that reads like its equation."""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import HookPoint
+from models.attention import Attention, CappedAttention
+from models.config import TransformerConfig
+from models.context import Context
+from models.mlp import MLP, GatedMLP
+from models.norm import norm
+
+ADDED = "what the sublayer adds: the norm of its output"
+
+
+class Block(nn.Module):
+    """Attention, then the MLP; each reads the residual stream and adds to it (GPT-2).
+
+    `norm_place` says which norms there are: `ln1` and `ln2` of what the sublayers read, `ln1_post`
+    and `ln2_post` of what they add. Those that are absent are identities.
+
+    Args:
+        config: sizes and choices.
+        layer: the block's number.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        before = config.norm_place != "output"
+        after = config.norm_place in ("output", "sandwich")
+        self.resid_pre = HookPoint("batch pos d_model", "residual stream entering the block")
+        self.ln1 = norm(config, before)
+        self.attn = (CappedAttention if config.attn_cap else Attention)(config, layer)
+        self.ln1_post = norm(config, after, ADDED)
+        self.attn_out = HookPoint("batch pos d_model", "what attention adds to the residual stream")
+        if config.mlp != "none":
+            if not config.parallel:
+                self.resid_mid = HookPoint(
+                    "batch pos d_model", "residual stream between the two sublayers"
+                )
+            self.ln2 = norm(config, before)
+            self.mlp = (GatedMLP if config.mlp == "gated" else MLP)(config)
+            self.ln2_post = norm(config, after, ADDED)
+            self.mlp_out = HookPoint(
+                "batch pos d_model", "what the MLP adds to the residual stream"
+            )
+        self.resid_post = HookPoint("batch pos d_model", "residual stream leaving the block")
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving the block, from the one entering it."""
+        resid = self.resid_pre(resid)
+        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
+        resid = self.resid_mid(resid + attn_out)
+        mlp_out = self.mlp_out(self.ln2_post(self.mlp(self.ln2(resid))))
+        return self.resid_post(resid + mlp_out)
+
+
+class PostNormBlock(Block):
+    """The norm of the sum of stream and sublayer, twice (Vaswani et al. 2017)."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.ln1 = norm(config, meaning="the norm of stream and attention's output together")
+        self.ln2 = norm(config, meaning="the norm of stream and the MLP's output together")
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving the block, from the one entering it."""
+        resid = self.resid_pre(resid)
+        resid = self.resid_mid(self.ln1(resid + self.attn_out(self.attn(resid, context))))
+        return self.resid_post(self.ln2(resid + self.mlp_out(self.mlp(resid))))
+
+
+class ParallelBlock(Block):
+    """Attention and the MLP read the same stream, and both are added to it (GPT-NeoX)."""
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving the block, from the one entering it."""
+        resid = self.resid_pre(resid)
+        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
+        mlp_out = self.mlp_out(self.ln2_post(self.mlp(self.ln2(resid))))
+        return self.resid_post(resid + attn_out + mlp_out)
+
+
+class AttentionBlock(Block):
+    """Attention alone is added to the stream."""
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving the block, from the one entering it."""
+        resid = self.resid_pre(resid)
+        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
+        return self.resid_post(resid + attn_out)
+
+
+def block_of(config: TransformerConfig, layer: int) -> Block:
+    """The form of block that a config describes."""
+    if config.mlp == "none":
+        return AttentionBlock(config, layer)
+    if config.parallel:
+        return ParallelBlock(config, layer)
+    return (PostNormBlock if config.norm_place == "post" else Block)(config, layer)

@@ -1,0 +1,7 @@
+"""Checkpoints: this package's own, Hugging Face's, GGUF's, read into one model and one format."""
+
+from models.checkpoints.huggingface import from_hf
+from models.checkpoints.loading import load, load_tokenizer
+from models.checkpoints.own import BUNDLED, bundled, save
+
+__all__ = ["BUNDLED", "bundled", "from_hf", "load", "load_tokenizer", "save"]

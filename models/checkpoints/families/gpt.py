@@ -1,0 +1,129 @@
+"""GPT-2, GPT-BigCode (StarCoder) and GPT-NeoX (Pythia): LayerNorm, biases, fused attention weights."""
+
+from models.checkpoints.assemble import Source
+from models.checkpoints.attributes import Attributes
+from models.checkpoints.families.family import ACTIVATIONS, Rows, by_kind, transposed
+from models.checkpoints.families.rope import rotary
+from models.config import TransformerConfig
+
+
+def gpt2_config(a: Attributes) -> TransformerConfig:
+    """GPT-2's config (Radford et al. 2019)."""
+    a.only("scale_attn_by_inverse_layer_idx", False)
+    # Another order of the same multiplications, against overflow in half precision.
+    a.idle("reorder_and_upcast_attn")
+    # Of the first release, for GPT's fine-tuning.
+    a.only("n_special", 0)
+    a.idle("predict_special_tokens")
+    return _learned_positions(a, activation="gelu_new")
+
+
+def bigcode_config(a: Attributes) -> TransformerConfig:
+    """GPT-BigCode's config: GPT-2's, with one key and value head (Ben Allal et al. 2023)."""
+    multi_query = a.take("multi_query", True)
+    n_kv_heads = 1 if multi_query else a.take("n_head", 12)
+    a.only("num_key_value_heads", None, n_kv_heads)
+    # Precision and buffers of inference.
+    a.idle("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner")
+    a.idle("max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
+    a.idle("validate_runner_input")
+    return _learned_positions(a, activation="gelu_pytorch_tanh", n_kv_heads=n_kv_heads)
+
+
+def _learned_positions(a: Attributes, activation: str, n_kv_heads: int = 0) -> TransformerConfig:
+    n_ctx = a.take("n_positions", 1024)
+    a.only("n_ctx", None, n_ctx)
+    return TransformerConfig(
+        vocab_size=a.take("vocab_size", 50257),
+        n_ctx=n_ctx,
+        n_layers=a.take("n_layer", 12),
+        n_heads=a.take("n_head", 12),
+        d_model=a.take("n_embd", 768),
+        n_kv_heads=n_kv_heads,
+        d_mlp=a.take("n_inner", None) or 0,
+        norm_eps=a.take("layer_norm_epsilon", 1e-5),
+        attn_scale=0.0 if a.take("scale_attn_weights", True) else 1.0,
+        activation=a.choice("activation_function", activation, ACTIVATIONS),
+        tied_unembed=a.take("tie_word_embeddings", True),
+        dropout=a.same({"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}),
+    )
+
+
+def neox_config(a: Attributes) -> TransformerConfig:
+    """GPT-NeoX's config (Black et al. 2022)."""
+    # Of BERT; the model reads the two dropouts below.
+    a.only("attention_probs_dropout_prob", 0)
+    a.only("hidden_dropout_prob", 0)
+    n_ctx = a.take("max_position_embeddings", 2048)
+    biased = a.take("attention_bias", True)
+    spelled = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    return TransformerConfig(
+        vocab_size=a.take("vocab_size", 50432),
+        n_ctx=n_ctx,
+        n_layers=a.take("num_hidden_layers", 44),
+        n_heads=a.take("num_attention_heads", 64),
+        d_model=a.take("hidden_size", 6144),
+        d_mlp=a.take("intermediate_size", 24576),
+        norm_eps=a.take("layer_norm_eps", 1e-5),
+        **rotary(a, n_ctx, spelled, fraction=0.25),
+        parallel=a.take("use_parallel_residual", True),
+        activation=a.choice("hidden_act", "gelu", ACTIVATIONS),
+        qkv_bias=biased,
+        out_bias=biased,
+        tied_unembed=a.take("tie_word_embeddings", False),
+        dropout=a.same({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
+    )
+
+
+def gpt2_rows(config: TransformerConfig) -> Rows:
+    """GPT-2's keys; its matrices are stored as [in, out]."""
+    layer = "transformer.h.N"
+    return {
+        "token_embedding.weight": "transformer.wte.weight",
+        "position_embedding.weight": "transformer.wpe.weight",
+        "blocks.N.ln1.*": f"{layer}.ln_1.*",
+        "blocks.N.attn.qkv.*": Source((f"{layer}.attn.c_attn.*",), transposed),
+        "blocks.N.attn.output.*": Source((f"{layer}.attn.c_proj.*",), transposed),
+        "blocks.N.ln2.*": f"{layer}.ln_2.*",
+        "blocks.N.mlp.input.*": Source((f"{layer}.mlp.c_fc.*",), transposed),
+        "blocks.N.mlp.output.*": Source((f"{layer}.mlp.c_proj.*",), transposed),
+        "ln_final.*": "transformer.ln_f.*",
+        "unembedding.weight": "lm_head.weight",
+    }
+
+
+def bigcode_rows(config: TransformerConfig) -> Rows:
+    """GPT-BigCode's keys. With one key head, queries, keys and values stand as ours; else by head."""
+    layer = "transformer.h.N"
+    qkv = Source((f"{layer}.attn.c_attn.*",))
+    if config.n_kv_heads == config.n_heads > 1:
+        qkv = Source((f"{layer}.attn.c_attn.*",), by_kind(config.n_heads))
+    return {
+        "token_embedding.weight": "transformer.wte.weight",
+        "position_embedding.weight": "transformer.wpe.weight",
+        "blocks.N.ln1.*": f"{layer}.ln_1.*",
+        "blocks.N.attn.qkv.*": qkv,
+        "blocks.N.attn.output.*": f"{layer}.attn.c_proj.*",
+        "blocks.N.ln2.*": f"{layer}.ln_2.*",
+        "blocks.N.mlp.input.*": f"{layer}.mlp.c_fc.*",
+        "blocks.N.mlp.output.*": f"{layer}.mlp.c_proj.*",
+        "ln_final.*": "transformer.ln_f.*",
+        "unembedding.weight": "lm_head.weight",
+    }
+
+
+def neox_rows(config: TransformerConfig) -> Rows:
+    """GPT-NeoX's keys; queries, keys and values are stored head by head."""
+    layer = "gpt_neox.layers.N"
+    qkv = Source((f"{layer}.attention.query_key_value.*",), by_kind(config.n_heads))
+    return {
+        "token_embedding.weight": "gpt_neox.embed_in.weight",
+        "blocks.N.ln1.*": f"{layer}.input_layernorm.*",
+        "blocks.N.attn.qkv.*": qkv,
+        "blocks.N.attn.output.*": f"{layer}.attention.dense.*",
+        "blocks.N.ln2.*": f"{layer}.post_attention_layernorm.*",
+        "blocks.N.mlp.input.*": f"{layer}.mlp.dense_h_to_4h.*",
+        "blocks.N.mlp.output.*": f"{layer}.mlp.dense_4h_to_h.*",
+        "ln_final.*": "gpt_neox.final_layer_norm.*",
+        "unembedding.weight": "embed_out.weight",
+    }

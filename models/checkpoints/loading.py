@@ -1,0 +1,115 @@
+"""`load` and `load_tokenizer`: from a name or a path to a model and its tokenizer."""
+
+import difflib
+import os
+from pathlib import Path
+
+import torch
+
+from models import verification
+from models.checkpoints.hub import download, is_hub_name
+from models.checkpoints.huggingface import load_huggingface
+from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
+from models.checkpoints.readers import read_object
+from models.tokenizers import Tokenizer, tokenizer_from
+from models.transformer import Transformer
+
+
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    verify: bool = False,
+) -> Transformer:
+    """A model in eval mode, with the weights of the file as they are.
+
+    Looked for in this order: a model that ships with the package; a directory, of `save` or of
+    Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a model of
+    the Hugging Face hub, which is downloaded unless its cache has it. While loading, the memory needed
+    is about the model's own.
+
+    Args:
+        name_or_path: `"pydoc-4l"`, a path, or a name on the hub such as `"gpt2"`.
+        dtype: of all parameters; None for the file's own. A file of several types gives the narrowest
+            type that holds them all without rounding; GGUF gives float32.
+        device: where the parameters go; None for the CPU.
+        verify: whether to check the model's arithmetic, with `models.verify`.
+
+    Raises:
+        FileNotFoundError: if there is no such model; it lists those that ship with the package.
+        ImportError: if a library that the format needs is not installed.
+        ValueError: naming the file, if it is damaged, holds what cannot be expressed, or its
+            weights are not those of its config. No model is then made.
+    """
+    path = locate(name_or_path)
+    if path.is_file():
+        from models.checkpoints.gguf import load_gguf
+
+        model = load_gguf(path, dtype, device)
+    else:
+        described = read_object(path / CONFIG)
+        read = load_huggingface if "model_type" in described else load_own
+        model = read(path, described, dtype, device)
+    if verify:
+        verification.verify(model)
+    return model
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a model, looked for as by `load`.
+
+    Raises:
+        FileNotFoundError: if there is no such model, or it has no tokenizer.
+        ImportError: if a library that the tokenizer needs is not installed.
+        ValueError: naming the file, if it is damaged or of an unknown kind.
+    """
+    path = locate(name_or_path, weights=False)
+    if path.is_file():
+        raise ValueError(
+            f"{path}: the tokenizer of a GGUF file is not read; load one from the directory of the "
+            "model that the file was made from"
+        )
+    return tokenizer_from(path)
+
+
+def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
+    """The directory with a config.json, or the GGUF file, that a name or a path stands for.
+
+    Args:
+        name_or_path: see `load`.
+        weights: whether the weights are needed; else a hub model's are not downloaded.
+
+    Raises:
+        FileNotFoundError: if there is none; it lists the models that ship with the package.
+        ImportError: if it may be a hub model, and huggingface_hub is not installed.
+    """
+    name, path = os.fspath(name_or_path), Path(name_or_path)
+    for directory in (BUNDLED / path, path):
+        if name and (directory / CONFIG).is_file():
+            return directory
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    reason = "no directory of that name holds a config.json"
+    if path.is_file():
+        reason = "of files only GGUF is read"
+    elif not path.is_dir() and not isinstance(name_or_path, Path) and is_hub_name(name):
+        try:
+            return _described(download(name, weights))
+        except FileNotFoundError as error:
+            reason = f"{reason}, and {error}"
+        except ImportError as error:
+            raise ImportError(_none(name, f"{reason}, and {error}")) from None
+    raise FileNotFoundError(_none(name, reason))
+
+
+def _described(directory: Path) -> Path:
+    if not (directory / CONFIG).is_file():
+        raise FileNotFoundError(f"the hub's model of that name has no {CONFIG}")
+    return directory
+
+
+def _none(name: str, reason: str) -> str:
+    close = difflib.get_close_matches(name, bundled(), n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"no model is named {name!r}, {reason}; {hint}available: {', '.join(bundled())}"

@@ -1,0 +1,141 @@
+"""KVCache: keys and values of the positions that a model has read already."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from models.config import TransformerConfig
+
+# Room is made for this many positions at a time.
+STEP = 512
+
+
+class KVCache:
+    """Lets a model go on where it stopped: `model(new_tokens, kv_cache=cache)`.
+
+    Keys and values are those that entered attention, edits of hooks included. Where a block has a
+    sliding window, only what the window can still reach is kept. A forward pass that does not end
+    leaves the cache as it was. For gradients, what is cached is constant.
+
+    Args:
+        max_context: the most positions it may ever hold; None for the model's `n_ctx`.
+
+    Attributes:
+        length: how many positions have been read.
+        mask: which of them are real, if a mask has said so: Bool[batch length].
+
+    Raises:
+        ValueError: if `max_context` is below 1.
+    """
+
+    def __init__(self, max_context: int | None = None) -> None:
+        if max_context is not None and max_context < 1:
+            raise ValueError(f"max_context is at least 1, not {max_context}")
+        self.max_context = max_context
+        self.length = 0
+        self.mask: Bool[Tensor, "batch length"] | None = None
+        self.layers: list[LayerCache] = []
+        self._form: tuple[object, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it holds, in bytes."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def reserve(self, config: TransformerConfig, batch: int, new: int) -> int:
+        """Makes sure that `new` more positions fit, and returns how many there are already.
+
+        Args:
+            config: of the model that is about to run.
+            batch: rows of the coming call.
+            new: positions of the coming call.
+
+        Raises:
+            ValueError: if they do not fit, or the batch or the model is another one.
+        """
+        limit = min(self.max_context or config.n_ctx, config.n_ctx)
+        if self.length + new > limit:
+            what = "max_context" if limit == self.max_context else "context"
+            raise ValueError(
+                f"{self.length} cached and {new} new tokens do not fit the {what} of {limit}"
+            )
+        form = (config.windows, config.n_kv_heads, config.d_head)
+        if not self.length:
+            self._form = form
+            self.layers = [LayerCache(window, limit) for window in config.windows]
+            return 0
+        if form != self._form:
+            raise ValueError("this KVCache belongs to a model with other layers, heads or windows")
+        if self.layers[0].batch != batch:
+            held = self.layers[0].batch
+            raise ValueError(f"this KVCache holds {held} rows, and the tokens are {batch} rows")
+        return self.length
+
+
+class LayerCache:
+    """Keys and values of one block, in order of position.
+
+    Args:
+        window: how many positions a query reaches, its own included; 0 for all.
+        limit: the most positions there will ever be.
+    """
+
+    def __init__(self, window: int, limit: int) -> None:
+        self.window = window
+        self._limit = limit
+        self._first = 0  # the position that the buffers begin with
+        self._keys = self._values = torch.empty(0, 0, 0, 0)
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch; 0 before the first call."""
+        return self._keys.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it holds, in bytes."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def extended(
+        self,
+        start: int,
+        k: Float[Tensor, "batch kv_head pos d_head"],
+        v: Float[Tensor, "batch kv_head pos d_head"],
+    ) -> tuple[
+        Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
+    ]:
+        """The keys and values that the new positions may reach, their own included.
+
+        Args:
+            start: the position of the first new one; whatever stood from there on is overwritten.
+            k, v: of the new positions.
+
+        Raises:
+            ValueError: if the cached keys came with a gradient, which writing here would spoil.
+        """
+        if self._keys.requires_grad:
+            raise ValueError(
+                "this KVCache was filled while gradients were recorded, and writing into it would spoil "
+                "them: read all but the last piece under torch.no_grad()"
+            )
+        end = start + k.shape[2]
+        oldest = max(0, start - self.window + 1) if self.window else 0
+        if end - self._first > self._keys.shape[2]:
+            self._make_room(oldest, start, end, k)
+        self._keys.narrow(2, start - self._first, end - start).copy_(k)
+        self._values.narrow(2, start - self._first, end - start).copy_(v)
+        seen = (2, oldest - self._first, end - oldest)
+        return self._keys.narrow(*seen), self._values.narrow(*seen)
+
+    def _make_room(self, oldest: int, start: int, end: int, like: Tensor) -> None:
+        """New buffers that reach beyond `end`; what no window sees any more stays behind."""
+        # A window's buffers are moved again and again, and need a step of room each time.
+        needed = end - oldest + (STEP if self.window else 0)
+        capacity = min(-(-needed // STEP) * STEP, self._limit - oldest)
+        batch, heads, _, width = like.shape
+        keys, values = (like.new_empty(batch, heads, capacity, width) for _ in range(2))
+        if start > oldest:
+            old = (2, oldest - self._first, start - oldest)
+            keys.narrow(2, 0, start - oldest).copy_(self._keys.narrow(*old))
+            values.narrow(2, 0, start - oldest).copy_(self._values.narrow(*old))
+        self._keys, self._values, self._first = keys, values, oldest

@@ -1,0 +1,84 @@
+"""The MLPs, plain and gated."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import HookPoint
+from models.config import TransformerConfig
+from models.linear import Linear, dropout
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class MLP(nn.Module):
+    """`activation(x W_in + b_in) W_out + b_out`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.input = Linear(config.d_model, config.d_mlp, config.mlp_bias)
+        self.output = Linear(config.d_mlp, config.d_model, config.mlp_bias)
+        self.dropout = dropout(config)
+        self.pre = HookPoint("batch pos d_mlp", "before the nonlinearity")
+        self.post = HookPoint("batch pos d_mlp", "after the nonlinearity")
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """What the MLP adds to the residual stream, from the normalized stream."""
+        hidden = self.post(self.activation(self.pre(self.input(x))))
+        return self.dropout(self.output(hidden))
+
+    @property
+    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
+        """Input weights, a view."""
+        return self.input.weight.T
+
+    @property
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
+        """Output weights, a view."""
+        return self.output.weight.T
+
+    @property
+    def b_in(self) -> Float[Tensor, " d_mlp"]:
+        """Input biases."""
+        return self.input.offset
+
+    @property
+    def b_out(self) -> Float[Tensor, " d_model"]:
+        """Output biases."""
+        return self.output.offset
+
+
+class GatedMLP(MLP):
+    """`(activation(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out` (Shazeer 2020)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.gate = Linear(config.d_model, config.d_mlp, config.mlp_bias)
+        self.linear = HookPoint("batch pos d_mlp", "what the gate is multiplied with")
+        self.pre.meaning = "the gate before the nonlinearity"
+        self.post.meaning = "the gate after the nonlinearity, times linear"
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """What the MLP adds to the residual stream, from the normalized stream."""
+        gate = self.activation(self.pre(self.gate(x)))
+        hidden = self.post(gate * self.linear(self.input(x)))
+        return self.dropout(self.output(hidden))
+
+    @property
+    def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
+        """Gate weights, a view."""
+        return self.gate.weight.T
+
+    @property
+    def b_gate(self) -> Float[Tensor, " d_mlp"]:
+        """Gate biases."""
+        return self.gate.offset

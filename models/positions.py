@@ -1,0 +1,132 @@
+"""How a model knows the order of its tokens: encodings that are added, or rotations of q and k."""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from models.config import RotaryScaling, TransformerConfig
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines: Float[batch pos 1 d_rotary], halves repeated."""
+
+
+class Sinusoidal(nn.Module):
+    """`sin(pos / 10000^(2i/d_model))` at 2i, the cosine at 2i+1 (Vaswani et al. 2017); lower i is faster.
+
+    Args:
+        d_model: the size of an encoding; even.
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        # No buffer: `model.to(bfloat16)` would round it.
+        self.frequencies = _frequencies(d_model, 10_000.0)
+
+    def forward(self, positions: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        """The encoding of each position."""
+        angles = positions[..., None] * self.frequencies.to(positions.device)
+        return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+
+
+class NoPositions(nn.Module):
+    """Adds nothing to the token embeddings."""
+
+    def forward(self, positions: Int[Tensor, "batch pos"]) -> Int[Tensor, "1 1 1"]:
+        """Zero."""
+        return positions.new_zeros(1, 1, 1)
+
+
+def added_positions(config: TransformerConfig) -> nn.Module:
+    """What gives the encodings that are added to token embeddings."""
+    if config.positions == "learned":
+        return nn.Embedding(config.n_ctx, config.d_model)
+    return Sinusoidal(config.d_model) if config.positions == "sinusoidal" else NoPositions()
+
+
+class Rotary:
+    """Rotates pairs of a head's dimensions by angles that grow with the position (Su et al. 2021).
+
+    Dimension i is paired with i + d_rotary/2; dimensions from d_rotary on stay as they are.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.d_rotary = config.d_rotary
+        scaling = config.rotary_scaling
+        # No module and no buffer: `model.to(bfloat16)` would round it.
+        self.frequencies = _stretched(_frequencies(self.d_rotary, config.rotary_theta), config)
+        self.length = 1.0
+        if scaling and scaling.kind == "yarn":
+            self.length = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+
+    def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
+        """The cosines and sines to rotate by."""
+        angles = positions[..., None] * self.frequencies.to(positions.device)
+        angles = torch.cat([angles, angles], -1).unsqueeze(-2)
+        return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
+
+    def __call__(
+        self, x: Float[Tensor, "batch pos head d_head"], rotation: Rotation | None
+    ) -> Float[Tensor, "batch pos head d_head"]:
+        """The vectors of each position, rotated."""
+        if rotation is None:
+            raise ValueError(
+                "rotary attention needs positions: call the block with model.context(tokens)"
+            )
+        cos, sin = rotation
+        turned, rest = x[..., : self.d_rotary], x[..., self.d_rotary :]
+        first, second = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat([-second, first], -1) * sin
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+class NoRotation:
+    """Leaves queries and keys as they are."""
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> None:
+        """None."""
+
+    def __call__(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """`x`."""
+        return x
+
+
+def rotary(config: TransformerConfig) -> Rotary | NoRotation:
+    """What turns the queries and keys of a model by their positions."""
+    return Rotary(config) if config.positions == "rotary" else NoRotation()
+
+
+def _frequencies(size: int, theta: float) -> Float[Tensor, " half"]:
+    # In float32 and in this order, as the models that were trained with them have it. The device is
+    # named, as a model may be built on the meta device.
+    return 1.0 / theta ** (torch.arange(0, size, 2, device="cpu").float() / size)
+
+
+def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, " half"]:
+    """Frequencies, in radians a position, as the config's scaling has them; sources stand there."""
+    scaling = config.rotary_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "factors":
+        return frequencies / torch.tensor(scaling.factors, device="cpu")
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        turns = scaling.original_n_ctx * frequencies / (2 * math.pi)
+        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    else:
+        kept = _kept_by_yarn(len(frequencies), config.rotary_theta, scaling)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _kept_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:
+    """How much of each frequency is kept: all where it turns often within the original context."""
+
+    def dimension(turns: float) -> float:
+        return half * math.log(scaling.original_n_ctx / (turns * 2 * math.pi)) / math.log(theta)
+
+    start = max(math.floor(dimension(scaling.high)), 0)
+    end = min(math.ceil(dimension(scaling.low)), 2 * half - 1)
+    ramp = (torch.arange(half, device="cpu") - start) / ((end - start) or 0.001)
+    return 1 - ramp.clamp(0, 1)

@@ -1,0 +1,93 @@
+"""What tokenizers share: their files, the signs of bytes, and refusing what has no token."""
+
+import importlib
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+_PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256))
+
+
+def byte_signs() -> dict[str, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary, and that byte.
+
+    Printable Latin-1 stands for itself, and the characters from 256 on for the other bytes, in order
+    (`bytes_to_unicode` in GPT-2's encoder.py).
+
+    >>> byte_signs()["A"], byte_signs()["Ġ"]
+    (65, 32)
+    """
+    others = (byte for byte in range(256) if byte not in _PRINTABLE)
+    signs = {chr(byte): byte for byte in _PRINTABLE}
+    return signs | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def library(name: str) -> Any:
+    """The library, imported.
+
+    Raises:
+        ImportError: if it is missing, with what to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(f'{name} is missing: pip install "hookscope[hf]"', name=name) from None
+
+
+def read(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: naming the file, if it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: naming the file, if it is not JSON in UTF-8.
+    """
+    try:
+        return json.loads(read(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def check_encodable(text: str) -> None:
+    """Refuses a text that has no UTF-8 form.
+
+    Raises:
+        ValueError: naming the first lone surrogate and its place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{text[error.start]!r} at {error.start} is a lone surrogate, which has no tokens"
+        ) from None
+
+
+def check_known(tokens: Sequence[int], known: Collection[int]) -> None:
+    """Refuses tokens that are not among the known ones.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if outside := [token for token in tokens if token not in known]:
+        raise ValueError(
+            f"the vocabulary's {len(known)} tokens are within 0 to {max(known, default=-1)}, and not "
+            f"{outside[:5]}"
+        )
+
+
+def few(items: Sequence[object]) -> str:
+    """The first items, to be named in an error."""
+    return ", ".join(map(repr, items[:5])) + ", ..." * (len(items) > 5)

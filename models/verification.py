@@ -1,0 +1,172 @@
+"""`verify`: the identities that a model's activations promise, checked on the model itself."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from hooks import HookedRunner
+from models.block import Block
+from models.config import TransformerConfig
+from models.kvcache import KVCache
+from models.transformer import Transformer
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
+"""How much of the largest value may be rounding."""
+# Positions of the rows that are run, where the context has as many.
+LENGTH = 12
+POINTS = ("resid_pre", "attn.z", "attn", "attn_out", "resid_mid", "mlp_out", "resid_post")
+
+Identity = tuple[str, str, Tensor, Tensor]
+"""What holds, at which point, the value there, and the value that it promises to be."""
+
+
+class VerificationError(ValueError):
+    """A model breaks an identity: the message says which, where, by how much, and what is rounding."""
+
+
+@torch.no_grad()
+def verify(model: Transformer) -> None:
+    """Checks a model's arithmetic on two short rows of random tokens, the same each time, in eval mode.
+
+    - In each block, `resid_mid` and `resid_post` are the sums that its form of block promises, or
+      the norms of those sums.
+    - Attention's output is `sum over heads of z @ W_O + b_O`.
+    - A row of a batch, padded left or right or not at all, gets what it gets alone.
+    - A text read in pieces through a `KVCache`, padded left or not, gets what it gets as a whole.
+
+    Rounding may be 1e-4 of the largest of the values compared in float32, 1e-10 in float64, 1e-2 in
+    float16 and 1e-1 in bfloat16. The model is left as it was.
+
+    Raises:
+        VerificationError: naming the identity, the first point where it fails, the largest
+            difference and the one allowed.
+
+    >>> from models import TransformerConfig
+    >>> verify(Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)))
+    """
+    with evaluating(model):
+        for identity, where, found, expected in _identities(model):
+            largest, allowed = deviation(found, expected, model.W_E.dtype)
+            if not largest <= allowed:  # NaN is not
+                raise VerificationError(
+                    f"{identity}: not at {where}, where the two differ by up to {largest:.3g}; "
+                    f"rounding in {model.W_E.dtype} is at most {allowed:.3g}, "
+                    f"{TOLERANCE[model.W_E.dtype]:g} of the largest value"
+                )
+
+
+def random_tokens(model: Transformer, length: int = LENGTH) -> Int[Tensor, "2 pos"]:
+    """Two rows, the same each time, of this length or of the model's whole context."""
+    shape = (2, min(length, model.config.n_ctx))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu")
+    return tokens.to(model.W_E.device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode; afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def deviation(found: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest difference, and what of it may be rounding where a model has this dtype."""
+    wide = torch.promote_types(dtype, torch.float32)
+    found, expected = found.to(wide), expected.to(wide)
+    return (found - expected).abs().max().item(), TOLERANCE[dtype] * expected.abs().max().item()
+
+
+def _identities(model: Transformer) -> Iterator[Identity]:
+    runner, tokens = HookedRunner(model), random_tokens(model)
+    yield from _sums(model, runner, tokens)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    yield from _rows(runner, tokens, real, "a row of a batch is that row alone")
+    yield from _pieces(runner, tokens, None, "a text read in pieces is the whole text")
+    if (width := tokens.shape[1]) > 1:
+        padding = max(1, width // 3)
+        left, right = real.clone(), real.clone()
+        left[1, :padding] = right[1, -padding:] = False
+        yield from _rows(runner, tokens, left, "a left-padded row is that row alone")
+        yield from _rows(runner, tokens, right, "a right-padded row is that row alone")
+        yield from _pieces(runner, tokens, left, "a padded text read in pieces is the whole text")
+
+
+def _sums(model: Transformer, runner: HookedRunner, tokens: Tensor) -> Iterator[Identity]:
+    names = {
+        layer: [point for point in POINTS if hasattr(block, point.partition(".")[0])]
+        for layer, block in enumerate(model.blocks)
+    }
+    chosen = [f"blocks.{layer}.{point}" for layer, points in names.items() for point in points]
+    _, cache = runner.run_with_cache(tokens, names=chosen)
+    for layer, points in names.items():
+        values = {point: cache[f"blocks.{layer}.{point}"] for point in points}
+        block = cast(Block, model.blocks[layer])
+        for identity, point, expected in _sums_of_block(model.config, block, values):
+            yield identity, f"blocks.{layer}.{point}", values[point], expected
+
+
+def _sums_of_block(
+    config: TransformerConfig, block: Block, values: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str, Tensor]]:
+    resid, attn_out = values["resid_pre"], values["attn_out"]
+    # In half precision, a sum of heads that is not rounded to it.
+    wide = torch.promote_types(resid.dtype, torch.float32)
+    z, W_O = values["attn.z"].to(wide), block.attn.W_O.to(wide)
+    heads = torch.einsum("b p h d, h d m -> b p m", z, W_O) + block.attn.b_O
+    yield "attention gives the sum over heads of z @ W_O + b_O", "attn", heads
+    yield "attn_out = ln1_post(attn)", "attn_out", block.ln1_post(values["attn"])
+    if config.mlp == "none":
+        yield "resid_post = resid_pre + attn_out", "resid_post", resid + attn_out
+    elif config.parallel:
+        expected = resid + attn_out + values["mlp_out"]
+        yield "resid_post = resid_pre + attn_out + mlp_out", "resid_post", expected
+    elif config.norm_place == "post":
+        yield "resid_mid = ln1(resid_pre + attn_out)", "resid_mid", block.ln1(resid + attn_out)
+        expected = block.ln2(values["resid_mid"] + values["mlp_out"])
+        yield "resid_post = ln2(resid_mid + mlp_out)", "resid_post", expected
+    else:
+        yield "resid_mid = resid_pre + attn_out", "resid_mid", resid + attn_out
+        expected = values["resid_mid"] + values["mlp_out"]
+        yield "resid_post = resid_mid + mlp_out", "resid_post", expected
+
+
+def _rows(
+    runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
+) -> Iterator[Identity]:
+    mask = None if real.all() else real
+    together = _stream(runner, tokens, attention_mask=mask)
+    for row, keep in enumerate(real):
+        for name, alone in _stream(runner, tokens[row, keep][None]).items():
+            yield identity, name, together[name][row, keep], alone[0]
+
+
+def _pieces(
+    runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"] | None, identity: str
+) -> Iterator[Identity]:
+    width, cache, pieces = tokens.shape[1], KVCache(), []
+    # Several positions first, several more, then one.
+    for start, end in ((0, width // 2), (width // 2, width - 1), (width - 1, width)):
+        if start < end:
+            mask = None if real is None else real[:, :end]
+            piece = tokens[:, start:end]
+            pieces.append(_stream(runner, piece, attention_mask=mask, kv_cache=cache))
+    keep = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+    for name, whole in _stream(runner, tokens, attention_mask=real).items():
+        joined = torch.cat([piece[name] for piece in pieces], 1)
+        yield identity, name, joined[keep], whole[keep]
+
+
+def _stream(runner: HookedRunner, tokens: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+    """What leaves each block, and then the logits: by name, [batch, pos, ...]."""
+    logits, cache = runner.run_with_cache(tokens, names="blocks.*.resid_post", **kwargs)
+    return {**cache, "logits": logits}

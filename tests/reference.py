@@ -1,0 +1,276 @@
+"""The transformer's equations in numpy's float64, one head and one query at a time, written from the papers.
+
+It knows a config's fields and the names of weights, and gives every value that has a name.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+VOCAB, N_CTX, LAYERS, HEADS, KV_HEADS, D_HEAD, D_MODEL, D_MLP = 23, 17, 2, 6, 3, 8, 10, 13
+BATCH, POS = 5, 7
+SIZES = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS)
+SIZES |= dict(d_model=D_MODEL, d_head=D_HEAD, d_mlp=D_MLP)
+
+ROTARY = dict(positions="rotary")
+LLAMA = ROTARY | dict(norm="rmsnorm", n_kv_heads=KV_HEADS, mlp="gated", activation="silu")
+LLAMA |= dict(qkv_bias=False, out_bias=False, mlp_bias=False, tied_unembed=False)
+
+# Each block form, with the switches that change what it computes.
+FORMS = {
+    "pre": {},
+    "post": dict(norm_place="post"),
+    "output": dict(norm_place="output", norm="rmsnorm"),
+    "sandwich": dict(norm_place="sandwich", mlp="gated"),
+    "parallel": dict(parallel=True, n_kv_heads=1),
+    "parallel output": dict(parallel=True, norm_place="output"),
+    "parallel sandwich": dict(parallel=True, norm_place="sandwich"),
+    "attention only": dict(mlp="none", d_mlp=0),
+    "attention only output": dict(mlp="none", d_mlp=0, norm_place="output"),
+    "attention only sandwich": dict(mlp="none", d_mlp=0, norm_place="sandwich"),
+}
+SWITCHES = {
+    "grouped": dict(n_kv_heads=KV_HEADS),
+    "multi-query": dict(n_kv_heads=1),
+    "d_head follows": dict(n_heads=5, d_head=2),
+    "rmsnorm": dict(norm="rmsnorm", norm_eps=0.3),
+    "no norm": dict(norm="none"),
+    "layernorm eps": dict(norm_eps=0.3),
+    "unlearned": dict(norm_learned=False),
+    "unlearned rmsnorm": dict(norm="rmsnorm", norm_learned=False),
+    "no norm bias": dict(norm_bias=False),
+    "no final norm": dict(final_norm=False),
+    "embed_norm": dict(embed_norm=True),
+    "embed_scale": dict(embed_scale=1.7),
+    "sinusoidal": dict(positions="sinusoidal"),
+    "no positions": dict(positions="none"),
+    "rotary": ROTARY,
+    "rotary theta": ROTARY | dict(rotary_theta=7.0),
+    "rotary partly": ROTARY | dict(rotary_fraction=0.5, n_kv_heads=1),
+    "qk_norm head": ROTARY | dict(qk_norm="head", n_kv_heads=KV_HEADS),
+    "qk_norm all": ROTARY | dict(qk_norm="all", n_kv_heads=KV_HEADS, norm_eps=0.3),
+    "qk_norm unlearned": dict(qk_norm="head", qk_norm_learned=False, norm_eps=0.3),
+    "attn_scale": dict(attn_scale=0.2),
+    "attn_cap": dict(attn_cap=0.7),
+    "logit_cap": dict(logit_cap=1.3),
+    "window": dict(window=3),
+    "window of one layer": dict(window=2, window_layers=(1,), n_kv_heads=KV_HEADS),
+    "gated": dict(mlp="gated"),
+    "gelu": dict(activation="gelu"),
+    "relu": dict(activation="relu"),
+    "silu": dict(activation="silu"),
+    "no qkv bias": dict(qkv_bias=False),
+    "no out bias": dict(out_bias=False),
+    "no mlp bias": dict(mlp_bias=False, mlp="gated"),
+    "unembed bias": dict(unembed_bias=True),
+    "untied": dict(tied_unembed=False),
+    "like llama": LLAMA,
+    "like gemma 2": LLAMA
+    | dict(norm_place="sandwich", attn_cap=0.9, logit_cap=1.9, embed_scale=3.0, window=3)
+    | dict(window_layers=(0,), tied_unembed=True, attn_scale=0.5),
+    "like olmo 2": LLAMA | dict(norm_place="output", qk_norm="all"),
+    "like gpt-neox": dict(parallel=True, positions="rotary", rotary_fraction=0.25),
+}
+VARIANTS = FORMS | SWITCHES
+
+
+def randomised(config, seed=0, scale=0.4):
+    """A model whose every weight takes part: gains are not one, and biases not zero."""
+    from models import Transformer
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+def variant(name, **changes):
+    """A randomised model of the named variant, in float64."""
+    from models import TransformerConfig
+
+    return randomised(TransformerConfig(**SIZES | VARIANTS[name] | changes)).double()
+
+
+def some_tokens(seed=1, shape=(BATCH, POS)):
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tolerance(config):
+    """Angles are computed in float32, whose rounding is 6e-8 of an angle of up to 17 radians."""
+    return 2e-5 if config.positions in ("rotary", "sinusoidal") else 1e-11
+
+
+def softmax(scores):
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def activate(kind, x):
+    return {
+        "gelu": lambda: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+        "gelu_tanh": lambda: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "relu": lambda: np.where(x > 0, x, 0.0),
+        "silu": lambda: x / (1 + np.exp(-x)),
+    }[kind]()  # fmt: skip
+
+
+def sinusoids(positions, d_model):
+    out = np.zeros((*positions.shape, d_model))
+    for i in range(d_model // 2):
+        angle = positions / 10_000 ** (2 * i / d_model)
+        out[..., 2 * i], out[..., 2 * i + 1] = np.sin(angle), np.cos(angle)
+    return out
+
+
+def rotated(x, positions, theta, d_rotary):
+    """x [batch pos head d_head]: dimensions i and i + d_rotary/2 are a complex number that turns."""
+    half, out = d_rotary // 2, x.copy()
+    for i in range(half):
+        angle = positions * theta ** (-2 * i / d_rotary)
+        turned = (x[..., i] + 1j * x[..., i + half]) * np.exp(1j * angle)[..., None]
+        out[..., i], out[..., i + half] = turned.real, turned.imag
+    return out
+
+
+class Reference:
+    """The equations for a model's weights.
+
+    Attributes:
+        values: every named value of the last call, by its name.
+    """
+
+    def __init__(self, model):
+        self.config = model.config
+        self.weights = {n: w.detach().double().numpy() for n, w in model.state_dict().items()}
+
+    def __call__(self, tokens, allowed=None):
+        """Logits. `allowed` [batch head query key] replaces the causal rule and the windows."""
+        config, self.values = self.config, {}
+        tokens = np.asarray(tokens)
+        self.positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        resid = self.weights["token_embedding.weight"][tokens] * config.embed_scale
+        self.keep("embed", resid)
+        if config.positions == "learned":
+            table = self.weights["position_embedding.weight"]
+            resid = resid + self.keep("pos_embed", table[self.positions])
+        if config.positions == "sinusoidal":
+            added = sinusoids(self.positions, config.d_model)
+            resid = resid + self.keep("pos_embed", added)
+        if config.embed_norm:
+            resid = self.norm(resid, "ln_embed")
+        for layer in range(config.n_layers):
+            resid = self.block(resid, layer, allowed)
+        if config.final_norm:
+            resid = self.norm(resid, "ln_final")
+        logits = self.linear(resid, "unembedding")
+        return self.capped(logits, config.logit_cap)
+
+    def keep(self, name, value):
+        self.values[name] = value
+        return value
+
+    def linear(self, x, at):
+        return x @ self.weights[f"{at}.weight"].T + self.weights.get(f"{at}.bias", 0.0)
+
+    @staticmethod
+    def capped(x, cap):
+        return cap * np.tanh(x / cap) if cap else x
+
+    def norm(self, x, at):
+        if self.config.norm == "none":
+            return x
+        if self.config.norm == "layernorm":
+            x = x - x.mean(-1, keepdims=True)
+        scale = np.sqrt((x**2).mean(-1, keepdims=True) + self.config.norm_eps)
+        gain = self.weights.get(f"{at}.weight", 1.0)
+        self.keep(f"{at}.scale", scale)
+        return self.keep(f"{at}.normalized", x / scale * gain + self.weights.get(f"{at}.bias", 0.0))
+
+    def block(self, resid, layer, allowed):
+        config, at = self.config, f"blocks.{layer}"
+        before = config.norm_place in ("pre", "sandwich")
+        after = config.norm_place in ("output", "sandwich")
+
+        def sublayer(function, x, n, name):
+            x = function(self.norm(x, f"{at}.ln{n}") if before else x)
+            x = self.norm(x, f"{at}.ln{n}_post") if after else x
+            return self.keep(f"{at}.{name}", x)
+
+        def joined(resid, added, n):
+            return self.norm(resid + added, f"{at}.ln{n}") if config.norm_place == "post" else resid + added  # fmt: skip
+
+        start = self.keep(f"{at}.resid_pre", resid)
+        added = sublayer(lambda x: self.attention(x, layer, allowed), start, 1, "attn_out")
+        resid = joined(start, added, 1)
+        if config.mlp != "none":
+            if not config.parallel:
+                self.keep(f"{at}.resid_mid", resid)
+            read = start if config.parallel else resid
+            resid = joined(resid, sublayer(lambda x: self.mlp(x, f"{at}.mlp"), read, 2, "mlp_out"), 2)  # fmt: skip
+        return self.keep(f"{at}.resid_post", resid)
+
+    def mlp(self, x, at):
+        inner, kind = self.linear(x, f"{at}.input"), self.config.activation
+        if self.config.mlp == "plain":
+            hidden = activate(kind, self.keep(f"{at}.pre", inner))
+        else:
+            gate = activate(kind, self.keep(f"{at}.pre", self.linear(x, f"{at}.gate")))
+            hidden = gate * self.keep(f"{at}.linear", inner)
+        return self.linear(self.keep(f"{at}.post", hidden), f"{at}.output")
+
+    def attention(self, x, layer, allowed):
+        config, at = self.config, f"blocks.{layer}.attn"
+        heads, kv_heads, d_head = config.n_heads, config.n_kv_heads, config.d_head
+        flat = self.linear(x, f"{at}.qkv")
+        batch, pos = flat.shape[:2]
+        ends = np.cumsum([0, heads * d_head, kv_heads * d_head, kv_heads * d_head])
+        q, k, v = (flat[..., ends[i] : ends[i + 1]] for i in range(3))
+        q, k = self.qk_norm(q, f"{at}.q_norm"), self.qk_norm(k, f"{at}.k_norm")
+        q, k, v = (part.reshape(batch, pos, -1, d_head) for part in (q, k, v))
+        if config.positions == "rotary":
+            d_rotary = round(d_head * config.rotary_fraction)
+            q, k = (rotated(p, self.positions, config.rotary_theta, d_rotary) for p in (q, k))
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            self.keep(f"{at}.{name}", value)
+        scale = config.attn_scale or 1 / math.sqrt(d_head)
+        scores, pattern = np.zeros((2, batch, heads, pos, pos))
+        z = np.zeros(q.shape)
+        for row, head, query in np.ndindex(batch, heads, pos):
+            of = head // (heads // kv_heads)
+            for key in range(pos):
+                scores[row, head, query, key] = scale * (q[row, query, head] @ k[row, key, of])
+            seen = [
+                key
+                for key in range(pos)
+                if (
+                    self.sees(layer, query, key)
+                    if allowed is None
+                    else allowed[row, head, query, key]
+                )
+            ]
+            if seen:
+                weights = softmax(self.capped(scores[row, head, query, seen], config.attn_cap))
+                pattern[row, head, query, seen] = weights
+                z[row, query, head] = sum(w * v[row, key, of] for w, key in zip(weights, seen, strict=True))  # fmt: skip
+        for name, value in (("scores", scores), ("pattern", pattern), ("z", z)):
+            self.keep(f"{at}.{name}", value)
+        return self.linear(z.reshape(batch, pos, -1), f"{at}.output")
+
+    def sees(self, layer, query, key):
+        config = self.config
+        near = layer in (config.window_layers or range(config.n_layers)) and config.window
+        return key <= query and (not near or query - key < config.window)
+
+    def qk_norm(self, x, at):
+        """x [batch pos d]: of each head for itself, or of all as one vector."""
+        if self.config.qk_norm == "none":
+            return x
+        size = self.config.d_head if self.config.qk_norm == "head" else x.shape[-1]
+        parts = x.reshape(*x.shape[:2], -1, size)
+        root = np.sqrt((parts**2).mean(-1, keepdims=True) + self.config.norm_eps)
+        return (parts / root * self.weights.get(f"{at}.weight", 1.0)).reshape(x.shape)

@@ -1,0 +1,557 @@
+"""Attention against loops in numpy's float64: the function, the module, its masks, every value it names."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hooks import HookedRunner
+from models import (
+    Attention,
+    Transformer,
+    TransformerConfig,
+    causal_mask,
+    scaled_dot_product_attention,
+)
+from tests.reference import (
+    BATCH,
+    FORMS,
+    HEADS,
+    POS,
+    SIZES,
+    VARIANTS,
+    VOCAB,
+    Reference,
+    randomised,
+    some_tokens,
+    tolerance,
+    variant,
+)
+
+QUERY, KEY, D_K, D_V = 7, 11, 2, 13
+# A hook that only looks, at `scores` and at `scale`: the explicit computation throughout.
+EXPLICIT = {"*.sc*": lambda value, point: None}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(ours, theirs, atol=1e-12):
+    torch.testing.assert_close(ours, torch.as_tensor(theirs), atol=atol, rtol=0)
+
+
+# --- the function
+
+
+def loops(q, k, v, mask=None):
+    """Attention of numpy arrays, one query and one key at a time."""
+    axes = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q, k, v = (np.broadcast_to(part, (*axes, *part.shape[-2:])) for part in (q, k, v))
+    query, key = q.shape[-2], k.shape[-2]
+    if mask is None:
+        mask = np.zeros((query, key))
+    if mask.dtype == bool:
+        mask = np.where(mask, 0.0, -np.inf)
+    mask = np.broadcast_to(mask, (*axes, query, key))
+    out = np.zeros((*axes, query, v.shape[-1]))
+    for at in np.ndindex(*axes, query):
+        lead = at[:-1]
+        scores = [
+            sum(q[*at, d] * k[*lead, j, d] for d in range(q.shape[-1])) / math.sqrt(q.shape[-1])
+            + mask[*at, j]
+            for j in range(key)
+        ]
+        largest = max(scores)
+        if largest > -np.inf:
+            weights = [math.exp(score - largest) for score in scores]
+            out[at] = sum(w / sum(weights) * v[*lead, j] for j, w in enumerate(weights))
+    return out
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ((), (), ()),
+        ((5,), (5,), (5,)),
+        ((5, 3), (5, 3), (5, 3)),
+        ((5, 3), (5, 1), (1, 3)),
+        ((5, 3), (3,), ()),
+        ((), (5, 1), (3,)),
+    ],
+)
+def test_function_over_any_leading_axes(axes):
+    q, k, v = (draw(*lead, *last, seed=n) for n, (lead, last) in enumerate(zip(axes, ((QUERY, D_K), (KEY, D_K), (KEY, D_V)), strict=True)))  # fmt: skip
+    ours = scaled_dot_product_attention(q, k, v)
+    close(ours, loops(q.numpy(), k.numpy(), v.numpy()))
+    assert ours.shape[-2:] == (QUERY, D_V)
+
+
+MASKS = [(QUERY, KEY), (3, QUERY, KEY), (5, 3, QUERY, KEY), (5, 1, 1, KEY), (1, 1, QUERY, KEY), (QUERY, 1), (KEY,)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", MASKS)
+@pytest.mark.parametrize("kind", ["boolean", "float"])
+def test_function_with_masks(shape, kind):
+    q, k, v = draw(5, 3, QUERY, D_K), draw(5, 3, KEY, D_K, seed=1), draw(5, 3, KEY, D_V, seed=2)
+    noise = draw(*shape, seed=3)
+    mask = noise > 0.4
+    assert mask.any()
+    assert not mask.all()
+    if kind == "float":
+        mask = torch.where(mask, 2 * noise, -torch.inf)
+    ours = scaled_dot_product_attention(q, k, v, mask)
+    close(ours, loops(q.numpy(), k.numpy(), v.numpy(), mask.numpy()))
+    assert not torch.allclose(ours, scaled_dot_product_attention(q, k, v))
+
+
+def test_a_causal_mask_hides_what_comes_later():
+    assert causal_mask(3).tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]
+    assert causal_mask(2, "meta").device.type == "meta"
+    q, k, v = draw(QUERY, D_K), draw(QUERY, D_K, seed=1), draw(QUERY, D_V, seed=2)
+    ours = scaled_dot_product_attention(q, k, v, causal_mask(QUERY))
+    for query in range(QUERY):
+        alone = scaled_dot_product_attention(q[[query]], k[: query + 1], v[: query + 1])
+        close(ours[[query]], alone)
+
+
+def test_padding_gives_what_the_shorter_sequences_give():
+    q, k, v = draw(2, QUERY, D_K), draw(2, KEY, D_K, seed=1), draw(2, KEY, D_V, seed=2)
+    mask = torch.ones(2, 1, KEY, dtype=torch.bool)
+    mask[0, :, 8:], mask[1, :, :3] = False, False
+    k[0, 8:], v[0, 8:] = 1e30, 1e30
+    ours = scaled_dot_product_attention(q, k, v, mask)
+    close(ours[0], scaled_dot_product_attention(q[0], k[0, :8], v[0, :8]))
+    close(ours[1], scaled_dot_product_attention(q[1], k[1, 3:], v[1, 3:]))
+
+
+@pytest.mark.parametrize("kind", ["boolean", "float"])
+def test_a_query_without_keys_gets_zeros_and_finite_gradients(kind):
+    q, k, v = (draw(*shape, seed=n).requires_grad_() for n, shape in enumerate(((4, 2), (5, 2), (5, 3))))  # fmt: skip
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[1], mask[3, 2:] = False, False
+    if kind == "float":
+        mask = torch.where(mask, 0.0, -torch.inf).double()
+    out = scaled_dot_product_attention(q, k, v, mask)
+    assert out[1].tolist() == [0, 0, 0]
+    assert out[[0, 2, 3]].all()
+    out.square().sum().backward()
+    assert all(part.grad.isfinite().all() for part in (q, k, v))
+    assert q.grad[1].tolist() == [0, 0]
+    assert q.grad[[0, 2, 3]].all()
+
+
+def test_an_empty_row_does_not_spoil_the_others_gradients():
+    q, k, v = draw(4, 2), draw(5, 2, seed=1), draw(5, 3, seed=2)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[1] = False
+
+    def gradients(rows):
+        leaves = [part.clone().requires_grad_() for part in (q, k, v)]
+        out = scaled_dot_product_attention(leaves[0][rows], *leaves[1:], mask[rows])
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    for ours, expected in zip(gradients([0, 1, 2, 3]), gradients([0, 2, 3]), strict=True):
+        close(ours, expected)
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_scores_are_stable(size, dtype):
+    q = torch.tensor([[size * math.sqrt(2), 0], [0, size * math.sqrt(2)]], dtype=dtype)
+    k = torch.tensor([[1.0, 1.0], [0.5, 1.0], [1.0, 0.5]], dtype=dtype)
+    v = torch.tensor([[1.0, 0.0], [0.0, 1.0], [4.0, 5.0]], dtype=dtype, requires_grad=True)
+    out = scaled_dot_product_attention(q, k, v)
+    # Scores differ by 5000: all weight on the largest, shared where two are equal.
+    expected = [[2.5, 2.5], [0.5, 0.5]] if size > 0 else [[0.0, 1.0], [4.0, 5.0]]
+    assert out.tolist() == expected
+    assert out.dtype == dtype
+    out.sum().backward()
+    assert v.grad.sum(1).tolist() == ([2.0, 1.0, 1.0] if size > 0 else [0.0, 2.0, 2.0])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("shape", [(QUERY, 5), (5, KEY), (2, QUERY, KEY), (3, 1, QUERY, KEY)])
+def test_a_mask_of_another_shape_says_both(shape):
+    q, k, v = draw(3, QUERY, D_K), draw(3, KEY, D_K), draw(3, KEY, D_V)
+    match = rf"broadcasts to the scores, \(3, 7, 11\), not \({', '.join(map(str, shape))}\)"
+    with pytest.raises(ValueError, match=match):
+        scaled_dot_product_attention(q, k, v, torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers_is_refused(dtype):
+    """Added to the scores, zeros and ones would hide nothing."""
+    q = draw(3, D_K)
+    with pytest.raises(ValueError, match=f"boolean.*{dtype}"):
+        scaled_dot_product_attention(q, q, q, causal_mask(3).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_float_mask_may_be_of_another_precision(dtype):
+    q, mask = draw(3, D_K).to(dtype), torch.where(causal_mask(3), 0.0, -torch.inf)
+    ours = scaled_dot_product_attention(q, q, q, mask.to(torch.float64))
+    assert ours.dtype == dtype
+    assert torch.equal(ours, scaled_dot_product_attention(q, q, q, causal_mask(3)))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "holes", "float"])
+def test_gradients_of_the_function(mask):
+    leaves = [draw(*shape, seed=n).requires_grad_() for n, shape in enumerate(((2, 3, 2), (2, 5, 2), (2, 5, 3)))]  # fmt: skip
+    masks = {
+        "none": None,
+        "causal": torch.ones(3, 5, dtype=torch.bool).tril(2),
+        "holes": draw(2, 3, 5, seed=4) > 0.8,
+        "float": draw(3, 5, seed=5),
+    }
+    if mask == "holes":
+        assert (~masks[mask].any(-1)).any()
+    torch.autograd.gradcheck(lambda *qkv: scaled_dot_product_attention(*qkv, masks[mask]), leaves)
+
+
+# --- the model's attention, and every point: the reference's values under the reference's names
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_value_is_what_its_name_says(name):
+    model, tokens = variant(name), some_tokens()
+    reference = Reference(model)
+    expected = reference(tokens)
+    atol = tolerance(model.config)
+    with torch.no_grad():
+        close(model(tokens), expected, atol)  # the fused kernels
+        logits, cache = HookedRunner(model).run_with_cache(tokens)
+    close(logits, expected, atol)
+    assert set(cache) == set(reference.values)
+    for point, value in reference.values.items():
+        close(cache[point], value, atol)
+        assert value.std() > 1e-3, point  # nothing is compared with a constant
+
+
+def test_variants_differ():
+    tokens = some_tokens()
+    with torch.no_grad():
+        logits = {name: variant(name)(tokens) for name in VARIANTS}
+    names = list(logits)
+    for n, one in enumerate(names):
+        for other in names[:n]:
+            assert (logits[one] - logits[other]).abs().max() > 1e-4, (one, other)
+
+
+def padding():
+    """A mask with one row padded left, one right, one with holes, and two whole ones."""
+    mask = torch.ones(BATCH, POS, dtype=torch.bool)
+    mask[0, :3], mask[1, 5:], mask[2, [1, 4]] = False, False, False
+    return mask
+
+
+def holes(*shape):
+    """A random mask in which the last query of the first row sees nothing."""
+    mask = draw(*shape, seed=9) > 0
+    mask[0, ..., -1, :] = False
+    return mask
+
+
+GIVEN_MASKS = {
+    "none": None,
+    "padding": padding(),
+    "3-D": holes(BATCH, POS, POS),
+    "4-D": holes(BATCH, HEADS, POS, POS),
+    "one for all rows": draw(1, POS, POS, seed=8) > 0,
+    "one for all heads": draw(BATCH, 1, POS, POS, seed=7) > 0,
+}
+SOME = ["pre", "post", "like llama", "like gemma 2", "like olmo 2", "window", "qk_norm all"]
+WITH_MASKS = [(name, mask) for name in SOME for mask in ("padding", "4-D")]
+
+
+@pytest.mark.parametrize(("name", "mask"), [(name, "none") for name in VARIANTS] + WITH_MASKS)
+def test_explicit_and_fused_agree_in_values_and_gradients(name, mask):
+    """Every switch, with masks under which some queries see nothing."""
+    model, tokens, given = variant(name), some_tokens(), GIVEN_MASKS[mask]
+    runner, weights = HookedRunner(model), list(model.parameters())
+
+    def run(hooks):
+        logits = runner.run_with_hooks(tokens, attention_mask=given, hooks=hooks)
+        gradients = torch.autograd.grad(logits.log_softmax(-1)[:, :, 5].sum(), weights)
+        return logits.detach(), gradients
+
+    fused, fused_gradients = run({})
+    explicit, explicit_gradients = run(EXPLICIT)
+    close(explicit, fused, 1e-10)
+    for ours, theirs in zip(explicit_gradients, fused_gradients, strict=True):
+        assert theirs.isfinite().all()
+        close(ours, theirs, 1e-8)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("hooks", [{}, EXPLICIT], ids=["fused", "explicit"])
+def test_gradients_of_the_model_are_finite_differences(name, hooks):
+    model, tokens = variant(name), some_tokens(shape=(2, 5))
+    runner, weights = HookedRunner(model), list(model.parameters())
+    directions = [draw(*weight.shape, seed=n) for n, weight in enumerate(weights)]
+
+    def loss(step):
+        with torch.no_grad():
+            for weight, direction in zip(weights, directions, strict=True):
+                weight += step * direction
+        return runner.run_with_hooks(tokens, hooks=hooks).log_softmax(-1)[:, :, 5].sum()
+
+    gradients = torch.autograd.grad(loss(0), weights)
+    along = sum((g * d).sum().item() for g, d in zip(gradients, directions, strict=True))
+    slope = (loss(1e-6) - loss(-2e-6)).item() / 2e-6
+    assert along == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "like olmo 2"])
+def test_explicit_and_fused_in_bfloat16(name):
+    """Both round at every step; neither may be much further from float64 than the other."""
+    model, tokens = variant(name).bfloat16(), some_tokens()
+    exact = torch.tensor(Reference(model)(tokens))
+    runner = HookedRunner(model)
+    with torch.no_grad():
+        fused = model(tokens)
+        explicit = runner.run_with_hooks(tokens, hooks=EXPLICIT)
+    assert fused.dtype == explicit.dtype == torch.bfloat16
+    errors = [(logits.double() - exact).square().mean().sqrt() for logits in (fused, explicit)]
+    assert max(errors) < 0.02 * exact.abs().max()
+    assert errors[1] < 2 * errors[0]
+
+
+@pytest.mark.parametrize("name", FORMS | {"like llama": {}, "embed_norm": {}, "logit_cap": {}})
+def test_every_point_lies_on_the_compute_path(name):
+    model, tokens = variant(name), some_tokens(shape=(2, 5))
+    runner = HookedRunner(model)
+
+    def nudge(value, point):
+        # Shared by a row of scores or a whole vector, a constant might cancel out.
+        return value + 0.1 * draw(*value.shape, seed=11)
+
+    with torch.no_grad():
+        plain = model(tokens)
+        for point in runner.points:
+            edited = runner.run_with_hooks(tokens, hooks={point: nudge})
+            assert (edited - plain).abs().max() > 1e-4, point
+    kinds = {point.rpartition(".")[2] for point in runner.points}
+    assert {"scores", "pattern", "z", "q", "k", "v", "attn_out", "resid_post"} <= kinds
+
+
+@pytest.mark.parametrize("name", [*FORMS, *SOME[2:], "attn_scale", "no out bias"])
+def test_the_identities_that_names_promise(name):
+    model, tokens = variant(name), some_tokens()
+    config = model.config
+    with torch.no_grad():
+        _, cache = HookedRunner(model).run_with_cache(tokens)
+        for layer, block in enumerate(model.blocks):
+            at = f"blocks.{layer}"
+            pre, post, attn_out = (
+                cache[f"{at}.{n}"] for n in ("resid_pre", "resid_post", "attn_out")
+            )
+            with_mid = config.mlp != "none" and not config.parallel
+            assert (f"{at}.resid_mid" in cache) == with_mid
+            if config.norm_place == "post":
+                close(cache[f"{at}.resid_mid"], block.ln1(pre + attn_out))
+                close(post, block.ln2(cache[f"{at}.resid_mid"] + cache[f"{at}.mlp_out"]))
+            elif with_mid:
+                close(cache[f"{at}.resid_mid"], pre + attn_out)
+                close(post, cache[f"{at}.resid_mid"] + cache[f"{at}.mlp_out"])
+            elif config.parallel:
+                close(post, pre + attn_out + cache[f"{at}.mlp_out"])
+            else:
+                close(post, pre + attn_out)
+            part = {n: cache[f"{at}.attn.{n}"] for n in ("q", "k", "v", "scores", "pattern", "z")}
+            close(part["pattern"].sum(-1), torch.ones(BATCH, config.n_heads, POS).double())
+            assert part["scores"].isfinite().all()
+            k, v = (part[n].repeat_interleave(config.n_heads // config.n_kv_heads, 2) for n in "kv")
+            scale = config.attn_scale or config.d_head**-0.5
+            close(part["scores"], scale * torch.einsum("bqhd,bkhd->bhqk", part["q"], k))
+            close(part["z"], torch.einsum("bhqk,bkhd->bqhd", part["pattern"], v))
+            if config.norm_place in ("pre", "post"):
+                by_head = torch.einsum("bphd,hdm->bphm", part["z"], block.attn.W_O)
+                close(by_head.sum(2) + block.attn.b_O, attn_out)
+
+
+@pytest.mark.parametrize("name", [*SOME, "attention only", "parallel", "multi-query"])
+def test_no_position_sees_a_later_token(name):
+    model, tokens = variant(name), some_tokens()
+    changed = tokens.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % VOCAB
+    for hooks in ({}, EXPLICIT):
+        with torch.no_grad():
+            before, after = (
+                HookedRunner(model).run_with_hooks(t, hooks=hooks) for t in (tokens, changed)
+            )
+        difference = (before - after).abs().amax((0, 2))
+        assert not difference[:4].any()
+        assert difference[4]
+        assert difference[4:].all() or model.config.window
+
+
+def test_a_window_reaches_as_far_as_it_says():
+    """One layer with a window of 3: position 5 reads 3, 4 and 5 only; with two layers, from 1 on."""
+    for layers, first in ((1, 3), (2, 1)):
+        model, tokens = variant("window", n_layers=layers), some_tokens()
+        for changed in range(POS):
+            other = tokens.clone()
+            other[:, changed] = (other[:, changed] + 1) % VOCAB
+            with torch.no_grad():
+                difference = (model(tokens) - model(other))[:, 5].abs().max()
+            assert (difference > 0) == (first <= changed <= 5), changed
+
+
+def test_without_positions_and_mask_a_permutation_of_tokens_permutes_the_logits():
+    model, tokens = variant("no positions", n_kv_heads=2), some_tokens()
+    order = [3, 0, 6, 1, 5, 2, 4]
+    seen = torch.ones(BATCH, POS, POS)
+    with torch.no_grad():
+        close(model(tokens[:, order], attention_mask=seen), model(tokens, seen)[:, order], 1e-10)
+        assert (model(tokens[:, order]) - model(tokens)[:, order]).abs().max() > 1e-2
+        assert (model(tokens, seen) - model(tokens)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dropout_of_the_pattern_leaves_its_mean(dropout):
+    """Explicit and fused attention drop weights with the given probability and scale up the rest."""
+    model = variant("no positions", dropout=dropout)
+    attn, x = model.blocks[0].attn.train(), draw(1, POS, SIZES["d_model"]).expand(3000, -1, -1)
+    attn.output_dropout.eval()
+    context = model.context(some_tokens(shape=(3000, POS)))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = attn.eval()(x, context)[:1]
+        attn.train().output_dropout.eval()
+        for hooks in ({}, {"pattern": lambda value, point: None}):
+            with HookedRunner(attn).hooks(hooks):
+                out = attn(x, context)
+            spread = out.std(0)
+            assert bool((spread > 0.01).all()) == bool(dropout)
+            error = (out.mean(0) - expected[0]).abs()
+            assert (error <= 5 * spread / math.sqrt(3000) + 1e-12).all()
+
+
+# --- masks of a call
+
+
+@pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "sinusoidal", "window", "qk_norm all"])  # fmt: skip
+@pytest.mark.parametrize("hooks", [{}, EXPLICIT], ids=["fused", "explicit"])
+def test_a_padded_row_gets_what_it_gets_alone(name, hooks):
+    model, tokens, mask = variant(name), some_tokens(), GIVEN_MASKS["padding"]
+    with torch.no_grad():
+        logits = HookedRunner(model).run_with_hooks(tokens, attention_mask=mask, hooks=hooks)
+        for row, real in enumerate(mask):
+            alone = model(tokens[row][real][None])[0]
+            close(logits[row][real], alone, 1e-9)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", ["3-D", "4-D", "one for all rows", "one for all heads"])
+@pytest.mark.parametrize("name", ["pre", "grouped", "like gemma 2", "window"])
+def test_a_mask_by_query_replaces_the_causal_rule_and_windows(name, mask):
+    model, tokens, given = variant(name), some_tokens(), GIVEN_MASKS[mask]
+    allowed = given[:, None] if given.ndim == 3 else given
+    allowed = allowed.expand(BATCH, HEADS, POS, POS).numpy()
+    expected, atol = Reference(model)(tokens, allowed), tolerance(model.config)
+    runner = HookedRunner(model)
+    with torch.no_grad():
+        close(model(tokens, attention_mask=given), expected, atol)
+        explicit, cache = runner.run_with_cache(tokens, attention_mask=given, names="*.pattern")
+    close(explicit, expected, atol)
+    sums = cache["pattern", 1].sum(-1)
+    close(sums, torch.tensor(allowed.any(-1)).double())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(BATCH, POS, 1), (BATCH, 1, POS), (BATCH, 1, POS, 1), (1, HEADS, 1, POS), (1, 1, 1, 1)],
+)
+@pytest.mark.parametrize("name", ["pre", "rotary", "window"])
+def test_axes_of_one_stand_for_all(name, shape):
+    model, tokens = variant(name), some_tokens()
+    given = draw(*shape, seed=1) > -0.5
+    given[..., :1, :1] = True
+    whole = given[:, None] if given.ndim == 3 else given
+    with torch.no_grad():
+        expected = model(tokens, whole.expand(BATCH, HEADS, POS, POS).clone())
+        close(model(tokens, attention_mask=given), expected, 1e-10)
+
+
+def test_a_mask_of_zeros_and_ones_may_have_any_type():
+    model, tokens = variant("like llama"), some_tokens()
+    for mask in (GIVEN_MASKS["padding"], GIVEN_MASKS["3-D"]):
+        with torch.no_grad():
+            expected = model(tokens, mask)
+            for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.float64):
+                assert torch.equal(model(tokens, mask.to(dtype)), expected)
+
+
+def test_a_mask_of_ones_changes_nothing():
+    for name in ("pre", "like llama", "window"):
+        model, tokens = variant(name), some_tokens()
+        with torch.no_grad():
+            close(model(tokens, torch.ones(BATCH, POS)), model(tokens), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        (torch.ones(BATCH, 6), r"is \[batch, key\], here \(5, 7\), .*; not \(5, 6\)"),
+        (torch.ones(1, POS), r"not \(1, 7\)"),
+        (torch.ones(POS), r"not \(7,\)"),
+        (torch.ones(BATCH, 3, POS), r"\[batch, query, key\], \(5, 7, 7\), .*; not \(5, 3, 7\)"),
+        (torch.ones(2, POS, POS), r"not \(2, 7, 7\)"),
+        (torch.ones(BATCH, 3, POS, POS), r"head, query, key\], \(5, 6, 7, 7\); .* not \(5, 3, 7, 7\)"),
+        (torch.ones(1, 1, 1, 1, POS), r"not \(1, 1, 1, 1, 7\)"),
+        (torch.ones(BATCH, POS) * 2, "1 where a key may be attended to and 0 elsewhere; .* from 2.0 to 2.0"),
+        (torch.zeros(BATCH, POS).log(), "values from -inf to -inf"),
+        (torch.full((BATCH, POS), 0.5), "values from 0.5 to 0.5"),
+        (-torch.ones(BATCH, POS), "values from -1.0 to -1.0"),
+        (torch.ones(BATCH, POS).index_fill(0, torch.tensor(3), 0), "no key at all in row 3"),
+        (torch.ones(BATCH, POS, POS).index_fill(0, torch.tensor(2), 0), "no key at all in row 2"),
+    ],
+)  # fmt: skip
+def test_a_mask_that_cannot_be_says_what_one_is(mask, match):
+    with pytest.raises(ValueError, match=match):
+        variant("pre")(some_tokens(), attention_mask=mask)
+
+
+def test_rotary_attention_without_rotations_says_where_they_come_from():
+    model, tokens = variant("rotary"), some_tokens()
+    context = model.context(tokens)
+    with pytest.raises(ValueError, match=r"model\.context\(tokens\)"):
+        model.blocks[0](model.input_resid(tokens, context), context._replace(rotation=None))
+
+
+def test_long_sequences_take_the_kernels_other_paths():
+    """Longer than the blocks that fused kernels work in, with a window and grouped heads."""
+    config = TransformerConfig(**SIZES | dict(n_ctx=600, n_layers=1, n_kv_heads=2, window=257))
+    model, tokens = randomised(config), some_tokens(shape=(1, 600))
+    q = k = v = None
+    with torch.no_grad():
+        logits, cache = HookedRunner(model).run_with_cache(tokens)
+        close(model(tokens), logits, 1e-4)
+        q, k, v = (cache[f"blocks.0.attn.{n}"][0].double().numpy() for n in "qkv")
+    for head, query in ((0, 599), (3, 300), (5, 256), (4, 257), (2, 0)):
+        keys = slice(max(0, query - 256), query + 1)
+        expected = loops(q[[query], head], k[keys, head // 3], v[keys, head // 3])
+        close(cache["z", 0][0, query, head].double(), expected[0], 1e-5)
+
+
+def test_attention_alone_is_the_function_with_projections_around_it():
+    config = TransformerConfig(**SIZES | dict(positions="none"))
+    attn, x = Attention(config, 0).double(), draw(BATCH, POS, SIZES["d_model"])
+    with torch.no_grad():
+        for n, parameter in enumerate(attn.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=n))
+        attn.qkv.bias.zero_()
+        q, k, v = (
+            torch.einsum("bpm,hmd->bhpd", x, weight) for weight in (attn.W_Q, attn.W_K, attn.W_V)
+        )
+        z = scaled_dot_product_attention(q, k, v, causal_mask(POS))
+        expected = F.linear(z.transpose(1, 2).flatten(2), attn.output.weight, attn.b_O)
+        context = Transformer(config).context(some_tokens())
+        close(attn(x, context), expected)

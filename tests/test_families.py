@@ -1,0 +1,556 @@
+"""Configs of published models, what cannot be expressed, and the keys of each family's files."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.checkpoints import from_hf, load
+from models.checkpoints.families import FAMILIES, translated
+from models.config import RotaryScaling, TransformerConfig
+
+COMMON = {"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
+COMMON |= {"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2}
+
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+TINY_STARCODER = {
+    "activation_function": "gelu_pytorch_tanh",
+    "architectures": ["GPTBigCodeForCausalLM"],
+    "attention_softmax_in_fp32": True,
+    "attn_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "inference_runner": 0,
+    "layer_norm_epsilon": 1e-05,
+    "max_batch_size": None,
+    "max_sequence_length": None,
+    "model_type": "gpt_bigcode",
+    "multi_query": True,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": 3072,
+    "n_layer": 20,
+    "n_positions": 8192,
+    "pad_key_length": True,
+    "pre_allocate_kv_cache": False,
+    "resid_pdrop": 0.1,
+    "scale_attention_softmax_in_fp32": True,
+    "scale_attn_weights": True,
+    "summary_activation": None,
+    "validate_runner_input": True,
+    "vocab_size": 49152,
+    **COMMON,
+}
+PYTHIA_70M = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_act": "gelu",
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "vocab_size": 50304,
+    **COMMON,
+}
+LLAMA_3_2_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+    **COMMON,
+}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+    **COMMON,
+}
+QWEN_2_5 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    **COMMON,
+}
+QWEN_3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    **COMMON,
+}
+OLMO_2_1B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+    **COMMON,
+}
+GEMMA_2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+    **COMMON,
+}
+RMS = dict(norm="rmsnorm", mlp="gated", positions="rotary", mlp_bias=False)
+UNBIASED = RMS | dict(activation="silu", qkv_bias=False, out_bias=False)
+LLAMA3 = RotaryScaling(kind="llama3", factor=32.0, original_n_ctx=8192, low=1.0, high=4.0)
+
+PUBLISHED = {
+    "gpt2": (
+        GPT2,
+        dict(vocab_size=50257, n_ctx=1024, n_layers=12, n_heads=12, d_model=768, dropout=0.1),
+    ),
+    "tiny_starcoder": (
+        TINY_STARCODER,
+        dict(vocab_size=49152, n_ctx=8192, n_layers=20, n_heads=12, d_model=768, dropout=0.1)
+        | dict(n_kv_heads=1),
+    ),
+    "pythia-70m": (
+        PYTHIA_70M,
+        dict(vocab_size=50304, n_ctx=2048, n_layers=6, n_heads=8, d_model=512, activation="gelu")
+        | dict(positions="rotary", rotary_fraction=0.25, parallel=True, tied_unembed=False),
+    ),
+    "Llama-3.2-1B": (
+        LLAMA_3_2_1B,
+        dict(vocab_size=128256, n_ctx=131072, n_layers=16, n_heads=32, d_model=2048, d_head=64)
+        | dict(UNBIASED, n_kv_heads=8, d_mlp=8192, rotary_theta=5e5, rotary_scaling=LLAMA3),
+    ),
+    "Mistral-7B-v0.1": (
+        MISTRAL_7B,
+        dict(vocab_size=32000, n_ctx=32768, n_layers=32, n_heads=32, d_model=4096, d_head=128)
+        | dict(UNBIASED, n_kv_heads=8, d_mlp=14336, window=4096, tied_unembed=False),
+    ),
+    "Qwen2.5-0.5B": (
+        QWEN_2_5,
+        dict(vocab_size=151936, n_ctx=32768, n_layers=24, n_heads=14, d_model=896, d_head=64)
+        | dict(UNBIASED, n_kv_heads=2, d_mlp=4864, rotary_theta=1e6, norm_eps=1e-6, qkv_bias=True),
+    ),
+    "Qwen3-0.6B": (
+        QWEN_3,
+        dict(vocab_size=151936, n_ctx=40960, n_layers=28, n_heads=16, d_model=1024, d_head=128)
+        | dict(UNBIASED, n_kv_heads=8, d_mlp=3072, rotary_theta=1e6, norm_eps=1e-6, qk_norm="head"),
+    ),
+    "OLMo-2-0425-1B": (
+        OLMO_2_1B,
+        dict(vocab_size=100352, n_ctx=4096, n_layers=16, n_heads=16, d_model=2048, d_mlp=8192)
+        | dict(UNBIASED, rotary_theta=5e5, norm_eps=1e-6, norm_place="output", qk_norm="all")
+        | dict(tied_unembed=False),
+    ),
+    "gemma-2-2b": (
+        GEMMA_2_2B,
+        dict(vocab_size=256000, n_ctx=8192, n_layers=26, n_heads=8, d_model=2304, d_head=256)
+        | dict(UNBIASED, n_kv_heads=4, d_mlp=9216, norm_eps=1e-6, norm_place="sandwich")
+        | dict(activation="gelu_tanh", embed_scale=48.0, attn_scale=1 / 16)
+        | dict(attn_cap=50.0, logit_cap=30.0, window=4096, window_layers=tuple(range(0, 26, 2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name):
+    described, expected = PUBLISHED[name]
+    assert translated(described, "config.json")[1] == TransformerConfig(**expected)
+
+
+def config_of(described, **changes):
+    return translated(described | changes, "config.json")[1]
+
+
+def test_what_a_file_leaves_out_is_as_in_transformers():
+    transformers = pytest.importorskip("transformers")
+    for family in FAMILIES:
+        width = {"n_embd" if family in ("gpt2", "gpt_bigcode") else "hidden_size": 1536}
+        stated = transformers.AutoConfig.for_model(family, **width).to_dict()
+        brief = {"model_type": family, **width}
+        assert translated(brief, "config.json")[1] == translated(stated, "config.json")[1]
+
+
+def test_old_and_new_spellings_are_one():
+    scaling = dict(LLAMA_3_2_1B["rope_scaling"])
+    new = {k: v for k, v in LLAMA_3_2_1B.items() if k not in ("rope_scaling", "rope_theta")}
+    new = config_of(new, rope_parameters=dict(scaling, rope_theta=500000.0), dtype="bfloat16")
+    assert new == config_of(LLAMA_3_2_1B)
+    scaling["type"] = scaling.pop("rope_type")
+    assert config_of(LLAMA_3_2_1B, rope_scaling=scaling) == new
+    neox = {k: v for k, v in PYTHIA_70M.items() if not k.startswith("rotary")}
+    rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
+    assert config_of(neox, rope_parameters=rope) == config_of(PYTHIA_70M)
+
+
+def test_rotary_scalings():
+    def scaling(**stated):
+        return config_of(LLAMA_3_2_1B, rope_scaling=stated).rotary_scaling
+
+    assert scaling(type="linear", factor=4) == RotaryScaling(kind="linear", factor=4.0)
+    assert scaling(rope_type="default") is None
+    yarn = scaling(type="yarn", factor=4.0, original_max_position_embeddings=4096, beta_fast=16)
+    assert yarn == RotaryScaling(kind="yarn", factor=4.0, original_n_ctx=4096, low=1.0, high=16.0)
+    by_ratio = scaling(type="yarn", original_max_position_embeddings=32768)
+    assert (by_ratio.factor, by_ratio.high) == (4.0, 32.0)
+    assert scaling(type="yarn", factor=2.0, attention_factor=1.5).attention_factor == 1.5
+    long = scaling(type="yarn", factor=2.718281828, mscale=2.0, mscale_all_dim=5.0)
+    assert long.attention_factor == pytest.approx(1.2 / 1.5)
+
+
+def test_windows():
+    qwen = dict(QWEN_2_5, num_hidden_layers=5, sliding_window=7)
+    upper = config_of(qwen, use_sliding_window=True, max_window_layers=3)
+    assert (upper.window, upper.window_layers) == (7, (3, 4))
+    assert config_of(qwen, max_window_layers=3).window == 0
+    listed = ["sliding_attention"] + ["full_attention"] * 4
+    listed = config_of(qwen, use_sliding_window=True, layer_types=listed)
+    assert (listed.window, listed.window_layers) == (7, (0,))
+    whole = config_of(qwen, use_sliding_window=True, max_window_layers=0)
+    assert (whole.window, whole.window_layers) == (7, ())
+    assert config_of(MISTRAL_7B, sliding_window=None).window == 0
+    gemma = config_of(GEMMA_2_2B, layer_types=["full_attention"] * 26, final_logit_softcapping=None)
+    assert (gemma.window, gemma.logit_cap) == (0, 0.0)
+
+
+def test_attributes_of_some_files_that_change_nothing():
+    for described, more in (
+        (GPT2, dict(n_special=0, predict_special_tokens=True, output_past=True)),
+        (PYTHIA_70M, dict(attention_probs_dropout_prob=0, hidden_dropout_prob=0)),
+        (LLAMA_3_2_1B, {"is_llama_config": True, "rope_interleaved": False}),
+        (LLAMA_3_2_1B, {"transformers.js_config": {"dtype": "q4"}, "max_sequence_length": 2048}),
+        (GEMMA_2_2B, dict(sliding_window_size=4096, hidden_act="gelu")),
+    ):
+        assert config_of(described, **more) == config_of(described)
+
+
+REFUSED = [
+    (LLAMA_3_2_1B, dict(rope_interleaved=True), "rope_interleaved is True"),
+    (PYTHIA_70M, dict(hidden_dropout_prob=0.1), "hidden_dropout_prob is 0.1"),
+    (GEMMA_2_2B, dict(sliding_window_size=512), "sliding_window_size is 512"),
+    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
+    (GPT2, dict(add_cross_attention=True), "add_cross_attention is True"),
+    (GPT2, dict(is_encoder_decoder=True), "is_encoder_decoder is True"),
+    (GPT2, dict(n_ctx=512), "n_ctx is 512, .*can express None or 1024"),
+    (GPT2, dict(embd_pdrop=0.0), "embd_pdrop 0.0, attn_pdrop 0.1, resid_pdrop 0.1"),
+    (
+        GPT2,
+        dict(activation_function="quick_gelu"),
+        "activation_function is 'quick_gelu', .*gelu_new",
+    ),
+    (GPT2, dict(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}"),
+    (GPT2, dict(n_embd="768"), "d_model"),
+    (GPT2, dict(n_head=5), "d_model is a multiple of n_heads"),
+    (
+        GPT2,
+        dict(spectral_gate=3, auto_map={}),
+        r"no attribute called auto_map \({}\), spectral_gate",
+    ),
+    (TINY_STARCODER, dict(num_key_value_heads=2), "num_key_value_heads is 2"),
+    (PYTHIA_70M, dict(attention_dropout=0.1), "attention_dropout 0.1, hidden_dropout 0.0"),
+    (PYTHIA_70M, dict(rope_theta=500.0), "rope_theta is .*, and .* is given as well"),
+    (LLAMA_3_2_1B, dict(attention_dropout=0.1), "attention_dropout is 0.1"),
+    (LLAMA_3_2_1B, dict(pretraining_tp=2), "pretraining_tp is 2, .*can express 1"),
+    (LLAMA_3_2_1B, dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "longrope"}), "default, linear, llama3, yarn"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "linear"}), "express linear with factor"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "linear", "factor": 2.0, "fast": 1}), "'fast': 1"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "linear", "rope_type": "yarn"}), "only one value"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "truncate": False}), "truncate is False"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "attention_factor": 0.0}), "above 0"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"full_attention": {}}), "one set of numbers for all layers"),
+    (LLAMA_3_2_1B, dict(rope_scaling="linear"), "one set of numbers for all layers"),
+    (LLAMA_3_2_1B, dict(sliding_window=4096), r"no attribute called sliding_window \(4096\)"),
+    (MISTRAL_7B, dict(sliding_window=0), "sliding_window is 0"),
+    (QWEN_2_5, dict(use_mrope=True), "use_mrope is True"),
+    (QWEN_2_5, dict(layer_types=["sliding_attention"] * 24), "sliding_window is None"),
+    (QWEN_2_5, dict(layer_types=["full_attention"]), "one for each of 24 layers"),
+    (QWEN_3, dict(layer_types=["linear_attention"] * 28), "layer_types is 'linear_attention'"),
+    (GEMMA_2_2B, dict(use_bidirectional_attention=True), "use_bidirectional_attention is True"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("described", "changes", "message"), REFUSED)
+def test_what_cannot_be_expressed_is_named(described, changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        translated(described | changes, "here/config.json")
+    assert str(caught.value).startswith("here/config.json: ")
+
+
+def test_an_unknown_family_lists_close_ones():
+    with pytest.raises(ValueError, match=r"model_type is one of gpt2, .* not 'gpt3'; did you mean"):
+        translated({"model_type": "gpt3"}, "config.json")
+    with pytest.raises(ValueError, match="not 7$"):
+        translated({"model_type": 7}, "config.json")
+
+
+# Files: keys as other versions of transformers and other tools write them.
+
+SMALL = dict(n_layer=2, n_head=2, n_embd=10, n_positions=7, vocab_size=11, n_inner=13)
+OLD_NEOX = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
+OLD_NEOX |= dict(vocab_size=11, max_position_embeddings=7, rotary_pct=0.5)
+OLD_LLAMA = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
+OLD_LLAMA |= dict(vocab_size=11, max_position_embeddings=7, num_key_value_heads=2)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A directory with a small model of a family, and the model's state."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+
+    def make(family, **sizes):
+        ids = dict(bos_token_id=1, eos_token_id=2)
+        config = transformers.AutoConfig.for_model(family, **sizes, **ids)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model.save_pretrained(tmp_path)
+        return tmp_path, model
+
+    return make
+
+
+def rewritten(directory, change):
+    """The model after its file's tensors have been changed."""
+    path = directory / "model.safetensors"
+    state = load_file(path)
+    save_file({k: v.clone() for k, v in change(state).items()}, path)
+    return load(directory)
+
+
+def parameters_equal(one, other):
+    theirs = dict(other.named_parameters())
+    return all(torch.equal(value, theirs[name]) for name, value in one.named_parameters())
+
+
+def test_the_original_keys_of_gpt2(made):
+    directory, _ = made("gpt2", **SMALL)
+    expected = load(directory)
+    buffers = {f"h.{n}.attn.bias": torch.ones(1, 1, 7, 7) for n in range(2)}
+    buffers |= {f"h.{n}.attn.masked_bias": torch.tensor(-1e4) for n in range(2)}
+
+    def original(state):
+        return {k.removeprefix("transformer."): v for k, v in state.items()} | buffers
+
+    assert parameters_equal(rewritten(directory, original), expected)
+    prefixed = {f"transformer.{key}": value for key, value in buffers.items()}
+    assert parameters_equal(rewritten(directory, lambda state: state | prefixed), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "module", "buffers"),
+    [
+        (
+            "gpt_neox",
+            OLD_NEOX,
+            "gpt_neox.layers.1.attention",
+            ["bias", "masked_bias", "rotary_emb.inv_freq"],
+        ),
+        ("llama", OLD_LLAMA, "model.layers.1.self_attn", ["rotary_emb.inv_freq"]),
+    ],
+)
+def test_buffers_of_old_versions(made, family, sizes, module, buffers):
+    directory, _ = made(family, **sizes)
+    expected = load(directory)
+    old = {f"{module}.{name}": torch.ones(3) for name in buffers}
+    assert parameters_equal(rewritten(directory, lambda state: state | old), expected)
+    other = {f"{module}.{buffers[0]}es": torch.ones(3)}
+    with pytest.raises(ValueError, match=f"1 unexpected: {module}.{buffers[0]}es$"):
+        rewritten(directory, lambda state: state | other)
+
+
+def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(made):
+    directory, model = made("gpt2", **SMALL)
+    head = model.lm_head.weight.detach()
+    loaded = rewritten(directory, lambda state: state | {"lm_head.weight": head})
+    assert loaded.unembedding.weight is loaded.token_embedding.weight
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight is not transformer.wte.weight, tied to it"
+    ):
+        rewritten(directory, lambda state: state | {"lm_head.weight": head + 1})
+    rest = lambda state: {k: v for k, v in state.items() if "wte" not in k}  # noqa: E731
+    only_head = rewritten(directory, lambda state: rest(state) | {"lm_head.weight": head})
+    assert parameters_equal(only_head, loaded)
+
+
+def test_fused_rows_are_put_in_order(made):
+    """By numbers: row r of the file's fused matrix is r throughout."""
+    directory, _ = made("gpt_neox", **OLD_NEOX)
+    key = "gpt_neox.layers.0.attention.query_key_value"
+
+    def numbered(state):
+        rows = torch.arange(24.0)
+        return state | {f"{key}.weight": rows[:, None].repeat(1, 8), f"{key}.bias": rows}
+
+    qkv = rewritten(directory, numbered).blocks[0].attn.qkv
+    by_head = [[0, 1, 2, 3], [12, 13, 14, 15]]  # queries of both heads; keys 4 later, values 8
+    rows = [row + 4 * kind for kind in range(3) for head in by_head for row in head]
+    assert qkv.bias.tolist() == rows
+    assert qkv.weight[:, 5].tolist() == rows
+
+
+def test_norms_stored_around_zero(made):
+    gemma = dict(OLD_LLAMA, num_key_value_heads=1, head_dim=4)
+    _, model = made("gemma2", **gemma)
+    model.model.norm.weight.data[:] = torch.arange(8.0)
+    loaded = from_hf(model)
+    assert loaded.ln_final.weight.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert loaded.config.window_layers == (0,)
+    assert loaded.token_embedding.scale == pytest.approx(8**0.5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_is_needed(made, family):
+    """Each tensor of a file, left out, is missed by its name."""
+    sizes = {"gpt2": SMALL, "gpt_bigcode": SMALL, "gpt_neox": OLD_NEOX}.get(family, OLD_LLAMA)
+    path = made(family, **sizes)[0] / "model.safetensors"
+    state = load_file(path)
+    for key in state:
+        save_file({k: v for k, v in state.items() if k != key}, path)
+        with pytest.raises(ValueError, match=f"1 missing: {re.escape(key)}$"):
+            load(path.parent)
+
+
+def test_only_models_of_transformers_are_taken():
+    with pytest.raises(TypeError, match="a model of transformers, with a config, not a Linear"):
+        from_hf(torch.nn.Linear(2, 3))
+
+
+def test_the_type_of_a_model_in_memory_is_kept(made):
+    _, model = made("llama", **OLD_LLAMA)
+    for dtype, wanted in ((torch.bfloat16, None), (torch.float64, torch.float32)):
+        copied = from_hf(model.to(dtype), dtype=wanted)
+        assert {parameter.dtype for parameter in copied.parameters()} == {wanted or dtype}
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_a_model_without_its_head(made):
+    transformers = pytest.importorskip("transformers")
+    _, model = made("gpt2", **SMALL)
+    assert parameters_equal(from_hf(model.transformer), from_hf(model))
+    neox = transformers.AutoModel.from_config(
+        transformers.AutoConfig.for_model("gpt_neox", **OLD_NEOX, bos_token_id=1)
+    )
+    with pytest.raises(
+        ValueError, match="GPTNeoXModel does not fit its config: 1 missing: embed_out"
+    ):
+        from_hf(neox)

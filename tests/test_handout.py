@@ -1,0 +1,311 @@
+"""tiny-transformer-handout.md: its worked numbers, its small checks, and the shapes of its appendix."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hooks import HookedRunner
+from models import (
+    Block,
+    Transformer,
+    TransformerConfig,
+    build,
+    causal_mask,
+    next_token_loss,
+    scaled_dot_product_attention,
+)
+from models.positions import Sinusoidal
+
+# Section 4.3.
+Q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+K = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+V = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Fresh weights are the same in every run."""
+    torch.manual_seed(0)
+
+
+def close(ours, theirs, atol=1e-6):
+    torch.testing.assert_close(ours, torch.as_tensor(theirs, dtype=ours.dtype), atol=atol, rtol=0)
+
+
+# e^(1/√2) = 2.028115, e^(2/√2) = 4.113250. Rows of QKᵀ: 1 1 0, 0 1 1, 1 2 1.
+E1, E2 = math.exp(1 / math.sqrt(2)), math.exp(2 / math.sqrt(2))
+WHOLE = [
+    [E1 / (2 * E1 + 1), E1 / (2 * E1 + 1), 1 / (2 * E1 + 1)],
+    [1 / (2 * E1 + 1), E1 / (2 * E1 + 1), E1 / (2 * E1 + 1)],
+    [E1 / (2 * E1 + E2), E2 / (2 * E1 + E2), E1 / (2 * E1 + E2)],
+]
+CAUSAL = [[1, 0, 0], [1 / (1 + E1), E1 / (1 + E1), 0], WHOLE[2]]
+# As decimals, worked with paper and a table of exponentials.
+PRINTED = {
+    "whole": [[0.401112, 0.401112, 0.197776], [0.197776, 0.401112, 0.401112], [0.248255, 0.503490, 0.248255]],
+    "causal": [[1, 0, 0], [0.330238, 0.669762, 0], [0.248255, 0.503490, 0.248255]],
+}  # fmt: skip
+OUTPUT = {
+    "whole": [[0.994440, 1.0], [1.401112, 1.203336], [0.993020, 1.255235]],
+    "causal": [[1.0, 0.0], [0.330238, 1.339523], [0.993020, 1.255235]],
+}
+
+
+def attention_of_the_example(model_mask):
+    """The example as one head of a model's attention, all values seen through its points."""
+    config = TransformerConfig(vocab_size=5, n_ctx=3, n_layers=1, n_heads=1, d_model=2, norm="none", positions="none", mlp="none", qkv_bias=False, out_bias=False)  # fmt: skip
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        model.blocks[0].attn.output.weight.copy_(torch.eye(2))
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    hooks = {f"blocks.0.attn.{name}": lambda value, point, part=part: part[None, :, None].clone() for name, part in (("q", Q), ("k", K), ("v", V))}  # fmt: skip
+    runner = HookedRunner(model)
+    with runner.hooks(hooks):
+        return runner.run_with_cache(tokens, attention_mask=model_mask)[1]
+
+
+@pytest.mark.parametrize("kind", ["whole", "causal"])
+def test_the_worked_example(kind):
+    expected = {"whole": WHOLE, "causal": CAUSAL}[kind]
+    close(torch.tensor(expected), PRINTED[kind], 1e-6)
+    close(torch.tensor(expected) @ V, OUTPUT[kind], 2e-6)
+    mask = causal_mask(3) if kind == "causal" else None
+    close(scaled_dot_product_attention(Q, K, V, mask), OUTPUT[kind], 2e-6)
+    additive = torch.zeros(3, 3) if mask is None else torch.where(mask, 0.0, -1e9)
+    close(scaled_dot_product_attention(Q, K, V, additive), OUTPUT[kind], 2e-6)
+    cache = attention_of_the_example(torch.ones(1, 3, 3) if mask is None else None)
+    products = [[1, 1, 0], [0, 1, 1], [1, 2, 1]]
+    close(cache["scores", 0][0, 0] * math.sqrt(2), products)
+    close(cache["scores", 0][0, 0], np.array(products) / math.sqrt(2))
+    close(cache["pattern", 0][0, 0], expected)
+    close(cache["z", 0][0, :, 0], OUTPUT[kind], 2e-6)
+    close(cache["attn_out", 0][0], OUTPUT[kind], 2e-6)
+
+
+def test_the_causal_mask_leaves_the_last_row_and_what_came_before():
+    """Section 4.3 says the first row is left; it is the last that a causal mask leaves."""
+    whole = scaled_dot_product_attention(Q, K, V)
+    masked = scaled_dot_product_attention(Q, K, V, causal_mask(3))
+    assert torch.equal(masked[2], whole[2])
+    assert torch.equal(masked[0], V[0])
+    assert (masked[:2] - whole[:2]).abs().max() > 0.1
+
+
+def test_equal_scores_give_an_average_over_positions():
+    """The specs' correction of section 5.3: zero queries, not identity projections, average."""
+    config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=6, qkv_bias=False, out_bias=False, norm="none")  # fmt: skip
+    model = Transformer(config).eval()
+    attn, tokens = model.blocks[0].attn, torch.tensor([[0, 3, 1, 4, 2]])
+    x = torch.randn(1, 5, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        attn.W_Q.zero_()
+        for part in (attn.W_K, attn.W_V):
+            part.copy_(torch.eye(6).unflatten(1, (2, 3)).transpose(0, 1))
+        attn.output.weight.copy_(torch.eye(6))
+        everything = model.context(tokens, torch.ones(1, 5, 5))
+        close(attn(x, everything), x.mean(1, keepdim=True).expand(-1, 5, -1))
+        close(attn(x, model.context(tokens)), torch.stack([x[:, : n + 1].mean(1) for n in range(5)], 1))  # fmt: skip
+        attn.W_Q.copy_(attn.W_K)
+        difference = attn(x, everything) - x.mean(1, keepdim=True)
+    assert difference.abs().max() > 0.1
+
+
+def test_equal_heads_equal_a_single_head():
+    x = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(0))
+    tokens = torch.zeros(4, 7, dtype=torch.int64)
+    sizes = dict(vocab_size=5, n_ctx=9, n_layers=1, d_model=6, d_head=2, positions="none")
+    one, many = (Transformer(TransformerConfig(**sizes, n_heads=heads)) for heads in (1, 3))
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        single, heads = one.blocks[0].attn, many.blocks[0].attn
+        for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
+            getattr(heads, name).copy_(getattr(single, name).expand_as(getattr(heads, name)))
+        heads.W_O.copy_(single.W_O / 3)
+        heads.b_O.copy_(single.b_O)
+        expected = single(x, one.context(tokens))
+        close(heads(x, many.context(tokens)), expected, 1e-5)
+    assert expected.std() > 0.1
+
+
+# --- appendix B: one block, three tokens, by hand
+
+
+def test_a_block_by_hand():
+    """B=1, T=3, d_model=4, H=2, d_ff=8; LayerNorms without weights, weights of zeros, ones and twos.
+
+    Each step is worked from the one before, in numpy or as numbers.
+    """
+    config = TransformerConfig(vocab_size=3, n_ctx=3, n_layers=1, n_heads=2, d_model=4, d_mlp=8, norm_eps=1e-12, norm_learned=False, positions="sinusoidal", activation="relu", tied_unembed=False, final_norm=False, qkv_bias=False, out_bias=False)  # fmt: skip
+    model = Transformer(config).eval().double()
+    block = model.blocks[0]
+    eye = torch.eye(4).double()
+    with torch.no_grad():
+        # Token n is the unit vector n; queries are doubled, keys and values are as they come.
+        model.token_embedding.weight.copy_(torch.eye(3, 4))
+        block.attn.qkv.weight.copy_(torch.cat([2 * eye, eye, eye]))
+        block.attn.output.weight.copy_(eye.flip(0))  # the output map reverses
+        block.mlp.input.weight.copy_(torch.cat([eye, -eye]))
+        block.mlp.input.bias.fill_(0.5)
+        block.mlp.output.weight.copy_(torch.cat([eye, eye], 1))
+        block.mlp.output.bias.fill_(0.25)
+        model.unembedding.weight.copy_(torch.eye(3, 4))
+        logits, cache = HookedRunner(model).run_with_cache(torch.tensor([[2, 0, 1]]))
+
+    def same(name, expected, atol=1e-6):
+        value = cache[name].numpy()
+        np.testing.assert_allclose(value, np.broadcast_to(expected, value.shape), atol=atol)
+        return np.asarray(expected, dtype=float)
+
+    same("embed", [[[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]]])
+    # sin and cos of 0, 1, 2, then of 0, 0.01, 0.02.
+    same("pos_embed", [[[0, 1, 0, 1], [0.841471, 0.540302, 0.0099998, 0.99995], [0.909297, -0.416147, 0.0199987, 0.9998]]])  # fmt: skip
+    x = np.array([[0, 1, 1, 1], [1.841471, 0.540302, 0.0099998, 0.99995], [0.909297, 0.583853, 0.0199987, 0.9998]])  # fmt: skip
+    same("blocks.0.resid_pre", x[None])
+
+    def norm(x):
+        centred = x - x.sum(-1, keepdims=True) / 4
+        return centred / np.sqrt((centred**2).sum(-1, keepdims=True) / 4)
+
+    # The first row has mean 3/4 and variance 3/16: -√3, and three times 1/√3.
+    same("blocks.0.ln1.scale", [[[math.sqrt(3) / 4], [0.672123], [0.383724]]], 2e-6)
+    y = norm(x)
+    np.testing.assert_allclose(y[0], [-math.sqrt(3), *[1 / math.sqrt(3)] * 3])
+    same("blocks.0.ln1.normalized", y[None], 2e-5)
+    # The heads are the first and the last two dimensions.
+    heads = [slice(0, 2), slice(2, 4)]
+    same("blocks.0.attn.q", 2 * np.stack([y[:, h] for h in heads], 1)[None], 5e-5)
+    same("blocks.0.attn.k", np.stack([y[:, h] for h in heads], 1)[None], 2e-5)
+    same("blocks.0.attn.v", np.stack([y[:, h] for h in heads], 1)[None], 2e-5)
+    scores = np.stack([2 * y[:, h] @ y[:, h].T / math.sqrt(2) for h in heads])
+    # Position 0 with itself: 2 (3 + 1/3) / √2, and 2 (1/3 + 1/3) / √2.
+    np.testing.assert_allclose(scores[:, 0, 0], [4.714045, 0.942809], atol=1e-6)
+    same("blocks.0.attn.scores", scores[None], 1e-4)
+    pattern, z = np.zeros((2, 3, 3)), np.zeros((3, 2, 2))
+    for head, part in enumerate(heads):
+        for query in range(3):
+            weights = np.exp(scores[head, query, : query + 1])
+            pattern[head, query, : query + 1] = weights / weights.sum()
+            z[query, head] = pattern[head, query] @ y[:, part]
+    same("blocks.0.attn.pattern", pattern[None], 1e-4)
+    same("blocks.0.attn.z", z[None], 1e-4)
+    attn_out = z.reshape(3, 4)[:, ::-1]
+    same("blocks.0.attn_out", attn_out[None], 1e-4)
+    # What position 0 reads is its own vector, reversed.
+    np.testing.assert_allclose(attn_out[0], [*[1 / math.sqrt(3)] * 3, -math.sqrt(3)])
+    mid = x + attn_out
+    same("blocks.0.resid_mid", mid[None], 1e-4)
+    y = norm(mid)
+    same("blocks.0.ln2.normalized", y[None], 1e-3)
+    pre = np.concatenate([y + 0.5, 0.5 - y], 1)
+    same("blocks.0.mlp.pre", pre[None], 1e-3)
+    post = np.maximum(pre, 0)
+    same("blocks.0.mlp.post", post[None], 1e-3)
+    mlp_out = post[:, :4] + post[:, 4:] + 0.25
+    same("blocks.0.mlp_out", mlp_out[None], 1e-3)
+    same("blocks.0.resid_post", (mid + mlp_out)[None], 1e-3)
+    np.testing.assert_allclose(logits[0].numpy(), (mid + mlp_out)[:, :3], atol=1e-3)
+
+
+def test_a_block_with_weights_near_zero_is_the_identity():
+    model = build("tiny-lm", n_layers=1, d_model=8).eval()
+    block, tokens = model.blocks[0], torch.zeros(2, 5, dtype=torch.int64)
+    assert isinstance(block, Block)
+    with torch.no_grad():
+        for weight in (block.attn.output.weight, block.mlp.output.weight):
+            weight.zero_()
+        resid = torch.randn(2, 5, 8)
+        assert torch.equal(block(resid, model.context(tokens)), resid)
+
+
+# --- positions, loss
+
+
+def test_sinusoids_of_the_formula_and_lower_i_is_faster():
+    """The specs' correction of section 7.2: wavelengths grow with i."""
+    waves = Sinusoidal(6)(torch.arange(4)[None])[0]
+    for pos in range(4):
+        angles = [pos, pos / 10_000 ** (2 / 6), pos / 10_000 ** (4 / 6)]
+        close(waves[pos], [f(a) for a in angles for f in (math.sin, math.cos)])
+    steps = waves[1] - waves[0]
+    assert steps[0] > steps[2] > steps[4] > 0
+
+
+def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
+    model = build("tiny-lm", vocab_size=23, n_layers=1, d_model=8).eval()
+    tokens = torch.randint(23, (4, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.unembedding.weight.zero_()
+        logits = model(tokens)
+        loss = next_token_loss(logits, tokens)
+    assert loss.shape == (4, 6)
+    close(loss, torch.full((4, 6), math.log(23)))
+    close(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), math.log(23))
+
+
+def test_without_positions_the_order_before_a_token_does_not_matter():
+    """Section 7.1: dog bites man, man bites dog."""
+    tokens = torch.tensor([[3, 1, 4, 2]])
+    for positions, matters in (("none", False), ("sinusoidal", True)):
+        model = build("tiny-lm", n_layers=1, d_model=8, positions=positions).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape) * 0.3)
+            difference = (model(tokens) - model(tokens[:, [1, 0, 2, 3]]))[:, -1].abs().max()
+        assert (difference > 1e-4) == matters
+
+
+def test_one_batch_can_be_learnt_by_heart():
+    """Appendix B: a trivial pattern is overfit quickly, down to certainty."""
+    torch.manual_seed(0)
+    model = build("tiny-lm", vocab_size=5, n_ctx=8, n_layers=1, n_heads=2, d_model=16)
+    tokens = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = next_token_loss(model(tokens), tokens).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(5), abs=0.3)
+    assert losses[-1] < 0.05
+    assert model(tokens)[0, :-1].argmax(-1).tolist() == tokens[0, 1:].tolist()
+
+
+# --- appendix A: the shapes, by name; one size each
+
+
+def test_the_shapes_of_the_appendix():
+    b, t, v, d, heads, d_head, d_ff = 3, 5, 23, 14, 2, 7, 11
+    config = TransformerConfig(vocab_size=v, n_ctx=17, n_layers=1, n_heads=heads, d_model=d, d_mlp=d_ff, positions="sinusoidal")  # fmt: skip
+    model = Transformer(config).eval()
+    tokens = torch.randint(v, (b, t))
+    logits, cache = HookedRunner(model).run_with_cache(tokens)
+    at = "blocks.0."
+    axes = dict(B=b, T=t, V=v, D=d, H=heads, d_head=d_head, d_ff=d_ff)
+
+    def is_a(value, kind, shape):
+        numbers = " ".join(str(axes[axis]) for axis in shape.split())
+        assert isinstance(value, kind[Tensor, numbers])
+        assert not isinstance(value, kind[Tensor, numbers + " 1"])
+
+    is_a(tokens, Int, "B T")
+    for name in ("embed", "pos_embed", f"{at}resid_pre", f"{at}resid_post", f"{at}attn_out"):
+        is_a(cache[name], Float, "B T D")
+    for name in ("q", "k", "v", "z"):
+        is_a(cache[f"{at}attn.{name}"], Float, "B T H d_head")
+    for name in ("scores", "pattern"):
+        is_a(cache[f"{at}attn.{name}"], Float, "B H T T")
+    is_a(cache[f"{at}mlp.post"], Float, "B T d_ff")
+    is_a(logits, Float, "B T V")
+    assert model.blocks[0].attn.qkv(cache[f"{at}ln1.normalized"]).shape == (b, t, 3 * d)
+    q, mask = cache[f"{at}attn.q"].transpose(1, 2), causal_mask(t)
+    assert mask.expand(1, 1, t, t).shape == (1, 1, t, t)
+    k, value = (cache[f"{at}attn.{name}"].transpose(1, 2) for name in "kv")
+    close(scaled_dot_product_attention(q, k, value, mask), cache[f"{at}attn.z"].transpose(1, 2))

@@ -1,0 +1,198 @@
+"""Norms: the fused and the explicit form against numpy's float64 and torch's own modules."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookedRunner
+from models import LayerNorm, RMSNorm, TransformerConfig
+from models.norm import QKNorm, norm
+
+BATCH, POS, D = 3, 5, 7
+LOOK = {"scale": lambda value, point: None}
+FORMS = pytest.mark.parametrize("hooks", [{}, LOOK], ids=["fused", "explicit"])
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def randomised(module, dtype=torch.float64):
+    module.to(dtype)
+    with torch.no_grad():
+        for n, parameter in enumerate(module.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=n + 5))
+    return module
+
+
+def run(module, x, hooks):
+    return HookedRunner(module).run_with_hooks(x, hooks=hooks)
+
+
+def by_hand(module, x):
+    """Each vector in a loop; returns what it is divided by, and the norm."""
+    x = x.detach().double().numpy()
+    weight, bias = (
+        np.full(D, default) if value is None else value.detach().double().numpy()
+        for value, default in ((module.weight, 1.0), (getattr(module, "bias", None), 0.0))
+    )
+    scale, out = np.zeros((*x.shape[:-1], 1)), np.zeros(x.shape)
+    for at in np.ndindex(x.shape[:-1]):
+        mean = sum(x[at]) / D if isinstance(module, LayerNorm) else 0.0
+        scale[at] = math.sqrt(sum((value - mean) ** 2 for value in x[at]) / D + module.eps)
+        out[at] = (x[at] - mean) / scale[at] * weight + bias
+    return torch.tensor(scale), torch.tensor(out)
+
+
+MODULES = {
+    "layernorm": lambda: LayerNorm(D, eps=0.2),
+    "layernorm without bias": lambda: LayerNorm(D, eps=0.2, bias=False),
+    "layernorm without weights": lambda: LayerNorm(D, eps=0.2, learned=False),
+    "rmsnorm": lambda: RMSNorm(D, eps=0.2),
+    "rmsnorm without weights": lambda: RMSNorm(D, eps=0.2, learned=False),
+    "default layernorm": lambda: LayerNorm(D),
+    "default rmsnorm": lambda: RMSNorm(D),
+}
+NORMS = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+
+
+@NORMS
+@FORMS
+def test_equals_the_equations(make, hooks):
+    module, x = randomised(make()), draw(BATCH, POS, D) * 2 + 1
+    scale, expected = by_hand(module, x)
+    torch.testing.assert_close(run(module, x, hooks), expected, atol=1e-13, rtol=0)
+    out, cache = HookedRunner(module).run_with_cache(x, names="*")
+    torch.testing.assert_close(cache["scale"], scale, atol=1e-13, rtol=0)
+    torch.testing.assert_close(cache["normalized"], expected, atol=1e-13, rtol=0)
+    assert torch.equal(out, cache["normalized"])
+
+
+@FORMS
+def test_equals_torchs_modules_by_default(hooks):
+    x = draw(BATCH, POS, D, dtype=torch.float32) * 1e-3  # where the default eps matters
+    for ours, theirs in ((LayerNorm(D), nn.LayerNorm(D)), (RMSNorm(D), nn.RMSNorm(D, eps=1e-6))):
+        randomised(ours, torch.float32)
+        theirs.load_state_dict(ours.state_dict())
+        torch.testing.assert_close(run(ours, x, hooks), theirs(x), atol=1e-6, rtol=1e-6)
+
+
+@FORMS
+def test_hand_computed_numbers(hooks):
+    # Variance ((1-2)² + (3-2)²) / 2 = 1, and 1 + 3 is 2²: the variance divides by d, not by d - 1.
+    out = run(LayerNorm(2, eps=3.0), torch.tensor([[[1.0, 3.0]]]), hooks)
+    assert out.tolist() == [[[-0.5, 0.5]]]
+    # The mean square of 3 and 4 is 12.5, and 12.5 + 12.5 is 5².
+    out = run(RMSNorm(2, eps=12.5), torch.tensor([[[3.0, 4.0]]]), hooks)
+    torch.testing.assert_close(out, torch.tensor([[[0.6, 0.8]]]))
+
+
+@NORMS
+@FORMS
+def test_tiny_values_are_stable(make, hooks):
+    module = make()
+    x = torch.stack([torch.zeros(D), torch.linspace(1, 2, D) * 1e-25])[None].requires_grad_()
+    out = run(module, x, hooks)
+    out.square().sum().backward()
+    assert out.abs().max() < 1e-20
+    assert x.grad.isfinite().all()
+
+
+@NORMS
+@FORMS
+def test_gradients(make, hooks):
+    module, x = randomised(make()), draw(2, 3, D, seed=3).requires_grad_()
+    torch.autograd.gradcheck(lambda x, *_: run(module, x, hooks), [x, *module.parameters()])
+
+
+@NORMS
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_that_of_its_rounding(make, hooks, dtype):
+    """Four roundings at most: of scale, quotient, product and sum. float16 ends at 65504: squares would not fit."""
+    module, x = randomised(make(), dtype), (draw(BATCH, POS, D) * 300 + 500).to(dtype)
+    _, expected = by_hand(module, x)
+    out = run(module, x, hooks)
+    assert out.dtype == dtype
+    bias = getattr(module, "bias", None)
+    size = expected.abs() if bias is None else (expected - bias).abs() + expected.abs()
+    assert ((out.double() - expected).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: LayerNorm(D), {"weight": 1.0, "bias": 0.0}),
+        (lambda: LayerNorm(D, bias=False), {"weight": 1.0}),
+        (lambda: LayerNorm(D, learned=False), {}),
+        (lambda: RMSNorm(D), {"weight": 1.0}),
+        (lambda: RMSNorm(D, learned=False), {}),
+    ],
+)
+def test_weights_start_as_the_identity_and_learn(make, names):
+    module = make()
+    assert {name: p.tolist() for name, p in module.named_parameters()} == {name: [start] * D for name, start in names.items()}  # fmt: skip
+    x = draw(BATCH, POS, D, dtype=torch.float32).requires_grad_()
+    module(x).pow(3).sum().backward()
+    assert all(p.grad.abs().min() > 0 for p in [x, *module.parameters()])
+
+
+def test_fit_into_a_sequence_of_modules():
+    x = draw(BATCH, POS, D, dtype=torch.float32)
+    stack = nn.Sequential(LayerNorm(D), nn.Linear(D, D), RMSNorm(D))
+    out = stack(x)
+    assert out.shape == x.shape
+    torch.testing.assert_close(out, stack[2](stack[1](stack[0](x))))
+    torch.testing.assert_close(out.square().mean(-1), torch.ones(BATCH, POS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("module", [LayerNorm(D), RMSNorm(D)])
+def test_an_edit_of_the_scale_acts(module):
+    x = draw(BATCH, POS, D, dtype=torch.float32)
+    halved = run(module, x, {"scale": lambda scale, point: scale / 2})
+    torch.testing.assert_close(halved, module(x) * 2)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("layernorm", LayerNorm), ("rmsnorm", RMSNorm)])
+def test_the_config_chooses_the_norm(name, kind):
+    sizes = dict(vocab_size=23, n_ctx=17, n_layers=1, n_heads=1, d_model=D)
+    config = TransformerConfig(**sizes, norm=name, norm_eps=0.03)
+    chosen, x = norm(config, meaning="a norm"), draw(BATCH, POS, D, dtype=torch.float32)
+    assert type(chosen) is kind
+    assert chosen.normalized.meaning == "a norm"
+    assert norm(config).normalized.meaning.startswith("what the sublayer reads")
+    torch.testing.assert_close(chosen(x).double(), by_hand(chosen, x)[1], atol=1e-5, rtol=0)
+    assert chosen.eps == 0.03
+    assert chosen.weight is not None
+    assert list(norm(config.replace(norm_learned=False)).parameters()) == []
+    assert (getattr(chosen, "bias", None) is not None) == (kind is LayerNorm)
+    assert getattr(norm(config.replace(norm_bias=False)), "bias", None) is None
+    for nothing in (norm(config, present=False), norm(config.replace(norm="none"))):
+        assert torch.equal(nothing(x), x)
+        assert not HookedRunner(nothing).points
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("kind", ["head", "all"])
+def test_norm_of_queries_and_keys(kind, learned):
+    heads, d_head = 3, 4
+    config = TransformerConfig(vocab_size=23, n_ctx=17, n_layers=1, n_heads=6, d_model=24, n_kv_heads=heads, qk_norm=kind, qk_norm_learned=learned, norm_eps=0.1)  # fmt: skip
+    module = QKNorm(heads, config).double()
+    x = draw(BATCH, POS, heads, d_head).requires_grad_()
+    if learned:
+        assert module.weight.tolist() == [1.0] * (d_head if kind == "head" else heads * d_head)
+        randomised(module)
+    else:
+        assert module.weight is None
+    out = module(x)
+    gain = np.ones(heads * d_head) if not learned else module.weight.detach().numpy()
+    gain = np.broadcast_to(gain.reshape(-1, d_head), (heads, d_head))
+    value = x.detach().numpy()
+    for at in np.ndindex(BATCH, POS, heads):
+        among = value[at] if kind == "head" else value[at[:2]]
+        expected = value[at] / np.sqrt((among**2).mean() + 0.1) * gain[at[2]]
+        np.testing.assert_allclose(out[at].detach(), expected, rtol=1e-12)
+    torch.autograd.gradcheck(module, x[:1, :2])

@@ -1,0 +1,257 @@
+"""Every family against `transformers`: logits, hidden states and patterns, padded, in pieces, in bfloat16."""
+
+import math
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from models import KVCache
+from models.checkpoints import from_hf, load
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LAYERS, HEADS, D_MLP, N_CTX, BATCH, POS = 53, 3, 6, 37, 41, 2, 23
+LENGTHS = (23, 9, 14)  # of the rows of a padded batch
+PIECES = (7, 1, 2, 13)  # of the sequence, when it is read in parts
+
+GPT = dict(
+    vocab_size=VOCAB, n_positions=N_CTX, n_layer=LAYERS, n_head=HEADS, n_embd=66, n_inner=D_MLP
+)
+# 72 / 6 = 12 dimensions a head, of which half are rotated.
+NEOX = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
+NEOX |= dict(num_attention_heads=HEADS, hidden_size=72, intermediate_size=D_MLP)
+NEOX |= dict(rotary_pct=0.5, layer_norm_eps=3e-3)
+# Heads together are 60 wide, the stream 66.
+LLAMA = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
+LLAMA |= dict(num_attention_heads=HEADS, num_key_value_heads=2, hidden_size=66, head_dim=10)
+LLAMA |= dict(intermediate_size=D_MLP, rms_norm_eps=3e-3)
+GPT2, BIGCODE = dict(GPT, layer_norm_epsilon=3e-3), dict(GPT, layer_norm_epsilon=2e-3)
+GEMMA2 = dict(LLAMA, query_pre_attn_scalar=7, sliding_window=5, attn_logit_softcapping=2.0)
+GEMMA2 |= dict(final_logit_softcapping=3.0)
+SIZES = dict(gpt2=GPT2, gpt_bigcode=BIGCODE, gpt_neox=NEOX, gemma2=GEMMA2)
+
+
+def rope(kind, theta=123.0, **numbers):
+    return dict(rope_parameters=dict(rope_type=kind, rope_theta=theta, **numbers))
+
+
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=17,
+)
+YARN = dict(factor=3.0, original_max_position_embeddings=13)
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+ROWS = {
+    "gpt2": ("gpt2", {}),
+    "gpt2 d_mlp": ("gpt2", dict(n_inner=None)),
+    "gpt2 gelu": ("gpt2", dict(activation_function="gelu")),
+    "gpt2 relu": ("gpt2", dict(activation_function="relu")),
+    "gpt2 silu": ("gpt2", dict(activation_function="silu")),
+    "gpt2 unscaled": ("gpt2", dict(scale_attn_weights=False)),
+    "gpt2 untied": ("gpt2", dict(tie_word_embeddings=False)),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode heads": ("gpt_bigcode", dict(multi_query=False)),
+    "gpt_bigcode unscaled": ("gpt_bigcode", dict(scale_attn_weights=False)),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox sequential": ("gpt_neox", dict(use_parallel_residual=False)),
+    "gpt_neox unbiased": ("gpt_neox", dict(attention_bias=False)),
+    "gpt_neox whole": ("gpt_neox", dict(rotary_pct=1.0, rotary_emb_base=77)),
+    "gpt_neox linear": ("gpt_neox", rope("linear", factor=3.0, partial_rotary_factor=0.5)),
+    "gpt_neox tied": ("gpt_neox", dict(tie_word_embeddings=True, hidden_act="gelu_new")),
+    "llama": ("llama", {}),
+    "llama heads": ("llama", dict(num_key_value_heads=None, hidden_size=60, head_dim=None)),
+    "llama biased": ("llama", dict(attention_bias=True, mlp_bias=True)),
+    "llama attention biased": ("llama", dict(attention_bias=True)),
+    "llama tied": ("llama", dict(tie_word_embeddings=True, hidden_act="gelu")),
+    "llama linear": ("llama", rope("linear", factor=3.0)),
+    "llama llama3": ("llama", LLAMA3),
+    "llama yarn": ("llama", rope("yarn", **YARN)),
+    "llama yarn long": ("llama", rope("yarn", **YARN, attention_factor=1.3, beta_fast=9.0)),
+    "llama yarn mscale": ("llama", rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.9)),
+    "mistral": ("mistral", dict(sliding_window=5)),
+    "mistral all": ("mistral", dict(sliding_window=None)),
+    "qwen2": ("qwen2", {}),
+    "qwen2 upper": ("qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "qwen2 types": ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=SLIDING)),
+    "qwen2 tied": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen3": ("qwen3", {}),
+    "qwen3 biased": ("qwen3", dict(attention_bias=True, tie_word_embeddings=True)),
+    "qwen3 window": ("qwen3", dict(use_sliding_window=True, sliding_window=6, max_window_layers=0)),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biased": ("olmo2", dict(attention_bias=True, rms_norm_eps=1e-2)),
+    "gemma2": ("gemma2", {}),
+    "gemma2 uncapped": (
+        "gemma2",
+        dict(attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False),
+    ),
+    "gemma2 types": ("gemma2", dict(layer_types=SLIDING[1:] + SLIDING[:1], attention_bias=True)),
+}
+
+
+class Pair:
+    """A random model of `transformers`, and the same model loaded from what it saved."""
+
+    def __init__(self, row, directory):
+        family, overrides = ROWS[row]
+        config = transformers.AutoConfig.for_model(
+            family,
+            **SIZES.get(family, LLAMA) | overrides,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        self.theirs = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
+        randomise(self.theirs)
+        self.theirs.save_pretrained(directory)
+        self.directory = directory
+        self.ours = load(directory)
+
+    def reference(self, rows):
+        """Logits of each row by itself."""
+        with torch.no_grad():
+            return [self.theirs(row[None]).logits[0] for row in rows]
+
+
+# Parts of parameters' names and how large their numbers are, times the root of the larger size: scores
+# are far apart then, and no norm makes much of little.
+SCALES = {"q_proj": 1.6, "k_proj": 1.6, "c_attn": 1.4, "query_key_value": 1.4}
+SCALES |= {"embed_tokens": 1.5, "embed_in": 1.5, "wte": 1.5}
+SCALES |= dict.fromkeys(("o_proj", "c_proj", "down_proj", "attention.dense", "dense_4h_to_h"), 0.5)
+
+
+def randomise(model):
+    """Every weight takes part: gains are not one, and biases not zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(noise * 0.3)
+            else:
+                scale = next((SCALES[part] for part in SCALES if part in name), 1.0)
+                parameter.copy_(noise * scale / math.sqrt(max(parameter.shape)))
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def pair(request, tmp_path_factory):
+    transformers.utils.logging.disable_progress_bar()
+    return Pair(request.param, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(5))
+
+
+def close(ours, theirs, atol=1e-5):
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+def test_logits_streams_and_patterns(pair, tokens):
+    last = []
+    hidden_layers = pair.theirs.base_model
+    layers = hidden_layers.h if hasattr(hidden_layers, "h") else hidden_layers.layers
+    handle = layers[-1].register_forward_hook(lambda module, inputs, output: last.append(output))
+    with torch.no_grad():
+        theirs = pair.theirs(tokens, output_hidden_states=True, output_attentions=True)
+    handle.remove()
+    names = ["blocks.*.resid_pre", "blocks.*.resid_post", "blocks.*.attn.pattern"]
+    runner = HookedRunner(pair.ours)
+    logits, cache = runner.run_with_cache(tokens, names=[*names, "ln_final.normalized"])
+    close(logits, theirs.logits)
+    assert 1 < logits.abs().max() < 30
+    close(pair.ours(tokens), theirs.logits)  # with the fused kernels
+    streams = theirs.hidden_states
+    assert len(streams) == LAYERS + 1
+    close(cache["resid_pre", 0], streams[0])
+    for layer in range(LAYERS - 1):
+        close(cache["resid_post", layer], streams[layer + 1])
+    close(cache["resid_post", LAYERS - 1], last[0] if torch.is_tensor(last[0]) else last[0][0])
+    close(cache["ln_final.normalized"], streams[-1])
+    for layer in range(LAYERS):
+        pattern = cache["pattern", layer]
+        close(pattern, theirs.attentions[layer])
+        assert pattern[:, :, -1].max() > 2 / POS  # even attention would test little
+
+
+def test_a_model_in_memory_is_copied(pair, tokens):
+    copied = from_hf(pair.theirs)
+    assert copied.config == pair.ours.config
+    assert torch.equal(copied(tokens), pair.ours(tokens))
+    theirs = {parameter.untyped_storage().data_ptr() for parameter in pair.theirs.parameters()}
+    ours = {parameter.untyped_storage().data_ptr() for parameter in copied.parameters()}
+    assert not theirs & ours
+
+
+def test_half_precision(pair, tokens):
+    """bfloat16 rounds either model's values at every step, by up to 2^-9 of each.
+
+    Ours may be off by 1.5 times as much as theirs, and by 0.3 logits.
+    """
+    with torch.no_grad():
+        exact = pair.theirs(tokens).logits
+        theirs = from_config_like(pair.theirs)(tokens).logits.float()
+    model = load(pair.directory, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    ours = model(tokens).float()
+    error, usual = (ours - exact).abs(), (theirs - exact).abs()
+    assert error.square().mean().sqrt() <= 1.5 * usual.square().mean().sqrt()
+    assert error.max() < 0.3
+
+
+def from_config_like(model):
+    """A copy in bfloat16, as `from_pretrained(dtype=bfloat16)` makes it."""
+    other = (
+        type(model)
+        ._from_config(model.config, attn_implementation="eager", dtype=torch.bfloat16)
+        .eval()
+    )
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(pair, side):
+    rows, padded, mask = padded_batch(side)
+    logits = pair.ours(padded, attention_mask=mask)
+    for row, expected in enumerate(pair.reference(rows)):
+        close(logits[row, mask[row]], expected)
+        close(pair.ours(rows[row][None])[0], expected)
+
+
+@torch.no_grad()
+def test_a_sequence_is_read_in_pieces(pair, tokens):
+    cache = KVCache(max_context=N_CTX)
+    parts = [pair.ours(piece, kv_cache=cache) for piece in tokens.split(PIECES, 1)]
+    assert cache.length == POS
+    close(torch.cat(parts, 1), torch.stack(pair.reference(tokens)))
+
+
+@torch.no_grad()
+def test_a_padded_batch_is_read_in_pieces(pair):
+    rows, padded, mask = padded_batch("left")
+    cache, parts = KVCache(max_context=N_CTX), []
+    for piece in padded.split((15, *PIECES[:2]), 1):  # the first piece reaches into every row
+        end = cache.length + piece.shape[1]
+        parts.append(pair.ours(piece, attention_mask=mask[:, :end], kv_cache=cache))
+    logits = torch.cat(parts, 1)
+    for row, expected in enumerate(pair.reference(rows)):
+        close(logits[row, mask[row]], expected)
+
+
+def padded_batch(side):
+    generator = torch.Generator().manual_seed(11)
+    rows = [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+    padded = torch.full((len(rows), max(LENGTHS)), 7)
+    mask = torch.zeros(padded.shape, dtype=torch.bool)
+    for place, row in enumerate(rows):
+        real = slice(-len(row), None) if side == "left" else slice(len(row))
+        padded[place, real], mask[place, real] = row, True
+    return rows, padded, mask

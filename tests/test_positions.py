@@ -1,0 +1,297 @@
+"""Positions: sinusoids, and rotations against complex numbers and the scalings of transformers."""
+
+import cmath
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from hooks import HookedRunner
+from models import RotaryScaling, Transformer, TransformerConfig
+from models.positions import NoPositions, Rotary, Sinusoidal, added_positions
+
+BATCH, POS, HEADS, D_HEAD, N_CTX = 3, 7, 2, 12, 19
+SIZES = dict(vocab_size=23, n_ctx=N_CTX, n_layers=1, n_heads=HEADS, d_model=HEADS * D_HEAD)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Fresh weights are the same in every run."""
+    torch.manual_seed(0)
+
+
+def config(**changes):
+    return TransformerConfig(**SIZES | dict(positions="rotary") | changes)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def places(seed=1):
+    return torch.randint(N_CTX, (BATCH, POS), generator=torch.Generator().manual_seed(seed))
+
+
+# --- sinusoids
+
+
+def test_sinusoids_follow_the_formula():
+    positions, d_model = places(), 6
+    out = Sinusoidal(d_model)(positions)
+    assert out.shape == (BATCH, POS, d_model)
+    for (row, pos), at in np.ndenumerate(positions.numpy()):
+        for i in range(d_model // 2):
+            angle = at / 10000 ** (2 * i / d_model)
+            assert out[row, pos, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-5)
+            assert out[row, pos, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
+
+
+def test_sinusoids_by_hand():
+    # Wavelengths of 2π and 200π positions, where d_model is 4.
+    out = Sinusoidal(4)(torch.tensor([[0, 1, 100]]))[0]
+    assert out[0].tolist() == [0, 1, 0, 1]
+    expected = [[0.841471, 0.540302, 0.00999983, 0.99995], [-0.506366, 0.862319, 0.841471, 0.540302]]  # fmt: skip
+    torch.testing.assert_close(out[1:], torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+def test_a_lower_i_varies_faster():
+    waves = Sinusoidal(10)(torch.arange(200)[None])[0]
+    travelled = waves.diff(dim=0).abs().sum(0)
+    assert (travelled[2:] < travelled[:-2]).all()
+
+
+def test_sinusoids_are_added_and_not_learned():
+    model = Transformer(config(positions="sinusoidal"))
+    assert not list(model.position_embedding.parameters())
+    assert list(Transformer(config(positions="learned")).position_embedding.parameters())
+    tokens = torch.zeros(2, N_CTX, dtype=torch.int64)
+    for length in (1, 4, N_CTX):
+        _, cache = HookedRunner(model.eval()).run_with_cache(tokens[:, :length])
+        expected = Sinusoidal(24)(torch.arange(length)[None]).expand(2, -1, -1)
+        assert torch.equal(cache["pos_embed"], expected)
+        assert torch.equal(cache["resid_pre", 0], cache["embed"] + expected)
+
+
+def test_the_config_chooses_what_is_added():
+    assert type(added_positions(config(positions="learned"))) is torch.nn.Embedding
+    assert type(added_positions(config(positions="sinusoidal"))) is Sinusoidal
+    for positions in ("rotary", "none"):
+        model = Transformer(config(positions=positions)).eval()
+        assert type(model.position_embedding) is NoPositions
+        assert "pos_embed" not in HookedRunner(model).points
+        tokens = places()
+        resid = model.input_resid(tokens, model.context(tokens))
+        assert torch.equal(resid, model.token_embedding.weight[tokens])
+
+
+# --- rotations
+
+
+def turned(x, positions, frequencies, length=1.0):
+    """x [batch pos head d_head] as complex numbers, of which one pair of dimensions is one."""
+    out, half = x.numpy().copy(), len(frequencies)
+    for row, pos, head in np.ndindex(x.shape[:3]):
+        for i, frequency in enumerate(frequencies):
+            number = complex(x[row, pos, head, i], x[row, pos, head, i + half])
+            number *= length * cmath.exp(1j * float(positions[row, pos]) * float(frequency))
+            out[row, pos, head, i], out[row, pos, head, i + half] = number.real, number.imag
+    return torch.tensor(out)
+
+
+def rotate(rotary, x, positions):
+    return rotary(x, rotary.rotation(positions, x.dtype))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 1 / 6])
+@pytest.mark.parametrize("theta", [10_000.0, 50.0])
+def test_rotation_is_complex_multiplication(fraction, theta):
+    rotary = Rotary(config(rotary_fraction=fraction, rotary_theta=theta))
+    d_rotary = round(D_HEAD * fraction)
+    x, positions = draw(BATCH, POS, HEADS, D_HEAD), places()
+    frequencies = [theta ** (-2 * i / d_rotary) for i in range(d_rotary // 2)]
+    out = rotate(rotary, x, positions)
+    torch.testing.assert_close(out, turned(x, positions, frequencies), atol=1e-5, rtol=0)
+    assert torch.equal(out[..., d_rotary:], x[..., d_rotary:])
+    assert rotary.rotation(positions, torch.float32)[0].shape == (BATCH, POS, 1, d_rotary)
+    assert rotary.rotation(positions, torch.float16)[1].dtype == torch.float16
+
+
+def test_position_zero_leaves_vectors_and_others_leave_lengths():
+    rotary, x = Rotary(config()), draw(BATCH, POS, HEADS, D_HEAD)
+    assert torch.equal(rotate(rotary, x, torch.zeros(BATCH, POS).long()), x)
+    torch.testing.assert_close(rotate(rotary, x, places()).norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=0)  # fmt: skip
+
+
+def test_one_quarter_turn():
+    # theta 1: every pair turns by one radian a position.
+    rotary = Rotary(config(d_head=2, rotary_theta=1.0))
+    out = rotate(rotary, torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]]), torch.tensor([[2, 2]]))
+    expected = [[math.cos(2), math.sin(2)], [-math.sin(2), math.cos(2)]]
+    torch.testing.assert_close(out[0, :, 0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_dot_products_depend_on_the_distance_only(fraction):
+    rotary = Rotary(config(rotary_fraction=fraction, rotary_theta=30.0))
+    q, k = draw(1, 1, 1, D_HEAD).expand(1, N_CTX, 1, -1), draw(1, 1, 1, D_HEAD, seed=1).expand(1, N_CTX, 1, -1)  # fmt: skip
+    at = torch.arange(N_CTX)[None]
+    q, k = rotate(rotary, q, at)[0, :, 0], rotate(rotary, k, at)[0, :, 0]
+    products = q @ k.T
+    for distance in range(-N_CTX + 1, N_CTX):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), atol=1e-5, rtol=0)
+    assert products[:, 0].std() > 0.1
+
+
+def test_a_model_of_rotary_positions_sees_distances_only():
+    """The same tokens further right, behind padding, give the same logits."""
+    model = Transformer(config(n_layers=2)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(draw(*parameter.shape).float() * 0.3)
+    tokens, context = places(), model.context(places())
+    rotation = model.rotary.rotation(context.positions + 9, torch.float32)
+    shifted = context._replace(rotation=rotation, positions=context.positions + 9)
+    resid = other = model.input_resid(tokens, context)
+    for block in model.blocks:
+        resid, other = block(resid, context), block(other, shifted)
+    torch.testing.assert_close(resid, other, atol=2e-4, rtol=0)
+    assert (rotation[0] - context.rotation[0]).abs().max() > 1
+
+
+# --- scalings
+
+SCALINGS = {
+    "linear": (dict(kind="linear", factor=3.0), dict(rope_type="linear", factor=3.0)),
+    "llama3": (
+        dict(kind="llama3", factor=8.0, original_n_ctx=40, low=1.0, high=4.0),
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+        | dict(original_max_position_embeddings=40),
+    ),
+    "llama3 narrow": (
+        dict(kind="llama3", factor=2.5, original_n_ctx=90, low=1.5, high=2.0),
+        dict(rope_type="llama3", factor=2.5, low_freq_factor=1.5, high_freq_factor=2.0)
+        | dict(original_max_position_embeddings=90),
+    ),
+    "yarn": (
+        dict(kind="yarn", factor=4.0, original_n_ctx=100, low=1.0, high=32.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=100),
+    ),
+    "yarn turns": (
+        dict(kind="yarn", factor=4.0, original_n_ctx=300, low=2.0, high=9.0, attention_factor=1.3),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=300)
+        | dict(beta_slow=2.0, beta_fast=9.0, attention_factor=1.3),
+    ),
+    "yarn one dimension": (
+        dict(kind="yarn", factor=4.0, original_n_ctx=7, low=0.9, high=1.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=7)
+        | dict(beta_slow=0.9, beta_fast=1.0),
+    ),
+    "yarn tiny": (
+        dict(kind="yarn", factor=4.0, original_n_ctx=2, low=1.0, high=32.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=2),
+    ),
+    "yarn long": (
+        dict(kind="yarn", factor=4.0, original_n_ctx=10**9, low=1.0, high=32.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=10**9),
+    ),
+    "factors": (
+        dict(kind="factors", factors=(1.0, 1.5, 2.0, 4.0, 7.0, 9.0)),
+        dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 4.0, 7.0, 9.0], long_factor=[1.0] * 6)
+        | dict(original_max_position_embeddings=N_CTX, factor=1.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("theta", [10_000.0, 123.0])
+def test_scalings_are_those_of_transformers(name, theta):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    ours, theirs = SCALINGS[name]
+    reference = transformers.LlamaConfig(
+        hidden_size=HEADS * D_HEAD,
+        num_attention_heads=HEADS,
+        head_dim=D_HEAD,
+        max_position_embeddings=N_CTX,
+        rope_parameters=theirs | dict(rope_theta=theta),
+    )
+    frequencies, length = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](reference, torch.device("cpu"))
+    rotary = Rotary(config(rotary_theta=theta, rotary_scaling=RotaryScaling(**ours)))
+    torch.testing.assert_close(rotary.frequencies, frequencies, atol=0, rtol=1e-6)
+    x, positions = draw(BATCH, POS, HEADS, D_HEAD), places()
+    out = rotate(rotary, x, positions)
+    torch.testing.assert_close(out, turned(x, positions, frequencies, length), atol=1e-5, rtol=0)
+
+
+def test_scalings_by_hand():
+    # d_rotary 4 and theta 100: frequencies of 1 and 0.1 radians a position.
+    def of(**scaling):
+        return Rotary(config(d_head=4, rotary_theta=100.0, rotary_scaling=RotaryScaling(**scaling)))
+
+    assert of(kind="linear", factor=4.0).frequencies.tolist() == pytest.approx([0.25, 0.025])
+    assert of(kind="factors", factors=(2.0, 5.0)).frequencies.tolist() == pytest.approx([0.5, 0.02])
+    # Within 10π positions they turn 5 times and 0.5 times. Kept from 5 on, divided by 3 up to 0.4:
+    kept = (0.5 - 0.4) / (5 - 0.4)
+    scaled = of(kind="llama3", factor=3.0, original_n_ctx=31, low=0.4 * 31 / (10 * math.pi), high=5 * 31 / (10 * math.pi))  # fmt: skip
+    assert scaled.frequencies.tolist() == pytest.approx([1, 0.1 * kept + 0.1 / 3 * (1 - kept)])
+    assert scaled.length == 1
+    # Yarn multiplies rotated vectors by 0.1 ln(e²) + 1 = 1.2.
+    yarn = of(kind="yarn", factor=math.e**2, original_n_ctx=31)
+    assert yarn.length == pytest.approx(1.2)
+    x = torch.ones(1, 1, 1, 4)
+    torch.testing.assert_close(rotate(yarn, x, torch.zeros(1, 1).long()), 1.2 * x)
+
+
+# --- precision and copies
+
+
+@pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
+@pytest.mark.parametrize("convert", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16).float(), lambda m: m.double()])  # fmt: skip
+def test_conversion_leaves_the_frequencies(positions, convert):
+    sizes = dict(n_ctx=3000, rotary_theta=10_000.0)
+    model, fresh = convert(Transformer(config(positions=positions, **sizes))), Transformer(config(positions=positions, **sizes))  # fmt: skip
+    at = torch.tensor([[0, 1, 2047, 2999]])
+    if positions == "rotary":
+        for ours, theirs in zip(*(m.rotary.rotation(at, torch.float32) for m in (model, fresh)), strict=True):  # fmt: skip
+            assert torch.equal(ours, theirs)
+        exact = (at[0, :, None] * 10_000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)).cos()
+        torch.testing.assert_close(ours := model.rotary.rotation(at, torch.float32)[0][0, :, 0, :6].double(), exact, atol=5e-4, rtol=0)  # fmt: skip
+        assert ours.shape == (4, 6)
+    else:
+        assert torch.equal(model.position_embedding(at), fresh.position_embedding(at))
+    logits = model(torch.zeros(1, 2999).long())
+    assert logits.dtype == model.token_embedding.weight.dtype
+
+
+@pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
+def test_copies_pickles_and_files_carry_the_frequencies(positions):
+    model, tokens = Transformer(config(positions=positions)).eval(), places()
+    assert not [name for name in model.state_dict() if "rotary" in name or "position" in name]
+    assert not list(model.buffers())
+    expected = model(tokens)
+    assert torch.equal(copy.deepcopy(model)(tokens), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(dict(positions=kind) for kind in ("rotary", "sinusoidal", "learned", "none")),
+        *(dict(rotary_scaling=RotaryScaling(**ours)) for ours, _ in SCALINGS.values()),
+    ],
+)
+def test_a_model_may_be_built_on_and_moved_to_the_meta_device(changes):
+    model, tokens = Transformer(config(**changes)).eval(), places()
+    with torch.device("meta"):
+        empty = Transformer(config(**changes)).eval()
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert empty(tokens.to("meta")).shape == (BATCH, POS, 23)
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    assert torch.equal(empty(tokens), model(tokens))
+    logits = model.to("meta")(tokens.to("meta"))
+    assert (logits.shape, logits.device.type) == ((BATCH, POS, 23), "meta")

@@ -1,0 +1,410 @@
+"""`fold_norms` and `center`: the same probabilities from other weights, and when that is refused."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from hooks import HookedRunner
+from models import Transformer, TransformerConfig
+from models.checkpoints import load, save
+from models.processing import center, fold_norms
+
+LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 2, 6, 14, 4, 11, 23, 17
+GROUPED = dict(n_kv_heads=3)
+BARE = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
+LLAMA = dict(norm="rmsnorm", positions="rotary", mlp="gated", activation="silu") | BARE | GROUPED
+NEOX = dict(positions="rotary", rotary_fraction=0.5, parallel=True, tied_unembed=False)
+
+# Forms whose norms fold, and whether their writes can be centred.
+FORMS = {
+    "gpt2": ({}, True),
+    "gpt2 untied": (dict(tied_unembed=False, dropout=0.3), True),
+    "neox": (NEOX, True),
+    "neox sequential": (NEOX | dict(parallel=False, qkv_bias=False, out_bias=False), True),
+    "llama": (LLAMA | dict(tied_unembed=False), False),
+    "qwen2": (LLAMA | dict(qkv_bias=True), False),
+    "qwen3": (LLAMA | dict(qk_norm="head", window=3), False),
+    "mistral": (LLAMA | dict(window=3, window_layers=(1,)), False),
+    "layernorm without bias": (dict(norm_bias=False), True),
+    "layernorm, maps without bias": (BARE, True),
+    "layernorm gated": (dict(mlp="gated") | BARE, True),
+    "attention only": (dict(mlp="none") | BARE, True),
+    "attention only, rmsnorm": (dict(mlp="none", norm="rmsnorm"), False),
+    "parallel rmsnorm": (dict(norm="rmsnorm", parallel=True), False),
+    "grouped, all queries normalized": (GROUPED | dict(qk_norm="all"), True),
+    "sinusoidal": (dict(positions="sinusoidal", embed_scale=3.0), True),
+    "no positions": (dict(positions="none", unembed_bias=True, tied_unembed=False), True),
+    "no final norm": (dict(final_norm=False), False),
+    "no final norm, biased": (dict(final_norm=False, unembed_bias=True), False),
+    "no final norm, rmsnorm": (dict(final_norm=False, norm="rmsnorm"), False),
+    "capped": (dict(logit_cap=2.0, attn_cap=1.5), True),
+    "capped, unembedding biased": (dict(logit_cap=2.0, unembed_bias=True), True),
+}
+SEVERAL = ["gpt2", "neox", "qwen3", "attention only", "no final norm", "capped"]
+CENTRED = [form for form, (_, centred) in FORMS.items() if centred]
+
+
+def built(dtype=torch.float64, scale=0.6, **fields):
+    """A model of the form, each parameter of which is random: gains around 1, biases around 0."""
+    sizes = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL)
+    config = TransformerConfig(**(sizes | dict(d_head=D_HEAD, norm_eps=1e-3) | fields))
+    if config.mlp != "none":
+        config = config.replace(d_mlp=D_MLP)
+    model = Transformer(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(drawn * scale)
+    return model
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCAB, (5, 9), generator=torch.Generator().manual_seed(1))
+
+
+def log_probabilities(model, tokens):
+    with torch.no_grad():
+        logits = model(tokens).double().numpy()
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def storages(model):
+    return {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+
+def array(value):
+    return value.detach().numpy()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_folding_leaves_the_probabilities_as_they_are(form, tokens):
+    model = built(**FORMS[form][0])
+    folded = fold_norms(model)
+    expected = log_probabilities(model, tokens)
+    np.testing.assert_allclose(log_probabilities(folded, tokens), expected, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("form", CENTRED)
+def test_centring_leaves_the_probabilities_as_they_are(form, tokens):
+    model = built(**FORMS[form][0])
+    expected = log_probabilities(model, tokens)
+    found = log_probabilities(center(model), tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["gpt2", "neox", "capped"])
+def test_the_two_compose(form, tokens):
+    model = built(**FORMS[form][0])
+    expected = log_probabilities(model, tokens)
+    for both in (center(fold_norms(model)), fold_norms(center(model))):
+        np.testing.assert_allclose(log_probabilities(both, tokens), expected, atol=1e-11, rtol=0)
+        assert not both.config.norm_learned
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_in_float32_they_are_equal_to_five_digits(form, tokens):
+    fields, can_be_centred = FORMS[form]
+    model = built(torch.float32, scale=0.3, **fields)
+    expected = log_probabilities(model, tokens)
+    for process in (fold_norms, center) if can_be_centred else (fold_norms,):
+        found = log_probabilities(process(model), tokens)
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_the_given_model_is_untouched_and_shares_nothing(form):
+    fields, can_be_centred = FORMS[form]
+    model = built(**fields)
+    config = model.config
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    for process in (fold_norms, center) if can_be_centred else (fold_norms,):
+        new = process(model)
+        assert not storages(new) & storages(model)
+        assert len(storages(new)) == len(list(new.parameters()))
+        with torch.no_grad():
+            for parameter in new.parameters():
+                parameter.fill_(7)
+    assert model.config is config
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (model.unembedding.weight is model.token_embedding.weight) == config.tied_unembed
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_folded_norms_have_learned_nothing(form):
+    model = built(**FORMS[form][0])
+    old, folded = model.config, fold_norms(model)
+    biased = old.norm == "layernorm" and old.norm_bias
+    assert folded.config == old.replace(
+        norm_learned=False,
+        tied_unembed=old.tied_unembed and not old.final_norm,
+        qkv_bias=old.qkv_bias or biased,
+        mlp_bias=old.mlp_bias or (biased and old.mlp != "none"),
+        unembed_bias=old.unembed_bias or (biased and old.final_norm),
+    )
+    assert all(block.ln1.weight is None for block in folded.blocks)
+    assert getattr(folded.ln_final, "weight", None) is None
+    learned = {name for name, _ in folded.named_parameters() if re.search(r"\bln", name)}
+    assert not learned
+    kept = {name for name, _ in model.named_parameters() if "q_norm" in name or "k_norm" in name}
+    for name in kept:
+        assert torch.equal(folded.get_parameter(name), model.get_parameter(name))
+
+
+@pytest.mark.parametrize("form", ["gpt2", "neox", "llama", "qwen2", "layernorm gated"])
+def test_folded_weights_are_products(form):
+    """As matrices that multiply from the right: `(x * gain + bias) @ W + b`, said by numpy."""
+    model = built(**FORMS[form][0])
+    folded = fold_norms(model)
+    has_bias = model.config.norm == "layernorm"
+
+    def expected(norm, W, b):
+        """`W` is [..., d_model, out], `b` [..., out], the norm's [d_model]."""
+        shift = array(norm.bias) if has_bias else np.zeros(D_MODEL)
+        return np.diag(array(norm.weight)) @ array(W), shift @ array(W) + array(b)
+
+    def same(W, b, norm, old_W, old_b):
+        for found, wanted in zip((W, b), expected(norm, old_W, old_b), strict=True):
+            np.testing.assert_allclose(array(found), wanted, atol=1e-13, rtol=0)
+
+    for new, old in zip(folded.blocks, model.blocks, strict=True):
+        for kind in "QKV":
+            W, b = f"W_{kind}", f"b_{kind}"
+            same(getattr(new.attn, W), getattr(new.attn, b), old.ln1, getattr(old.attn, W), getattr(old.attn, b))  # fmt: skip
+        same(new.mlp.W_in, new.mlp.b_in, old.ln2, old.mlp.W_in, old.mlp.b_in)
+        if model.config.mlp == "gated":
+            same(new.mlp.W_gate, new.mlp.b_gate, old.ln2, old.mlp.W_gate, old.mlp.b_gate)
+        for part in ("attn.output", "mlp.output"):
+            new_map, old_map = new.get_submodule(part), old.get_submodule(part)
+            assert torch.equal(new_map.weight, old_map.weight)
+            assert torch.equal(new_map.offset, old_map.offset)
+    same(folded.W_U, folded.b_U, model.ln_final, model.W_U, model.b_U)
+    assert torch.equal(folded.W_E, model.W_E)
+
+
+def test_points_of_a_folded_model(tokens):
+    """The stream is the same; what norms give is without their gain and bias."""
+    model = built()
+    _, old = HookedRunner(model).run_with_cache(tokens)
+    _, new = HookedRunner(fold_norms(model)).run_with_cache(tokens)
+    assert set(new) == set(old)
+    for name in old:
+        expected = new[name]
+        if name.endswith("normalized"):
+            norm = model.get_submodule(name.removesuffix(".normalized"))
+            expected = expected * norm.weight + norm.bias
+        torch.testing.assert_close(old[name], expected, atol=1e-11, rtol=0, msg=name)
+
+
+def test_gradients_of_a_folded_model(tokens):
+    """With W' = W * gain and b' = b + W bias, dL/dW = dL/dW' * gain + outer(dL/db', bias)."""
+    model = built(tied_unembed=False)
+    folded = fold_norms(model)
+    for each in (model, folded):
+        torch.log_softmax(each(tokens), -1)[..., 4].sum().backward()
+    pairs = {"unembedding": "ln_final"}
+    for layer in range(LAYERS):
+        pairs[f"blocks.{layer}.attn.qkv"] = f"blocks.{layer}.ln1"
+        pairs[f"blocks.{layer}.mlp.input"] = f"blocks.{layer}.ln2"
+    for linear, norm in pairs.items():
+        new, ln = folded.get_submodule(linear), model.get_submodule(norm)
+        expected = new.weight.grad * ln.weight + torch.outer(new.bias.grad, ln.bias)
+        found = model.get_submodule(linear).weight.grad
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+        assert found.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("form", CENTRED)
+def test_centred_weights_are_projections(form):
+    model = built(**FORMS[form][0])
+    config, new = model.config, center(model)
+    out = np.eye(D_MODEL) - 1 / D_MODEL  # takes the mean out of a row of d_model
+    names = ["W_E", "W_O", "b_O"] + ["W_pos"] * (config.positions == "learned")
+    for name in names + ["W_out", "b_out"] * (config.mlp != "none"):
+        expected = array(getattr(model, name)) @ out
+        np.testing.assert_allclose(array(getattr(new, name)), expected, atol=1e-14, rtol=0)
+        assert np.abs(expected).max() > 0.1 or config.out_bias is False
+    over_vocab = np.eye(VOCAB) if config.logit_cap else np.eye(VOCAB) - 1 / VOCAB
+    for name in ("W_U", "b_U"):
+        expected = array(getattr(model, name)) @ over_vocab
+        np.testing.assert_allclose(array(getattr(new, name)), expected, atol=1e-13, rtol=0)
+    assert new.config == config.replace(tied_unembed=False)
+    written = re.compile(r"embedding|\.output\.|unembedding")
+    for name, parameter in model.named_parameters():
+        if not written.search(name):
+            assert torch.equal(new.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("form", CENTRED)
+def test_a_centred_stream_is_the_old_one_less_its_mean(form, tokens):
+    model = built(**FORMS[form][0])
+    points = ["blocks.*.resid_*", "blocks.*.attn_out", "embed"]
+    points += ["blocks.*.mlp_out"] * (model.config.mlp != "none")
+    points += ["pos_embed"] * (model.config.positions == "learned")
+    _, old = HookedRunner(model).run_with_cache(tokens, names=points)
+    _, new = HookedRunner(center(model)).run_with_cache(tokens, names=points)
+    sinusoids = model.config.positions == "sinusoidal"
+    for name in old:
+        expected = old[name] - old[name].mean(-1, keepdim=True)
+        found = new[name]
+        if sinusoids and "resid" in name:  # they keep their mean
+            found = found - found.mean(-1, keepdim=True)
+        else:
+            assert found.mean(-1).abs().max() < 1e-13, name
+        assert old[name].mean(-1).abs().max() > 1e-2, name
+        torch.testing.assert_close(found, expected, atol=1e-11, rtol=0, msg=name)
+
+
+def test_centring_a_norm_of_the_embeddings_that_learned_nothing(tokens):
+    model = built(embed_norm=True, norm_learned=False)
+    new = center(model)
+    expected = log_probabilities(model, tokens)
+    np.testing.assert_allclose(log_probabilities(new, tokens), expected, atol=1e-11, rtol=0)
+    _, cache = HookedRunner(new).run_with_cache(tokens, names="blocks.*.resid_*")
+    assert max(value.mean(-1).abs().max() for value in cache.values()) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(norm="none"), "norm to be 'layernorm' or 'rmsnorm', not 'none': there is nothing"),
+        (dict(norm_place="post"), "norm_place to be 'pre', not 'post': no linear map alone"),
+        # OLMo 2 and Gemma 2
+        (LLAMA | dict(norm_place="output", qk_norm="all"), "to be 'pre', not 'output': no linear"),
+        (LLAMA | dict(norm_place="sandwich", attn_cap=3.0), "to be 'pre', not 'sandwich': no"),
+        (dict(embed_norm=True), "embed_norm to be False, not True: no linear map alone reads"),
+    ],
+)
+def test_folding_is_refused_with_a_reason(fields, words):
+    with pytest.raises(ValueError, match=f"fold_norms needs .*{re.escape(words)}"):
+        fold_norms(built(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(norm="none"), "norm to be 'layernorm', not 'none': what reads the stream does not"),
+        (LLAMA, "norm to be 'layernorm', not 'rmsnorm': RMSNorm does not subtract the mean"),
+        (dict(norm_place="post"), "norm_place to be 'pre', not 'post': sublayers read"),
+        (dict(norm_place="output"), "norm_place to be 'pre', not 'output': sublayers read"),
+        (dict(norm_place="sandwich"), "norm_place to be 'pre', not 'sandwich': sublayers read"),
+        (dict(final_norm=False), "final_norm to be True, not False: the unembedding reads"),
+        (dict(embed_norm=True), "embed_norm to be False, not True: its gain and bias"),
+    ],
+)
+def test_centring_is_refused_with_a_reason(fields, words):
+    with pytest.raises(ValueError, match=f"center needs .*{re.escape(words)}"):
+        center(built(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(norm="rmsnorm"),
+        dict(norm_place="sandwich", norm="rmsnorm"),
+        dict(norm_place="post"),
+        dict(embed_norm=True),
+    ],
+)
+def test_norms_that_learned_nothing_are_copied(fields):
+    model = built(norm_learned=False, **fields)
+    copy = fold_norms(model)
+    assert copy.config == model.config
+    assert (copy.unembedding.weight is copy.token_embedding.weight) == model.config.tied_unembed
+    assert not storages(copy) & storages(model)
+    assert copy.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(copy.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("process", [fold_norms, center])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_dtype_is_kept(process, dtype, tokens):
+    model = built(dtype, scale=0.3)
+    new = process(model)
+    assert {parameter.dtype for parameter in new.parameters()} == {dtype}
+    expected = log_probabilities(model, tokens)
+    # About six digits, eight bits: the weights of half precision are rounded once more.
+    near = 30 * torch.finfo(dtype).eps
+    np.testing.assert_allclose(log_probabilities(new, tokens), expected, atol=near, rtol=near)
+
+
+def test_half_precision_is_rounded_once():
+    model = built(torch.bfloat16)
+    gain, W = model.blocks[1].ln2.weight.double(), model.blocks[1].mlp.input.weight.double()
+    bias = model.blocks[1].ln2.bias.double() @ W.T + model.blocks[1].mlp.input.bias.double()
+    folded = fold_norms(model).blocks[1].mlp.input
+    assert torch.equal(folded.weight, (W * gain).bfloat16())
+    torch.testing.assert_close(folded.bias, bias.bfloat16(), atol=0, rtol=2**-8)
+    rows = model.W_E.double()
+    expected = (rows - rows.mean(-1, keepdim=True)).bfloat16()
+    torch.testing.assert_close(center(model).W_E, expected, atol=1e-7, rtol=2**-8)
+
+
+@pytest.mark.parametrize("process", [fold_norms, center])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_and_what_is_frozen_are_kept(process, training):
+    model = built(**BARE, dropout=0.4).train(training)
+    model.blocks[0].eval()
+    model.requires_grad_(False)
+    model.blocks[1].attn.requires_grad_(True)
+    modes = [module.training for module in model.modules()]
+    new = process(model)
+    assert [module.training for module in model.modules()] == modes
+    assert {module.training for module in new.modules()} == {training}
+    assert new.config.dropout == 0.4
+    trained = {name for name, p in new.named_parameters() if p.requires_grad}
+    expected = {"blocks.1.attn.qkv.weight", "blocks.1.attn.output.weight"}
+    assert trained == expected | ({"blocks.1.attn.qkv.bias"} if process is fold_norms else set())
+
+
+@pytest.mark.parametrize("process", [fold_norms, center])
+def test_a_new_model_can_be_saved_and_loaded(process, tmp_path, tokens):
+    new = process(built(torch.float32, scale=0.3))
+    save(tmp_path, new)
+    again = load(tmp_path)
+    assert again.config == new.config
+    assert torch.equal(again(tokens), new(tokens))
+
+
+@pytest.mark.parametrize("process", [fold_norms, center])
+def test_a_model_that_is_not_its_config_is_noticed(process, monkeypatch):
+    model = built()
+    plain = model.blocks[1].mlp.forward
+    monkeypatch.setattr(model.blocks[1].mlp, "forward", lambda x: plain(x) * 1.01)
+    with pytest.raises(RuntimeError, match=r"differ by up to \d[\d.e-]*, where \S+ may be roundi"):
+        process(model)
+
+
+def test_the_difference_is_that_of_the_log_probabilities(monkeypatch):
+    """A cap on logits that the config does not know of, and its effect on the proof's tokens."""
+    from models.verification import random_tokens
+
+    model = built()
+    good = log_probabilities(fold_norms(model), random_tokens(model))
+    monkeypatch.setattr(model, "logit_cap", torch.nn.Tanh())
+    largest = np.abs(log_probabilities(model, random_tokens(model)) - good).max()
+    with pytest.raises(RuntimeError, match=f"fold_norms leaves .* up to {largest:.3g}, where"):
+        fold_norms(model)
+
+
+@pytest.mark.parametrize("process", [fold_norms, center])
+def test_what_is_not_a_number_is_noticed(process):
+    model = built()
+    with torch.no_grad():
+        model.blocks[1].mlp.output.bias[0] = torch.nan
+    with pytest.raises(RuntimeError, match="differ by up to nan"):
+        process(model)
+
+
+@pytest.mark.parametrize("n_ctx", [1, 2])
+def test_short_contexts_and_single_layers(n_ctx):
+    model = built(n_ctx=n_ctx, n_layers=1)
+    assert center(fold_norms(model)).config.n_ctx == n_ctx

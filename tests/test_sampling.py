@@ -1,0 +1,264 @@
+"""Sampling against transformers' own cuts, distributions worked out by hand, and counted draws."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import Sampling
+
+VOCAB = 7
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+def of(*probabilities):
+    """Logits [1, vocab] of a distribution, shifted: only differences count."""
+    return torch.tensor([probabilities]).log() + 3
+
+
+def left(logits, **options):
+    """What a sampling draws from, as probabilities of the first row."""
+    return Sampling(**options).cut(logits).softmax(-1)[0].tolist()
+
+
+def about(*probabilities):
+    return pytest.approx(probabilities, abs=1e-6)
+
+
+def generators(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+# By hand.
+
+FOUR = of(0.4, 0.3, 0.2, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(temperature=1.0), (0.4, 0.3, 0.2, 0.1)),
+        # Squares 16 9 4 1, of which there are 30.
+        (dict(temperature=0.5), (16 / 30, 9 / 30, 4 / 30, 1 / 30)),
+        (dict(temperature=1.0, top_k=3), (4 / 9, 3 / 9, 2 / 9, 0)),
+        (dict(temperature=1.0, top_k=1), (1, 0, 0, 0)),
+        (dict(temperature=1.0, top_k=9), (0.4, 0.3, 0.2, 0.1)),
+        (dict(temperature=1.0, top_p=0.39), (1, 0, 0, 0)),
+        (dict(temperature=1.0, top_p=0.41), (4 / 7, 3 / 7, 0, 0)),
+        (dict(temperature=1.0, top_p=0.69), (4 / 7, 3 / 7, 0, 0)),
+        (dict(temperature=1.0, top_p=0.71), (4 / 9, 3 / 9, 2 / 9, 0)),
+        (dict(temperature=1.0, top_p=1.0), (0.4, 0.3, 0.2, 0.1)),
+        (dict(temperature=1.0, top_p=1e-9), (1, 0, 0, 0)),
+        (dict(temperature=1.0, min_p=0.0), (0.4, 0.3, 0.2, 0.1)),
+        (dict(temperature=1.0, min_p=0.49), (4 / 9, 3 / 9, 2 / 9, 0)),
+        (dict(temperature=1.0, min_p=0.51), (4 / 7, 3 / 7, 0, 0)),
+        (dict(temperature=1.0, min_p=1.0), (1, 0, 0, 0)),
+        # The temperature acts first: 4/16 is less than 0.3, 0.2/0.4 is not.
+        (dict(temperature=0.5, min_p=0.3), (16 / 25, 9 / 25, 0, 0)),
+        (dict(temperature=0.5, top_p=0.52), (1, 0, 0, 0)),
+        # top_p cuts what top_k left: 4/9 reaches 0.42, 0.4 does not.
+        (dict(temperature=1.0, top_k=3, top_p=0.42), (1, 0, 0, 0)),
+        (dict(temperature=1.0, top_p=0.42), (4 / 7, 3 / 7, 0, 0)),
+        (dict(temperature=1.0, top_k=3, min_p=0.6), (4 / 7, 3 / 7, 0, 0)),
+        (dict(temperature=1.0, top_p=0.71, min_p=0.51), (4 / 7, 3 / 7, 0, 0)),
+        # A temperature above one flattens: the square roots are as 2, 3^0.5, 2^0.5 and 1.
+        (dict(temperature=2.0, top_k=2), (0.5358984, 0.4641016, 0, 0)),
+        (dict(temperature=2.0, min_p=0.6), (0.3886314, 0.3365647, 0.2748039, 0)),
+    ],
+)
+def test_distributions_worked_out_by_hand(options, expected):
+    assert left(FOUR, **options) == about(*expected)
+    order = [2, 0, 3, 1]
+    shuffled = left(FOUR[:, order], **options)
+    assert shuffled == about(*(expected[i] for i in order))
+
+
+def test_rows_are_cut_each_for_itself():
+    logits = torch.cat([FOUR, FOUR.flip(1), of(0.97, 0.01, 0.01, 0.01)])
+    cut = Sampling(temperature=1.0, top_p=0.69).cut(logits).softmax(-1)
+    assert cut[0].tolist() == about(4 / 7, 3 / 7, 0, 0)
+    assert cut[1].tolist() == about(0, 0, 3 / 7, 4 / 7)
+    assert cut[2].tolist() == about(1, 0, 0, 0)
+    cut = Sampling(temperature=1.0, min_p=0.3).cut(logits).softmax(-1)
+    assert (cut > 0).sum(1).tolist() == [3, 3, 1]
+
+
+def test_logits_are_left_alone_and_may_forbid_tokens():
+    logits = FOUR.clone()
+    logits[0, 1] = -torch.inf
+    before = logits.clone()
+    cut = Sampling(temperature=0.7, top_k=3, top_p=0.9, min_p=0.2)
+    assert cut.cut(logits)[0, 1] == -torch.inf
+    assert torch.equal(logits, before)
+
+
+# Ties.
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_top_k_leaves_k_tokens_also_where_they_tie(k):
+    """Half precision ties often."""
+    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 2.0]])
+    assert sum(p > 0 for p in left(logits, temperature=1.0, top_k=k)) == k
+
+
+def test_top_k_of_one_is_greedy_also_where_tokens_tie():
+    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 2.0]]).repeat(8, 1)
+    drawn = Sampling(temperature=3.0, top_k=1).choose(logits, generators(*range(8)))
+    assert drawn.tolist() == Sampling().choose(logits, generators(*range(8))).tolist()
+
+
+def test_top_p_leaves_the_fewest_tokens_also_where_they_tie():
+    kept = left(torch.zeros(1, 8), temperature=1.0, top_p=0.5)
+    assert sum(p > 0 for p in kept) == 4
+
+
+# Against transformers.
+
+
+@EXAMPLES
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.floats(0.05, 4),
+    top_k=st.none() | st.integers(1, VOCAB + 3),
+    top_p=st.none() | st.floats(0.05, 0.99),
+    min_p=st.none() | st.floats(0, 1),
+)
+def test_the_cuts_are_those_of_transformers(seed, temperature, top_k, top_p, min_p):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, VOCAB, generator=generator) * 3
+    warpers = [transformers.TemperatureLogitsWarper(temperature)]
+    warpers += [transformers.TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [transformers.TopPLogitsWarper(top_p)] if top_p else []
+    warpers += [transformers.MinPLogitsWarper(min_p)] if min_p is not None else []
+    theirs = logits
+    for warper in warpers:
+        theirs = warper(torch.zeros(3, 1, dtype=torch.int64), theirs)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ours = sampling.cut(logits)
+    assert torch.equal(ours == -torch.inf, theirs == -torch.inf)
+    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), atol=1e-6, rtol=0)
+
+
+# Draws.
+
+
+def counted(logits, draws, **options):
+    """How often each token was drawn, by one generator."""
+    generator = torch.Generator().manual_seed(11)
+    rows = logits.expand(draws, -1)
+    drawn = Sampling(**options).choose(rows, [generator] * draws)
+    return torch.bincount(drawn, minlength=logits.shape[1]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(temperature=1.0), (0.4, 0.3, 0.2, 0.1)),
+        (dict(temperature=0.5), (16 / 30, 9 / 30, 4 / 30, 1 / 30)),
+        (dict(temperature=1.0, top_k=3), (4 / 9, 3 / 9, 2 / 9, 0)),
+        (dict(temperature=1.0, top_p=0.69), (4 / 7, 3 / 7, 0, 0)),
+        (dict(temperature=1.0, min_p=0.49), (4 / 9, 3 / 9, 2 / 9, 0)),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_are_probable(options, expected):
+    """Pearson's chi-square; 16.3 is exceeded once in a thousand at three degrees of freedom."""
+    draws = 3000
+    counts = counted(FOUR, draws, **options)
+    assert not any(count for count, p in zip(counts, expected, strict=True) if p == 0)
+    pairs = [(count, p * draws) for count, p in zip(counts, expected, strict=True) if p]
+    assert sum((count - mean) ** 2 / mean for count, mean in pairs) < 16.3
+
+
+def test_each_row_draws_from_its_own_generator():
+    logits = torch.zeros(5, 1000)
+    sampling = Sampling(temperature=1.0)
+    together = sampling.choose(logits, generators(4, 9, 4, 5, 6)).tolist()
+    alone = [sampling.choose(logits[:1], generators(seed)).item() for seed in (4, 9, 4, 5, 6)]
+    assert together == alone
+    assert len(set(together)) == 4
+
+
+def test_one_generator_serves_the_rows_in_turn():
+    logits, [shared, same] = torch.zeros(3, 1000), generators(4, 4)
+    sampling = Sampling(temperature=1.0)
+    together = sampling.choose(logits, [shared] * 3)
+    assert together.tolist() == [sampling.choose(logits[:1], [same]).item() for _ in range(3)]
+    assert len(set(together.tolist())) == 3
+    assert torch.equal(shared.get_state(), same.get_state())
+
+
+def test_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    Sampling(temperature=1.0).choose(torch.zeros(3, 9), generators(1, 2, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Greedy.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-7, 9.9e-7])
+def test_below_a_millionth_the_most_probable_token_is_taken(temperature):
+    """So near to each other that any temperature would draw the other one too."""
+    logits = torch.tensor([[1.0, 2.0, 2.0 + 1e-9, 0.0]], dtype=torch.float64).repeat(64, 1)
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    drawn = Sampling(temperature=temperature).choose(logits, [generator] * 64)
+    assert drawn.tolist() == [2] * 64
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("scale", [1, 1e4, 1e30])
+def test_a_millionth_draws_and_comes_to_numbers(scale):
+    sampling = Sampling(temperature=1e-6)
+    assert not sampling.is_greedy
+    logits = torch.tensor([[1.0, 3.0, 2.0]]) * scale
+    assert sampling.choose(logits.repeat(4, 1), generators(*range(4))).tolist() == [1] * 4
+    tied = sampling.choose(torch.ones(64, 2), generators(*range(64)))
+    assert 16 < tied.sum() < 48
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_logits_of_any_type(dtype):
+    options = dict(temperature=1.3, top_k=3, top_p=0.95, min_p=0.1)
+    drawn = Sampling(**options).choose(FOUR.to(dtype).repeat(99, 1), generators(*range(99)))
+    assert set(drawn.tolist()) == {0, 1, 2}
+
+
+def test_a_vocabulary_of_one_token():
+    sampling = Sampling(temperature=1.0, top_k=5, top_p=0.3, min_p=1.0)
+    assert sampling.choose(torch.tensor([[-7.0], [3.0]]), generators(1, 2)).tolist() == [0, 0]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(temperature=-0.1), "temperature is at least 0 and finite, not -0.1"),
+        (dict(temperature=math.inf), "temperature is at least 0 and finite, not inf"),
+        (dict(temperature=math.nan), "temperature is at least 0 and finite, not nan"),
+        (dict(temperature=1.0, top_k=0), "top_k is at least 1, not 0"),
+        (dict(temperature=1.0, top_k=-4), "top_k is at least 1, not -4"),
+        (dict(temperature=1.0, top_p=0.0), "top_p is above 0 and at most 1, not 0.0"),
+        (dict(temperature=1.0, top_p=1.1), "top_p is above 0 and at most 1, not 1.1"),
+        (dict(temperature=1.0, top_p=math.nan), "top_p is above 0 and at most 1, not nan"),
+        (dict(temperature=1.0, min_p=-0.1), "min_p is 0 to 1, not -0.1"),
+        (dict(temperature=1.0, min_p=1.1), "min_p is 0 to 1, not 1.1"),
+        (dict(top_k=3), "top_k chooses what to draw from, and temperature=0.0 draws nothing"),
+        (dict(temperature=1e-7, top_p=0.5, min_p=0.1), "top_p, min_p chooses what to draw from"),
+        (dict(min_p=0.0), "min_p chooses what to draw from"),
+    ],
+)
+def test_options_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_the_ends_of_the_ranges_are_inside():
+    for options in (dict(top_p=1.0), dict(min_p=0.0), dict(min_p=1.0), dict(top_k=1)):
+        assert not Sampling(temperature=1.0, **options).is_greedy

@@ -1,0 +1,308 @@
+"""`verify`: sound models pass, and each kind of broken one is refused by the identity it breaks."""
+
+import re
+
+import pytest
+import torch
+
+from models import Transformer, TransformerConfig
+from models.checkpoints import load
+from models.kvcache import LayerCache
+from models.verification import VerificationError, verify
+
+LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 3, 6, 14, 4, 11, 23, 17
+ROTARY = dict(positions="rotary", n_kv_heads=2)
+LLAMA = ROTARY | dict(norm="rmsnorm", mlp="gated", activation="silu", mlp_bias=False)
+FORMS = {
+    "gpt2": {},
+    "gpt2 unlearned": dict(norm_learned=False, dropout=0.4),
+    "neox": dict(positions="rotary", rotary_fraction=0.5, parallel=True, tied_unembed=False),
+    "llama": LLAMA,
+    "qwen3": LLAMA | dict(qk_norm="head"),
+    "mistral": LLAMA | dict(window=3),
+    "olmo2": LLAMA | dict(norm_place="output", qk_norm="all"),
+    "gemma2": LLAMA
+    | dict(norm_place="sandwich", attn_cap=2.0, logit_cap=3.0, window=5, window_layers=(0, 2)),
+    "post": dict(norm_place="post"),
+    "post rmsnorm": LLAMA | dict(norm_place="post"),
+    "parallel sandwich": dict(parallel=True, norm_place="sandwich"),
+    "attention only": dict(mlp="none"),
+    "attention only, output norm": dict(mlp="none", norm_place="output"),
+    # Smaller, as without norms values explode, and rounding with them.
+    "no norm": dict(norm="none", qkv_bias=False, out_bias=False, scale=0.2),
+    "no norm, placed": dict(norm="none", norm_place="output", scale=0.2),
+    "embeddings normalized": dict(embed_norm=True, norm="rmsnorm", positions="sinusoidal"),
+    "no positions": dict(positions="none", final_norm=False),
+    "one position": dict(n_ctx=1),
+    "two positions": dict(n_ctx=2),
+    "three positions": dict(n_ctx=3, n_layers=1),
+}
+
+
+def built(dtype=torch.float32, scale=0.5, **fields):
+    """A model of the form, each parameter of which is random: gains around 1, biases around 0."""
+    sizes = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL)
+    config = TransformerConfig(**(sizes | dict(d_head=D_HEAD, norm_eps=1e-3) | fields))
+    if config.mlp != "none":
+        config = config.replace(d_mlp=D_MLP)
+    model = Transformer(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sound_models_pass(form):
+    assert verify(built(**FORMS[form])) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["gpt2", "gemma2"])
+def test_sound_models_pass_in_every_dtype(form, dtype):
+    verify(built(dtype, **FORMS[form]))
+
+
+def test_the_model_that_ships_passes_when_it_is_loaded(monkeypatch):
+    assert isinstance(load("pydoc-4l", verify=True), Transformer)
+    monkeypatch.setattr(LayerCache, "extended", rolled)
+    with pytest.raises(VerificationError, match="in pieces"):
+        load("pydoc-4l", verify=True)
+    load("pydoc-4l")
+
+
+def test_the_model_is_left_as_it_was(monkeypatch):
+    model = built(dropout=0.4).train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    verify(model)
+    monkeypatch.setattr(model.blocks[2], "forward", adds(model.blocks[2], mlp=2))
+    with pytest.raises(VerificationError):
+        verify(model)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def rows_mixed(x):
+    """What each row of a batch must not do: look at the others."""
+    return x + x.roll(1, 0) * 0.1
+
+
+def rolled(self, start, k, v, plain=LayerCache.extended):
+    """A cache that hands out the right keys for the wrong positions, once it has several."""
+    k, v = plain(self, start, k, v)
+    return (k.roll(1, 2), v) if start else (k, v)
+
+
+def adds(block, attention=1.0, mlp=1.0, mlp_reads=None):
+    """A forward of this block that adds multiples of what its points show."""
+
+    def attn(x, context):
+        return block.attn_out(block.ln1_post(block.attn(x, context)))
+
+    def forward(resid, context):
+        resid = block.resid_pre(resid)
+        if not hasattr(block, "mlp"):
+            return block.resid_post(resid + attention * attn(block.ln1(resid), context))
+        if type(block).__name__ == "PostNormBlock":
+            mid = block.resid_mid(block.ln1(resid + attention * attn(resid, context)))
+            return block.resid_post(block.ln2(mid + mlp * block.mlp_out(block.mlp(mid))))
+        mid = resid + attention * attn(block.ln1(resid), context)
+        parallel = not hasattr(block, "resid_mid")
+        read = resid if parallel else (mid := block.resid_mid(mid))
+        return block.resid_post(
+            mid + mlp * block.mlp_out(block.ln2_post(block.mlp(block.ln2(read))))
+        )
+
+    return forward
+
+
+SUMS = [
+    ("gpt2", "attention", "resid_mid = resid_pre + attn_out", "resid_mid"),
+    ("gpt2", "mlp", "resid_post = resid_mid + mlp_out", "resid_post"),
+    ("gemma2", "attention", "resid_mid = resid_pre + attn_out", "resid_mid"),
+    ("gemma2", "mlp", "resid_post = resid_mid + mlp_out", "resid_post"),
+    ("neox", "attention", "resid_post = resid_pre + attn_out + mlp_out", "resid_post"),
+    ("neox", "mlp", "resid_post = resid_pre + attn_out + mlp_out", "resid_post"),
+    ("attention only", "attention", "resid_post = resid_pre + attn_out", "resid_post"),
+    ("post", "attention", "resid_mid = ln1(resid_pre + attn_out)", "resid_mid"),
+    ("post", "mlp", "resid_post = ln2(resid_mid + mlp_out)", "resid_post"),
+]
+
+
+@pytest.mark.parametrize(("form", "which", "identity", "point"), SUMS)
+def test_what_is_added_is_what_the_points_say(form, which, identity, point, monkeypatch):
+    model = built(**FORMS[form])
+    block = model.blocks[1]
+    monkeypatch.setattr(block, "forward", adds(block))
+    verify(model)  # the forward of the test is the block's own as yet
+    monkeypatch.setattr(block, "forward", adds(block, **{which: 1.01}))
+    where = re.escape(f"{identity}: not at blocks.1.{point}, where")
+    with pytest.raises(VerificationError, match=where):
+        verify(model)
+
+
+@pytest.mark.parametrize("form", ["gpt2", "neox", "gemma2", "attention only"])
+def test_attention_gives_the_sum_of_its_heads(form, monkeypatch):
+    model = built(**FORMS[form])
+    output = model.blocks[2].attn.output
+    monkeypatch.setattr(output, "forward", lambda z: z @ output.weight.T * 1.01 + output.offset)
+    words = re.escape("the sum over heads of z @ W_O + b_O: not at blocks.2.attn, where")
+    with pytest.raises(VerificationError, match=words):
+        verify(model)
+
+
+@pytest.mark.parametrize("form", ["gpt2", "olmo2"])
+def test_attn_out_is_what_attention_or_its_norm_gives(form, monkeypatch):
+    """The point has another value than attention's, on the path all the same."""
+    model = built(**FORMS[form])
+    monkeypatch.setattr(model.blocks[0].attn_out, "forward", lambda x: x + 0.01)
+    words = re.escape("attn_out = ln1_post(attn): not at blocks.0.attn_out, where")
+    with pytest.raises(VerificationError, match=words):
+        verify(model)
+
+
+def test_the_message_says_how_much(monkeypatch):
+    """attn_out is added one and a half times: half of it is the difference, exactly."""
+    from hooks import HookedRunner
+    from models.verification import random_tokens
+
+    model = built(torch.float64)
+    block = model.blocks[1]
+    monkeypatch.setattr(block, "forward", adds(block, attention=1.5))
+    names = ["blocks.1.attn_out", "blocks.1.resid_pre"]
+    with torch.no_grad():
+        _, cache = HookedRunner(model).run_with_cache(random_tokens(model), names=names)
+    added = cache["attn_out", 1]
+    difference = 0.5 * added.abs().max()
+    allowed = 1e-10 * (cache["resid_pre", 1] + added).abs().max()
+    words = re.escape(
+        f"differ by up to {difference:.3g}; rounding in torch.float64 is at most {allowed:.3g}, "
+        "1e-10 of the largest value"
+    )
+    with pytest.raises(VerificationError, match=words):
+        verify(model)
+    assert issubclass(VerificationError, ValueError)
+
+
+def test_rounding_is_no_failure_and_a_thousandth_is(monkeypatch):
+    model = built()
+    output = model.blocks[0].attn.output
+    for factor, fails in ((1 + 1e-6, False), (1 + 1e-3, True)):
+        monkeypatch.setattr(
+            output, "forward", lambda z, f=factor: z @ output.weight.T * f + output.offset
+        )
+        if fails:
+            with pytest.raises(VerificationError, match=r"at blocks\.0\.attn, "):
+                verify(model)
+        else:
+            verify(model)
+
+
+@pytest.mark.parametrize(("layer", "form"), [(0, "gpt2"), (1, "post"), (2, "olmo2")])
+def test_rows_of_a_batch_keep_to_themselves(layer, form, monkeypatch):
+    model = built(**FORMS[form])
+    mlp = model.blocks[layer].mlp
+    plain = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda x: rows_mixed(plain(x)))
+    words = rf"a row of a batch is that row alone: not at blocks\.{layer}\.resid_post, where"
+    with pytest.raises(VerificationError, match=words):
+        verify(model)
+
+
+def test_logits_are_compared_too(monkeypatch):
+    model = built()
+    plain = model.unembedding.forward
+    monkeypatch.setattr(model.unembedding, "forward", lambda x: rows_mixed(plain(x)))
+    with pytest.raises(VerificationError, match="a row of a batch .* not at logits, where"):
+        verify(model)
+
+
+def test_padding_that_is_seen_is_noticed(monkeypatch):
+    model = built(positions="none")
+    place = Transformer.context
+    # The mask is forgotten: keys that are padding are attended to.
+    monkeypatch.setattr(model, "context", lambda tokens, mask, cache: place(model, tokens, None, cache))  # fmt: skip
+    words = r"a left-padded row is that row alone: not at blocks\.0\.resid_post, where"
+    with pytest.raises(VerificationError, match=words):
+        verify(model)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary", "sinusoidal"])
+def test_positions_that_padding_changes_are_noticed(positions, monkeypatch):
+    model = built(positions=positions)
+    place = Transformer.context
+
+    def counting(tokens, mask, cache):
+        context = place(model, tokens, mask, cache)
+        at = torch.arange(tokens.shape[1])[None] + context.start
+        if positions == "rotary":  # only differences matter there, so those are changed
+            at = context.positions * (1 if mask is None else 2)
+        rotation = model.rotary.rotation(at, torch.float32)
+        return context._replace(positions=at, rotation=rotation)
+
+    monkeypatch.setattr(model, "context", counting)
+    with pytest.raises(VerificationError, match="a left-padded row is that row alone"):
+        verify(model)
+
+
+def test_right_padding_has_a_check_of_its_own(monkeypatch):
+    model = built()
+    place = Transformer.context
+
+    def shifted(tokens, mask, cache):
+        context = place(model, tokens, mask, cache)
+        right = mask is not None and not mask[:, -1].all() and cache is None
+        return context._replace(positions=context.positions + right)
+
+    monkeypatch.setattr(model, "context", shifted)
+    with pytest.raises(VerificationError, match="a right-padded row is that row alone"):
+        verify(model)
+
+
+@pytest.mark.parametrize("form", ["gpt2", "mistral"])
+def test_a_wrong_cache_is_noticed(form, monkeypatch):
+    monkeypatch.setattr(LayerCache, "extended", rolled)
+    words = r"a text read in pieces is the whole text: not at blocks\.0\.resid_post, where"
+    with pytest.raises(VerificationError, match=words):
+        verify(built(**FORMS[form]))
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_cache_is_checked_for_one_more_position_and_for_several(several, monkeypatch):
+    def wrong(self, start, k, v, plain=LayerCache.extended):
+        breaks = start and (k.shape[2] > 1) == several
+        k, v = plain(self, start, k, v)
+        return (k, v.roll(1, 2)) if breaks else (k, v)
+
+    monkeypatch.setattr(LayerCache, "extended", wrong)
+    with pytest.raises(VerificationError, match="a text read in pieces is the whole text"):
+        verify(built())
+
+
+def test_a_cache_that_forgets_padding_is_noticed(monkeypatch):
+    model = built(positions="none")
+    place = Transformer.context
+
+    def forgetful(tokens, mask, cache):
+        if cache is not None and cache.length:
+            mask = cache.mask = None
+        return place(model, tokens, mask, cache)
+
+    monkeypatch.setattr(model, "context", forgetful)
+    with pytest.raises(VerificationError, match="a padded text read in pieces is the whole text"):
+        verify(model)
+
+
+def test_what_is_not_a_number_is_noticed():
+    model = built()
+    with torch.no_grad():
+        model.blocks[1].attn.output.bias[3] = torch.nan
+    with pytest.raises(VerificationError, match=r"at blocks\.1\.attn, .* differ by up to nan;"):
+        verify(model)
