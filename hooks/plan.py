@@ -100,5 +100,8 @@ def _faked(leaf: Any, fake: FakeTensorMode) -> Any:
     if isinstance(leaf, Tensor):
         return fake.from_tensor(leaf)
     # A cache of keys, for instance, would take up what this run makes.
-    with FakeCopyMode(fake):
-        return copy.deepcopy(leaf)
+    try:
+        with FakeCopyMode(fake):
+            return copy.deepcopy(leaf)
+    except TypeError:  # a lock, say, which a run does not change
+        return leaf

@@ -53,7 +53,9 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
             f"a mask has a shape that broadcasts to the scores, {tuple(scores.shape)}, "
             f"not {tuple(mask.shape)}"
         ) from None
-    return torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if mask.dtype == torch.bool:
+        return torch.where(mask, scores, -torch.inf)
+    return scores + mask.to(scores.dtype)
 
 
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
@@ -135,7 +137,7 @@ class Attention(nn.Module):
             k,
             v,
             attn_mask=mask,
-            dropout_p=self.pattern_dropout.p if self.training else 0.0,
+            dropout_p=self.pattern_dropout.p if self.pattern_dropout.training else 0.0,
             is_causal=mask is None and q.shape[2] > 1,
             scale=self.scale,
             enable_gqa=self.heads[0] != self.heads[1],

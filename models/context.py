@@ -36,8 +36,7 @@ class Context(NamedTuple):
     def commit(self) -> None:
         """Tells the cache that all blocks have read the new positions."""
         if self.kv_cache is not None:
-            self.kv_cache.length = self.start + self.positions.shape[1]
-            self.kv_cache.mask = self.real
+            self.kv_cache.commit(self.start + self.positions.shape[1], self.real)
 
     def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, kv_head, key, d_head]: those cached for a layer, then the new."""
@@ -84,7 +83,8 @@ def place(
         masks = _by_query(allowed, known, windows, kv_cache)
         at = torch.arange(start, end, device=tokens.device)[None]
         return Context(at, masks, None, start, kv_cache)
-    if known is not None and can_be_read(known) and not torch.equal(known, allowed[:, :start]):
+    read = allowed[:, :start]
+    if can_be_read(read) and not (read.all() if known is None else torch.equal(known, read)):
         raise ValueError("attention_mask says otherwise of cached tokens than when they were read")
     if kv_cache is not None and any(windows) and _has_gaps(allowed):
         raise ValueError(

@@ -36,6 +36,7 @@ class KVCache:
         self.mask: Bool[Tensor, "batch length"] | None = None
         self.layers: list[LayerCache] = []
         self._form: tuple[object, ...] = ()
+        self._has_graph = False
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +70,20 @@ class KVCache:
         if self.layers[0].batch != batch:
             held = self.layers[0].batch
             raise ValueError(f"this KVCache holds {held} rows, and the tokens are {batch} rows")
+        if not self._has_graph:
+            for layer in self.layers:
+                layer.detach()  # from what a pass that did not end has recorded
         return self.length
+
+    def commit(self, length: int, mask: Tensor | None) -> None:
+        """Takes up what a forward pass that has come to its end has written.
+
+        Args:
+            length: how many positions have been read now.
+            mask: which of them are real: Bool[batch length]; None where no mask says so.
+        """
+        self.length, self.mask = length, mask
+        self._has_graph = any(layer.has_graph for layer in self.layers)
 
 
 class LayerCache:
@@ -96,6 +110,16 @@ class LayerCache:
         """The memory it holds, in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether gradients would flow into what is cached."""
+        return self._keys.requires_grad or self._values.requires_grad
+
+    def detach(self) -> None:
+        """Makes what is cached constant."""
+        if self.has_graph:
+            self._keys, self._values = self._keys.detach(), self._values.detach()
+
     def extended(
         self,
         start: int,
@@ -113,7 +137,7 @@ class LayerCache:
         Raises:
             ValueError: if the cached keys came with a gradient, which writing here would spoil.
         """
-        if self._keys.requires_grad:
+        if self.has_graph:
             raise ValueError(
                 "this KVCache was filled while gradients were recorded, and writing into it would spoil "
                 "them: read all but the last piece under torch.no_grad()"

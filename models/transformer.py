@@ -102,6 +102,8 @@ class Transformer(BlockWeights):
             ValueError: if tokens are outside the vocabulary, do not fit the context, or do not fit
                 mask or cache.
         """
+        if last < 0:
+            raise ValueError(f"last is at least 0, not {last}")
         context = self.context(tokens, attention_mask, kv_cache)
         resid = self.input_resid(tokens, context)
         for block in self.blocks:

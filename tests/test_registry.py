@@ -195,6 +195,7 @@ def test_qk_norm_document(name):
     model = on_meta(name)
     config = model.config
     assert config.d_rotary == config.d_head
+    assert (config.activation, config.dropout, config.mlp) == ("gelu", 0.0, "plain")
     assert not [n for n, _ in model.named_parameters() if "bias" in n or "ln" in n or "norm" in n]
     block = model.blocks[0]
     assert isinstance(block.ln1, RMSNorm)
