@@ -19,7 +19,7 @@ from pydoc_data.topics import topics
 import torch
 
 from hooks import HookedRunner
-from models import CharTokenizer, TrainingConfig, Transformer, config_of, evaluate, split, train
+from models import CharTokenizer, TrainingConfig, Transformer, build, evaluate, split, train
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,9 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     tokens = tokens.view(-1, options.context)[:8]
     runs: dict[str, list[Measurement]] = {}
     for rate in options.learning_rates:
-        for qk_norm in ("none", "head"):
-            config = config_of("d12_post_norm", **size).replace(
-                qk_norm=qk_norm, qk_norm_learned=False
-            )
+        for preset in ("d12_post_norm", "d12_post_norm_qk_norm"):
             torch.manual_seed(options.seed)
-            model = Transformer(config)
+            model = build(preset, **size)
             found = [measure(model, tokens, held_out, 0)]
             every = max(1, options.steps // 20)
 
@@ -103,7 +100,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
                 seed=options.seed,
                 evaluate_every=options.steps,
             )
-            name = f"rate {rate:g}, {'QK-norm' if qk_norm == 'head' else 'no QK-norm'}"
+            name = f"rate {rate:g}, {'no ' if model.config.qk_norm == 'none' else ''}QK-norm"
             runs[name] = found
             try:
                 train(model, learned, training, validation=held_out, after_step=after_step)

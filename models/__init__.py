@@ -4,7 +4,7 @@ from models import presets as presets
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
 from models.context import Context
 from models.evaluation import Evaluation
 from models.generation import Step, generate, stream
@@ -14,6 +14,7 @@ from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
 from models.sampling import Sampling
+from models.scaling import RotaryScaling
 from models.tokenizers import CharTokenizer, Tokenizer
 from models.training import TrainingConfig, evaluate, next_token_loss, sample, split, train
 from models.training_run import TrainingResult

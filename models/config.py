@@ -1,59 +1,12 @@
 """TransformerConfig: what a transformer is, by values alone, checked when it is built."""
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-ROTARY_SCALINGS = ("linear", "llama3", "yarn", "factors")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RotaryScaling:
-    """How rotary frequencies are stretched for contexts longer than a model was first trained on.
-
-    Attributes:
-        kind: `linear` divides all by `factor` (Chen et al. 2023). `llama3` divides the slow ones and
-            blends in between (Grattafiori et al. 2024). `yarn` blends by turns made within
-            `original_n_ctx` and scales the vectors (Peng et al. 2023). `factors` divides each
-            frequency by its own number.
-        factor: by how much.
-        original_n_ctx: the context first trained on, in tokens; for `llama3` and `yarn`.
-        low, high: `llama3`: turns within the original context below which a frequency is divided,
-            and above which it is kept. `yarn`: likewise, published as beta_slow and beta_fast.
-        attention_factor: `yarn`: what rotated vectors are multiplied by; 0 stands for
-            `0.1 ln(factor) + 1`.
-        factors: `factors`: one divisor a frequency.
-
-    Raises:
-        ValueError: naming the field, its value and the rule it breaks.
-    """
-
-    kind: str
-    factor: float = 1.0
-    original_n_ctx: int = 0
-    low: float = 1.0
-    high: float = 4.0
-    attention_factor: float = 0.0
-    factors: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.kind not in ROTARY_SCALINGS:
-            raise _not_one_of("rotary_scaling.kind", self.kind, ROTARY_SCALINGS)
-        if self.factor < 1:
-            raise ValueError(f"rotary_scaling.factor is at least 1, not {self.factor}")
-        if self.kind in ("llama3", "yarn") and self.original_n_ctx < 1:
-            raise ValueError(
-                f"rotary_scaling.original_n_ctx is at least 1 for {self.kind}, "
-                f"not {self.original_n_ctx}"
-            )
-        if not 0 < self.low < self.high:
-            raise ValueError(
-                f"rotary_scaling.low is above 0 and below high ({self.high}), not {self.low}"
-            )
-        if (self.kind == "factors") != bool(self.factors):
-            raise ValueError("rotary_scaling.factors are given for the kind factors, and only then")
+from models.fields import check_types, require, require_default
+from models.scaling import RotaryScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +103,7 @@ class TransformerConfig:
     init: Literal["gpt2", "xavier", "kaiming"] = "gpt2"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            self._check_type(field.name, field.type)
+        check_types(self)
         for name in ("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         if self.d_head == 0 and self.d_model % self.n_heads:
@@ -192,21 +144,6 @@ class TransformerConfig:
             "d_mlp": 0 if self.mlp == "none" else 4 * self.d_model,
         }
 
-    def _check_type(self, name: str, kind: Any) -> None:
-        value = getattr(self, name)
-        if get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                raise _not_one_of(name, value, get_args(kind))
-        elif name == "rotary_scaling":
-            self._require(name, isinstance(value, RotaryScaling | None), "a RotaryScaling or None")
-        elif name == "window_layers":
-            is_layers = isinstance(value, tuple) and all(type(layer) is int for layer in value)
-            self._require(name, is_layers, "a tuple of ints")
-        elif type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError(
-                f"{name} is {'an' if kind is int else 'a'} {kind.__name__}, not {value!r}"
-            )
-
     def _check_values(self) -> None:
         for name in ("n_kv_heads", "d_head", "d_mlp", "window", "attn_cap", "logit_cap"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
@@ -232,37 +169,30 @@ class TransformerConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Refuses fields that others would leave without effect, and forms that do not exist."""
-        rotary = self.positions == "rotary"
-        for name, idle in (("rotary_scaling", None), ("rotary_fraction", 1)):
-            self._require(
-                name, rotary or getattr(self, name) == idle, f"{idle} unless positions are rotary"
-            )
+        """Refuses what other fields would leave without effect, and forms that do not exist.
+
+        To say that an absent norm or MLP has no bias or gain is no mistake.
+        """
+        normed = self.norm != "none"
+        for names, used, reason in (
+            (
+                "rotary_theta rotary_fraction rotary_scaling",
+                self.positions == "rotary",
+                "positions are rotary",
+            ),
+            ("norm_place embed_norm", normed, "there is a norm"),
+            ("norm_eps", normed or self.qk_norm != "none", "there is a norm"),
+            ("qk_norm_learned", self.qk_norm != "none", "there is a qk_norm"),
+            ("window_layers", self.window, "there is a window"),
+            ("d_mlp activation parallel", self.mlp != "none", "there is an MLP"),
+        ):
+            require_default(self, names, used, reason)
         inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
         self._require("window_layers", inside, f"among the {self.n_layers} layers")
-        self._require(
-            "window_layers", self.window or not self.window_layers, "empty without window"
-        )
-        self._require(
-            "embed_norm", not self.embed_norm or self.norm != "none", "False without norm"
-        )
-        self._require("d_mlp", (self.d_mlp == 0) == (self.mlp == "none"), "0 without an MLP, only")
-        single = self.mlp == "none" or self.norm_place == "post"
-        self._require(
-            "parallel",
-            not (self.parallel and single),
-            "False without an MLP, and where norm_place is post",
-        )
-        post = self.norm_place == "post"
-        self._require("norm_place", not (post and self.mlp == "none"), "not post without an MLP")
-        self._require("norm_place", not (post and self.norm == "none"), "not post without a norm")
+        self._require("d_mlp", self.d_mlp > 0 or self.mlp == "none", "above 0 with an MLP")
+        if self.norm_place == "post":
+            self._require("norm_place", self.mlp != "none", "not post without an MLP")
+            self._require("parallel", not self.parallel, "False where norm_place is post")
 
     def _require(self, name: str, holds: object, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} is {rule}, not {getattr(self, name)!r}")
-
-
-def _not_one_of(name: str, value: object, allowed: tuple[str, ...]) -> ValueError:
-    close = difflib.get_close_matches(str(value), allowed, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return ValueError(f"{name} is one of {', '.join(allowed)}, not {value!r}{hint}")
+        require(self, name, holds, rule)

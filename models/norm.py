@@ -52,16 +52,14 @@ class LayerNorm(nn.Module):
         """The explicit norm, whose divisor can be seen."""
         wide = _widened(x)
         centred = wide - wide.mean(-1, keepdim=True)
-        normal = (centred / self.scale(_root_mean_square(centred, self.eps).to(x.dtype))).to(
-            x.dtype
-        )
-        if self.weight is None:
-            return normal
-        return (
-            normal * self.weight
-            if self.bias is None
-            else torch.addcmul(self.bias, normal, self.weight)
-        )
+        normal = centred / self.scale(_root_mean_square(centred, self.eps))
+        if self.weight is not None:
+            normal = (
+                normal * self.weight
+                if self.bias is None
+                else torch.addcmul(self.bias, normal, self.weight)
+            )
+        return normal.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -97,8 +95,8 @@ class RMSNorm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, whose divisor can be seen."""
         wide = _widened(x)
-        normal = (wide / self.scale(_root_mean_square(wide, self.eps).to(x.dtype))).to(x.dtype)
-        return normal if self.weight is None else normal * self.weight
+        normal = wide / self.scale(_root_mean_square(wide, self.eps))
+        return (normal if self.weight is None else normal * self.weight).to(x.dtype)
 
 
 class QKNorm(nn.Module):
@@ -137,7 +135,7 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
 
 
 def _widened(x: Tensor) -> Tensor:
-    """At least float32: half precision loses the sum of squares."""
+    """At least float32, rounded once at the end, as the fused kernels do: their very numbers."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
+from models.scaling import RotaryScaling
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines: Float[batch pos 1 d_rotary], halves repeated."""

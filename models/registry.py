@@ -1,9 +1,9 @@
 """Named configs: `build("gpt2")` makes a fresh model, `register("name")` adds a name."""
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
+from hooks.errors import unknown_name
 from models.config import TransformerConfig
 from models.transformer import Transformer
 
@@ -45,17 +45,15 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
     Sizes that followed from others (`d_mlp` from `d_model`, for instance) follow the new ones.
 
     Raises:
-        KeyError: if there is no such name; it lists close matches and all names.
-        ValueError: if an override is not allowed, or there is no such field.
+        UnknownNameError: if there is no such name (see `available`) or field; a KeyError, with close
+            matches.
+        ValueError: if an override is not allowed.
     """
     if name not in _configs:
-        close = get_close_matches(name, _configs, n=3)
-        hint = f"did you mean {', '.join(close)}? " if close else ""
-        raise KeyError(f"no config is named {name!r}; {hint}available: {', '.join(_configs)}")
+        raise unknown_name(name, _configs, "config of models.available()")
     config = _configs[name]()
-    unknown = sorted(overrides.keys() - config.__dataclass_fields__.keys())
-    if unknown:
-        raise ValueError(f"a config has no field {', '.join(unknown)}")
+    for field in overrides.keys() - config.__dataclass_fields__.keys():
+        raise unknown_name(field, config.__dataclass_fields__, "field of a config")
     return config.replace(**overrides)
 
 

@@ -159,7 +159,7 @@ def test_damaged_weights_are_errors(saved):
         assert part in str(caught.value)
 
 
-def test_damaged_configs_are_errors(saved):
+def test_damaged_configs_are_errors(saved, unchecked):
     path = saved / "config.json"
     described = json.loads(path.read_text())
     for text, message in (

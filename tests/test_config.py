@@ -116,7 +116,7 @@ def test_the_table_of_effects_is_whole():
         (dict(kind="yarn", factor=2.0, original_n_ctx=50), dict(factor=3.0)),
         (dict(kind="yarn", factor=2.0, original_n_ctx=50), dict(original_n_ctx=900)),
         (dict(kind="yarn", factor=2.0, original_n_ctx=100), dict(low=0.1)),
-        (dict(kind="yarn", factor=2.0, original_n_ctx=100), dict(high=90.0)),
+        (dict(kind="yarn", factor=2.0, original_n_ctx=100), dict(high=2.0)),
         (dict(kind="yarn", factor=2.0, original_n_ctx=50), dict(attention_factor=1.5)),
         (dict(kind="factors", factors=(1.0, 2.0, 3.0, 4.0)), dict(factors=(1.0, 2.0, 3.0, 5.0))),
     ],
@@ -168,7 +168,7 @@ def test_a_value_of_another_type_is_refused_by_name(name):
             "window_layers": {(1.0,): r"a tuple of ints, not \(1.0,\)"},
         }.get(name) or {
             int: {1.5: "an int, not 1.5", True: "an int, not True", "3": "an int, not '3'"},
-            float: {"3": "a float, not '3'", True: "a float, not True"},
+            float: {"3": "a finite float, not '3'", True: "a finite float, not True"},
             bool: {1: "a bool, not 1", "no": "a bool, not 'no'"},
         }[kind]
         wrong = {value: f"^{name} is {rule}" for value, rule in wrong.items()}
@@ -198,7 +198,8 @@ def test_a_list_of_layers_is_refused_and_an_int_passes_for_a_float():
         *(({name: value}, f"^{name} is at least 1, not {value}$") for name in ("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model") for value in (0, -1)),
         *(({name: -1}, f"^{name} is at least 0, not -1$") for name in ("n_kv_heads", "d_head", "d_mlp", "window")),
         *(({name: -0.1}, f"^{name} is at least 0, not -0.1$") for name in ("attn_scale", "attn_cap", "logit_cap")),
-        *(({name: value}, f"^{name} is above 0, not {value}$") for name in ("norm_eps", "embed_scale", "rotary_theta") for value in (0.0, -1.0, float("nan"))),
+        *(({name: value}, f"^{name} is above 0, not {value}$") for name in ("norm_eps", "embed_scale") for value in (0.0, -1.0)),
+        (ROTARY | dict(rotary_theta=-1.0), "rotary_theta is above 0, not -1.0"),
         (dict(dropout=1.0), "dropout is at least 0 and below 1, not 1.0"),
         (dict(dropout=-0.1), "dropout is at least 0 and below 1, not -0.1"),
         (dict(n_heads=3), r"d_model is a multiple of n_heads \(3\) unless d_head is given, not 10"),
@@ -211,17 +212,23 @@ def test_a_list_of_layers_is_refused_and_an_int_passes_for_a_float():
         (ROTARY | dict(rotary_fraction=0.0), "rotary_fraction is above 0 and at most 1, not 0.0"),
         (ROTARY | dict(rotary_fraction=1.5), "rotary_fraction is above 0 and at most 1, not 1.5"),
         (dict(positions="sinusoidal", d_model=9, n_heads=1), "d_model is even where positions are sinusoidal, not 9"),
-        (dict(rotary_fraction=0.5), "rotary_fraction is 1 unless positions are rotary, not 0.5"),
+        *((ROTARY | {name: value}, f"^{name} is a finite float, not {value}$") for name in ("rotary_theta", "norm_eps", "embed_scale", "attn_scale", "attn_cap", "logit_cap", "dropout") for value in (float("inf"), float("nan"))),
+        (dict(rotary_fraction=0.5), "rotary_fraction is 1.0 unless positions are rotary, not 0.5"),
+        (dict(rotary_theta=5.0), "rotary_theta is 10000.0 unless positions are rotary, not 5.0"),
+        (dict(norm="none", norm_place="sandwich"), "norm_place is 'pre' unless there is a norm, not 'sandwich'"),
+        (dict(norm="none", norm_eps=0.1), "norm_eps is 1e-05 unless there is a norm, not 0.1"),
+        (dict(qk_norm_learned=False), "qk_norm_learned is True unless there is a qk_norm, not False"),
+        (dict(mlp="none", activation="silu"), "activation is 'gelu_tanh' unless there is an MLP, not 'silu'"),
         (dict(rotary_scaling=RotaryScaling(kind="linear", factor=2.0)), "rotary_scaling is None unless positions are rotary, not RotaryScaling"),
         (dict(window=2, window_layers=(0, 3)), r"window_layers is among the 3 layers, not \(0, 3\)"),
         (dict(window=2, window_layers=(-1,)), r"window_layers is among the 3 layers, not \(-1,\)"),
-        (dict(window_layers=(1,)), r"window_layers is empty without window, not \(1,\)"),
-        (dict(embed_norm=True, norm="none"), "embed_norm is False without norm, not True"),
-        (dict(mlp="none", d_mlp=13), "d_mlp is 0 without an MLP, only, not 13"),
-        (dict(mlp="none", parallel=True), "parallel is False without an MLP, and where norm_place is post, not True"),
-        (dict(norm_place="post", parallel=True), "parallel is False without an MLP, and where norm_place is post, not True"),
+        (dict(window_layers=(1,)), r"window_layers is \(\) unless there is a window, not \(1,\)"),
+        (dict(embed_norm=True, norm="none"), "embed_norm is False unless there is a norm, not True"),
+        (dict(mlp="none", d_mlp=13), "d_mlp is 0 unless there is an MLP, not 13"),
+        (dict(mlp="none", parallel=True), "parallel is False unless there is an MLP, not True"),
+        (dict(norm_place="post", parallel=True), "parallel is False where norm_place is post, not True"),
         (dict(norm_place="post", mlp="none"), "norm_place is not post without an MLP, not 'post'"),
-        (dict(norm_place="post", norm="none"), "norm_place is not post without a norm, not 'post'"),
+        (dict(norm_place="post", norm="none"), "norm_place is 'pre' unless there is a norm, not 'post'"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("unchecked")
@@ -235,6 +242,9 @@ def test_errors_name_field_value_and_rule(change, match):
     [
         dict(window=2, window_layers=(0, 2)),
         dict(norm="none", norm_place="pre"),
+        dict(norm="none", norm_learned=False, norm_bias=False, final_norm=False),
+        dict(norm="rmsnorm", norm_bias=False),
+        dict(mlp="none", mlp_bias=False),
         dict(norm_place="post", final_norm=False),
         dict(parallel=True, norm_place="sandwich"),
         dict(mlp="none", norm_place="output"),
@@ -266,14 +276,34 @@ def test_heads_may_be_narrower_than_the_stream():
         (dict(kind="llama3", factor=2.0), "rotary_scaling.original_n_ctx is at least 1 for llama3, not 0"),
         (dict(kind="yarn", factor=2.0), "rotary_scaling.original_n_ctx is at least 1 for yarn, not 0"),
         (dict(kind="llama3", original_n_ctx=9, low=4.0), r"rotary_scaling.low is above 0 and below high \(4.0\), not 4.0"),
-        (dict(kind="yarn", original_n_ctx=9, low=0.0), "rotary_scaling.low is above 0"),
-        (dict(kind="factors"), "rotary_scaling.factors are given for the kind factors, and only then"),
-        (dict(kind="linear", factors=(1.0,)), "rotary_scaling.factors are given for the kind factors, and only then"),
+        (dict(kind="yarn", original_n_ctx=9, low=-0.5), "rotary_scaling.low is above 0"),
+        (dict(kind="llama3", original_n_ctx=9, high=0.5), r"rotary_scaling.low is above 0 and below high \(0.5\), not 1.0"),
+        (dict(kind="yarn", original_n_ctx=9, high=-32.0), "rotary_scaling.low is above 0 and below high"),
+        (dict(kind="yarn", original_n_ctx=9, attention_factor=-1.0), "rotary_scaling.attention_factor is at least 0, not -1.0"),
+        (dict(kind="yarn", original_n_ctx=9.0), "rotary_scaling.original_n_ctx is an int, not 9.0"),
+        (dict(kind="linear", factor="2"), "rotary_scaling.factor is a finite float, not '2'"),
+        (dict(kind="linear", factor=float("inf")), "rotary_scaling.factor is a finite float, not inf"),
+        (dict(kind="factors"), r"rotary_scaling.factors is one number above 0 a frequency, not \(\)"),
+        (dict(kind="factors", factors=(1.0, 0.0)), r"rotary_scaling.factors is one number above 0 a frequency, not \(1.0, 0.0\)"),
+        (dict(kind="factors", factors=(1.0, "2")), r"rotary_scaling.factors is a tuple of floats, not \(1.0, '2'\)"),
+        (dict(kind="factors", factors=[1.0]), r"rotary_scaling.factors is a tuple of floats, not \[1.0\]"),
+        (dict(kind="linear", factors=(1.0,)), r"rotary_scaling.factors is \(\) unless kind is factors, not \(1.0,\)"),
+        (dict(kind="factors", factors=(1.0,), factor=2.0), "rotary_scaling.factor is 1.0 unless kind is linear, llama3 or yarn, not 2.0"),
+        (dict(kind="linear", high=4.0), "rotary_scaling.high is 0.0 unless kind is llama3 or yarn, not 4.0"),
+        (dict(kind="linear", original_n_ctx=9), "rotary_scaling.original_n_ctx is 0 unless kind is llama3 or yarn, not 9"),
+        (dict(kind="llama3", original_n_ctx=9, attention_factor=1.5), "rotary_scaling.attention_factor is 0.0 unless kind is yarn, not 1.5"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("unchecked")
 def test_errors_of_a_scaling(values, match):
     with pytest.raises(ValueError, match=match):
         RotaryScaling(**values)
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("llama3", (1.0, 4.0)), ("yarn", (1.0, 32.0))])
+def test_turns_are_the_published_ones_by_default(kind, turns):
+    scaling = RotaryScaling(kind=kind, original_n_ctx=64)
+    assert (scaling.low, scaling.high) == turns
 
 
 def test_there_is_one_divisor_a_frequency():

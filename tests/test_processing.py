@@ -49,7 +49,9 @@ CENTRED = [form for form, (_, centred) in FORMS.items() if centred]
 def built(dtype=torch.float64, scale=0.6, **fields):
     """A model of the form, each parameter of which is random: gains around 1, biases around 0."""
     sizes = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL)
-    config = TransformerConfig(**(sizes | dict(d_head=D_HEAD, norm_eps=1e-3) | fields))
+    config = TransformerConfig(**(sizes | dict(d_head=D_HEAD) | fields))
+    if config.norm != "none":
+        config = config.replace(norm_eps=1e-3)
     if config.mlp != "none":
         config = config.replace(d_mlp=D_MLP)
     model = Transformer(config).to(dtype).eval()

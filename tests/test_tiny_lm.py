@@ -176,7 +176,7 @@ def test_samples_go_on_beyond_the_context(tiny_lm):
     [
         (["--context", "700"], "the text to train on of 502 tokens has no window of 700 and a next"),
         (["--context", "90"], "the text to validate on of 56 tokens has no window of 90"),
-        (["--model", "d12_post_nrm"], "no config is named 'd12_post_nrm'; did you mean d12_post_norm"),
+        (["--model", "d12_post_nrm"], "is named 'd12_post_nrm'; close matches: d12_post_norm"),
         (["--positions", "rotry"], "positions is one of learned, sinusoidal, rotary, none, not"),
         (["--heads", "5"], "d_model is a multiple of n_heads (5)"),
         (["--steps", "0"], "steps is at least 1, not 0"),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from models.checkpoints.assemble import Source, assemble, concatenated
 from models.checkpoints.gguf_file import GGUFFile
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
+from models.scaling import RotaryScaling
 from models.transformer import Transformer
 
 ARCHITECTURES = ("llama", "gpt2")
@@ -202,11 +203,11 @@ def _scaling(keys: _Keys, file: GGUFFile, d_head: int, n_ctx: int) -> RotaryScal
         return RotaryScaling(kind="factors", factors=tuple(divisors))
     if kind == "yarn":
         return RotaryScaling(
-            kind=kind,
+            kind="yarn",
             factor=factor,
             original_n_ctx=original,
-            low=keys.take("rope.scaling.yarn_beta_slow", float, 1.0),
-            high=keys.take("rope.scaling.yarn_beta_fast", float, 32.0),
+            low=keys.take("rope.scaling.yarn_beta_slow", float, 0.0),
+            high=keys.take("rope.scaling.yarn_beta_fast", float, 0.0),
             attention_factor=keys.take("rope.scaling.yarn_attn_factor", float, 0.0),
         )
     return RotaryScaling(kind="linear", factor=factor) if stretched else None

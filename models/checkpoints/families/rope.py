@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from models.checkpoints.attributes import Attributes
-from models.config import RotaryScaling
+from models.scaling import RotaryScaling
 
 
 def rotary(
@@ -89,8 +89,8 @@ def _yarn(a: Attributes, given: dict[str, Any], n_ctx: int, original: int) -> Ro
         kind="yarn",
         factor=factor,
         original_n_ctx=original,
-        # 0 stands for the published values, as in transformers
-        low=given.pop("beta_slow", 0) or 1.0,
-        high=given.pop("beta_fast", 0) or 32.0,
+        # 0 stands for the published values, there as here
+        low=given.pop("beta_slow", 0.0),
+        high=given.pop("beta_fast", 0.0),
         attention_factor=length or 0.0,
     )
