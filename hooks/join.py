@@ -17,9 +17,9 @@ def joined_by_position(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]
     """
     along = [axis for axis in axes if axis in POSITION_AXES]
     if len(along) != 1:
+        has = f"has the axes {' '.join(axes)}" if axes else "declares no axes"
         raise HookError(
-            f"the values of several runs are joined along one axis of positions, and {name} has "
-            f"the axes {' '.join(axes) or 'it did not declare'}"
+            f"the values of several runs are joined along one axis of positions, and {name} {has}"
         )
     at = axes.index(along[0])
     if "key" in axes:

@@ -1,7 +1,7 @@
 """HookedRunner: runs a model, keeps what was asked for, and applies edits."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from hooks.cache import ActivationCache
 from hooks.capture import CaptureOptions, Positions, Recorder, require_fired
 from hooks.context import HookContext, hint
 from hooks.edit import Hook, backward_edit, forward_edit
-from hooks.errors import HookError, ModeError
+from hooks.errors import HookError, ModeError, NeverFiredError
 from hooks.lazy import LazyBlock, LazyValues, block_of, blocks_of, has_forward
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point
@@ -254,6 +254,11 @@ class HookedRunner:
         with Session() as session:
             self._record(session, recorder)
             output = (run or self.model)(*args, **kwargs)
+        if run is not None and isinstance(output, Iterator):
+            raise NeverFiredError(
+                "run= returned an iterator, which runs the model only when it is read: give a function "
+                "that reads it to its end"
+            )
         recorder.finish(hint(points, self._modules))
         return output, self._cache(recorder, recorder.values)
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 
 from hooks import FusedUnlessHooked, HookPoint, Passage
 from models.config import TransformerConfig
@@ -28,7 +29,7 @@ def scaled_dot_product_attention(
     Args:
         q, k, v: queries, keys, values.
         mask: boolean, True where a query may attend to a key, or a float one to add to the scores;
-            [query, key] or with leading axes, each the full size or 1. See `causal_mask`.
+            [query, key], or with all of the scores' axes, each the full size or 1. See `causal_mask`.
 
     Raises:
         ValueError: if the mask does not broadcast to the scores, or holds integers.
@@ -46,13 +47,15 @@ def scaled_dot_product_attention(
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"a mask is boolean or floating-point, not {mask.dtype}")
-    try:
-        mask = mask.expand(scores.shape)
-    except RuntimeError:
+    # With some of the leading axes it would be open which: a mask of rows could be taken for one of heads.
+    fits = mask.ndim in (2, scores.ndim) and all(
+        size in (1, full) for size, full in zip(mask.shape[::-1], scores.shape[::-1], strict=False)
+    )
+    if not fits:
         raise ValueError(
-            f"a mask has a shape that broadcasts to the scores, {tuple(scores.shape)}, "
-            f"not {tuple(mask.shape)}"
-        ) from None
+            f"a mask is [query, key] or has all the axes of the scores, {tuple(scores.shape)}, each of "
+            f"that size or 1; not {tuple(mask.shape)}"
+        )
     if mask.dtype == torch.bool:
         return torch.where(mask, scores, -torch.inf)
     return scores + mask.to(scores.dtype)
@@ -61,6 +64,12 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
     """True where the key is not later than the query."""
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nothing watches what is done to a tensor: no autograd, forward or backward, no vmap."""
+    watched = x.requires_grad or torch._C._are_functorch_transforms_active()
+    return not watched and unpack_dual(x).tangent is None
 
 
 def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
@@ -169,9 +178,9 @@ class Attention(nn.Module):
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         later = later.triu(1 + scores.shape[-1] - scores.shape[-2])
         masked = torch.where(later, -torch.inf, scores)
-        # In place unless autograd needs the scores: a matrix of T² numbers less to allocate takes a
-        # third of the time at T = 1024.
-        return torch.softmax(masked, -1, out=None if masked.requires_grad else masked)
+        # In place where no derivative or vmap needs the scores: a matrix of T² numbers less to allocate
+        # takes a third of the time at T = 1024.
+        return torch.softmax(masked, -1, out=masked if _is_plain(masked) else None)
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_head"]:

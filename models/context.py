@@ -11,6 +11,8 @@ from models.config import TransformerConfig
 from models.kvcache import KVCache
 from models.positions import Rotation
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Context(NamedTuple):
     """One call's surroundings; `model.context(tokens)` makes it, every block reads it.
@@ -76,6 +78,8 @@ def place(
         masks = {window: _causal(window, start, end, tokens.device) for window in windows}
         return Context(at, masks, None, start, kv_cache)
     shapes = {2: (batch, end), 3: (batch, new, end), 4: (batch, config.n_heads, new, end)}
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask is a tensor, not a {type(attention_mask).__name__}")
     allowed = _as_mask(attention_mask.to(tokens.device), shapes)
     if kv_cache is None:
         _check_no_row_is_empty(allowed)
@@ -138,6 +142,18 @@ def _as_mask(mask: Tensor, shapes: dict[int, tuple[int, ...]]) -> Tensor:
             f"values from {mask.min().item()} to {mask.max().item()}"
         )
     return boolean
+
+
+def check_tokens(tokens: object, rule: str) -> None:
+    """Refuses what is not a matrix of whole numbers.
+
+    Raises:
+        ValueError: `rule`, and what was given.
+    """
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"{rule}, not a {type(tokens).__name__}")
+    if tokens.ndim != 2 or tokens.dtype not in INTEGERS:
+        raise ValueError(f"{rule}, not {tokens.dtype} of shape {tuple(tokens.shape)}")
 
 
 def can_be_read(tensor: Tensor) -> bool:

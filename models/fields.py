@@ -57,6 +57,16 @@ def require_default(config: Any, names: str, used: object, reason: str, prefix: 
         )
 
 
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Refuses what is not a whole number, or is too small.
+
+    Raises:
+        ValueError: naming the argument, its least value and the one given.
+    """
+    if not _is(value, int) or value < least:  # type: ignore[operator]  # it is a number
+        raise ValueError(f"{name} is a whole number of at least {least}, not {value!r}")
+
+
 def _is(value: object, kind: Any) -> bool:
     if get_origin(kind) is UnionType:
         return any(_is(value, one) for one in get_args(kind))
@@ -68,8 +78,8 @@ def _is(value: object, kind: Any) -> bool:
             return len(value) == len(kinds) and all(map(_is, value, kinds))
         return all(_is(one, kinds[0]) for one in value)
     if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # it is a number
-    return type(value) is kind
+        return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 
 def _described(kind: Any) -> str:

@@ -8,12 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from models.context import check_tokens
+from models.fields import check_whole
 from models.kvcache import KVCache
 from models.sampling import Sampling
 from models.transformer import Transformer
 
 Prompts = Int[Tensor, "batch pos"] | Sequence[Sequence[int]]
 """Tokens of each prompt; in a list they may differ in length."""
+RULE = "prompts are integers of shape [batch, pos] or a list of lists of them"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ def generate(
 
     Raises:
         ValueError: if an option is outside its range, a prompt is empty or does not fit with its
-            continuation, or the model is in training mode; before any work.
+            continuation, or the model is in training mode; before any work. Later, if a row's
+            logits are no numbers.
+        TypeError: if the model is none of this package's.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -113,8 +118,8 @@ def stream(
     The errors come at the call, before the first step is asked for.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    texts, stop = _as_lists(prompts), [index(token) for token in stop]
-    _check(model, texts, max_new_tokens, stop, max_context, prefill_chunk)
+    texts, stop = _as_lists(prompts), _as_stops(stop)
+    _check(model, texts, max_new_tokens, stop, seed, max_context, prefill_chunk)
     device = model.token_embedding.weight.device
     longest = max(map(len, texts))
     tokens = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=device)
@@ -172,19 +177,19 @@ def _steps(
 
 def _as_lists(prompts: Prompts) -> list[list[int]]:
     if isinstance(prompts, Tensor):
-        if prompts.ndim != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
-            raise ValueError(
-                "prompts are integers of shape [batch, pos] or a list of lists of them, "
-                f"not {prompts.dtype} of shape {tuple(prompts.shape)}"
-            )
+        check_tokens(prompts, RULE)
         return prompts.tolist()
     try:
         return [[index(token) for token in prompt] for prompt in prompts]
     except TypeError:
-        raise ValueError(
-            "prompts are integers of shape [batch, pos] or a list of lists of them, "
-            f"not {str(prompts)[:50]!r}"
-        ) from None
+        raise ValueError(f"{RULE}, not {str(prompts)[:50]!r}") from None
+
+
+def _as_stops(stop: Iterable[int]) -> list[int]:
+    try:
+        return [index(token) for token in stop]
+    except TypeError:
+        raise ValueError(f"stop is a list of tokens, not {str(stop)[:50]!r}") from None
 
 
 def _check(
@@ -192,16 +197,25 @@ def _check(
     texts: list[list[int]],
     new: int,
     stop: list[int],
+    seed: int | torch.Generator,
     max_context: int | None,
     prefill_chunk: int,
 ) -> None:
     """Raises ValueError if generation could not run to its end."""
+    if not isinstance(model, Transformer):
+        raise TypeError(
+            f"generation runs a models.Transformer, not a {type(model).__name__}; models.from_hf makes "
+            "one of a transformers model"
+        )
     vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
     if any(module.training for module in model.modules()):
         raise ValueError("generation needs a model without dropout: call model.eval() first")
-    for name, value in (("max_new_tokens", new), ("prefill_chunk", prefill_chunk)):
-        if value < 1:
-            raise ValueError(f"{name} is at least 1, not {value}")
+    check_whole("max_new_tokens", new)
+    check_whole("prefill_chunk", prefill_chunk)
+    if not isinstance(seed, torch.Generator):
+        check_whole("seed", seed, least=0)
+    if max_context is not None:
+        check_whole("max_context", max_context)
     empty = [row for row, text in enumerate(texts) if not text]
     if empty or not texts:
         raise ValueError(
@@ -211,7 +225,7 @@ def _check(
         outside = [token for token in tokens if not 0 <= token < vocab]
         if outside:
             raise ValueError(f"{what}: tokens are 0 to {vocab - 1}, not {outside[0]}")
-    if max_context is not None and not 1 <= max_context <= n_ctx:
+    if max_context is not None and max_context > n_ctx:
         raise ValueError(f"max_context is 1 to the model's context of {n_ctx}, not {max_context}")
     limit, longest = max_context or n_ctx, max(map(len, texts))
     if longest + new > limit:

@@ -9,11 +9,12 @@ from models.attention import Attention
 from models.config import TransformerConfig
 from models.linear import Linear
 from models.mlp import MLP
+from models.norm import LayerNorm, QKNorm, RMSNorm
 
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
-    """Draws all weights of a `Transformer` anew, as `config.init` says; biases become zero."""
+    """Draws all weights of a `Transformer` anew, as `config.init` says; biases become 0, gains 1."""
     config: TransformerConfig = model.config  # type: ignore[assignment]  # modules hold anything
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -26,9 +27,12 @@ def initialise(model: nn.Module) -> None:
             for name, child in module.named_children():
                 if isinstance(child, Linear):
                     _draw(child.weight, config, writes=name == "output")
-        if isinstance(module, Linear) and module.bias is not None:
+        elif isinstance(module, LayerNorm | RMSNorm | QKNorm) and module.weight is not None:
+            nn.init.ones_(module.weight)
+        if isinstance(module, Linear | LayerNorm) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    _draw(model.unembedding.weight, config)  # type: ignore[arg-type, union-attr]  # it has one
+    if not config.tied_unembed:
+        _draw(model.unembedding.weight, config)  # type: ignore[arg-type, union-attr]  # it has one
 
 
 def _draw(weight: Tensor, config: TransformerConfig, writes: bool = False) -> None:

@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from models.config import TransformerConfig
+from models.fields import check_whole
 
 # Room is made for this many positions at a time.
 STEP = 512
@@ -15,7 +16,8 @@ class KVCache:
 
     Keys and values are those that entered attention, edits of hooks included. Where a block has a
     sliding window, only what the window can still reach is kept. A forward pass that does not end
-    leaves the cache as it was. For gradients, what is cached is constant.
+    leaves the cache as it was. For gradients, what is cached is constant. A model of the same config
+    but with other weights can go on from it, as an intervention.
 
     Args:
         max_context: the most positions it may ever hold; None for the model's `n_ctx`.
@@ -25,17 +27,17 @@ class KVCache:
         mask: which of them are real, if a mask has said so: Bool[batch length].
 
     Raises:
-        ValueError: if `max_context` is below 1.
+        ValueError: if `max_context` is not a whole number of at least 1.
     """
 
     def __init__(self, max_context: int | None = None) -> None:
-        if max_context is not None and max_context < 1:
-            raise ValueError(f"max_context is at least 1, not {max_context}")
+        if max_context is not None:
+            check_whole("max_context", max_context)
         self.max_context = max_context
         self.length = 0
         self.mask: Bool[Tensor, "batch length"] | None = None
         self.layers: list[LayerCache] = []
-        self._form: tuple[object, ...] = ()
+        self._config: TransformerConfig | None = None
         self._has_graph = False
 
     @property
@@ -60,13 +62,12 @@ class KVCache:
             raise ValueError(
                 f"{self.length} cached and {new} new tokens do not fit the {what} of {limit}"
             )
-        form = (config.windows, config.n_kv_heads, config.d_head)
         if not self.length:
-            self._form = form
+            self._config = config
             self.layers = [LayerCache(window, limit) for window in config.windows]
             return 0
-        if form != self._form:
-            raise ValueError("this KVCache belongs to a model with other layers, heads or windows")
+        if config is not self._config and config != self._config:
+            raise ValueError("this KVCache belongs to a model of another config")
         if self.layers[0].batch != batch:
             held = self.layers[0].batch
             raise ValueError(f"this KVCache holds {held} rows, and the tokens are {batch} rows")
@@ -135,12 +136,17 @@ class LayerCache:
             k, v: of the new positions.
 
         Raises:
-            ValueError: if the cached keys came with a gradient, which writing here would spoil.
+            ValueError: if the cached keys came with a gradient, which writing here would spoil, or the
+                new ones are of another dtype.
         """
         if self.has_graph:
             raise ValueError(
                 "this KVCache was filled while gradients were recorded, and writing into it would spoil "
                 "them: read all but the last piece under torch.no_grad()"
+            )
+        if start and k.dtype != self._keys.dtype:
+            raise ValueError(
+                f"this KVCache holds {self._keys.dtype}, and the new keys are {k.dtype}"
             )
         end = start + k.shape[2]
         oldest = max(0, start - self.window + 1) if self.window else 0

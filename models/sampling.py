@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.fields import check_types
+
 GREEDY_BELOW = 1e-6
 
 
@@ -34,8 +36,9 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         rules = {
-            "temperature": (0 <= self.temperature < float("inf"), "at least 0 and finite"),
+            "temperature": (self.temperature >= 0, "at least 0"),
             "top_k": (self.top_k is None or self.top_k >= 1, "at least 1"),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "0 to 1"),
@@ -87,8 +90,19 @@ class Sampling:
         Args:
             logits: of the next token.
             generators: what each row draws from; not read where nothing is drawn.
+
+        Raises:
+            ValueError: if a row's logits hold NaN or, where tokens are drawn, are infinite.
         """
+        best = logits.max(-1)  # NaN counts as the largest
+        useless = best.values.isnan() if self.is_greedy else ~best.values.isfinite()
+        if useless.any():
+            row = int(useless.int().argmax())
+            raise ValueError(
+                f"the next token is chosen from finite logits, and row {row} has {best.values[row]}: "
+                "the weights, or what a hook put in, overflow or are no numbers"
+            )
         if self.is_greedy:
-            return logits.argmax(-1)
+            return best.indices
         rows = zip(self.cut(logits).softmax(-1), generators, strict=True)
         return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in rows])

@@ -8,7 +8,7 @@ from hooks import FusedUnlessHooked, HookPoint, Passage
 from models.attention import SoftCap
 from models.block import block_of
 from models.config import TransformerConfig
-from models.context import Context, can_be_read, place
+from models.context import Context, can_be_read, check_tokens, place
 from models.initialise import initialise
 from models.kvcache import KVCache
 from models.linear import Linear, dropout
@@ -76,9 +76,9 @@ class Transformer(BlockWeights):
         self.ln_final = norm(config, config.final_norm, "what the unembedding reads")
         self.unembedding = Linear(config.d_model, config.vocab_size, config.unembed_bias)
         self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Passage()
-        initialise(self)
         if config.tied_unembed:
             self.unembedding.weight = self.token_embedding.weight
+        initialise(self)
 
     def forward(
         self,
@@ -119,11 +119,7 @@ class Transformer(BlockWeights):
         kv_cache: KVCache | None = None,
     ) -> Context:
         """What the blocks read besides the stream; arguments and errors as for `forward`."""
-        if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise ValueError(
-                "tokens are integers of shape [batch, pos], "
-                f"not {tokens.dtype} of shape {tuple(tokens.shape)}"
-            )
+        check_tokens(tokens, "tokens are integers of shape [batch, pos]")
         context = place(self.config, tokens, attention_mask, kv_cache)
         rotation = self.rotary.rotation(context.positions, self.token_embedding.weight.dtype)
         return context._replace(rotation=rotation)

@@ -1,5 +1,6 @@
 """`verify`: the identities that a model's activations promise, checked on the model itself."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -51,7 +52,9 @@ def verify(model: Transformer) -> None:
     with evaluating(model):
         for identity, where, found, expected in _identities(model):
             largest, allowed = deviation(found, expected, model.W_E.dtype)
-            if not largest <= allowed:  # NaN is not
+            if math.isnan(largest):
+                raise VerificationError(f"{identity}: not at {where}, where values are no numbers")
+            if largest > allowed:
                 raise VerificationError(
                     f"{identity}: not at {where}, where the two differ by up to {largest:.3g}; "
                     f"rounding in {model.W_E.dtype} is at most {allowed:.3g}, "

@@ -7,6 +7,12 @@ import torch
 BATCH, POS, LAYERS, HEADS, D_HEAD, D_MODEL, D_MLP, VOCAB, N_CTX = 4, 7, 3, 2, 5, 10, 13, 23, 17
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same draws in every test, alone or after others."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def model():
     """A small random transformer whose sizes all differ, with weights large enough to matter."""

@@ -28,7 +28,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [3, 5, 8, 9], [28]]
 def build(form="learned", **changes):
     """A random model whose every weight takes part, and that does not repeat one token for ever."""
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(7)
+        torch.manual_seed(8)
         model = Transformer(TransformerConfig(**SIZES | FORMS[form] | changes)).eval()
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
@@ -583,9 +583,18 @@ def test_the_context_may_be_filled_exactly(form):
 
 
 BAD = [
-    (dict(max_new_tokens=0), "max_new_tokens is at least 1, not 0"),
-    (dict(max_new_tokens=-2), "max_new_tokens is at least 1, not -2"),
-    (dict(prefill_chunk=0), "prefill_chunk is at least 1, not 0"),
+    (dict(max_new_tokens=0), "max_new_tokens is a whole number of at least 1, not 0"),
+    (dict(max_new_tokens=-2), "max_new_tokens is a whole number of at least 1, not -2"),
+    (dict(prefill_chunk=0), "prefill_chunk is a whole number of at least 1, not 0"),
+    (dict(max_new_tokens=2.5), "max_new_tokens is a whole number of at least 1, not 2.5"),
+    (dict(prefill_chunk=1.5), "prefill_chunk is a whole number of at least 1, not 1.5"),
+    (dict(max_context=15.0), "max_context is a whole number of at least 1, not 15.0"),
+    (dict(seed=None), "seed is a whole number of at least 0, not None"),
+    (dict(seed=-1), "seed is a whole number of at least 0, not -1"),
+    (dict(stop=5), "stop is a list of tokens, not '5'"),
+    (dict(stop=[1.5]), "stop is a list of tokens"),
+    (dict(temperature=None), "temperature is a finite float, not None"),
+    (dict(temperature=1.0, top_k=2.5), "top_k is an int or None, not 2.5"),
     (dict(prompts=[]), "prompts have at least one token; of 0"),
     (dict(prompts=[[1], [], [2], []]), r"prompts have at least one token; of 4, .*\[1, 3\]"),
     (dict(prompts=torch.zeros(2, 0, dtype=torch.int64)), r"at least one token; of 2, .*\[0, 1\]"),
@@ -593,17 +602,18 @@ BAD = [
     (dict(prompts=[[1, -1]]), "prompt 0: tokens are 0 to 28, not -1"),
     (dict(stop=[3, 29]), "stop tokens: tokens are 0 to 28, not 29"),
     (dict(stop=[-1]), "stop tokens: tokens are 0 to 28, not -1"),
-    (dict(max_context=0), "max_context is 1 to the model's context of 19, not 0"),
+    (dict(max_context=0), "max_context is a whole number of at least 1, not 0"),
     (dict(max_context=20), "max_context is 1 to the model's context of 19, not 20"),
     (dict(max_new_tokens=13), "7 tokens and 13 new ones do not fit the model's context of 19"),
     (dict(max_context=8), "7 tokens and 2 new ones do not fit max_context of 8"),
-    (dict(temperature=-1.0), "temperature is at least 0 and finite, not -1.0"),
+    (dict(temperature=-1.0), "temperature is at least 0, not -1.0"),
     (dict(top_k=3), "top_k chooses what to draw from"),
     (dict(temperature=1.0, top_p=0.0), "top_p is above 0 and at most 1, not 0.0"),
     (dict(temperature=1.0, min_p=2.0), "min_p is 0 to 1, not 2.0"),
 ]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("change", "message"), BAD)
 @pytest.mark.parametrize("function", [generate, stream])
 def test_bad_arguments_are_errors_at_the_call(function, change, message):
@@ -613,6 +623,12 @@ def test_bad_arguments_are_errors_at_the_call(function, change, message):
     with handle, pytest.raises(ValueError, match=message):
         function(model, **arguments)
     assert lengths == []
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_models_of_others_are_refused():
+    with pytest.raises(TypeError, match="runs a models.Transformer, not a Linear; models.from_hf"):
+        generate(torch.nn.Linear(2, 3), PROMPTS, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("function", [generate, stream])
@@ -637,9 +653,9 @@ def test_lists_that_hold_no_tokens_are_refused(prompts):
 
 @pytest.mark.usefixtures("unchecked")
 def test_stop_tokens_may_be_any_iterable():
-    expected = generate(build(), PROMPTS, max_new_tokens=NEW, stop=[18, 14])
+    expected = generate(build(), PROMPTS, max_new_tokens=NEW, stop=[2, 9])
     assert expected != generate(build(), PROMPTS, max_new_tokens=NEW)
-    for stop in ({18, 14}, iter([18, 14]), np.array([18, 14]), torch.tensor([18, 14])):
+    for stop in ({2, 9}, iter([2, 9]), np.array([2, 9]), torch.tensor([2, 9])):
         assert generate(build(), PROMPTS, max_new_tokens=NEW, stop=stop) == expected
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from hooks import CacheError, EditError, HookedRunner, HookError
 
@@ -38,6 +39,33 @@ def test_gradient_equals_a_finite_difference(model, runner, tokens):
             losses.append(loss_of(edited).item())
         slope = (losses[0] - losses[1]) / (2 * step)
         assert cache.grads["pattern", 1][at].item() == pytest.approx(slope, rel=1e-5)
+
+
+# PyTorch's own, when its forward mode is first used.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_derivatives_and_vmap_pass_through_hooked_attention(model, runner, tokens):
+    model.double().requires_grad_(False)
+    context = model.context(tokens)
+    resid = model.input_resid(tokens, context)
+    direction = torch.randn_like(resid)
+
+    def logits(resid):
+        for block in model.blocks:
+            resid = block(resid, context)
+        return model.unembed(resid)
+
+    with runner.hooks({"blocks.*.attn.scores": lambda value, point: None}):
+        _, along = torch.func.jvp(logits, (resid,), (direction,))
+        with forward_ad.dual_level():
+            dual = logits(forward_ad.make_dual(resid, direction))
+            torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, along)
+        scaled = torch.stack([resid, 2 * resid, resid - direction])
+        mapped = torch.func.vmap(logits)(scaled)
+        for one, expected in zip(mapped, map(logits, scaled), strict=True):
+            torch.testing.assert_close(one, expected)
+    step = 1e-6
+    slope = (logits(resid + step * direction) - logits(resid - step * direction)) / (2 * step)
+    torch.testing.assert_close(along, slope, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_flow_when_every_weight_is_frozen(model, runner, tokens):

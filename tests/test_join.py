@@ -80,7 +80,7 @@ def test_keys_alone_are_no_positions():
 
 @pytest.mark.parametrize(
     ("axes", "named"),
-    [("", "here has the axes it did not declare"), ("batch d", "here has the axes batch d"), ("query pos d", "here has the axes query pos d")],
+    [("", "here declares no axes"), ("batch d", "here has the axes batch d"), ("query pos d", "here has the axes query pos d")],
 )  # fmt: skip
 def test_values_without_one_axis_of_positions_are_refused(axes, named):
     with pytest.raises(HookError, match=named):
@@ -174,9 +174,16 @@ def test_a_run_that_does_not_reach_a_point_is_an_error(toy):
         HookedRunner(toy).run_with_cache(run=lambda: None)
 
 
+def test_a_run_that_only_promises_is_an_error(toy):
+    with pytest.raises(
+        NeverFiredError, match="an iterator, which runs the model only when it is read"
+    ):
+        HookedRunner(toy).run_with_cache(X, run=lambda x: (toy(part) for part in x.split(4, 1)))
+
+
 def test_a_point_without_axes_is_refused(toy):
     run = functools.partial(in_pieces, toy)
-    with pytest.raises(HookError, match="unnamed has the axes it did not declare"):
+    with pytest.raises(HookError, match="unnamed declares no axes"):
         HookedRunner(toy).run_with_cache(X, [4, 4], names="unnamed", run=run)
 
 

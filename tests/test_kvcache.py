@@ -428,9 +428,12 @@ def test_overflow_is_an_error_before_any_work(form, limit, name):
     assert fired(model, tokens[:, :1], kv_cache=cache)[0] == 0
 
 
-@pytest.mark.parametrize("limit", [0, -3])
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("limit", [0, -3, 2.5, True])
 def test_max_context_is_at_least_one(limit):
-    with pytest.raises(ValueError, match=f"max_context is at least 1, not {limit}"):
+    with pytest.raises(
+        ValueError, match=f"max_context is a whole number of at least 1, not {limit}"
+    ):
         KVCache(limit)
 
 
@@ -548,6 +551,8 @@ def test_another_batch_is_refused():
         dict(n_kv_heads=1),
         dict(d_head=4),
         dict(d_head=1),
+        dict(d_mlp=3),
+        dict(positions="none"),
     ],
 )
 def test_another_model_is_refused(other):
@@ -559,6 +564,14 @@ def test_another_model_is_refused(other):
         build(**first | other)(text(2, 3), kv_cache=cache)
     assert cache.length == 5
     close(model(text(2, LENGTH)[:, :2], kv_cache=cache).shape, torch.Size([2, 2, VOCAB]))
+
+
+def test_another_type_is_refused():
+    model, cache = build("window"), KVCache()
+    model(text(2, 5), kv_cache=cache)
+    with pytest.raises(ValueError, match="holds torch.float32, and the new keys are torch.float64"):
+        copy.deepcopy(model).double()(text(2, 3), kv_cache=cache)
+    assert cache.length == 5
 
 
 def test_lazy_is_refused_with_a_cache():

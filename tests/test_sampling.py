@@ -239,14 +239,14 @@ def test_a_vocabulary_of_one_token():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(temperature=-0.1), "temperature is at least 0 and finite, not -0.1"),
-        (dict(temperature=math.inf), "temperature is at least 0 and finite, not inf"),
-        (dict(temperature=math.nan), "temperature is at least 0 and finite, not nan"),
+        (dict(temperature=-0.1), "temperature is at least 0, not -0.1"),
+        (dict(temperature=math.inf), "temperature is a finite float, not inf"),
+        (dict(temperature=math.nan), "temperature is a finite float, not nan"),
         (dict(temperature=1.0, top_k=0), "top_k is at least 1, not 0"),
         (dict(temperature=1.0, top_k=-4), "top_k is at least 1, not -4"),
         (dict(temperature=1.0, top_p=0.0), "top_p is above 0 and at most 1, not 0.0"),
         (dict(temperature=1.0, top_p=1.1), "top_p is above 0 and at most 1, not 1.1"),
-        (dict(temperature=1.0, top_p=math.nan), "top_p is above 0 and at most 1, not nan"),
+        (dict(temperature=1.0, top_p=math.nan), "top_p is a finite float or None, not nan"),
         (dict(temperature=1.0, min_p=-0.1), "min_p is 0 to 1, not -0.1"),
         (dict(temperature=1.0, min_p=1.1), "min_p is 0 to 1, not 1.1"),
         (dict(top_k=3), "top_k chooses what to draw from, and temperature=0.0 draws nothing"),
@@ -257,6 +257,24 @@ def test_a_vocabulary_of_one_token():
 def test_options_out_of_range_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("value", "temperatures"),
+    [(torch.nan, (0.0, 1.0)), (torch.inf, (1.0,)), (-torch.inf, (1.0,))],
+)
+def test_logits_that_are_no_numbers_are_named(value, temperatures):
+    logits = torch.zeros(3, 5)
+    logits[1] = value
+    for temperature in temperatures:
+        own = [torch.Generator() for _ in logits]
+        with pytest.raises(ValueError, match=f"finite logits, and row 1 has {value}"):
+            Sampling(temperature=temperature).choose(logits, own)
+
+
+def test_the_most_probable_token_may_be_infinitely_so():
+    logits = torch.tensor([[0.0, torch.inf, 1.0], [-torch.inf, -torch.inf, 2.0]])
+    assert Sampling().choose(logits, []).tolist() == [1, 2]
 
 
 def test_the_ends_of_the_ranges_are_inside():

@@ -5,14 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import models as kinds
 
-from models.tokenizers import CharTokenizer, Tokenizer, tokenizer_from
+from models import load_tokenizer
+from models.tokenizers import CharTokenizer, Tokenizer
 from models.tokenizers.bpe import BytePairTokenizer
 from models.tokenizers.tokenizer_json import JsonTokenizer
 from models.tokenizers.vocabulary import byte_signs
@@ -72,14 +75,14 @@ def pairs_of(merges):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     lines = "\n".join(["#version: 0.2", *MERGES, ""])
-    return tokenizer_from(write(tmp_path_factory.mktemp("pair"), VOCABULARY, lines))
+    return load_tokenizer(write(tmp_path_factory.mktemp("pair"), VOCABULARY, lines))
 
 
 @pytest.fixture
 def saved(tmp_path):
     def save(tokenizer: tokenizers.Tokenizer) -> JsonTokenizer:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        return tokenizer_from(tmp_path)
+        return load_tokenizer(tmp_path)
 
     return save
 
@@ -89,7 +92,7 @@ def gpt2():
     if not GPT2.is_dir():
         pytest.skip(f"GPT-2's own encoder.json and vocab.bpe are not at {GPT2}")
     files = [str(GPT2 / name) for name in ("encoder.json", "vocab.bpe")]
-    return tokenizer_from(GPT2), byte_level(kinds.BPE.from_file(*files))
+    return load_tokenizer(GPT2), byte_level(kinds.BPE.from_file(*files))
 
 
 def llama() -> tokenizers.Tokenizer:
@@ -146,7 +149,7 @@ def test_a_missing_library_says_what_to_install(library, tmp_path, monkeypatch):
         llama().save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError) as caught:
-        tokenizer_from(tmp_path)
+        load_tokenizer(tmp_path)
     assert str(caught.value) == f'{library} is missing: pip install "hookscope[hf]"'
 
 
@@ -175,6 +178,23 @@ def test_tokens_outside_the_vocabulary_are_named(pair, saved):
                     method([3, outside, 4])
             assert method([last])
             assert not method([])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_tokens_are_whole_numbers_whatever_holds_them(pair, saved):
+    for tokenizer in (pair, saved(llama()), CharTokenizer("abcdef")):
+        for method in (tokenizer.decode, tokenizer.tokens_as_text):
+            expected = method([3, 4, 5])
+            assert method(torch.tensor([3, 4, 5])) == expected
+            assert method(np.array([3, 4, 5], dtype=np.uint16)) == expected
+            for wrong in ([3.0, 4.0], [[3, 4]], ["3"], torch.tensor([[3, 4]])):
+                with pytest.raises(ValueError, match="tokens are whole numbers, one after another"):
+                    method(wrong)
+
+
+def test_a_tokenizer_json_may_be_named_itself(saved, tmp_path):
+    tokenizer = saved(llama())
+    assert load_tokenizer(tmp_path / "tokenizer.json").encode("low") == tokenizer.encode("low")
 
 
 # Byte pairs.
@@ -231,7 +251,7 @@ def test_numbers_need_not_follow_the_merges(tmp_path):
     pieces = ["<s>", "</s>", "hell", *reversed(SIGNS), "Ã©", "he", "madeupword0000", "Ġw", "ll"]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     lines = "\n".join(MERGES)
-    tokenizer = tokenizer_from(write(tmp_path, vocabulary, lines, ("vocab.json", "merges.txt")))
+    tokenizer = load_tokenizer(write(tmp_path, vocabulary, lines, ("vocab.json", "merges.txt")))
     # Reversed, the signs take 258 down to 3: an o is 258 - 78, and a space 258 - 220.
     assert tokenizer.encode("hello w<s>") == [2, 180, 262, 0]
     assert tokenizer.encode(" é</s>") == [38, 259, 1]
@@ -243,10 +263,10 @@ def test_a_file_that_changes_gives_other_tokens(tmp_path, monkeypatch):
     for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / "cache"))
     directory = write(tmp_path / "m", VOCABULARY, "\n".join(MERGES))
-    assert tokenizer_from(directory).encode("hell") == [258]
+    assert load_tokenizer(directory).encode("hell") == [258]
     without = {piece: i for i, piece in enumerate([*SIGNS, "ll", "he"])}
     write(directory, without, "l l\r\nh e\r\n")
-    assert tokenizer_from(directory).encode("hell") == [257, 256]
+    assert load_tokenizer(directory).encode("hell") == [257, 256]
     assert not (tmp_path / "cache").exists()
 
 
@@ -296,7 +316,7 @@ def renumbered(**tokens):
 def test_files_that_do_not_fit_each_other(vocabulary, merges, said, tmp_path):
     write(tmp_path, vocabulary, "\n".join(["#version: 0.2", *merges]))
     with pytest.raises(ValueError, match=said) as caught:
-        tokenizer_from(tmp_path)
+        load_tokenizer(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / 'encoder.json'} with vocab.bpe: ")
     assert "\n" not in str(caught.value)
 
@@ -306,7 +326,7 @@ def test_a_byte_without_a_token(tmp_path):
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     write(tmp_path, vocabulary, "\n".join(MERGES))
     with pytest.raises(ValueError, match="lacks the signs of bytes 'q', 'Ċ'"):
-        tokenizer_from(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 # GPT-2's own files.
@@ -507,19 +527,19 @@ def test_an_unknown_word_without_a_token_for_such(saved):
 def test_the_files_are_looked_for_in_order(tmp_path):
     lines = "\n".join(MERGES)
     write(tmp_path, VOCABULARY, lines, ("vocab.json", "merges.txt"))
-    assert tokenizer_from(tmp_path).encode("!hell") == [0, 258]
+    assert load_tokenizer(tmp_path).encode("!hell") == [0, 258]
     shifted = {piece: token for token, piece in enumerate([END, *list(VOCABULARY)[:-1]])}
     write(tmp_path, shifted, lines)
-    assert tokenizer_from(tmp_path).encode("!hell") == [1, 259]
+    assert load_tokenizer(tmp_path).encode("!hell") == [1, 259]
     llama().save(str(tmp_path / "tokenizer.json"))
-    assert isinstance(tokenizer_from(tmp_path), JsonTokenizer)
+    assert isinstance(load_tokenizer(tmp_path), JsonTokenizer)
     (tmp_path / "vocabulary.json").write_text('["b", "a", "é"]', encoding="utf-8")
-    assert tokenizer_from(tmp_path).encode("aéb") == [1, 2, 0]
+    assert load_tokenizer(tmp_path).encode("aéb") == [1, 2, 0]
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
-        tokenizer_from(tmp_path)
+        load_tokenizer(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path} holds no tokenizer: neither vocabulary.json, nor tokenizer.json, nor encoder.json "
         "with vocab.bpe, nor vocab.json with merges.txt"
@@ -531,7 +551,7 @@ def test_half_a_pair_names_the_other_half(names, tmp_path):
     for there, missing in (names, names[::-1]):
         (tmp_path / there).write_text("{}")
         with pytest.raises(FileNotFoundError) as caught:
-            tokenizer_from(tmp_path)
+            load_tokenizer(tmp_path)
         assert str(caught.value) == (
             f"{tmp_path / there} needs {missing} beside it, and it is not there"
         )
@@ -564,7 +584,7 @@ def test_damaged_files_are_named(name, content, said, tmp_path):
         write(tmp_path, VOCABULARY, "\n".join(MERGES))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=said) as caught:
-        tokenizer_from(tmp_path)
+        load_tokenizer(tmp_path)
     assert name in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)

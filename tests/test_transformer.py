@@ -9,14 +9,9 @@ import torch.nn.functional as F
 
 from hooks import HookedRunner
 from models import Transformer, TransformerConfig
+from models.initialise import initialise
 from models.linear import Linear
 from tests.reference import LLAMA, SIZES, Reference, randomised, some_tokens, variant
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Fresh weights are the same in every run."""
-    torch.manual_seed(0)
 
 
 def test_equals_the_equations_in_float64(model, tokens):
@@ -128,6 +123,8 @@ def test_a_token_outside_the_vocabulary_is_named(model, tokens, at, value, match
         (torch.zeros(1, 2, 5).long(), r"not torch.int64 of shape \(1, 2, 5\)"),
         (torch.zeros(2, 5), r"tokens are integers .* not torch.float32 of shape \(2, 5\)"),
         (torch.zeros(2, 5).bool(), "not torch.bool"),
+        (torch.zeros(2, 5, dtype=torch.complex64), "not torch.complex64"),
+        ([[1, 2]], "not a list"),
     ],
 )
 def test_tokens_are_a_batch_of_integers(model, wrong, match):
@@ -324,6 +321,20 @@ def test_vectors_start_at_zero_and_gains_at_one(init):
         if parameter.ndim == 1:
             gain = name.endswith("weight")
             assert torch.equal(parameter, torch.full_like(parameter, float(gain))), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("init", ["gpt2", "xavier", "kaiming"])
+def test_a_trained_model_can_be_initialised_again(init, tied):
+    config = TransformerConfig(**GROUPED | dict(init=init, tied_unembed=tied, qk_norm="head"))
+    fresh, trained = Transformer(config), randomised(config)
+    torch.manual_seed(3)
+    initialise(fresh)
+    torch.manual_seed(3)
+    initialise(trained)
+    assert trained.W_E.std().item() == pytest.approx(0.02, rel=0.05)
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(parameter, fresh.get_parameter(name)), name
 
 
 def test_tied_weights_are_one_tensor_and_untied_are_two():

@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 from models.config import TransformerConfig
 from models.transformer import Transformer
 
-SHOWN = 8  # keys of a kind that an error lists
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -156,6 +155,9 @@ class _Assembly:
                 kinds = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
                 self.wrong["wrong"].append(f"{key} holds {tensor.dtype}, not one of {kinds}")
                 return None
+        if self.dtype is not None:  # or a sum would be rounded to the file's type first
+            wide = [torch.promote_types(tensor.dtype, self.dtype) for tensor in tensors]
+            tensors = [tensor.to(dtype) for tensor, dtype in zip(tensors, wide, strict=True)]
         try:
             value = source.convert(*tensors)
         except (RuntimeError, IndexError):  # sizes that cannot be viewed or concatenated so
@@ -223,9 +225,6 @@ def _unify(model: nn.Module, names: list[list[str]]) -> None:
 
 
 def _listed(wrong: Mapping[str, list[str]]) -> str:
-    parts = []
-    for kind, items in wrong.items():
-        if items:
-            more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-            parts.append(f"{len(items)} {kind}: {', '.join(items[:SHOWN])}{more}")
-    return "; ".join(parts)
+    return "; ".join(
+        f"{len(items)} {kind}: {', '.join(items)}" for kind, items in wrong.items() if items
+    )

@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 
 from models import verification
+from models.checkpoints.assemble import DTYPES
 from models.checkpoints.hub import download, is_hub_name
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.checkpoints.readers import read_object
 from models.tokenizers import Tokenizer, tokenizer_from
+from models.tokenizers.tokenizer_json import JsonTokenizer
 from models.transformer import Transformer
 
 
@@ -31,8 +33,9 @@ def load(
 
     Args:
         name_or_path: `"pydoc-4l"`, a path, or a name on the hub such as `"gpt2"`.
-        dtype: of all parameters; None for the file's own. A file of several types gives the narrowest
-            type that holds them all without rounding; GGUF gives float32.
+        dtype: of all parameters: float64, float32, bfloat16 or float16; None for the file's own. A file
+            of several types gives the narrowest type that holds them all without rounding; GGUF gives
+            float32. Gemma 2's gains, stored as their distance from 1, are rounded to this type.
         device: where the parameters go; None for the CPU.
         verify: whether to check the model's arithmetic, with `models.verify`.
 
@@ -40,8 +43,11 @@ def load(
         FileNotFoundError: if there is no such model; it lists those that ship with the package.
         ImportError: if a library that the format needs is not installed.
         ValueError: naming the file, if it is damaged, holds what cannot be expressed, or its
-            weights are not those of its config. No model is then made.
+            weights are not those of its config; no model is then made. Or if `dtype` is another one.
     """
+    if dtype is not None and dtype not in DTYPES:
+        kinds = ", ".join(map(str, DTYPES))
+        raise ValueError(f"dtype is one of {kinds}, not {dtype!r}")
     path = locate(name_or_path)
     if path.is_file():
         from models.checkpoints.gguf import load_gguf
@@ -57,14 +63,16 @@ def load(
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a model, looked for as by `load`.
+    """The tokenizer of a model, looked for as by `load`; or of any directory, or a tokenizer.json.
 
     Raises:
-        FileNotFoundError: if there is no such model, or it has no tokenizer.
+        FileNotFoundError: if there is no such model or directory, or it has no tokenizer.
         ImportError: if a library that the tokenizer needs is not installed.
         ValueError: naming the file, if it is damaged or of an unknown kind.
     """
     path = locate(name_or_path, weights=False)
+    if path.suffix == ".json":
+        return JsonTokenizer(path)
     if path.is_file():
         raise ValueError(
             f"{path}: the tokenizer of a GGUF file is not read; load one from the directory of the "
@@ -74,11 +82,12 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
-    """The directory with a config.json, or the GGUF file, that a name or a path stands for.
+    """The directory with a config.json, or the file, that a name or a path stands for.
 
     Args:
         name_or_path: see `load`.
-        weights: whether the weights are needed; else a hub model's are not downloaded.
+        weights: whether a model is needed; else any directory will do, or a tokenizer.json, and a hub
+            model's weights are not downloaded.
 
     Raises:
         FileNotFoundError: if there is none; it lists the models that ship with the package.
@@ -88,14 +97,18 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
     for directory in (BUNDLED / path, path):
         if name and (directory / CONFIG).is_file():
             return directory
-    if path.suffix == ".gguf" and path.is_file():
+    suffixes = (".gguf",) if weights else (".gguf", ".json")
+    if (path.is_file() and path.suffix in suffixes) or (name and path.is_dir() and not weights):
         return path
     reason = "no directory of that name holds a config.json"
     if path.is_file():
         reason = "of files only GGUF is read"
-    elif not path.is_dir() and not isinstance(name_or_path, Path) and is_hub_name(name):
+    elif name and path.is_dir():
+        reason = f"and the directory of that name holds no {CONFIG}"
+    elif not isinstance(name_or_path, Path) and is_hub_name(name):
         try:
-            return _described(download(name, weights))
+            found = download(name, weights)
+            return _described(found) if weights else found
         except FileNotFoundError as error:
             reason = f"{reason}, and {error}"
         except ImportError as error:

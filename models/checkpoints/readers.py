@@ -1,6 +1,7 @@
 """Readers of weight files: safetensors and .bin, whole or in shards, and of a state dict in memory."""
 
 import pickle
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,11 @@ def load_bin(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = next(iter(str(error).splitlines()), "")
+        # Not the rest of torch's message, which says how to run the code all the same.
+        called = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it calls {called[1]}" if called else "or it is damaged"
         raise ValueError(
-            f"{path} is not a file of tensors alone, or is damaged, and is not opened: a pickle may "
-            f"run any code. {reason}"
+            f"{path} is not opened: a .bin holds tensors alone, and a pickle may run any code; {what}"
         ) from None
     except (RuntimeError, EOFError, OSError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a whole file of torch.save: {error}") from None
@@ -176,5 +178,4 @@ def _check_index(
         if shards.get(key) != path
     ]
     if wrong:
-        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"{index} does not fit its files: {'; '.join(wrong[:5])}{more}")
+        raise ValueError(f"{index} does not fit its files: {'; '.join(wrong)}")

@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 
 from models.tokenizers.vocabulary import (
+    as_known,
     byte_signs,
     check_encodable,
-    check_known,
     few,
     library,
     read,
@@ -121,8 +121,8 @@ class BytePairTokenizer:
         return [piece.decode("utf-8", "backslashreplace") for piece in self._pieces(tokens)]
 
     def _pieces(self, tokens: Sequence[int]) -> list[bytes]:
-        check_known(tokens, self._numbers)
-        return self._encoding.decode_tokens_bytes([self._numbers[token] for token in tokens])
+        known = as_known(tokens, self._numbers)
+        return self._encoding.decode_tokens_bytes([self._numbers[token] for token in known])
 
 
 def _check_numbering(vocabulary: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from models.tokenizers.bpe import BytePairTokenizer
 from models.tokenizers.tokenizer_json import JsonTokenizer
-from models.tokenizers.vocabulary import read_json
+from models.tokenizers.vocabulary import as_known, read_json
 
 # Files that come in twos: pieces with their tokens, and merges.
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
@@ -75,10 +75,7 @@ class CharTokenizer:
         Raises:
             ValueError: naming the tokens outside the vocabulary.
         """
-        outside = [token for token in tokens if not 0 <= token < len(self.characters)]
-        if outside:
-            raise ValueError(f"tokens are 0 to {len(self.characters) - 1}, not {outside[:5]}")
-        return [self.characters[token] for token in tokens]
+        return [self.characters[token] for token in as_known(tokens, range(len(self.characters)))]
 
 
 def tokenizer_from(directory: Path) -> Tokenizer:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from models.tokenizers.vocabulary import byte_signs, check_encodable, check_known, library, read
+from models.tokenizers.vocabulary import as_known, byte_signs, check_encodable, library, read
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -76,7 +76,7 @@ class JsonTokenizer:
         Raises:
             ValueError: naming the tokens outside the vocabulary.
         """
-        check_known(tokens, self._known)
+        tokens = as_known(tokens, self._known)
         if self._of_bytes:
             # The library would take the letters of added tokens for the signs of bytes.
             return b"".join(map(self._bytes, tokens)).decode("utf-8", "replace")
@@ -88,7 +88,7 @@ class JsonTokenizer:
         Raises:
             ValueError: naming the tokens outside the vocabulary.
         """
-        check_known(tokens, self._known)
+        tokens = as_known(tokens, self._known)
         return [self._bytes(token).decode("utf-8", "backslashreplace") for token in tokens]
 
     def _bytes(self, token: int) -> bytes:

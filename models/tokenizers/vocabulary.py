@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Collection, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,24 @@ def check_encodable(text: str) -> None:
         ) from None
 
 
-def check_known(tokens: Sequence[int], known: Collection[int]) -> None:
-    """Refuses tokens that are not among the known ones.
+def as_known(tokens: Sequence[int], known: Collection[int]) -> list[int]:
+    """The tokens as plain numbers, whatever holds them.
 
     Raises:
-        ValueError: naming them.
+        ValueError: naming those that are not among the known ones, or no whole numbers.
     """
+    try:
+        tokens = [index(token) for token in tokens]
+    except TypeError:
+        raise ValueError(
+            f"tokens are whole numbers, one after another, not {str(tokens)[:50]}"
+        ) from None
     if outside := [token for token in tokens if token not in known]:
         raise ValueError(
             f"the vocabulary's {len(known)} tokens are within 0 to {max(known, default=-1)}, and not "
             f"{outside[:5]}"
         )
+    return tokens
 
 
 def few(items: Sequence[object]) -> str:

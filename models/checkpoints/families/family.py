@@ -78,7 +78,7 @@ def transposed(weight: Tensor) -> Tensor:
 def plus_one(weight: Tensor) -> Tensor:
     """The gain of a norm that is stored as its distance from one.
 
-    In half precision the sum is rounded, which transformers, that adds in float32, does not do.
+    Kept in half precision the sum is rounded, which transformers, that adds in float32, does not do.
     """
     return weight + 1
 
