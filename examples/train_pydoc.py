@@ -27,7 +27,7 @@ from models import (
     evaluate,
     load,
     next_token_loss,
-    sample,
+    sample_batch,
     save,
     split,
     train,
@@ -76,7 +76,7 @@ def main() -> None:
 
     def batches(step: int, generator: torch.Generator) -> torch.Tensor:
         copies = 6 if step >= options.prose_steps else 0
-        prose = sample(training, 16 - copies, config.n_ctx, generator)
+        prose = sample_batch(training, 16 - copies, config.n_ctx, generator)
         return torch.cat([prose, repeated(copies, config.n_ctx, config.vocab_size, generator)])
 
     best = float("inf")

@@ -6,7 +6,6 @@ from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
 from models.config import TransformerConfig
 from models.context import Context
-from models.evaluation import Evaluation
 from models.generation import Step, generate, stream
 from models.kvcache import KVCache
 from models.mlp import MLP, GatedMLP
@@ -16,14 +15,24 @@ from models.registry import available, build, config_of, register
 from models.sampling import Sampling
 from models.scaling import RotaryScaling
 from models.tokenizers import CharTokenizer, Tokenizer
-from models.training import TrainingConfig, evaluate, next_token_loss, sample, split, train
-from models.training_run import TrainingResult
+from models.training import (
+    Batches,
+    Evaluation,
+    TrainingConfig,
+    TrainingResult,
+    evaluate,
+    next_token_loss,
+    sample_batch,
+    split,
+    train,
+)
 from models.transformer import Transformer
 from models.verification import VerificationError, verify
 
 __all__ = [
     "MLP",
     "Attention",
+    "Batches",
     "Block",
     "CharTokenizer",
     "Context",
@@ -55,7 +64,7 @@ __all__ = [
     "load_tokenizer",
     "next_token_loss",
     "register",
-    "sample",
+    "sample_batch",
     "save",
     "scaled_dot_product_attention",
     "split",

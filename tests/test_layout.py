@@ -33,10 +33,10 @@ PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError FusedUnlessHooked Hook HookContext
         HookError HookPoint HookedRunner Mode ModeError NeverFiredError Passage Plan Planned Point Selector
         UnknownNameError index_by_axis""",
-    "models": """Attention Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
+    "models": """Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
         RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult Transformer
-        TransformerConfig         VerificationError available build bundled causal_mask center config_of evaluate fold_norms
-        from_hf generate load load_tokenizer next_token_loss register sample save
+        TransformerConfig VerificationError available build bundled causal_mask center config_of evaluate fold_norms
+        from_hf generate load load_tokenizer next_token_loss register sample_batch save
         scaled_dot_product_attention split stream train verify""",
     "interp": """LanguageModel LogitLens Metric PatchingResult activation_patching induction_scores
         log_prob logit_diff logit_lens previous_token_scores repeated_tokens run_with_cache""",

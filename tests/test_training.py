@@ -1,5 +1,6 @@
 """Training: what it learns and draws, what it writes, and how it goes on and stops."""
 
+import contextlib
 import io
 import json
 import math
@@ -22,11 +23,11 @@ from models import (
     evaluate,
     generate,
     next_token_loss,
-    sample,
+    sample_batch,
     split,
     train,
 )
-from models import training_state as state_module
+from models.training import files as state_module
 
 ROOT = Path(__file__).parent.parent
 TEXT = torch.randint(5, (97,), generator=torch.Generator().manual_seed(2))
@@ -76,12 +77,12 @@ def test_split_is_contiguous():
 
 def test_samples_are_stretches_of_the_text_and_reach_its_end():
     text = torch.arange(11)
-    drawn = sample(text, 200, 4, torch.Generator().manual_seed(0))
+    drawn = sample_batch(text, 200, 4, torch.Generator().manual_seed(0))
     assert drawn.shape == (200, 4)
     assert (drawn.diff(dim=1) == 1).all()
     assert set(drawn[:, 0].tolist()) == set(range(8))
     with pytest.raises(ValueError, match="a text of 11 tokens has no stretch of 12"):
-        sample(text, 1, 12, torch.Generator())
+        sample_batch(text, 1, 12, torch.Generator())
 
 
 def test_evaluation_is_the_mean_over_consecutive_windows():
@@ -182,7 +183,7 @@ def test_several_steps_are_a_loop_of_torchs_adamw():
     for rate in (0.5, 1.0, 1.0, *(0.55 + 0.45 * math.cos(math.pi * i / 5) for i in range(1, 5))):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * rate
-        rows = sample(TEXT, 3, 9, generator)
+        rows = sample_batch(TEXT, 3, 9, generator)
         loss = torch.nn.functional.cross_entropy(twin(rows[:, :8]).transpose(1, 2), rows[:, 1:])
         optimizer.zero_grad()
         loss.backward()
@@ -212,16 +213,22 @@ def test_the_rate_warms_up_and_falls():
         ("steps", 0, "at least 1"),
         ("batch_size", 0, "at least 1"),
         ("evaluate_every", 0, "at least 1"),
-        ("learning_rate", 0.0, "above 0 and finite"),
+        ("learning_rate", 0.0, "above 0"),
         ("final_rate", 1.1, "0 to 1"),
         ("warmup", -1, "at least 0"),
         ("betas", (0.9, 1.0), "two of at least 0 and below 1"),
-        ("weight_decay", -0.1, "at least 0 and finite"),
-        ("clip", math.inf, "at least 0 and finite"),
+        ("weight_decay", -0.1, "at least 0"),
+        ("clip", -1.0, "at least 0"),
+        ("clip", math.inf, "a finite float"),
+        ("steps", 2.5, "an int"),
+        ("warmup", True, "an int"),
+        ("betas", (0.9,), "a tuple of 2 floats"),
+        ("betas", [0.9, 0.99], "a tuple of 2 floats"),
         ("train_fraction", 1.0, "above 0 and below 1"),
-        ("characters_per_token", -1.0, "at least 0 and finite"),
+        ("characters_per_token", -1.0, "at least 0"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_a_setting_outside_its_range_is_named(field, value, rule):
     message = re.escape(f"{field} is {rule}, not {value}")
     with pytest.raises(ValueError, match=f"^{message}$"):
@@ -278,7 +285,7 @@ def test_a_callable_gets_the_step_and_the_generator():
 
     def batches(step, generator):
         seen.append((step, torch.rand(1, generator=generator).item()))
-        return sample(TEXT, 2, 6, generator)
+        return sample_batch(TEXT, 2, 6, generator)
 
     calls = []
     result = train(
@@ -333,9 +340,84 @@ def test_the_bar_shows_loss_and_tokens_per_second(monkeypatch):
     assert "7/7" in shown
 
 
+def test_tokens_per_second_are_those_learned_from(monkeypatch):
+    shown = []
+
+    class Bar(contextlib.nullcontext):
+        disable, format_dict = False, {"rate": 10.0}  # steps a second
+
+        def update(self):
+            pass
+
+        def set_postfix_str(self, text, refresh):
+            shown.append(text)
+
+    monkeypatch.setattr("models.training.loop.tqdm", lambda **options: Bar())
+    monkeypatch.setattr(Bar, "__enter__", lambda self: self)
+    losses = train(tiny(), TEXT, config()).losses
+    # 3 rows of 8 predictions.
+    assert shown == [f"loss {loss:.3f}, 240 tokens/s" for loss in losses]
+
+
 def test_without_a_terminal_there_is_no_bar(capsys):
     train(tiny(), TEXT, config())
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_any_integers_hold_the_same_text():
+    expected = train(tiny(), TEXT, config())
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert train(tiny(), TEXT.to(dtype), config()) == expected
+        assert evaluate(tiny(), TEXT.to(dtype)) == evaluate(tiny(), TEXT)
+
+
+def test_no_gradients_are_left():
+    model = tiny()
+    train(model, TEXT, config())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.zeros(3, 9), r"integers \[batch, pos\], .* not torch.float32 of shape \(3, 9\)"),
+        (torch.zeros(9).long(), r"integers \[batch, pos\], .* of shape \(9,\)"),
+        (torch.zeros(3, 1).long(), r"two positions, not torch.int64 of shape \(3, 1\)"),
+        (torch.zeros(0, 9).long(), r"at least one row .* of shape \(0, 9\)"),
+        # Cross-entropy would leave this target out.
+        (torch.tensor([[1, 2, -100]]), "has tokens from -100 to 2; the model's are 0 to 4"),
+        (torch.tensor([[1, 2, 5]]), "has tokens from 1 to 5; the model's are 0 to 4"),
+    ],
+)
+def test_a_batch_without_targets_is_refused(batch, message):
+    good = torch.zeros(2, 5).long()
+    with pytest.raises(ValueError, match="^the batch of step 2 .*" + message):
+        train(tiny(), lambda step, generator: batch if step else good, config())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TEXT.double(), r"one row of integers, not torch.float64 of shape \(97,\)"),
+        (TEXT.bool(), "one row of integers, not torch.bool"),
+        (TEXT[None], r"one row of integers, not torch.int64 of shape \(1, 97\)"),
+        (TEXT[:8], "of 8 tokens has no window of 8 and a next token: it needs at least 9"),
+        (TEXT + 1, "has tokens from 1 to 5; the model's are 0 to 4"),
+    ],
+)
+def test_a_text_that_cannot_be_measured_is_refused(text, message):
+    with pytest.raises(ValueError, match="^the text .*" + message):
+        evaluate(tiny(), text)
+    with pytest.raises(ValueError, match="^the text to train on .*" + message):
+        train(tiny(), text, config(), validation=TEXT)
+
+
+def test_a_batch_of_no_windows_is_refused():
+    with pytest.raises(ValueError, match="batch is a whole number of at least 1, not 0"):
+        evaluate(tiny(), TEXT, batch=0)
 
 
 # Checkpoints.
@@ -414,7 +496,9 @@ def test_ctrl_c_says_what_was_saved_and_the_handler_is_restored(tmp_path):
     with pytest.raises(KeyboardInterrupt) as caught:
         train(tiny(), TEXT, config(), directory=tmp_path, after_step=interrupt_at(2))
     path = tmp_path / "checkpoint.pt"
-    assert str(caught.value) == f"stopped after step 2 of 7; {path} is that of step 2, whole"
+    assert str(caught.value) == (
+        f"stopped after step 2 of 7; {path} is that of step 2, whole: resume=True goes on from there"
+    )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -424,7 +508,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("not reached")
 
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match="^stopped within a step; no checkpoint"):
         train(tiny(), TEXT, config(), directory=tmp_path, after_step=twice)
     assert not (tmp_path / "checkpoint.pt").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -549,6 +633,18 @@ def test_a_full_disk_while_logging_is_said(tmp_path):
     )
 
 
+def test_a_full_disk_on_resuming_leaves_the_log(saved):
+    before = (saved / "log.jsonl").read_bytes()
+    with pytest.raises(OSError, match="File too large") as caught, Limit(100):
+        train(tiny(), TEXT, config(), directory=saved, resume=True)
+    assert str(caught.value) == (
+        f"{saved / 'log.jsonl'} cannot be written: File too large; "
+        f"{saved / 'checkpoint.pt'} is that of step 3, whole"
+    )
+    assert (saved / "log.jsonl").read_bytes() == before
+    assert sorted(file.name for file in saved.iterdir()) == ["checkpoint.pt", "log.jsonl"]
+
+
 def poisoned(at):
     """Batches whose step `at`, counted from 1, meets a weight that is NaN."""
 
@@ -666,6 +762,18 @@ def test_a_checkpoint_of_another_run_is_refused(saved, model, settings, text, me
     with pytest.raises(ValueError, match=f"is of another run .* by this one: {message}$"):
         train(tiny(**model), text, config(**settings), directory=saved, resume=True)
     assert (saved / "checkpoint.pt").read_bytes() == before
+
+
+def test_weights_of_another_type_or_frozen_are_another_run(saved):
+    frozen = tiny()
+    frozen.token_embedding.weight.requires_grad_(False)
+    others = {
+        "dtype is 'torch.float32' there and 'torch.float64' here": tiny().double(),
+        r"frozen is \[\] there and \['token_embedding.weight'\] here": frozen,
+    }
+    for message, model in others.items():
+        with pytest.raises(ValueError, match=f"by this one: {message}$"):
+            train(model, TEXT, config(), directory=saved, resume=True)
 
 
 def test_a_checkpoint_of_another_version_is_refused(saved, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from models.checkpoints.assemble import Source, assemble
@@ -71,7 +72,10 @@ def save(
         # Of tied weights only the first name.
         weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
         _write(staged / CONFIG, dataclasses.asdict(model.config))
-        save_file(weights, staged / WHOLE)
+        try:
+            save_file(weights, staged / WHOLE)
+        except SafetensorError as error:
+            raise OSError(f"{path / WHOLE} cannot be written: {error}") from None
         # safetensors makes it readable by its owner alone.
         (staged / WHOLE).chmod((staged / CONFIG).stat().st_mode)
         if tokenizer is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 # Run as a script, Python puts this folder on the path, and not the project.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from models import TrainingConfig, Transformer, TransformerConfig, sample, train
+from models import TrainingConfig, Transformer, TransformerConfig, sample_batch, train
 from tests.bench import timing
 
 VOCAB, CTX, LAYERS, HEADS, WIDTH, BATCH = 65, 64, 4, 4, 128, 12
@@ -102,7 +102,7 @@ def train_minimal(model: MinimalGPT, text: Tensor, config: TrainingConfig) -> li
     generator = torch.Generator().manual_seed(config.seed)
     losses = []
     for step in range(config.steps):
-        tokens = sample(text, BATCH, CTX + 1, generator)
+        tokens = sample_batch(text, BATCH, CTX + 1, generator)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -124,7 +124,7 @@ def main() -> None:
     config = TrainingConfig(steps=options.steps, batch_size=BATCH)
 
     def batches(step: int, generator: torch.Generator) -> Tensor:
-        return sample(text, BATCH, CTX + 1, generator)
+        return sample_batch(text, BATCH, CTX + 1, generator)
 
     first = train(model := ours(), batches, config).losses
     second = train_minimal(minimal(ours()), text, config)

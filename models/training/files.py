@@ -40,6 +40,11 @@ class RunFiles:
             return "no checkpoint has been written"
         return f"{self.checkpoint} is that of step {self._saved}, whole"
 
+    @property
+    def way_on(self) -> str:
+        """In words, how to go on from it."""
+        return f"{self.last}: resume=True goes on from there" if self._saved else self.last
+
     def open(self, records: Sequence[Mapping[str, Any]], *, resume: bool) -> None:
         """Begins the log, with the steps that were taken before.
 
@@ -56,10 +61,15 @@ class RunFiles:
                 "directory"
             )
         # Written anew from the checkpoint: a run that was killed has logged steps after it.
-        self._log = (self.directory / LOG).open("w", encoding="utf-8")
-        for record in records:
-            self._write(record)
-        self._log.flush()
+        log, partial = self.directory / LOG, self.directory / f".{LOG}.partial"
+        try:
+            partial.write_text("".join(map(_line, records)), encoding="utf-8")
+            partial.replace(log)
+            self._log = log.open("a", encoding="utf-8")
+        except OSError as error:
+            raise OSError(f"{log} cannot be written: {error.strerror}; {self.last}") from None
+        finally:
+            partial.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Ends the log."""
@@ -77,7 +87,7 @@ class RunFiles:
         """
         if self._log is not None and self.directory is not None:
             try:
-                self._write(record)
+                self._log.write(_line(record))
                 self._log.flush()
             except OSError as error:
                 raise OSError(
@@ -141,9 +151,9 @@ class RunFiles:
             )
         return dict(state)
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        if self._log is not None:
-            self._log.write(json.dumps(record, allow_nan=False) + "\n")
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[str]:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from models.fields import check_whole
+from models.training.data import check_text
 from models.transformer import Transformer
 
 
@@ -67,28 +69,21 @@ def evaluate(
         characters_per_token: see `Evaluation`.
 
     Raises:
-        ValueError: if the text is shorter than one window and its next token.
+        ValueError: if the text is not a row of integers, is shorter than one window and its next
+            token, or has tokens outside the vocabulary; or if `batch` is below 1.
     """
     length = model.config.n_ctx
-    require_window("a text", tokens, length)
+    check_whole("batch", batch)
+    check_text("the text", tokens, length, model.config.vocab_size)
     windows = tokens.unfold(0, length + 1, length)
     device = model.token_embedding.weight.device
     total = 0.0
     with mode(model, training=False):
         for rows in windows.split(batch):
-            rows = rows.to(device)
+            rows = rows.to(device).long()
             logits = model(rows[:, :-1]).flatten(0, 1)
             total += F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum").item()
     return Evaluation(total / windows[:, 1:].numel(), characters_per_token)
-
-
-def require_window(what: str, tokens: Int[Tensor, " text"], length: int) -> None:
-    """Raises ValueError unless a text has a context of `length` tokens and a next one."""
-    if len(tokens) <= length:
-        raise ValueError(
-            f"{what} of {len(tokens)} tokens has no window of {length} and a next token: it needs "
-            f"at least {length + 1}"
-        )
 
 
 @contextmanager

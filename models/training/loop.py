@@ -1,7 +1,6 @@
-"""Training: AdamW with warm-up and cosine decay on seeded samples, logged, saved and resumed."""
+"""The training loop: seeded batches, a log, checkpoints, and an orderly end on Ctrl-C."""
 
 import dataclasses
-import hashlib
 import os
 import signal
 import threading
@@ -11,56 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
-from models.evaluation import evaluate as evaluate
-from models.evaluation import mode, require_window
-from models.training_config import TrainingConfig as TrainingConfig
-from models.training_run import Run, TrainingResult
-from models.training_state import RunFiles
+from models.training.config import TrainingConfig
+from models.training.data import Batches, check_batch, check_text, digest, sample_batch, split
+from models.training.evaluation import mode
+from models.training.files import RunFiles
+from models.training.run import Run, TrainingResult
 from models.transformer import Transformer
-
-Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
-"""Draws the batch of a step, counted from 0; the model reads all tokens but the last of each row.
-
-What it gives follows from its arguments alone: else a resumed run could not go on as it would have.
-"""
-
-
-def next_token_loss(
-    logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
-) -> Float[Tensor, "batch pos-1"]:
-    """Cross-entropy of each next token, in nats."""
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-
-
-def split(tokens: Int[Tensor, " pos"], fraction: float = 0.9) -> tuple[Tensor, Tensor]:
-    """The first `fraction` of a text for training, the rest for validation.
-
-    Raises:
-        ValueError: if one of the two would be empty.
-    """
-    at = int(len(tokens) * fraction)
-    if not 0 < at < len(tokens):
-        raise ValueError(f"{fraction} of {len(tokens)} tokens leaves an empty part")
-    return tokens[:at], tokens[at:]
-
-
-def sample(
-    tokens: Int[Tensor, " text"], batch: int, length: int, generator: torch.Generator
-) -> Int[Tensor, "batch length"]:
-    """Random stretches of a text.
-
-    Raises:
-        ValueError: if the text is shorter than a stretch.
-    """
-    if len(tokens) < length:
-        raise ValueError(f"a text of {len(tokens)} tokens has no stretch of {length}")
-    starts = torch.randint(len(tokens) - length + 1, (batch, 1), generator=generator)
-    return tokens[starts + torch.arange(length)]
 
 
 def train(
@@ -84,7 +43,8 @@ def train(
     one ends it at once.
 
     Args:
-        model: its modules' modes, training or not, are afterwards what they were.
+        model: its modules' modes, training or not, are afterwards what they were, and no gradients
+            are left.
         data: a text, of which random stretches are learned: its first `config.train_fraction` if no
             `validation` is given, else all of it; or what draws each step's batch.
         config: how to train.
@@ -95,24 +55,30 @@ def train(
 
     Raises:
         ValueError: if a text is shorter than a context and a next token or has tokens outside the
-            vocabulary, or a checkpoint is damaged or of another run; before any work.
+            vocabulary, or a checkpoint is damaged or of another run; before any work. Later, if a
+            drawn batch is no matrix of the vocabulary's tokens.
         FileExistsError: if the directory has a checkpoint and `resume` is False.
         FileNotFoundError: if it has none and `resume` is True.
         FloatingPointError: if a loss or a gradient is not finite; the last checkpoint stays.
         OSError: if a file cannot be written; the last checkpoint stays.
         KeyboardInterrupt: saying how to go on.
     """
-    batches, held_out, digest = _source(data, validation, model, config)
-    described = {"model": dataclasses.asdict(model.config), "training": dataclasses.asdict(config)}
-    files = RunFiles(None if directory is None else Path(directory), {**described, "text": digest})
+    batches, held_out, text = _source(data, validation, model, config)
+    described = {
+        "model": dataclasses.asdict(model.config),
+        "training": dataclasses.asdict(config),
+        "text": text,
+        "dtype": str(model.W_E.dtype),
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+    }
+    files = RunFiles(None if directory is None else Path(directory), described)
     run = Run(model, config, files)
     with (
         mode(model, training=True),
-        torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
-        _whole_steps() as interrupted,
+        run.own_dropout(),
+        _whole_steps(files) as interrupted,
         closing(files),
     ):
-        torch.manual_seed(config.seed)
         if resume:
             run.restore(files.load())
         files.open([record.line() for record in run.records], resume=resume)
@@ -123,8 +89,9 @@ def train(
         )
         with progress:
             for step in range(done, config.steps):
-                tokens = batches(step, run.generator).to(run.device)
-                record = run.update(tokens)
+                tokens = batches(step, run.generator)
+                check_batch(tokens, model.config.vocab_size, step + 1)
+                record = run.update(tokens.to(run.device).long())
                 due = (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps
                 if due and held_out is not None:
                     record = dataclasses.replace(record, validation=run.measure(held_out))
@@ -139,7 +106,7 @@ def train(
                     run.save()
                 if stop:
                     raise KeyboardInterrupt(
-                        f"stopped after step {step + 1} of {config.steps}; {files.last}"
+                        f"stopped after step {step + 1} of {config.steps}; {files.way_on}"
                     )
     return run.result()
 
@@ -147,9 +114,8 @@ def train(
 def _source(
     data: Tensor | Batches, validation: Tensor | None, model: Transformer, config: TrainingConfig
 ) -> tuple[Batches, Tensor | None, str]:
-    """What draws batches, the held-out text, and a digest of both texts."""
+    """What draws batches, the held-out text, and a digest of the texts."""
     length, vocab_size = model.config.n_ctx, model.config.vocab_size
-    digest = hashlib.sha256()
     texts: dict[str, Tensor] = {}
     if isinstance(data, Tensor):
         text, validation = (
@@ -158,23 +124,13 @@ def _source(
         texts["the text to train on"] = text
 
         def data(step: int, generator: torch.Generator) -> Tensor:
-            return sample(text, config.batch_size, length + 1, generator)
+            return sample_batch(text, config.batch_size, length + 1, generator)
 
     if validation is not None:
         texts["the text to validate on"] = validation
     for what, tokens in texts.items():
-        if tokens.ndim != 1 or tokens.is_floating_point():
-            raise ValueError(
-                f"{what} is one row of integers, not {tokens.dtype} of shape {tuple(tokens.shape)}"
-            )
-        require_window(what, tokens, length)
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"{what} has tokens from {low} to {high}; the model's are 0 to {vocab_size - 1}"
-            )
-        digest.update(what.encode() + tokens.cpu().numpy().tobytes())
-    return data, validation, digest.hexdigest()
+        check_text(what, tokens, length, vocab_size)
+    return data, validation, digest(*texts.values())
 
 
 def _show(progress: "tqdm[Any]", loss: float, tokens: int) -> None:
@@ -185,7 +141,7 @@ def _show(progress: "tqdm[Any]", loss: float, tokens: int) -> None:
 
 
 @contextmanager
-def _whole_steps() -> Iterator[Callable[[], bool]]:
+def _whole_steps(files: RunFiles) -> Iterator[Callable[[], bool]]:
     """Says whether Ctrl-C was pressed instead of stopping there and then, where weights may be half
     changed; pressed again it stops at once."""
     pressed = threading.Event()
@@ -201,6 +157,10 @@ def _whole_steps() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, note)
     try:
         yield pressed.is_set
+    except KeyboardInterrupt as stopped:
+        if stopped.args:
+            raise
+        raise KeyboardInterrupt(f"stopped within a step; {files.way_on}") from None
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)

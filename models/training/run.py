@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from models.evaluation import Evaluation, evaluate
-from models.training_config import TrainingConfig
-from models.training_state import RunFiles
+from models.training.config import TrainingConfig
+from models.training.evaluation import Evaluation, evaluate
+from models.training.files import RunFiles
 from models.transformer import Transformer
 
 
@@ -99,6 +100,20 @@ class Run:
             group["lr"] = record.learning_rate
         self.optimizer.step()
         return record
+
+    @contextmanager
+    def own_dropout(self) -> Iterator[None]:
+        """Dropout draws from the config's seed; afterwards torch's own generators are as they were."""
+        cuda = self.device.type == "cuda"
+        with torch.random.fork_rng([self.device] if cuda else []):
+            torch.default_generator.manual_seed(self.config.seed)
+            if cuda:
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(self.config.seed)
+            try:
+                yield
+            finally:
+                self.optimizer.zero_grad()
 
     def measure(self, held_out: Int[Tensor, " text"]) -> Evaluation:
         """The loss on a text; FloatingPointError if it is not finite."""

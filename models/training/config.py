@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from models.fields import check_types
+
 _COUNTS = ("steps", "batch_size", "evaluate_every")
 
 
@@ -45,19 +47,17 @@ class TrainingConfig:
     characters_per_token: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         rules = {
             **{n: (getattr(self, n) >= 1, "at least 1") for n in _COUNTS},
-            "learning_rate": (0 < self.learning_rate < math.inf, "above 0 and finite"),
+            "learning_rate": (self.learning_rate > 0, "above 0"),
             "final_rate": (0 <= self.final_rate <= 1, "0 to 1"),
             "warmup": (self.warmup >= 0, "at least 0"),
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two of at least 0 and below 1"),
-            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0 and finite"),
-            "clip": (0 <= self.clip < math.inf, "at least 0 and finite"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "clip": (self.clip >= 0, "at least 0"),
             "train_fraction": (0 < self.train_fraction < 1, "above 0 and below 1"),
-            "characters_per_token": (
-                0 <= self.characters_per_token < math.inf,
-                "at least 0 and finite",
-            ),
+            "characters_per_token": (self.characters_per_token >= 0, "at least 0"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
