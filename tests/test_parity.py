@@ -8,12 +8,14 @@ import torch
 from hooks import HookedRunner
 from models import KVCache
 from models.checkpoints import from_hf, load
+from models.checkpoints.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
 VOCAB, LAYERS, HEADS, D_MLP, N_CTX, BATCH, POS = 53, 3, 6, 37, 41, 2, 23
 LENGTHS = (23, 9, 14)  # of the rows of a padded batch
 PIECES = (7, 1, 2, 13)  # of the sequence, when it is read in parts
+POINTS = ["blocks.*.resid_pre", "blocks.*.resid_post", "ln_final.normalized", "*.attn.pattern"]
 
 GPT = dict(
     vocab_size=VOCAB, n_positions=N_CTX, n_layer=LAYERS, n_head=HEADS, n_embd=66, n_inner=D_MLP
@@ -28,8 +30,10 @@ LLAMA |= dict(num_attention_heads=HEADS, num_key_value_heads=2, hidden_size=66, 
 LLAMA |= dict(intermediate_size=D_MLP, rms_norm_eps=3e-3)
 GPT2, BIGCODE = dict(GPT, layer_norm_epsilon=3e-3), dict(GPT, layer_norm_epsilon=2e-3)
 GEMMA2 = dict(LLAMA, query_pre_attn_scalar=7, sliding_window=5, attn_logit_softcapping=2.0)
-GEMMA2 |= dict(final_logit_softcapping=3.0)
-SIZES = dict(gpt2=GPT2, gpt_bigcode=BIGCODE, gpt_neox=NEOX, gemma2=GEMMA2)
+# A norm after a sublayer would magnify the rounding of what is small.
+GEMMA2 |= dict(final_logit_softcapping=3.0, rms_norm_eps=1e-2)
+OLMO2 = dict(LLAMA, rms_norm_eps=3e-2)
+SIZES = dict(gpt2=GPT2, gpt_bigcode=BIGCODE, gpt_neox=NEOX, olmo2=OLMO2, gemma2=GEMMA2)
 
 
 def rope(kind, theta=123.0, **numbers):
@@ -50,13 +54,17 @@ ROWS = {
     "gpt2": ("gpt2", {}),
     "gpt2 d_mlp": ("gpt2", dict(n_inner=None)),
     "gpt2 gelu": ("gpt2", dict(activation_function="gelu")),
+    "gpt2 gelu_python": ("gpt2", dict(activation_function="gelu_python")),
+    "gpt2 gelu_fast": ("gpt2", dict(activation_function="gelu_fast")),
     "gpt2 relu": ("gpt2", dict(activation_function="relu")),
     "gpt2 silu": ("gpt2", dict(activation_function="silu")),
+    "gpt2 swish": ("gpt2", dict(activation_function="swish")),
     "gpt2 unscaled": ("gpt2", dict(scale_attn_weights=False)),
     "gpt2 untied": ("gpt2", dict(tie_word_embeddings=False)),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_bigcode heads": ("gpt_bigcode", dict(multi_query=False)),
     "gpt_bigcode unscaled": ("gpt_bigcode", dict(scale_attn_weights=False)),
+    "gpt_bigcode untied": ("gpt_bigcode", dict(tie_word_embeddings=False)),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox sequential": ("gpt_neox", dict(use_parallel_residual=False)),
     "gpt_neox unbiased": ("gpt_neox", dict(attention_bias=False)),
@@ -75,19 +83,31 @@ ROWS = {
     "llama yarn mscale": ("llama", rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.9)),
     "mistral": ("mistral", dict(sliding_window=5)),
     "mistral all": ("mistral", dict(sliding_window=None)),
+    "mistral linear": ("mistral", rope("linear", factor=3.0)),
+    "mistral tied": ("mistral", dict(tie_word_embeddings=True, hidden_act="relu")),
     "qwen2": ("qwen2", {}),
     "qwen2 upper": ("qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
     "qwen2 types": ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=SLIDING)),
-    "qwen2 tied": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen2 tied": ("qwen2", dict(tie_word_embeddings=True, hidden_act="gelu")),
+    "qwen2 linear": ("qwen2", rope("linear", factor=3.0)),
+    "qwen2 yarn": ("qwen2", rope("yarn", **YARN)),
     "qwen3": ("qwen3", {}),
     "qwen3 biased": ("qwen3", dict(attention_bias=True, tie_word_embeddings=True)),
     "qwen3 window": ("qwen3", dict(use_sliding_window=True, sliding_window=6, max_window_layers=0)),
+    "qwen3 linear": ("qwen3", rope("linear", factor=3.0) | dict(hidden_act="gelu_fast")),
     "olmo2": ("olmo2", {}),
+    "olmo2 linear": ("olmo2", rope("linear", factor=3.0)),
+    "olmo2 tied": ("olmo2", dict(tie_word_embeddings=True, hidden_act="gelu_new")),
     "olmo2 biased": ("olmo2", dict(attention_bias=True, rms_norm_eps=1e-2)),
     "gemma2": ("gemma2", {}),
     "gemma2 uncapped": (
         "gemma2",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False),
+    ),
+    "gemma2 linear": ("gemma2", rope("linear", factor=3.0)),
+    "gemma2 biased": (
+        "gemma2",
+        dict(attention_bias=True, tie_word_embeddings=False, hidden_activation="gelu"),
     ),
     "gemma2 types": ("gemma2", dict(layer_types=SLIDING[1:] + SLIDING[:1], attention_bias=True)),
 }
@@ -113,15 +133,30 @@ class Pair:
         self.directory = directory
         self.ours = load(directory)
 
-    def reference(self, rows):
-        """Logits of each row by itself."""
+    def reference(self, tokens):
+        """What `transformers` makes of tokens without padding, by our names; and the logits."""
+        layers = getattr(self.theirs.base_model, "h", None) or self.theirs.base_model.layers
+        last = []  # its last hidden state is the final norm's
+        handle = layers[-1].register_forward_hook(
+            lambda module, inputs, output: last.append(output)
+        )
         with torch.no_grad():
-            return [self.theirs(row[None]).logits[0] for row in rows]
+            theirs = self.theirs(tokens, output_hidden_states=True, output_attentions=True)
+        handle.remove()
+        assert len(theirs.hidden_states) == LAYERS + 1
+        *streams, normalized = theirs.hidden_states
+        streams.append(last[0] if torch.is_tensor(last[0]) else last[0][0])
+        values = {"logits": theirs.logits, "ln_final.normalized": normalized}
+        for layer in range(LAYERS):
+            values[f"blocks.{layer}.resid_pre"] = streams[layer]
+            values[f"blocks.{layer}.resid_post"] = streams[layer + 1]
+            values[f"blocks.{layer}.attn.pattern"] = theirs.attentions[layer]
+        return values
 
 
 # Parts of parameters' names and how large their numbers are, times the root of the larger size: scores
 # are far apart then, and no norm makes much of little.
-SCALES = {"q_proj": 1.6, "k_proj": 1.6, "c_attn": 1.4, "query_key_value": 1.4}
+SCALES = {"q_proj": 1.2, "k_proj": 1.2, "c_attn": 1.4, "query_key_value": 1.4}
 SCALES |= {"embed_tokens": 1.5, "embed_in": 1.5, "wte": 1.5}
 SCALES |= dict.fromkeys(("o_proj", "c_proj", "down_proj", "attention.dense", "dense_4h_to_h"), 0.5)
 
@@ -150,34 +185,40 @@ def tokens():
     return torch.randint(VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(5))
 
 
-def close(ours, theirs, atol=1e-5):
-    torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+def close(ours, theirs, name=None, atol=1e-5):
+    torch.testing.assert_close(
+        ours, theirs, atol=atol, rtol=0, msg=name and (lambda why: f"{name}: {why}")
+    )
+
+
+def seen(model, *args, **kwargs):
+    """Our logits, and our values under the names that a reference has."""
+    logits, cache = HookedRunner(model).run_with_cache(*args, names=POINTS, **kwargs)
+    return {"logits": logits, **cache}
+
+
+def close_throughout(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        close(ours[name], value, name)
+
+
+def alone(values, row, real):
+    """A row's values at its real positions, which are its real keys too: a batch of one."""
+    part = {name: value[row : row + 1] for name, value in values.items()}
+    return {
+        name: value[:, :, real][..., real] if name.endswith("pattern") else value[:, real]
+        for name, value in part.items()
+    }
 
 
 def test_logits_streams_and_patterns(pair, tokens):
-    last = []
-    hidden_layers = pair.theirs.base_model
-    layers = hidden_layers.h if hasattr(hidden_layers, "h") else hidden_layers.layers
-    handle = layers[-1].register_forward_hook(lambda module, inputs, output: last.append(output))
-    with torch.no_grad():
-        theirs = pair.theirs(tokens, output_hidden_states=True, output_attentions=True)
-    handle.remove()
-    names = ["blocks.*.resid_pre", "blocks.*.resid_post", "blocks.*.attn.pattern"]
-    runner = HookedRunner(pair.ours)
-    logits, cache = runner.run_with_cache(tokens, names=[*names, "ln_final.normalized"])
-    close(logits, theirs.logits)
-    assert 1 < logits.abs().max() < 30
-    close(pair.ours(tokens), theirs.logits)  # with the fused kernels
-    streams = theirs.hidden_states
-    assert len(streams) == LAYERS + 1
-    close(cache["resid_pre", 0], streams[0])
-    for layer in range(LAYERS - 1):
-        close(cache["resid_post", layer], streams[layer + 1])
-    close(cache["resid_post", LAYERS - 1], last[0] if torch.is_tensor(last[0]) else last[0][0])
-    close(cache["ln_final.normalized"], streams[-1])
+    ours, theirs = seen(pair.ours, tokens), pair.reference(tokens)
+    close_throughout(ours, theirs)
+    close(pair.ours(tokens), theirs["logits"])  # with the fused kernels
+    assert 1 < ours["logits"].abs().max() < 30
     for layer in range(LAYERS):
-        pattern = cache["pattern", layer]
-        close(pattern, theirs.attentions[layer])
+        pattern = ours[f"blocks.{layer}.attn.pattern"]
         assert pattern[:, :, -1].max() > 2 / POS  # even attention would test little
 
 
@@ -206,44 +247,76 @@ def test_half_precision(pair, tokens):
     assert error.max() < 0.3
 
 
-def from_config_like(model):
-    """A copy in bfloat16, as `from_pretrained(dtype=bfloat16)` makes it."""
-    other = (
-        type(model)
-        ._from_config(model.config, attn_implementation="eager", dtype=torch.bfloat16)
-        .eval()
-    )
+def from_config_like(model, dtype=torch.bfloat16):
+    """A copy in another type, as `from_pretrained(dtype=...)` makes it."""
+    other = type(model)._from_config(model.config, attn_implementation="eager", dtype=dtype).eval()
     other.load_state_dict(model.state_dict())
     return other
+
+
+@pytest.mark.parametrize(
+    ("pair", "dtype"),
+    [*((family, torch.bfloat16) for family in FAMILIES), ("gemma2", torch.float16)],
+    indirect=["pair"],
+    ids=str,
+)
+def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_path):
+    """The file's numbers, and nothing made of them, are rounded: not 1 + the gain of Gemma 2."""
+    from_config_like(pair.theirs, dtype).save_pretrained(tmp_path)
+    theirs = type(pair.theirs).from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        expected = theirs.eval()(tokens).logits
+        rounding = (pair.theirs(tokens).logits - expected).abs().max()
+    assert rounding > 1e-4  # it would not tell the types apart
+    close(load(tmp_path, dtype=torch.float32)(tokens), expected)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(pair, side):
     rows, padded, mask = padded_batch(side)
-    logits = pair.ours(padded, attention_mask=mask)
-    for row, expected in enumerate(pair.reference(rows)):
-        close(logits[row, mask[row]], expected)
-        close(pair.ours(rows[row][None])[0], expected)
+    logits = pair.ours(padded, attention_mask=mask)  # with the fused kernels
+    ours = seen(pair.ours, padded, attention_mask=mask)
+    for row, tokens in enumerate(rows):
+        theirs = pair.reference(tokens[None])
+        close(logits[row, mask[row]], theirs["logits"][0])
+        close_throughout(alone(ours, row, mask[row]), theirs)
+
+
+def test_rows_of_a_batch_by_themselves(pair):
+    for tokens in padded_batch("left")[0]:
+        theirs = pair.reference(tokens[None])
+        close(pair.ours(tokens[None]), theirs["logits"])
+        close_throughout(seen(pair.ours, tokens[None]), theirs)
 
 
 @torch.no_grad()
-def test_a_sequence_is_read_in_pieces(pair, tokens):
-    cache = KVCache(max_context=N_CTX)
-    parts = [pair.ours(piece, kv_cache=cache) for piece in tokens.split(PIECES, 1)]
+def read(model, pieces, mask=None):
+    """Logits of tokens that are read piece by piece into a KV cache."""
+    cache, parts = KVCache(max_context=N_CTX), []
+    for piece in pieces:
+        now = None if mask is None else mask[:, : cache.length + piece.shape[1]]
+        parts.append(model(piece, attention_mask=now, kv_cache=cache))
     assert cache.length == POS
-    close(torch.cat(parts, 1), torch.stack(pair.reference(tokens)))
+    return torch.cat(parts, 1)
 
 
-@torch.no_grad()
+def test_a_sequence_is_read_in_pieces(pair, tokens):
+    pieces, theirs = tokens.split(PIECES, 1), pair.reference(tokens)
+    close(read(pair.ours, pieces), theirs["logits"])
+    close_throughout(seen(pair.ours, pair.ours, pieces, run=read), theirs)
+
+
 def test_a_padded_batch_is_read_in_pieces(pair):
     rows, padded, mask = padded_batch("left")
-    cache, parts = KVCache(max_context=N_CTX), []
-    for piece in padded.split((15, *PIECES[:2]), 1):  # the first piece reaches into every row
-        end = cache.length + piece.shape[1]
-        parts.append(pair.ours(piece, attention_mask=mask[:, :end], kv_cache=cache))
-    logits = torch.cat(parts, 1)
-    for row, expected in enumerate(pair.reference(rows)):
-        close(logits[row, mask[row]], expected)
+    pieces = padded.split((15, *PIECES[:2]), 1)  # the first piece reaches into every row
+    logits = read(pair.ours, pieces, mask)
+    ours = seen(pair.ours, pair.ours, pieces, mask, run=read)
+    for row, tokens in enumerate(rows):
+        theirs = pair.reference(tokens[None])
+        close(logits[row, mask[row]], theirs["logits"][0])
+        close_throughout(alone(ours, row, mask[row]), theirs)
 
 
 def padded_batch(side):

@@ -21,6 +21,7 @@ NEOX = dict(positions="rotary", rotary_fraction=0.5, parallel=True, tied_unembed
 FORMS = {
     "gpt2": ({}, True),
     "gpt2 untied": (dict(tied_unembed=False, dropout=0.3), True),
+    "gpt_bigcode": (dict(n_kv_heads=1), True),
     "neox": (NEOX, True),
     "neox sequential": (NEOX | dict(parallel=False, qkv_bias=False, out_bias=False), True),
     "llama": (LLAMA | dict(tied_unembed=False), False),
@@ -160,7 +161,9 @@ def test_folded_norms_have_learned_nothing(form):
         assert torch.equal(folded.get_parameter(name), model.get_parameter(name))
 
 
-@pytest.mark.parametrize("form", ["gpt2", "neox", "llama", "qwen2", "layernorm gated"])
+@pytest.mark.parametrize(
+    "form", ["gpt2", "gpt_bigcode", "neox", "llama", "qwen2", "layernorm gated"]
+)
 def test_folded_weights_are_products(form):
     """As matrices that multiply from the right: `(x * gain + bias) @ W + b`, said by numpy."""
     model = built(**FORMS[form][0])
