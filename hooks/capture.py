@@ -51,9 +51,25 @@ class CaptureOptions:
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
 
+    def suited(self, points: dict[str, Point]) -> dict[str, Point]:
+        """`points`, if every option acts on some of them.
+
+        Raises:
+            ValueError: if there are windows, and no point of the residual stream.
+        """
+        if self.windows is not None and not any(map(self._has_windows, points.values())):
+            raise ValueError(
+                "windows= choose positions of the residual stream, and none of its points is asked for "
+                f"({', '.join(sorted(RESIDUAL_STREAM))})"
+            )
+        return points
+
+    def _has_windows(self, point: Point) -> bool:
+        return point.name.rpartition(".")[2] in RESIDUAL_STREAM
+
     def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
         """The names under which the value of `point` is kept, each with its axes."""
-        if self.windows is None or point.name.rpartition(".")[2] not in RESIDUAL_STREAM:
+        if self.windows is None or not self._has_windows(point):
             return {point.name: point.axes}
         return {
             point.name: ("window", *point.axes[2:]),

@@ -96,7 +96,7 @@ class HookedRunner:
             NeverFiredError: if the forward pass did not reach a requested point.
         """
         options = CaptureOptions(positions, windows, device, dtype, detach, grads)
-        points = self._choose(names, mode)
+        points = options.suited(self._choose(names, mode))
         if run is not None:
             if lazy or grads or positions is not None or windows is not None:
                 raise ValueError("run= takes neither lazy=, grads=, positions= nor windows=")
@@ -125,7 +125,7 @@ class HookedRunner:
             NeverFiredError: if the forward pass ends without reaching a requested point.
         """
         options = CaptureOptions(positions, windows, device, dtype, detach)
-        points, token = self._choose(names, None), object()
+        points, token = options.suited(self._choose(names, None)), object()
 
         def stop() -> None:
             raise _Stop(token)
@@ -209,7 +209,8 @@ class HookedRunner:
         """
         options = CaptureOptions(positions, windows, device, dtype)
         run = self._run_lazily if lazy else self._run
-        return planned(self.model, run, self._choose(names, mode), options, args, kwargs)
+        points = options.suited(self._choose(names, mode))
+        return planned(self.model, run, points, options, args, kwargs)
 
     def table(self) -> str:
         """Every point with its axes and meaning; layers that have the same points share a line."""

@@ -1,6 +1,7 @@
 """The logit lens: what the residual stream would predict if the model ended at each layer."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -37,10 +38,9 @@ def logit_lens(model: nn.Module, tokens: Int[Tensor, "batch pos"]) -> LogitLens:
     Raises:
         TypeError: if the model has no `unembed`.
     """
-    if not isinstance(model, LanguageModel):
-        raise TypeError(
-            f"logit_lens needs a model with `unembed` and `config`, not {type(model).__name__}"
-        )
+    if not hasattr(model, "unembed"):
+        raise TypeError(f"logit_lens needs a model with `unembed`, not {type(model).__name__}")
     _, cache = HookedRunner(model).run_with_cache(tokens, names=["*.resid_pre", "*.resid_post"])
     streams = [*cache.stack("resid_pre"), cache["resid_post", -1]]
-    return LogitLens(torch.stack([model.unembed(stream) for stream in streams]))
+    unembed = cast(LanguageModel, model).unembed
+    return LogitLens(torch.stack([unembed(stream) for stream in streams]))

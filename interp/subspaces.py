@@ -47,8 +47,8 @@ def subspace_angles(
     """Principal angles between the spaces of the top `k` singular vectors: radians, ascending.
 
     NaN where a matrix has no such space: its rank is below k (a zero matrix has rank 0), or its
-    singular values k and k + 1 are equal up to the tolerance. Rounding can turn a space by the ratio of
-    tolerance and gap, so angles below it say nothing.
+    singular values k and k + 1 are equal up to the tolerance. Rounding, and the error of a randomised
+    decomposition, can turn a space by the ratio of tolerance and gap, so angles below it say nothing.
 
     Args:
         first, second: decompositions of the same shape.
@@ -57,12 +57,14 @@ def subspace_angles(
 
     Raises:
         ValueError: if shapes differ, the side is neither, k is not 1 to the number of singular values,
-            or k is above the rank of every matrix.
+            or k is above the rank of every matrix, up to the tolerance.
     """
     pair = _vectors(first, second, k, side)
     for one in (first, second):
         if one.rank.numel() and (highest := int(one.rank.max())) < k:
-            raise ValueError(f"k is at most the rank of the matrices, {highest}, not {k}")
+            raise ValueError(
+                f"k is at most the number of singular values above the tolerance, {highest}, not {k}"
+            )
     defined = _has_space(first, k) & _has_space(second, k)
     return _angles(*pair).where(defined[..., None], torch.nan)
 

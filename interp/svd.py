@@ -1,5 +1,6 @@
 """Singular value decompositions in float64, batched, and what stability analyses read from them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from interp.targets import SVDTargets
+from interp.targets import SVDTargets, svd_targets
+
+__all__ = [
+    "SVD",
+    "SVDTargets",
+    "condition_number",
+    "decompose",
+    "effective_rank",
+    "randomized_svd",
+    "spectral_gap",
+    "stable_rank",
+    "svd",
+    "svd_targets",
+]
 
 
 @dataclass(frozen=True)
@@ -19,8 +33,10 @@ class SVD:
         s: singular values, descending, in the matrix's unit.
         vh: right singular vectors, the rows.
         following: the singular value after the last of `s`; 0 where there is none.
-        tolerance: up to which a singular value, or a difference of two, may be rounding:
-            max(rows, columns) * eps of the input's dtype * s[0], as in numpy's `matrix_rank`.
+        tolerance: up to which a singular value, or a difference of two, may be error. Of a full
+            decomposition that is rounding: max(rows, columns) * eps of the input's dtype * s[0], as in
+            numpy's `matrix_rank`. Of a randomised one also what is left of `A v - s u`, the Frobenius
+            norm over the vectors found and one more: an angle is known to tolerance / gap (Wedin 1972).
     """
 
     u: Float[Tensor, "*batch rows k"]
@@ -59,11 +75,15 @@ def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") 
         name: what errors call the matrices.
 
     Raises:
-        ValueError: if there are fewer than two axes, no rows or no columns, or a number is not
-            finite: it names the first such place.
+        ValueError: if there are fewer than two axes, no rows or no columns, a number is not finite (it
+            names the first such place), or a singular value is beyond float64.
     """
     wide = _checked(matrices, name)
     u, s, vh = torch.linalg.svd(wide, full_matrices=False)
+    if not s.isfinite().all():
+        raise ValueError(
+            f"{name} have singular values beyond float64: divide them by a number first"
+        )
     return SVD(u, s, vh, torch.zeros_like(s[..., 0]), _tolerance(matrices, s))
 
 
@@ -79,13 +99,15 @@ def randomized_svd(
 
     Halko, Martinsson & Tropp 2011, "Finding structure with randomness", algorithms 4.4 and 5.1. No
     singular value comes out above the true one, rounding aside. For k above 1 the expected shortfall of
-    each is at most
+    each value is at most
     `(1 + sqrt(k / (p - 1)) + e sqrt(k + p) / p * sqrt(min(rows, columns) - k)) ** (1 / (2 q + 1))`
     times the true value number k + 1, with p = `oversample` and q = `iterations` (corollary 10.10).
     Usually it is far less: with the defaults, measured on matrices of 64 to 512 rows, a share of at most
     1e-5 of the true value where values fall as 1 / number, and 0.1 where they hardly fall (noise). It
-    is exact, up to rounding, where the rank is at most k + p. Faster than `svd` from about 64 rows and
-    columns on (CPU, k = 8), and 3 to 8 times as fast at 512; below, ask for all.
+    is exact, up to rounding, where the rank is at most k + p. Vectors are less sure than values: where
+    they hardly fall, the top k found may lie 30 degrees and more from the true ones. `tolerance` says
+    by how much, so comparisons of such subspaces give NaN. Faster than `svd` from about 64 rows and
+    columns on (CPU, k = 8; `tests/bench/svd.py`), and 3 times as fast at 512; below, ask for all.
 
     Args:
         matrices: finite numbers.
@@ -119,20 +141,33 @@ def randomized_svd(
         # Orthonormal at every step: powers of the matrix would lose the small directions.
         basis = torch.linalg.qr(wide @ torch.linalg.qr(wide.mT @ basis).Q).Q
     u, s, vh = torch.linalg.svd(basis.mT @ wide, full_matrices=False)
-    kept = s[..., :k]
-    return SVD(basis @ u[..., :k], kept, vh[..., :k, :], s[..., k], _tolerance(matrices, kept))
+    left, s, vh = basis @ u[..., : k + 1], s[..., : k + 1], vh[..., : k + 1, :]
+    # The transposed equation, `A^T u = s v`, holds exactly.
+    error = torch.linalg.matrix_norm(wide @ vh.mT - left * s[..., None, :])
+    tolerance = torch.maximum(error, _tolerance(matrices, s))
+    return SVD(left[..., :k], s[..., :k], vh[..., :k, :], s[..., k], tolerance)
 
 
-def decompose(targets: SVDTargets) -> dict[str, SVD]:
+def decompose(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     """The decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
 
     Their singular vectors: of `qkt`, left over queries and right over keys; of `wvwo`, left what a
     head reads and right what it writes; of `avwo`, left over positions and right what is written.
 
+    Args:
+        targets: of a run.
+        k: how many singular values and vectors, by `randomized_svd`; None for all, exactly.
+
     Raises:
-        ValueError: if a number is not finite: it names the target and the first such place.
+        ValueError: if a number is not finite: it names the target and the first such place; or as
+            for `randomized_svd`.
     """
-    return {name: svd(getattr(targets, name), name) for name in ("qkt", "wvwo", "avwo")}
+    return {
+        name: svd(getattr(targets, name), name)
+        if k is None
+        else randomized_svd(getattr(targets, name), k, name=name)
+        for name in ("qkt", "wvwo", "avwo")
+    }
 
 
 def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
@@ -152,6 +187,8 @@ def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     tensor([2.0000, 2.3811], dtype=torch.float64)
     """
     s = _checked_values(s)
+    largest = s[..., :1]
+    s = s / largest.where(largest > 0, 1)  # or the sum could be infinite
     total = s.sum(-1, keepdim=True)
     entropy = torch.special.entr(s / total.where(total > 0, 1)).sum(-1)
     return torch.where(total[..., 0] > 0, entropy.exp(), 0)

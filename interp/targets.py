@@ -1,7 +1,7 @@
 """What SVD analyses look at: the score matrices, the maps of the OV circuit, what heads write."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -27,13 +27,13 @@ class AttentionWeights(Protocol):
 class SVDTargets:
     """The tensors of svd-transformer.md, detached, with an axis for heads.
 
-    Where attention adds what it computes to the stream as it is (no norm of its output), the sum of
-    `avwo` over heads plus the output bias is `attn_out`.
+    Where attention adds what it computes to the stream as it is (no norm of its output, no hook that
+    edits `z` or `attn_out`), the sum of `avwo` over heads plus the output bias is `attn_out`.
 
     Attributes:
-        qkt: scaled dot products of queries and keys, zero above the diagonal. Keys that a sliding
-            window or a padding mask hides keep their products.
-        pattern: the weight of each key for each query; rows sum to 1.
+        qkt: scaled dot products of queries and keys, before any soft cap, zero above the diagonal.
+            Keys that a sliding window or a padding mask hides keep their products.
+        pattern: the weight of each key for each query; rows sum to 1, those of padding to 0.
         values: what a head reads at each position; heads that share a key head hold the same.
         wvwo: `W_V @ W_O`, from weights alone: `x @ wvwo` is what a head would write on reading `x`.
         avwo: `pattern @ values @ W_O`: what each head writes, the output bias left out.
@@ -169,7 +169,8 @@ def _stacked(cache: ActivationCache, name: str) -> Tensor:
 
 def _weights(model: nn.Module) -> tuple[Tensor, Tensor]:
     """`W_V` repeated for the heads that share it, and `W_O`."""
-    if not isinstance(model, AttentionWeights):
+    # Not isinstance: since Python 3.12 a protocol does not see the parameters of a module.
+    if not (hasattr(model, "W_V") and hasattr(model, "W_O")):
         raise TypeError(f"SVD targets need a model with W_V and W_O, not {type(model).__name__}")
-    w_v, w_o = model.W_V, model.W_O
+    w_v, w_o = cast(AttentionWeights, model).W_V, cast(AttentionWeights, model).W_O
     return w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1), w_o

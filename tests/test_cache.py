@@ -244,6 +244,13 @@ def test_windows_of_another_shape_or_kind(runner, tokens):
         runner.run_with_cache(tokens, windows=torch.ones(4, 7, dtype=torch.bool), positions=[1])
 
 
+def test_windows_without_a_point_of_the_stream_are_refused(runner, tokens):
+    windows = torch.ones(4, 7, dtype=torch.bool)
+    for call in (runner.run_with_cache, runner.plan, runner.capture):
+        with pytest.raises(ValueError, match="none of its points is asked for"):
+            call(tokens, names="*.attn.pattern", windows=windows)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_windows_are_boolean(runner, tokens):
     with pytest.raises(ValueError, match="windows are boolean, not torch.int64"):

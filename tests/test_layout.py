@@ -38,8 +38,11 @@ PUBLIC = {
         TransformerConfig VerificationError available build bundled causal_mask center config_of evaluate fold_norms
         from_hf generate load load_tokenizer next_token_loss register sample_batch save
         scaled_dot_product_attention split stream train verify""",
-    "interp": """LanguageModel LogitLens Metric PatchingResult activation_patching induction_scores
-        log_prob logit_diff logit_lens previous_token_scores repeated_tokens run_with_cache""",
+    "interp": """LanguageModel LogitLens Metric PatchingResult ResidualStream SVD SVDTargets activation_patching
+        alignment condition_number decompose drift effective_rank induction_scores log_prob
+        logit_diff logit_lens previous_token_scores principal_angles randomized_svd
+        repeated_tokens residual_stream run_with_cache spectral_gap stable_rank subspace_angles
+        svd_targets wvwo""",
 }
 
 

@@ -275,6 +275,22 @@ def test_targets_are_decomposed_by_name(model, tokens):
         decompose(targets)
 
 
+def test_the_top_of_targets_alone(model, tokens):
+    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
+    targets = svd_targets(model, cache)
+    top, whole = decompose(targets, k=2), decompose(targets)
+    for name, found in top.items():
+        assert found.s.shape[-1] == 2
+        torch.testing.assert_close(found.s, whole[name].s[..., :2], rtol=1e-6, atol=1e-9)
+
+
+def test_numbers_too_large_for_a_decomposition_are_refused():
+    with pytest.raises(ValueError, match="matrices have singular values beyond float64"):
+        svd(torch.full((3, 5), 1e308, dtype=torch.float64))
+    values = torch.tensor([1.5e308, 1.5e308], dtype=torch.float64)
+    assert effective_rank(values).item() == pytest.approx(2)
+
+
 def test_bad_matrices_are_named(unchecked):
     wrong = randn(3, 7, 5)
     wrong[1, 4, 2] = -math.inf
@@ -528,9 +544,15 @@ def test_a_zero_matrix_among_others_gives_nan_and_alone_an_error():
         assert subspace_angles(*pair, 2).isnan().tolist() == [[False] * 2, [True] * 2]
         assert alignment(*pair, 1).isnan().tolist() == [[False], [True]]
     assert alignment(both, both, 3).isnan().tolist() == [[False, False, True], [True] * 3]
-    with pytest.raises(ValueError, match=r"^k is at most the rank of the matrices, 2, not 3$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^k is at most the number of singular values above the tolerance, 2, not 3$",
+    ):
         subspace_angles(both, both, 3)
-    with pytest.raises(ValueError, match=r"^k is at most the rank of the matrices, 0, not 1$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^k is at most the number of singular values above the tolerance, 0, not 1$",
+    ):
         subspace_angles(both[0], both[1], 1)
 
 
@@ -541,6 +563,35 @@ def test_a_truncated_decomposition_knows_what_follows():
     assert alignment(top, svd(matrix), 3).isnan().tolist() == [False, False, True]
     assert subspace_angles(top, top, 3).isnan().all()
     np.testing.assert_allclose(subspace_angles(top, svd(matrix), 2), [0, 0], atol=1e-7)
+
+
+@pytest.mark.parametrize("fall", [None, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_angles_of_a_randomised_decomposition_are_known_to_its_tolerance(fall, iterations):
+    """Where values hardly fall, the vectors found are far from the true ones, and it says so."""
+    matrices = randn(3, 90, 71)
+    if fall is not None:
+        values = [n**-fall for n in range(1, 72)]
+        matrices = torch.stack([with_spectrum(values, 90, 71, seed)[0] for seed in (0, 10, 20)])
+    _, true_s, true_vh = np.linalg.svd(matrices.numpy())
+    for k in (1, 2, 5):
+        found = randomized_svd(matrices, k, iterations=iterations)
+        angles = subspace_angles(found, found, k)
+        for matrix in range(3):
+            cosines = np.linalg.svd(true_vh[matrix, :k] @ found.vh[matrix].numpy().T)[1]
+            sine = math.sqrt(max(0, 1 - cosines.min() ** 2))
+            gap, tolerance = found.gaps[matrix, -1].item(), found.tolerance[matrix].item()
+            assert angles[matrix].isnan().all() == (gap <= tolerance)
+            assert sine <= max(tolerance / gap, 1e-6) or gap <= tolerance
+            assert (np.abs(found.s[matrix].numpy() - true_s[matrix, :k]) <= tolerance).all()
+
+
+def test_a_randomised_decomposition_finds_no_space_where_there_is_none():
+    """Of 30 equal values any 3 vectors are the top ones, and two random starts find different ones."""
+    matrix, _, _ = with_spectrum([2.0] * 30 + [1.9] * 90, 120, 120)
+    one, other = (randomized_svd(matrix, 3, seed=seed) for seed in (0, 1))
+    assert subspace_angles(one, other, 3).isnan().all()
+    assert alignment(one, other, 3).isnan().all()
 
 
 def test_comparisons_are_checked(unchecked):
@@ -569,10 +620,10 @@ def test_the_protocol_is_all_that_targets_need(model, tokens):
             self.v = HookPoint("batch pos kv_head d_head")
 
     class Foreign(nn.Module):
-        W_V, W_O = randn(2, 1, 5, 3, dtype=torch.float32), randn(2, 2, 3, 5, dtype=torch.float32)
-
         def __init__(self):
             super().__init__()
+            self.W_V = nn.Parameter(randn(2, 1, 5, 3, dtype=torch.float32))
+            self.W_O = nn.Parameter(randn(2, 2, 3, 5, dtype=torch.float32))
             self.blocks = nn.ModuleList(map(Layer, range(2)))
 
         def forward(self, x):
@@ -582,7 +633,8 @@ def test_the_protocol_is_all_that_targets_need(model, tokens):
             return x
 
     x = randn(4, 7, 5, dtype=torch.float32)
-    _, cache = HookedRunner(Foreign().eval()).run_with_cache(x, mode="svd_targets")
-    targets = svd_targets(Foreign(), cache)
-    mean = x.mean(1) @ Foreign.W_V[1, 0] @ Foreign.W_O[1, 1]
+    foreign = Foreign().eval()
+    _, cache = HookedRunner(foreign).run_with_cache(x, mode="svd_targets")
+    targets = svd_targets(foreign, cache)
+    mean = x.mean(1) @ foreign.W_V[1, 0].detach() @ foreign.W_O[1, 1].detach()
     torch.testing.assert_close(targets.avwo[:, 1, 1], mean[:, None].expand(4, 7, 5))
