@@ -13,13 +13,21 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
 
 import torch
+from commands import attempt, pydoc_text, require_least, require_matplotlib, text_at
 
 from hooks import HookedRunner
 from models import CharTokenizer, TrainingConfig, Transformer, build, evaluate, split, train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What whole numbers have to be. With a context of 1 attention has nothing to choose from.
+LEAST = {"steps": 1, "layers": 1, "heads": 1, "width": 1, "context": 2, "seed": 0}
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,16 @@ class Measurement:
 
 
 def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: int) -> Measurement:
-    """Looks at all layers and heads on `tokens` [batch, pos], and at the loss on `text`."""
+    """Looks at all layers and heads on `tokens` [batch, pos], and at the loss on `text`.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
+    """
     names = ["blocks.*.attn.scores", "blocks.*.attn.pattern"]
     model.eval()
     loss = evaluate(model, text).nats  # first, as it says so if the text is too short
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the validation loss is {loss} after step {step}")
     _, cache = HookedRunner(model).run_with_cache(tokens, names=names)
     layers, pos = range(model.config.n_layers), tokens.shape[1]
     allowed = torch.ones(pos, pos, dtype=torch.bool).tril()
@@ -66,7 +80,17 @@ def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: 
 
 def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     """The measurements of each run, by its name."""
-    text = "\n".join(topics.values()) if options.text is None else options.text.read_text("utf-8")
+    trainings = [
+        TrainingConfig(
+            steps=options.steps,
+            learning_rate=rate,
+            warmup=min(100, options.steps // 4),
+            seed=options.seed,
+            evaluate_every=options.steps,
+        )
+        for rate in dict.fromkeys(options.learning_rates)
+    ]
+    text = pydoc_text() if options.text is None else text_at(options.text)
     tokenizer = CharTokenizer.of(text)
     learned, held_out = split(torch.tensor(tokenizer.encode(text)))
     size = {"vocab_size": len(tokenizer.characters), "n_ctx": options.context}
@@ -76,7 +100,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     tokens = held_out[: len(held_out) // options.context * options.context]
     tokens = tokens.view(-1, options.context)[:8]
     runs: dict[str, list[Measurement]] = {}
-    for rate in options.learning_rates:
+    for training in trainings:
         for preset in ("d12_post_norm", "d12_post_norm_qk_norm"):
             torch.manual_seed(options.seed)
             model = build(preset, **size)
@@ -93,14 +117,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
                 if step % every == 0 or step == options.steps:
                     found.append(measure(model, tokens, held_out, step))
 
-            training = TrainingConfig(
-                steps=options.steps,
-                learning_rate=rate,
-                warmup=min(100, options.steps // 4),
-                seed=options.seed,
-                evaluate_every=options.steps,
-            )
-            name = f"rate {rate:g}, {'no ' if model.config.qk_norm == 'none' else ''}QK-norm"
+            name = f"rate {training.learning_rate}, {'no ' if model.config.qk_norm == 'none' else ''}QK-norm"
             runs[name] = found
             try:
                 train(model, learned, training, validation=held_out, after_step=after_step)
@@ -115,8 +132,8 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     return runs
 
 
-def draw(path: Path, runs: dict[str, list[Measurement]], bound: float) -> None:
-    """Largest score, entropy and loss by step."""
+def figure_of(runs: dict[str, list[Measurement]], bound: float) -> "Figure":
+    """Largest score and, grey, what bounds it with QK-norm; entropy; loss; by step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4), layout="constrained")
@@ -150,7 +167,19 @@ def draw(path: Path, runs: dict[str, list[Measurement]], bound: float) -> None:
     )
     panels[0].set_yscale("log")
     panels[2].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    return figure
+
+
+def run(options: argparse.Namespace) -> None:
+    """Trains, then writes table and figure to the directory."""
+    require_least(options, LEAST)
+    require_matplotlib()
+    options.out.mkdir(parents=True, exist_ok=True)
+    runs = compared(options)
+    found = {name: [asdict(m) for m in run] for name, run in runs.items()}
+    (options.out / "qk_norm.json").write_text(json.dumps(found, indent=1) + "\n")
+    bound = math.sqrt(options.width / options.heads)
+    figure_of(runs, bound).savefig(options.out / "qk_norm.png", dpi=110)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,25 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    try:
-        import matplotlib  # noqa: F401  # rather now than after the training
-
-        options.out.mkdir(parents=True, exist_ok=True)
-        runs = compared(options)
-        found = {name: [asdict(m) for m in run] for name, run in runs.items()}
-        (options.out / "qk_norm.json").write_text(json.dumps(found, indent=1) + "\n")
-        draw(options.out / "qk_norm.png", runs, math.sqrt(options.width / options.heads))
-    except ModuleNotFoundError:
-        print('error: figures need Matplotlib: pip install "hookscope[report]"', file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    return 0
+    return attempt(partial(run, parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -3,167 +3,210 @@
 import math
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from torch import Tensor
+from svd_tables import METRICS, Beyond, Event, Norm, Setting, Tables
 
-METRICS = {
+TITLES = {"qkt": "QKᵀ", "wvwo": "WvWo", "avwo": "AVWo"}
+COLOURS = {"qkt": "tab:blue", "wvwo": "tab:green", "avwo": "tab:red"}
+LABELS = {
     "angle": "largest principal angle, radians",
     "change": "change of singular values,\nshare of their norm",
 }
-COLOURS = ("tab:blue", "tab:orange")
+# Untrained, trained, and how far beyond.
+SERIES = ("tab:blue", "tab:orange", "black")
 
 
-def draw_spectra(spectra: dict[int, dict[str, Tensor]], out: Path) -> None:
+def draw_spectra(tables: Tables, path: Path) -> None:
     """Singular values by number, a line for each checkpoint, a panel for each target and layer."""
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    panels = figure.subplots(2, 3, sharex="col", sharey="col", squeeze=False)
-    for column, (target, title) in enumerate((("qkt", "QKᵀ"), ("wvwo", "WvWo"), ("avwo", "AVWo"))):
-        for layer in range(2):
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1 + 2.5 * len(tables.layers)), layout="constrained")
+    panels = figure.subplots(len(tables.layers), 3, sharex="col", sharey="col", squeeze=False)
+    # From green to dark violet; what comes before is too pale on white.
+    shades = colormaps["viridis_r"].resampled(len(tables.steps) + 1)
+    for column, (target, title) in enumerate(TITLES.items()):
+        for layer in tables.layers:
             panel = panels[layer][column]
-            for at, (step, one) in enumerate(spectra.items()):
-                s = one[target].reshape(-1, 2, one[target].shape[-1])
-                values = s[:, layer].mean(0)
-                colour = _shade(at, len(spectra))
-                panel.plot(range(1, len(values) + 1), values, color=colour, label=f"{step}")
+            for at, step in enumerate(tables.steps):
+                mine = [row for row in tables.spectra if row[:3] == (step, target, layer)]
+                panel.plot(
+                    [row.number for row in mine],
+                    [row.singular_value for row in mine],
+                    # The untrained model's over the others, which would hide it.
+                    **(dict(color=shades(at + 1)) if at else dict(color="k", ls=":", zorder=3)),
+                    label=f"{step}",
+                )
             panel.set_yscale("log")
             panel.set_title(f"{title}, layer {layer}")
-        panels[1][column].set_xlabel("number of singular value")
+        panels[-1][column].set_xlabel("number of singular value")
         # What float32 leaves below says nothing.
         panels[0][column].set_ylim(bottom=max(panels[0][column].get_ylim()[0], 1e-5))
     for row in panels:
         row[0].set_ylabel("singular value")
-    panels[0][2].legend(title="training step", fontsize="small", ncols=2)
-    figure.savefig(out / "spectra.png", dpi=140)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, title="training\nstep", loc="outside right upper")
+    figure.savefig(path, dpi=140)
 
 
-def _shade(at: int, count: int) -> tuple[float, float, float]:
-    """From light to dark blue-green over training."""
-    share = at / max(1, count - 1)
-    return (0.75 - 0.7 * share, 0.85 - 0.6 * share, 0.75 - 0.3 * share)
-
-
-def draw_drift(rows: list[list], top: int, out: Path) -> None:
+def draw_drift(tables: Tables, setting: Setting, path: Path) -> None:
     """The angle between checkpoints, by target and layer."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     panel = figure.subplots()
-    styles = {
-        "qkt": ("QKᵀ", "tab:blue"),
-        "wvwo": ("WvWo", "tab:green"),
-        "avwo": ("AVWo", "tab:red"),
-    }
-    for target, (title, colour) in styles.items():
-        for layer, dash in enumerate(("-", "--")):
-            mine = [row for row in rows if row[2] == target and row[3] == layer]
-            labels = [f"{row[0]}\n→ {row[1]}" for row in mine]
-            values = [math.degrees(row[4]) for row in mine]
+    for target, title in TITLES.items():
+        for layer in tables.layers:
+            mine = [row for row in tables.drift if row[2:4] == (target, layer)]
             panel.plot(
-                labels, values, dash, marker="o", color=colour, label=f"{title}, layer {layer}"
+                [f"{row.from_step}\n→ {row.to_step}" for row in mine],
+                [math.degrees(row.mean_radians) for row in mine],
+                ("-", "--", ":", "-.")[layer % 4],
+                marker=".",
+                color=COLOURS[target],
+                label=f"{title}, layer {layer}",
             )
     panel.set_ylim(0, 95)
-    panel.set_ylabel(f"largest angle of top {top} right\nsingular subspaces, degrees")
+    panel.set_yticks(range(0, 91, 15))
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_ylabel(f"largest angle of top {setting.top} right\nsingular subspaces, degrees")
     panel.set_xlabel("from checkpoint to checkpoint")
-    panel.legend(fontsize="small", ncols=3)
-    figure.savefig(out / "drift.png", dpi=140)
+    figure.legend(loc="outside upper center", fontsize="small", ncols=3, handlelength=4)
+    figure.savefig(path, dpi=140)
 
 
-def draw_events(
-    rows: list[list], lags: dict[int, list], delay: int, buffer: int, out: Path
-) -> None:
+def draw_events(tables: Tables, setting: Setting, path: Path) -> None:
     """Differences with intervals, untrained beside trained, and the course around an event."""
-    steps = (min(row[0] for row in rows), max(row[0] for row in rows))
-    figure = Figure(figsize=(11, 10), layout="constrained")
-    panels = figure.subplots(3, 2)
-    for column, metric in enumerate(METRICS):
-        panel = panels[0][column]
-        for row in rows:
-            if row[0] not in steps or row[3] != metric:
-                continue
-            at = 2 * ("qkt", "avwo").index(row[1]) + row[2] + 0.2 * (row[0] == steps[1]) - 0.1
-            colour = COLOURS[row[0] == steps[1]]
-            panel.plot([at, at], row[7:9], color=colour, linewidth=2)
-            panel.plot(at, row[6], "o", color=colour, label=f"step {row[0]}")
+    from matplotlib.figure import Figure
+
+    first, last = tables.steps[0], tables.steps[-1]
+    figure = Figure(figsize=(11, 3.8 + 3 * len(tables.layers)), layout="constrained")
+    panels = figure.subplots(1 + len(tables.layers), 2, squeeze=False)
+    for panel, metric in zip(panels[0], METRICS, strict=True):
+        series = {
+            f"step {first}": [r for r in tables.events if (r.step, r.metric) == (first, metric)],
+            f"step {last}": [r for r in tables.events if (r.step, r.metric) == (last, metric)],
+            f"step {last} beyond step {first}, walk by walk": [
+                r for r in tables.beyond_untrained if r.metric == metric
+            ],
+        }
+        for shift, (label, rows) in enumerate(series.items(), start=-1):
+            at = [place + 0.18 * shift for place in range(len(rows))]
+            low, high = [r.low for r in rows], [r.high for r in rows]
+            panel.vlines(at, low, high, SERIES[shift + 1], linewidth=2)
+            middle = [r.difference for r in rows]
+            panel.plot(at, middle, "o", color=SERIES[shift + 1], label=label)
         panel.axhline(0, color="black", linewidth=0.8)
-        panel.set_xticks(
-            range(4), ["QKᵀ\nlayer 0", "QKᵀ\nlayer 1", "AVWo\nlayer 0", "AVWo\nlayer 1"]
-        )
+        names = [f"{TITLES[r.target]}\nlayer {r.layer}" for r in rows]
+        panel.set_xticks(range(len(names)), names)
         panel.set_title("inside minus outside event windows, 95% intervals")
-        panel.set_ylabel(METRICS[metric])
-        handles, labels = panel.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        panel.legend(unique.values(), unique.keys(), fontsize="small")
-    for at, (target, title) in enumerate((("qkt", "QKᵀ"), ("avwo", "AVWo"))):
-        for layer in range(2):
-            panel = panels[1 + at][layer]
-            for colour, (step, found) in zip(COLOURS, lags.items(), strict=False):
-                mine = [row[3:] for row in found if row[1:3] == [target, layer]]
-                lag, mean, low, high = zip(*mine, strict=True)
-                panel.plot(lag, mean, color=colour, label=f"step {step}")
-                panel.fill_between(lag, low, high, color=colour, alpha=0.25, lw=0)
-            panel.axvspan(0, delay + buffer, color="grey", alpha=0.12, lw=0)
-            panel.axvline(delay, color="black", linewidth=0.8, linestyle=":")
-            panel.set_title(f"{title}, layer {layer}: around an event (dotted: landing)")
-            panel.set_ylabel("angle to the window before, radians")
-            panel.legend(fontsize="small")
-            if at == 1:
-                panel.set_xlabel("newest token, steps after the jumper (grey: event window)")
-    figure.savefig(out / "events.png", dpi=140)
+        panel.set_ylabel(LABELS[metric])
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    for row, layer in zip(panels[1:], tables.layers, strict=True):
+        for panel, target in zip(row, ("qkt", "avwo"), strict=True):
+            for step, colour in zip((first, last), SERIES, strict=False):
+                found = [r for r in tables.around_events if r[:3] == (step, target, layer)]
+                lags = [r.lag for r in found]
+                panel.plot(lags, [r.mean for r in found], color=colour)
+                low, high = [r.low for r in found], [r.high for r in found]
+                panel.fill_between(lags, low, high, color=colour, alpha=0.25, lw=0)
+            panel.axvspan(0, setting.delay + setting.buffer, color="grey", alpha=0.12, lw=0)
+            panel.axvline(setting.delay, color="black", linewidth=0.8, linestyle=":")
+            panel.set_title(f"{TITLES[target]}, layer {layer}: around an event (dotted: landing)")
+            panel.set_ylabel("angle to the window\nbefore, radians")
+    for panel in panels[-1]:
+        panel.set_xlabel("newest token, steps after the jumper (grey: event window)")
+    figure.savefig(path, dpi=140)
 
 
-def report(run: str, learning, event_rows, beyond, drifts, table, norms) -> str:
-    """What the tables say, with its uncertainty."""
-    last = learning[-1][0]
-    lines = [
-        run,
-        "",
-        "Learning (loss in nats; chance is "
-        f"{math.log(120):.2f}, an edge of 4 costs {math.log(4):.2f}, a known region {math.log(30):.2f}):",
+def report(run: str, tables: Tables, setting: Setting) -> str:
+    """What the tables say, with its uncertainty; `run` says of what."""
+    parts = (_learning, _ranks, _drifts, _events, _norms, _summary)
+    return "\n\n".join([run, *("\n".join(part(tables, setting)) for part in parts)])
+
+
+def _learning(tables: Tables, setting: Setting) -> list[str]:
+    graph = setting.graph
+    # A walk is at a vertex in proportion to its neighbours.
+    degrees = graph.adjacency.sum(1).double()
+    edge = ((degrees * degrees.log()).sum() / degrees.sum()).item()
+    n = len(graph.region)
+    return [
+        f"Learning (loss in nats; {math.log(n):.2f} knowing nothing, {math.log(n / graph.regions):.2f} "
+        f"knowing the region, {edge:.2f} knowing the neighbours):",
+        *(
+            f"  step {row.step:>5}: along edges {row.edge_nats:.3f}, at landings "
+            f"{row.landing_nats:.3f}, probability of the landing's region {row.landing_region:.2f}"
+            for row in tables.learning
+        ),
     ]
-    for step, edge, landing, mass in learning:
-        lines.append(
-            f"  step {step:>5}: along edges {edge:.3f}, at landings {landing:.3f}, "
-            f"probability of the landing's region {mass:.2f}"
-        )
-    lines += ["", f"Effective rank and stable rank, median, step 0 to step {last}:"]
-    for target in ("qkt", "wvwo", "avwo"):
-        for layer in range(2):
-            mine = {row[0]: row[3:5] for row in table if row[1:3] == [target, layer]}
-            (er, sr), (er_last, sr_last) = mine[0], mine[last]
+
+
+def _ranks(tables: Tables, setting: Setting) -> list[str]:
+    last = tables.steps[-1]
+    rows = {row[:3]: row for row in tables.measures}
+    lines = [f"Effective rank and stable rank, median, step 0 to step {last}:"]
+    for target in TITLES:
+        for layer in tables.layers:
+            one, two = rows[0, target, layer], rows[last, target, layer]
             lines.append(
-                f"  {target:>4}, layer {layer}: {er:.1f} to {er_last:.1f}; {sr:.1f} to {sr_last:.1f}"
+                f"  {target:>4}, layer {layer}: {one.effective_rank:.1f} to {two.effective_rank:.1f}; "
+                f"{one.stable_rank:.1f} to {two.stable_rank:.1f}"
             )
-    lines += ["", "Turn of the top right subspace, first and last interval of checkpoints:"]
-    for target in ("qkt", "wvwo", "avwo"):
-        for layer in range(2):
-            mine = [row for row in drifts if row[2:4] == [target, layer]]
+    return lines
+
+
+def _drifts(tables: Tables, setting: Setting) -> list[str]:
+    lines = [f"Turn of the top {setting.top} right subspace, first and last pair of checkpoints:"]
+    for target in TITLES:
+        for layer in tables.layers:
+            mine = [row for row in tables.drift if row[2:4] == (target, layer)]
             first, final = (
-                f"{math.degrees(row[4]):.0f} ({row[0]} to {row[1]})" for row in (mine[0], mine[-1])
+                f"{math.degrees(row.mean_radians):.0f} ({row.from_step} to {row.to_step})"
+                for row in (mine[0], mine[-1])
             )
             lines.append(f"  {target:>4}, layer {layer}: {first}, {final} degrees")
-    lines += ["", "Step to step, inside minus outside event windows [95% over walks]:"]
-    pairs = {tuple(row[:3]): row[3:] for row in beyond}
-    for step, target, layer, metric, within, outside, gap, low, high in event_rows:
-        if step == last:
-            extra, extra_low, extra_high = pairs[target, layer, metric]
+    return lines
+
+
+def _events(tables: Tables, setting: Setting) -> list[str]:
+    lines = ["Step to step, inside minus outside event windows [95% over walks]:"]
+    extra = {row[:3]: row for row in tables.beyond_untrained}
+    for row in tables.events:
+        if row.step == tables.steps[-1]:
+            more = extra[row.target, row.layer, row.metric]
             lines.append(
-                f"  {target:>4}, layer {layer}, {metric:>6}: {within:.4f} against {outside:.4f}: "
-                f"{gap:+.4f} [{low:+.4f}, {high:+.4f}]; beyond the untrained model {extra:+.4f} "
-                f"[{extra_low:+.4f}, {extra_high:+.4f}]"
+                f"  {row.target:>4}, layer {row.layer}, {row.metric:>6}: {row.inside:.4f} against "
+                f"{row.outside:.4f}: {_signed(row)}; beyond the untrained model {_signed(more)}"
             )
-    clear = [row for row in beyond if row[4] > 0 or row[5] < 0]
-    less = sum(row[3] > 0 for row in clear)
-    lines += ["", "Norm of the residual stream after each block, inside minus outside:"]
-    for layer, within, outside, gap, low, high, rank in norms:
-        lines.append(
-            f"  layer {layer}: {within:.2f} against {outside:.2f}: {gap:+.2f} [{low:+.2f}, "
-            f"{high:+.2f}]; effective rank of the vectors inside {rank:.1f} of 64"
-        )
-    lines += [
-        "",
-        f"Of {len(beyond)} comparisons beyond the untrained model, {len(clear)} exclude zero "
-        f"({0.05 * len(beyond):.1f} expected by chance): {less} less stable inside, "
-        f"{len(clear) - less} more stable.",
+    return lines
+
+
+def _signed(row: Event | Beyond | Norm) -> str:
+    return f"{row.difference:+.4f} [{row.low:+.4f}, {row.high:+.4f}]"
+
+
+def _norms(tables: Tables, setting: Setting) -> list[str]:
+    return [
+        "Norm of the residual stream after each block, inside minus outside:",
+        *(
+            f"  layer {row.layer}: {row.inside:.2f} against {row.outside:.2f}: {_signed(row)}; effective "
+            f"rank of the vectors inside {row.effective_rank_in_windows:.1f} of {setting.d_model}"
+            for row in tables.residual_norms
+        ),
+    ]
+
+
+def _summary(tables: Tables, setting: Setting) -> list[str]:
+    rows = tables.beyond_untrained
+    clear = [row for row in rows if row.low > 0 or row.high < 0]
+    less = sum(row.difference > 0 for row in clear)
+    return [
+        f"Of {len(rows)} comparisons beyond the untrained model, {len(clear)} exclude zero: {less} "
+        f"less stable inside, {len(clear) - less} more stable. By chance {0.05 * len(rows):.1f} would on "
+        "average. All share the same walks and the same bootstrap draws, so they tend to exclude zero "
+        "together: that number is a mean, and this count is no test of all of them at once.",
         "The intervals cover the choice of walks, not that of the graph or of the model: one of each, "
         "by its seed. A window holds other events besides its newest token's, so a difference is of "
         "one token entering, and one leaving.",
     ]
-    return "\n".join(lines)

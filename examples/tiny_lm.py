@@ -7,26 +7,36 @@ batches, with a standard deviation of 0.016. The text is ../shared/data/tinyshak
 there, else Python's own documentation. The tiny transformer's experiments are options: sizes,
 positions, regularisation, schedule, or any registered config.
 
-    python examples/tiny_lm.py --out out/tiny-lm
+A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's name; so
+give each further experiment an --out of its own.
+
+    python examples/tiny_lm.py
     python examples/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
     python examples/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1
     python -m interp report --model out/tiny-lm
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from commands import (
+    attempt,
+    pydoc_text,
+    require_least,
+    require_matplotlib,
+    require_own,
+    text_at,
+)
 
-from hooks import HookedRunner
 from models import (
     CharTokenizer,
     Sampling,
     TrainingConfig,
+    TrainingResult,
     Transformer,
     TransformerConfig,
     available,
@@ -48,8 +58,21 @@ FIELDS = {
     "positions": "positions",
     "dropout": "dropout",
 }
-# At most so many layers and heads are drawn.
-MAPS = 6
+# What whole numbers have to be. With a context of 1 there is no room for a character after the prompt.
+LEAST = {
+    "validation_windows": 1,
+    "layers": 1,
+    "heads": 1,
+    "width": 1,
+    "mlp_width": 1,
+    "context": 2,
+    "steps": 1,
+    "batch_size": 1,
+    "warmup": 0,
+    "evaluate_every": 1,
+    "seed": 0,
+    "length": 1,
+}
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.5),
@@ -80,10 +103,21 @@ def nano(vocab_size: int) -> TransformerConfig:
 def text_of(path: Path | None) -> str:
     """The text at a path, by default Tiny Shakespeare where it is, else Python's documentation."""
     if path is not None or SHAKESPEARE.is_file():
-        return (path or SHAKESPEARE).read_text(encoding="utf-8")
-    from pydoc_data.topics import topics
+        return text_at(path or SHAKESPEARE)
+    return pydoc_text()
 
-    return "\n".join(topics.values())
+
+def prompt_of(given: str | None, text: str, tokenizer: CharTokenizer) -> list[int]:
+    """What samples begin with: if nothing is given a new line or, in a text of one line, its first
+    character."""
+    if given is None:
+        given = "\n" if "\n" in text else text[0]
+    if not given:
+        raise ValueError("--prompt is at least one character of the text, not ''")
+    try:
+        return tokenizer.encode(given)
+    except ValueError as error:
+        raise ValueError(f"--prompt: {error}") from None
 
 
 def continued(
@@ -117,59 +151,6 @@ def in_words(sampling: Sampling) -> str:
     return ", ".join([f"temperature {sampling.temperature}", *given])
 
 
-def draw_losses(path: Path, losses: Sequence[float], validation: dict[int, float]) -> None:
-    """Training and validation loss by step, in nats and, on the right, in bits per character."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    window = max(1, len(losses) // 100)
-    smooth = torch.tensor(losses).unfold(0, window, 1).mean(1)
-    axes.plot(range(1, len(losses) + 1), losses, color="#c9d7e8", linewidth=0.6)
-    axes.plot(
-        range(window, len(losses) + 1),
-        smooth,
-        color="#1f5fa8",
-        label=f"training, mean of {window} steps" if window > 1 else "training",
-    )
-    axes.plot(
-        list(validation), list(validation.values()), "o-", color="#c4501b", label="validation"
-    )
-    axes.set(xlabel="step", ylabel="loss in nats per character")
-    bits = axes.secondary_yaxis(
-        "right", functions=(lambda nats: nats / math.log(2), lambda bits: bits * math.log(2))
-    )
-    bits.set_ylabel("bits per character")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def draw_attention(path: Path, model: Transformer, tokenizer: CharTokenizer, text: str) -> None:
-    """What each head's queries attend to on a text: a map for each of the first layers and heads."""
-    from matplotlib.figure import Figure
-
-    tokens = torch.tensor([tokenizer.encode(text)])
-    _, cache = HookedRunner(model).run_with_cache(tokens, names="blocks.*.attn.pattern")
-    layers, heads = min(model.config.n_layers, MAPS), min(model.config.n_heads, MAPS)
-    labels = [{"\n": "↵", " ": "·"}.get(character, character) for character in text]
-    figure = Figure(figsize=(2.4 * heads, 2.5 * layers + 0.4), layout="constrained")
-    grid = figure.subplots(layers, heads, squeeze=False)
-    for layer in range(layers):
-        for head, axes in enumerate(grid[layer]):
-            image = axes.imshow(
-                cache["pattern", layer][0, head].numpy(), vmin=0, vmax=1, cmap="Blues"
-            )
-            axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-            axes.set_xticks(range(len(text)), labels, fontsize=5)
-            axes.set_yticks(range(len(text)), labels, fontsize=5)
-            axes.tick_params(length=0)
-    figure.supxlabel("key", fontsize=9)
-    figure.supylabel("query", fontsize=9)
-    figure.colorbar(image, ax=grid, shrink=0.4, label="attention")
-    figure.savefig(path, dpi=110)
-
-
 def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
@@ -180,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--validation-windows",
         type=int,
-        help="contexts of the held-out tenth that are evaluated (all; 16 with --model)",
+        help="at most so many contexts of the held-out tenth are evaluated (all; 16 with --model)",
     )
     model = parser.add_argument_group("model; what is not given is nanoGPT's, or the --model's")
     model.add_argument("--model", metavar="NAME", help=", ".join(available()))
@@ -205,17 +186,25 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--resume", action="store_true", help="go on from --out's checkpoint")
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, default=Path("out/tiny-lm"), metavar="DIRECTORY")
-    output.add_argument("--prompt", default="\n", help="how samples begin (a new line)")
+    output.add_argument(
+        "--out", type=Path, metavar="DIRECTORY", help="of this run alone (out/tiny-lm or out/MODEL)"
+    )
+    output.add_argument(
+        "--prompt", help="how samples begin (a new line, or the text's first character)"
+    )
     output.add_argument("--length", type=int, default=300, help="characters a sample")
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
     """Trains, then writes model, samples and figures to the directory."""
+    require_least(options, LEAST)
+    require_matplotlib()
+    out = Path("out", options.model or "tiny-lm") if options.out is None else options.out
+    require_own(out, resume=options.resume)
     text = text_of(options.text)
     tokenizer = CharTokenizer.of(text)
-    prompt = tokenizer.encode(options.prompt)
+    prompt = prompt_of(options.prompt, text, tokenizer)
     vocab_size = len(tokenizer.characters)
     base = config_of(options.model, vocab_size=vocab_size) if options.model else nano(vocab_size)
     given = {field: getattr(options, option) for option, field in FIELDS.items()}
@@ -243,11 +232,11 @@ def run(options: argparse.Namespace) -> None:
         learned,
         training,
         validation=held_out,
-        directory=options.out,
+        directory=out,
         resume=options.resume,
     )
     model.eval()
-    save(options.out, model, tokenizer)
+    save(out, model, tokenizer)
     for step, found in result.validation.items():
         print(
             f"step {step}: validation {found.nats:.4f} nats, {found.bits_per_character:.4f} bits per "
@@ -258,41 +247,30 @@ def run(options: argparse.Namespace) -> None:
         + tokenizer.decode(continued(model, prompt, options.length, sampling, options.seed))
         for sampling in SAMPLINGS
     ]
-    (options.out / "samples.txt").write_text("\n\n".join(samples) + "\n", encoding="utf-8")
+    (out / "samples.txt").write_text("\n\n".join(samples) + "\n", encoding="utf-8")
+    draw(out, model, tokenizer, held_out, result)
+    print(f"{out} has the model, log.jsonl, samples.txt, losses.png and attention.png")
+
+
+def draw(
+    out: Path,
+    model: Transformer,
+    tokenizer: CharTokenizer,
+    held_out: torch.Tensor,
+    result: TrainingResult,
+) -> None:
+    """Writes the figures: attention on the first held-out characters."""
+    from tiny_lm_figures import attention_figure, loss_figure
+
     validation = {step: found.nats for step, found in result.validation.items()}
-    draw_losses(options.out / "losses.png", result.losses, validation)
-    passage = tokenizer.decode(held_out[: min(32, config.n_ctx)].tolist())
-    draw_attention(options.out / "attention.png", model, tokenizer, passage)
-    print(f"{options.out} has the model, log.jsonl, samples.txt, losses.png and attention.png")
+    loss_figure(result.losses, validation).savefig(out / "losses.png", dpi=120)
+    passage = tokenizer.decode(held_out[: min(24, model.config.n_ctx)].tolist())
+    attention_figure(model, tokenizer, passage).savefig(out / "attention.png", dpi=110)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
-    options = parser().parse_args(arguments)
-    try:
-        import matplotlib  # noqa: F401  # rather now than after the training
-    except ModuleNotFoundError:
-        return refuse('figures need Matplotlib: pip install "hookscope[report]"')
-    try:
-        run(options)
-    except (ValueError, OSError, FloatingPointError) as error:
-        hint = "; --resume goes on, --out chooses" if isinstance(error, FileExistsError) else ""
-        return refuse(f"{error}{hint}")
-    except KeyError as error:
-        return refuse(error.args[0])
-    except KeyboardInterrupt as error:
-        print(
-            f"\n{error}: --resume goes on from there" if str(error) else "\ninterrupted",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
-
-
-def refuse(reason: Any) -> int:
-    """Says why in one line."""
-    print("error:", " ".join(str(reason).split()), file=sys.stderr)
-    return 1
+    return attempt(partial(run, parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,31 @@
-"""Trains pydoc-4l, the character model that ships with the package, on Python's own documentation.
+"""Trains a character model like pydoc-4l, which ships with the package, on Python's own documentation.
 
 The text is `pydoc_data.topics`, which every Python carries; its last tenth is held out. Batches
 are prose at first. Once the model has learned to look at the character before, six of their sixteen
 rows are random characters repeated, and it learns to copy in context within some hundred steps; with
 such rows from the start, both take much longer.
 
+The directory gets a log and checkpoints, and of the models that copy the one with the lowest validation
+loss. pydoc-4l itself was trained on rows of one character less, so a run gives other weights; its losses
+are in its training.json.
+
     python examples/train_pydoc.py --out out/pydoc-4l
+    python examples/train_pydoc.py --out out/pydoc-4l --resume
 """
 
 import argparse
 import hashlib
 import json
+import math
 import platform
+import shlex
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
+from commands import attempt, pydoc_text, require_least, require_own
 
 from interp import repeated_tokens
 from models import (
@@ -32,6 +41,15 @@ from models import (
     split,
     train,
 )
+
+ROWS, COPIES = 16, 6
+
+
+def model_config(vocab_size: int, dropout: float) -> TransformerConfig:
+    """The sizes of pydoc-4l."""
+    return TransformerConfig(
+        vocab_size=vocab_size, n_ctx=256, n_layers=4, n_heads=4, d_model=128, dropout=dropout
+    )
 
 
 def repeated(rows: int, length: int, vocab_size: int, generator: torch.Generator) -> torch.Tensor:
@@ -49,62 +67,63 @@ def copying(model: Transformer) -> tuple[float, float]:
     return loss[:, :39].mean().item(), loss[:, 39:].mean().item()
 
 
-def main() -> None:
+def run(options: argparse.Namespace, command: str) -> None:
     """Trains, keeps the weights with the lowest validation loss that copy, writes what it measured."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("out/pydoc-4l"))
-    parser.add_argument("--steps", type=int, default=3500)
-    parser.add_argument("--prose-steps", type=int, default=1500, help="steps before copying begins")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-
-    text = "\n".join(topics.values())
+    require_least(options, {"steps": 1, "prose_steps": 0, "seed": 0})
+    require_own(options.out, resume=options.resume)
+    text = pydoc_text()
     tokenizer = CharTokenizer.of(text)
     training, validation = split(torch.tensor(tokenizer.encode(text)))
-    config = TransformerConfig(
-        vocab_size=len(tokenizer.characters),
-        n_ctx=256,
-        n_layers=4,
-        n_heads=4,
-        d_model=128,
-        dropout=options.dropout,
+    config = model_config(len(tokenizer.characters), options.dropout)
+    schedule = TrainingConfig(
+        steps=options.steps,
+        batch_size=ROWS,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
     )
     torch.manual_seed(options.seed)
     model = Transformer(config)
 
     def batches(step: int, generator: torch.Generator) -> torch.Tensor:
-        copies = 6 if step >= options.prose_steps else 0
-        prose = sample_batch(training, 16 - copies, config.n_ctx, generator)
-        return torch.cat([prose, repeated(copies, config.n_ctx, config.vocab_size, generator)])
+        copies = COPIES if step >= options.prose_steps else 0
+        # The last of each row is not read, only predicted.
+        length = config.n_ctx + 1
+        prose = sample_batch(training, ROWS - copies, length, generator)
+        return torch.cat([prose, repeated(copies, length, config.vocab_size, generator)])
 
-    best = float("inf")
+    best = math.inf
+    if (options.out / "config.json").exists():  # the run's own, as it is resumed
+        best = evaluate(load(options.out), validation).nats
 
     def after_step(step: int, loss: float) -> None:
         nonlocal best
-        if step % 250 and step != options.steps:
+        if step % schedule.evaluate_every and step != options.steps:
             return
         validated = evaluate(model, validation).nats
+        model.eval()
         first, second = copying(model)
+        model.train()
         print(f"step {step}: validation {validated:.4f}, copies {first:.2f} then {second:.2f} nats")
         if validated < best and second < 0.5 * first:
             best = validated
             save(options.out, model, tokenizer)
 
-    schedule = TrainingConfig(
-        steps=options.steps, learning_rate=options.learning_rate, seed=options.seed
+    train(
+        model,
+        batches,
+        schedule,
+        directory=options.out,
+        resume=options.resume,
+        after_step=after_step,
     )
-    train(model, batches, schedule, after_step=after_step)
-
-    if best == float("inf"):
-        sys.exit(
-            f"after {options.steps} steps the model does not copy in context; nothing was saved"
+    if best == math.inf:
+        raise ValueError(
+            f"after {options.steps} steps the model does not copy in context; no model was kept"
         )
     kept = load(options.out)
     first, second = copying(kept)
     report = {
-        "command": f"python {' '.join(sys.argv)}",
+        "command": command,
         "seed": options.seed,
         "training_loss_nats": round(evaluate(kept, training).nats, 4),
         "validation_loss_nats": round(evaluate(kept, validation).nats, 4),
@@ -119,5 +138,24 @@ def main() -> None:
     print(json.dumps(report, indent=1))
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/pydoc-4l"), metavar="DIRECTORY")
+    parser.add_argument("--steps", type=int, default=3500)
+    parser.add_argument("--prose-steps", type=int, default=1500, help="steps before copying begins")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from --out's checkpoint, other options as then"
+    )
+    command = shlex.join(["python", "examples/train_pydoc.py", *arguments])
+    return attempt(partial(run, parser.parse_args(arguments), command))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

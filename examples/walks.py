@@ -9,7 +9,7 @@ to.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 
@@ -203,8 +203,10 @@ def event_windows(
     return windows
 
 
-def sliding_windows(values: Tensor, width: int) -> Tensor:
-    """Every stretch of `width` steps of [walk, step], with stride 1: [walk, start, width], a view.
+def sliding_windows(
+    values: Shaped[Tensor, "walk step"], width: int
+) -> Shaped[Tensor, "walk start width"]:
+    """Every stretch of `width` steps, with stride 1: a view.
 
     Raises:
         ValueError: if the width is not 1 to the number of steps.

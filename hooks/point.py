@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from torch import Tensor, nn
-from torch.nn.modules import module as all_modules
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from hooks.errors import unknown_name
 
@@ -46,10 +51,10 @@ class Passage(nn.Module):
             or self._forward_pre_hooks
             or self._backward_hooks
             or self._backward_pre_hooks
-            or all_modules._global_forward_hooks
-            or all_modules._global_forward_pre_hooks
-            or all_modules._global_backward_hooks
-            or all_modules._global_backward_pre_hooks
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or _global_backward_hooks
+            or _global_backward_pre_hooks
         ):
             return super().__call__(value)
         return value

@@ -1,5 +1,6 @@
 """Which token comes next: the most probable one, or one drawn from what temperature and cuts leave."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -95,13 +96,12 @@ class Sampling:
             ValueError: if a row's logits hold NaN or, where tokens are drawn, are infinite.
         """
         best = logits.max(-1)  # NaN counts as the largest
-        useless = best.values.isnan() if self.is_greedy else ~best.values.isfinite()
-        if useless.any():
-            row = int(useless.int().argmax())
-            raise ValueError(
-                f"the next token is chosen from finite logits, and row {row} has {best.values[row]}: "
-                "the weights, or what a hook put in, overflow or are no numbers"
-            )
+        for row, largest in enumerate(best.values.tolist()):
+            if math.isnan(largest) or not (self.is_greedy or math.isfinite(largest)):
+                raise ValueError(
+                    f"the next token is chosen from finite logits, and row {row} has {largest}: the "
+                    "weights, or what a hook put in, overflow or are no numbers"
+                )
         if self.is_greedy:
             return best.indices
         rows = zip(self.cut(logits).softmax(-1), generators, strict=True)

@@ -1,21 +1,33 @@
-"""The examples that train: what they write, how they go on, and how they refuse."""
+"""The examples that train: what they write and draw, how they go on, and how they refuse."""
 
-import importlib.util
+import io
 import json
 import math
 import os
 import signal
-import sys
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from models import Sampling, Transformer, TransformerConfig, load, load_tokenizer
+from models import (
+    CharTokenizer,
+    Evaluation,
+    Sampling,
+    TrainingConfig,
+    Transformer,
+    TransformerConfig,
+    load,
+    load_tokenizer,
+)
 
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parent.parent
+EXAMPLES = Path(__file__).parent.parent / "examples"
 SIZES = {"layers": 1, "heads": 3, "width": 12, "context": 16}
 SMALL = {**SIZES, "batch-size": 2, "length": 20}
 SHORT = {"steps": 4, "warmup": 1, "evaluate-every": 2}
@@ -25,17 +37,37 @@ def words(options):
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tiny_lm():
-    return example("tiny_lm")
+    import tiny_lm
+
+    return tiny_lm
+
+
+@pytest.fixture
+def figures():
+    import tiny_lm_figures
+
+    return tiny_lm_figures
+
+
+@pytest.fixture
+def train_pydoc():
+    import train_pydoc
+
+    return train_pydoc
+
+
+@pytest.fixture
+def qk_norm():
+    import qk_norm
+
+    return qk_norm
 
 
 @pytest.fixture
@@ -68,11 +100,25 @@ def call(tiny_lm, text, tmp_path, capsys):
 def training_only(tiny_lm, monkeypatch):
     """Without samples and figures, for tests of something else."""
     monkeypatch.setattr(tiny_lm, "SAMPLINGS", ())
-    for name in ("draw_losses", "draw_attention"):
-        monkeypatch.setattr(tiny_lm, name, lambda *_: None)
+    monkeypatch.setattr(tiny_lm, "draw", lambda *_: None)
 
 
-def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text):
+@pytest.fixture
+def no_model(tiny_lm, monkeypatch):
+    """For what is refused before a model is built."""
+    monkeypatch.setattr(tiny_lm, "Transformer", None)
+
+
+def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text, figures, monkeypatch):
+    drawn = {}
+    for name in ("loss_figure", "attention_figure"):
+        real = getattr(figures, name)
+
+        def spy(*arguments, name=name, real=real):
+            drawn[name] = arguments
+            return real(*arguments)
+
+        monkeypatch.setattr(figures, name, spy)
     status, shown, complaints = call("--prompt", "to be")
     assert (status, complaints) == (0, "")
     out = tmp_path / "out"
@@ -90,9 +136,7 @@ def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text):
     assert (model.config.n_layers, model.config.n_heads, model.config.d_model) == (1, 3, 12)
     assert set(tokenizer.characters) == set(text.read_text())
     for name in ("losses.png", "attention.png"):
-        data = (out / name).read_bytes()
-        assert data.startswith(b"\x89PNG")
-        assert len(data) > 8000
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
     samples = (out / "samples.txt").read_text().split("--- ")[1::]
     headings = (out / "samples.txt").read_text().split("---")[1::2]
     assert [heading.strip() for heading in headings] == [
@@ -114,6 +158,11 @@ def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text):
     assert lines[3]["bits_per_character"] == pytest.approx(
         lines[3]["validation_loss"] / math.log(2)
     )
+    losses, validation = drawn["loss_figure"]
+    assert list(losses) == [line["loss"] for line in lines]
+    assert validation == {step: lines[step - 1]["validation_loss"] for step in (2, 4)}
+    # The held-out tenth begins after 502 of 558 characters.
+    assert drawn["attention_figure"][2] == text.read_text()[502:518]
     assert f"step 4: validation {lines[3]['validation_loss']:.4f} nats" in shown
 
 
@@ -174,19 +223,15 @@ def test_samples_go_on_beyond_the_context(tiny_lm):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--context", "700"], "the text to train on of 502 tokens has no window of 700 and a next"),
+        (
+            ["--context", "700"],
+            "the text to train on of 502 tokens has no window of 700 and a next",
+        ),
         (["--context", "90"], "the text to validate on of 56 tokens has no window of 90"),
-        (["--model", "d12_post_nrm"], "is named 'd12_post_nrm'; close matches: d12_post_norm"),
-        (["--positions", "rotry"], "positions is one of learned, sinusoidal, rotary, none, not"),
-        (["--heads", "5"], "d_model is a multiple of n_heads (5)"),
-        (["--steps", "0"], "steps is at least 1, not 0"),
-        (["--prompt", "Ω"], "the tokenizer has no token for 'Ω'"),
-        (["--text", "/no/such/file"], "[Errno 2] No such file or directory: '/no/such/file'"),
-        (["--resume"], "has no checkpoint.pt to resume from"),
         (["--learning-rate", "1e38"], "so training stops; no checkpoint has been written"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_one_line(call, options, reason, unchecked):
+)
+def test_what_training_refuses_is_one_line(call, options, reason, unchecked):
     status, _, complaints = call(*options)
     assert status == 1
     assert complaints.startswith("error: ")
@@ -194,16 +239,92 @@ def test_what_cannot_be_done_is_one_line(call, options, reason, unchecked):
     assert complaints.count("\n") == 1
 
 
-def test_an_empty_text_is_refused(call, text):
-    text.write_text("")
-    status, _, complaints = call()
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--model", "d12_post_nrm"], "is named 'd12_post_nrm'; close matches: d12_post_norm"),
+        (["--positions", "rotry"], "positions is one of learned, sinusoidal, rotary, none, not"),
+        (["--heads", "5"], "d_model is a multiple of n_heads (5)"),
+        (["--learning-rate", "0"], "learning_rate is above 0, not 0.0"),
+        (["--text", "/no/such/file"], "[Errno 2] No such file or directory: '/no/such/file'"),
+        (["--resume"], "has no checkpoint.pt to resume from"),
+        (["--out", __file__], f"error: --out is a directory, and {__file__} is a file\n"),
+        (["--out", str(EXAMPLES.parent / "models/bundled/pydoc-4l")], "has a model already"),
+        (["--prompt", "Ω"], "error: --prompt: the tokenizer has no token for 'Ω'"),
+        (["--prompt", ""], "error: --prompt is at least one character of the text, not ''\n"),
+        (["--context", "1"], "error: --context is at least 2, not 1\n"),
+        (["--validation-windows", "0"], "error: --validation-windows is at least 1, not 0\n"),
+        (["--validation-windows", "-1"], "error: --validation-windows is at least 1, not -1\n"),
+        (["--length", "0"], "error: --length is at least 1, not 0\n"),
+        (["--length", "-3"], "error: --length is at least 1, not -3\n"),
+        (["--mlp-width", "0"], "error: --mlp-width is at least 1, not 0\n"),
+        (["--seed", "-1", "--steps", "0"], "--steps is at least 1, not 0; --seed is at least 0, not"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_line_before_there_is_a_model(
+    call, options, reason, no_model, unchecked
+):
+    status, _, complaints = call(*options)
     assert status == 1
+    assert complaints.startswith("error: ")
+    assert reason in complaints
     assert complaints.count("\n") == 1
 
 
-def test_another_run_is_not_written_over_and_another_config_not_resumed(call, training_only):
-    assert call()[0] == 0
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(b"", "is empty"), (b"to b\xe9 or", "is not a text in UTF-8: invalid continuation byte at byte 4")],
+)  # fmt: skip
+def test_a_text_that_is_none_is_refused_by_name(call, text, data, reason, no_model):
+    text.write_bytes(data)
+    assert call() == (1, "", f"error: {text} {reason}\n")
+
+
+def test_matplotlib_is_asked_for_before_the_training(call, no_model, monkeypatch):
+    monkeypatch.setattr("commands.find_spec", lambda name: None)
     status, _, complaints = call()
+    assert status == 1
+    assert complaints == 'error: figures need Matplotlib: pip install "hookscope[report]"\n'
+
+
+@pytest.mark.parametrize(
+    ("written", "prompt"),
+    [("AB" * 200, "A"), ("BA" * 200, "B"), ("ab\n" * 200, "\n"), ("床前明月光" * 80, "床")],
+)
+def test_a_sample_begins_with_a_line_if_the_text_has_lines(call, text, tmp_path, written, prompt):
+    text.write_text(written, encoding="utf-8")
+    status, _, complaints = call()
+    assert (status, complaints) == (0, "")
+    samples = (tmp_path / "out" / "samples.txt").read_text(encoding="utf-8")
+    parts = samples.split("---\n")[1:]
+    assert len(parts) == 7
+    assert all(part.startswith(prompt) for part in parts)
+
+
+def test_a_run_without_out_goes_where_its_model_is_named(
+    tiny_lm, text, tmp_path, monkeypatch, training_only
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--text", str(text), *words(SMALL | SHORT | {"heads": 2})]
+    assert tiny_lm.main(arguments) == 0
+    assert tiny_lm.main([*arguments, "--model", "d12_post_norm_qk_norm"]) == 0
+    assert [load(Path("out") / name).config.qk_norm for name in ("tiny-lm", "d12_post_norm_qk_norm")] == [
+        "none",
+        "head",
+    ]  # fmt: skip
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "d12_post_norm_qk_norm",
+        "tiny-lm",
+    ]
+
+
+def test_another_run_is_not_written_over_and_another_config_not_resumed(
+    call, training_only, tiny_lm, monkeypatch
+):
+    assert call()[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_lm, "Transformer", None)
+        status, _, complaints = call()
     assert (status, complaints.count("\n")) == (1, 1)
     assert "has the checkpoint of a run already" in complaints
     assert "--resume goes on" in complaints
@@ -213,33 +334,137 @@ def test_another_run_is_not_written_over_and_another_config_not_resumed(call, tr
     assert call("--resume")[0] == 0
 
 
-def test_ctrl_c_ends_without_a_traceback_and_the_run_goes_on(call, tmp_path, training_only):
-    out = tmp_path / "out"
+@contextmanager
+def ctrl_c_in_the_second_step(out):
+    """As a user would, once the first is in the log."""
     signals = []
 
     def press():
-        # As a user would, in the middle of it.
         if not signals and (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size:
             signals.append(os.kill(os.getpid(), signal.SIGINT))
 
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: press())
     try:
-        status, _, complaints = call()
+        yield
     finally:
         hook.remove()
-    path = out / "checkpoint.pt"
-    assert status == 130
-    assert complaints == (
-        f"\nstopped after step 2 of 4; {path} is that of step 2, whole: --resume goes on from there\n"
+
+
+def stopped(out):
+    """The complaint."""
+    return (
+        f"\nstopped after step 2 of 4; {out / 'checkpoint.pt'} is that of step 2, whole: --resume goes "
+        "on from there\n"
     )
+
+
+def test_ctrl_c_ends_without_a_traceback_and_the_run_goes_on(call, tmp_path, training_only):
+    out = tmp_path / "out"
+    with ctrl_c_in_the_second_step(out):
+        status, _, complaints = call()
+    assert (status, complaints) == (130, stopped(out))
     assert len((out / "log.jsonl").read_text().splitlines()) == 2
     status, _, complaints = call("--resume")
     assert (status, complaints) == (0, "")
     assert len((out / "log.jsonl").read_text().splitlines()) == 4
 
 
-def test_qk_norm_bounds_the_scores(text, tmp_path, capsys):
-    qk_norm = example("qk_norm")
+@pytest.mark.parametrize("steps", [7, 250])
+def test_the_losses_are_drawn(figures, steps):
+    losses = torch.rand(steps, dtype=torch.float64).add(1).tolist()
+    figure = figures.loss_figure(losses, {3: 1.25, steps: 0.75})
+    (axes,) = figure.axes
+    *training, validation = [line.get_xydata().tolist() for line in axes.lines]
+    assert validation == [[3, 1.25], [steps, 0.75]]
+    assert training[0] == [[i + 1, loss] for i, loss in enumerate(losses)]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    if steps == 250:
+        means = [[i + 2.0, sum(pair) / 2] for i, pair in enumerate(pairwise(losses))]
+        torch.testing.assert_close(training[1], means)
+        assert labels == ["training, mean of 2 steps", "validation"]
+    else:
+        assert len(training) == 1
+        assert labels == ["training", "validation"]
+    figure.draw_without_rendering()
+    (bits,) = axes.child_axes
+    assert axes.get_ylabel() == "loss in nats per character"
+    assert bits.get_ylabel() == "bits per character"
+    assert bits.get_ylim() == pytest.approx([limit / math.log(2) for limit in axes.get_ylim()])
+
+
+def drawn_at_random(config):
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+@torch.no_grad()
+def scores_by_hand(model, tokens):
+    """Scores [layer, head, query, key] of a `nano` model on tokens [1, pos]; -inf for the future."""
+    resid = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs: resid.append(inputs[0]))
+        for block in model.blocks
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for layer, block in enumerate(model.blocks):
+        x = F.layer_norm(resid[layer], resid[layer].shape[-1:], block.ln1.weight)[0]
+        scores = (x @ model.W_Q[layer]) @ (x @ model.W_K[layer]).mT / model.config.d_head**0.5
+        future = torch.ones(scores.shape[-2:]).triu(1).bool()
+        found.append(scores.masked_fill(future, -math.inf))
+    return torch.stack(found)
+
+
+def test_the_attention_maps_are_the_patterns(figures, tiny_lm):
+    text = "to be\nor not"
+    tokenizer = CharTokenizer.of(text)
+    sizes = {"n_ctx": 13, "n_layers": 2, "n_heads": 3, "d_model": 15}
+    model = drawn_at_random(tiny_lm.nano(len(tokenizer.characters)).replace(**sizes))
+    patterns = scores_by_hand(model, torch.tensor([tokenizer.encode(text)])).softmax(-1)
+    figure = figures.attention_figure(model, tokenizer, text)
+    *maps, bar = figure.axes
+    assert bar.get_ylabel() == "attention"
+    assert [axes.get_title() for axes in maps] == [
+        f"layer {layer}, head {head}" for layer in range(2) for head in range(3)
+    ]
+    for axes, pattern in zip(maps, patterns.flatten(0, 1), strict=True):
+        (image,) = axes.images
+        torch.testing.assert_close(torch.tensor(image.get_array().data), pattern)
+        assert image.get_clim() == (0, 1)
+        for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
+            assert [tick.get_text() for tick in ticks] == list("to·be↵or·not")
+        # Rows, from the top, are queries.
+        assert axes.get_ylim() == (11.5, -0.5)
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("key", "query")
+
+
+def test_at_most_six_layers_and_heads_are_drawn(figures):
+    for layers, heads in ((1, 7), (7, 1)):
+        sizes = {"n_layers": layers, "n_heads": heads, "d_model": 14}
+        model = drawn_at_random(TransformerConfig(vocab_size=2, n_ctx=3, **sizes))
+        figure = figures.attention_figure(model, CharTokenizer("ab"), "ab")
+        assert len(figure.axes) == 6 + 1
+
+
+def test_what_the_font_lacks_is_labelled_by_its_code_point(figures):
+    text = "床a$\n \t$\x00é"
+    labels = ["5E8A", "a", "$", "↵", "·", "0009", "$", "0000", "é"]
+    assert figures.labels_of(text) == labels
+    config = TransformerConfig(vocab_size=8, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
+    figure = figures.attention_figure(drawn_at_random(config), CharTokenizer.of(text), text)
+    ticks = figure.axes[0].get_xticklabels()
+    assert [tick.get_text() for tick in ticks] == labels
+    assert {tick.get_rotation() for tick in ticks} == {90}
+    # A missing glyph would be a warning, and so an error.
+    figure.savefig(io.BytesIO())
+
+
+def test_qk_norm_bounds_the_scores(text, tmp_path, capsys, qk_norm):
     sizes = words(SIZES | {"heads": 2, "width": 8, "steps": 12, "learning-rates": 0.3})
     status = qk_norm.main(["--text", str(text), "--out", str(tmp_path / "out"), *sizes])
     shown, complaints = capsys.readouterr()
@@ -262,3 +487,156 @@ def test_qk_norm_bounds_the_scores(text, tmp_path, capsys):
     complaints = capsys.readouterr().err
     assert (status, complaints.count("\n")) == (1, 1)
     assert complaints.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"context": 1}, "--context is at least 2, not 1"),
+        ({"steps": 0}, "--steps is at least 1, not 0"),
+        ({"learning-rates": "-1"}, "learning_rate is above 0, not -1.0"),
+    ],
+)
+def test_qk_norm_refuses_before_it_trains(qk_norm, tmp_path, capsys, monkeypatch, options, reason):
+    monkeypatch.setattr(qk_norm, "build", None)
+    assert qk_norm.main(["--out", str(tmp_path), *words(options)]) == 1
+    assert capsys.readouterr().err == f"error: {reason}\n"
+
+
+def test_qk_norm_measures_scores_and_entropy(qk_norm, tiny_lm):
+    config = tiny_lm.nano(11).replace(n_ctx=7, n_layers=2, n_heads=3, d_model=15)
+    model, text = drawn_at_random(config), torch.randint(11, (40,))
+    found = qk_norm.measure(model, text[:14].view(2, 7), text, 5)
+    scores = torch.stack([scores_by_hand(model, text[i : i + 7][None]) for i in (0, 7)])
+    allowed = scores[scores.isfinite()]
+    assert len(allowed) == 2 * 2 * 3 * 28
+    assert found.largest_score == pytest.approx(allowed.abs().max().item(), rel=1e-4)
+    assert found.score_deviation == pytest.approx(allowed.std().item(), rel=1e-4)
+    shares = [
+        sum(-p * math.log(p) for p in row.tolist() if p) / math.log(query + 1)
+        for rows in scores.softmax(-1).flatten(0, 2)
+        for query, row in enumerate(rows)
+        if query
+    ]
+    assert found.entropy == pytest.approx(sum(shares) / len(shares), rel=1e-4)
+    with torch.no_grad():
+        logits = model(text[:35].view(5, 7)).flatten(0, 1)
+    assert found.validation_loss == pytest.approx(
+        F.cross_entropy(logits, text[1:36]).item(), rel=1e-4
+    )
+    assert found.step == 5
+    with torch.no_grad():
+        model.token_embedding.weight.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="the validation loss is nan after step 6"):
+        qk_norm.measure(model, text[:14].view(2, 7), text, 6)
+
+
+def test_qk_norms_figure_shows_the_measurements(qk_norm):
+    runs = {
+        name: [qk_norm.Measurement(step, *torch.rand(4).tolist()) for step in (0, 3, 7)]
+        for name in ("no norm", "norm", "no norm, fast")
+    }
+    figure = qk_norm.figure_of(runs, 2.5)
+    fields = ("largest_score", "entropy", "validation_loss")
+    for axes, field in zip(figure.axes, fields, strict=True):
+        for line, run in zip(axes.lines, runs.values(), strict=False):
+            assert line.get_xydata().tolist() == [[m.step, getattr(m, field)] for m in run]
+        assert axes.get_title().split()[0] in ("largest", "entropy", "validation")
+    scores, entropies, losses = figure.axes
+    assert [len(axes.lines) for axes in figure.axes] == [4, 3, 3]
+    assert list(scores.lines[3].get_ydata()) == [2.5, 2.5]
+    assert (scores.get_yscale(), entropies.get_yscale()) == ("log", "linear")
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == list(runs)
+    styles = {(line.get_color(), line.get_linestyle()) for line in losses.lines}
+    assert len(styles) == 3
+
+
+@pytest.fixture
+def small_pydoc(train_pydoc, monkeypatch):
+    """The example with a small model, which is said to copy, on little text."""
+    config = {"n_ctx": 20, "n_layers": 1, "n_heads": 1, "d_model": 4}
+    monkeypatch.setattr(
+        train_pydoc, "model_config", lambda v, dropout: TransformerConfig(vocab_size=v, **config)
+    )
+    monkeypatch.setattr(train_pydoc, "pydoc_text", lambda: "to be or not to be, that is " * 30)
+    monkeypatch.setattr(train_pydoc, "copying", lambda model: (4.0, 1.0))
+    return train_pydoc
+
+
+def test_pydoc_rows_have_a_prediction_for_every_position(small_pydoc, tmp_path, monkeypatch):
+    drawn = []
+
+    def train(model, batches, schedule, **_):
+        drawn.extend(batches(step, torch.Generator().manual_seed(step)) for step in (0, 1))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(small_pydoc, "train", train)
+    assert small_pydoc.main(["--out", str(tmp_path / "out"), "--prose-steps", "1"]) == 1
+    assert [rows.shape for rows in drawn] == [(16, 21), (16, 21)]
+    text = small_pydoc.pydoc_text()
+    tokenizer = CharTokenizer.of(text)
+    is_prose = [[tokenizer.decode(row.tolist()) in text for row in rows] for rows in drawn]
+    assert is_prose == [[True] * 16, [True] * 10 + [False] * 6]
+
+
+def test_repeated_rows_have_a_period(train_pydoc):
+    rows = train_pydoc.repeated(90, 101, 1000, torch.Generator().manual_seed(0))
+    assert rows.shape == (90, 101)
+    periods = [
+        next(p for p in range(1, 101) if torch.equal(row[p:], row[:-p])) for row in rows
+    ]  # fmt: skip
+    assert min(periods) == 4
+    assert max(periods) == 48
+
+
+def test_pydoc_keeps_the_best_model_and_goes_on(small_pydoc, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    arguments = ["--steps", "4", "--out", str(out)]
+    monkeypatch.setattr(small_pydoc, "TrainingConfig", partial(TrainingConfig, evaluate_every=2))
+    # At step 2; of the model kept then, as the run goes on; at step 4; of the model kept, twice.
+    found = iter([1.5, 1.5, 1.75, 1.25, 1.5])
+    monkeypatch.setattr(small_pydoc, "evaluate", lambda *_: Evaluation(next(found)))
+    with ctrl_c_in_the_second_step(out):
+        status = small_pydoc.main(arguments)
+    shown, complaints = capsys.readouterr()
+    assert (status, shown) == (130, "step 2: validation 1.5000, copies 4.00 then 1.00 nats\n")
+    assert complaints == stopped(out)
+    kept = load(out).W_E
+    assert small_pydoc.main(arguments) == 1
+    assert "has the checkpoint of a run already: --resume goes on" in capsys.readouterr().err
+    assert small_pydoc.main([*arguments, "--resume"]) == 0
+    shown, complaints = capsys.readouterr()
+    assert complaints == ""
+    assert "step 4: validation 1.7500" in shown
+    assert torch.equal(load(out).W_E, kept)
+    report = json.loads((out / "training.json").read_text())
+    assert report["command"] == f"python examples/train_pydoc.py --steps 4 --out {out} --resume"
+    assert (report["training_loss_nats"], report["validation_loss_nats"]) == (1.25, 1.5)
+
+
+def test_pydoc_replaces_a_model_by_a_better_one(small_pydoc, tmp_path, monkeypatch):
+    monkeypatch.setattr(small_pydoc, "TrainingConfig", partial(TrainingConfig, evaluate_every=1))
+    found = iter([1.5, 1.25, 1.75, 1.0, 1.0])
+    monkeypatch.setattr(small_pydoc, "evaluate", lambda *_: Evaluation(next(found)))
+    kept = []
+    monkeypatch.setattr(small_pydoc, "save", lambda *_: kept.append(True))
+    monkeypatch.setattr(small_pydoc, "load", lambda _: None)
+    assert small_pydoc.main(["--steps", "3", "--out", str(tmp_path)]) == 0
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"steps": 0}, "--steps is at least 1, not 0"),
+        ({"prose-steps": -1}, "--prose-steps is at least 0, not -1"),
+        ({"dropout": 1.5}, "dropout is at least 0 and below 1, not 1.5"),
+        ({"learning-rate": "-1"}, "learning_rate is above 0, not -1.0"),
+        ({"out": __file__}, f"--out is a directory, and {__file__} is a file"),
+    ],
+)
+def test_pydoc_refuses_in_one_line(train_pydoc, tmp_path, capsys, monkeypatch, options, reason):
+    monkeypatch.setattr(train_pydoc, "Transformer", None)
+    assert train_pydoc.main(words({"out": tmp_path / "out"} | options)) == 1
+    assert capsys.readouterr().err == f"error: {reason}\n"
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,9 @@
 
 import csv
 import math
+import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -196,71 +199,127 @@ def test_bad_sizes_are_refused(walks, graph):
 
 
 @pytest.fixture
-def study(walks):
-    pytest.importorskip("matplotlib")
-    import svd_stability
+def statistics(walks):
+    import svd_statistics
 
-    return svd_stability
+    return svd_statistics
 
 
-def test_differences_come_with_an_interval_over_walks(study):
+def test_differences_come_with_an_interval_over_walks(statistics):
     """One walk has no step inside; NaN counts nowhere; the means are over steps, not over walks."""
     values = torch.tensor([[1.0, 2.0, 3.0], [5.0, math.nan, 9.0], [4.0, 4.0, 4.0]])
     inside = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
-    within, outside, difference, low, high = study.interval(values, inside, seed=0)
+    within, outside, difference, low, high = statistics.interval(values, inside, seed=0)
     assert (within, outside) == (3.0, pytest.approx(26 / 6))
     assert difference == pytest.approx(3 - 26 / 6)
     # The extremes of all samples that hold a step inside: walk 1 alone, and with walk 2 twice.
     assert low == pytest.approx(5 - 9)
     assert high == pytest.approx(5 - 33 / 7)
     alike = torch.full((5, 8), 2.0)
-    assert study.interval(alike, alike.cumsum(1) > 9, seed=0) == (2, 2, 0, 0, 0)
+    assert statistics.interval(alike, alike.cumsum(1) > 9, seed=0) == (2, 2, 0, 0, 0)
+    for few in (0, 1):
+        with pytest.raises(ValueError, match=f"needs at least 2, not {few}"):
+            statistics.interval(values[:few], inside[:few], seed=0)
 
 
-def test_the_interval_covers_as_often_as_it_says(study, monkeypatch):
-    """Walks with an offset of their own: an interval over steps would be far too narrow."""
+@pytest.mark.parametrize("count", [12, 40])
+@pytest.mark.parametrize("effect", [0.0, 0.5])
+def test_the_interval_covers_as_often_as_it_says(statistics, monkeypatch, count, effect):
+    """Walks with an effect of their own: an interval over steps would be far too narrow."""
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(study, "RESAMPLES", 300)
-    covered = 0
-    for trial in range(200):
-        inside = torch.rand(40, 30, generator=generator) < 0.3
-        own = torch.randn(40, 1, generator=generator)
-        values = torch.randn(40, 30, generator=generator) + inside * (0.5 + own)
-        _, _, _, low, high = study.interval(values, inside, seed=trial)
-        covered += low < 0.5 < high
-    assert 0.88 < covered / 200 < 0.99
+    monkeypatch.setattr(statistics, "RESAMPLES", 500)
+    covered, trials = 0, 400
+    for trial in range(trials):
+        inside = torch.rand(count, 30, generator=generator) < 0.3
+        own = torch.randn(count, 1, generator=generator)
+        values = torch.randn(count, 30, generator=generator) + inside * (effect + own)
+        found = statistics.interval(values, inside, seed=trial)
+        covered += found.low < effect < found.high
+    # Twice the standard error of 400 trials; plain percentiles of 12 walks cover 0.91.
+    assert covered / trials == pytest.approx(0.95, abs=0.022)
 
 
-def test_the_course_around_an_event_is_read_at_its_lag(study):
+@pytest.mark.parametrize(("count", "student"), [(12, 2.2010), (48, 2.0117)])
+def test_percentiles_are_those_of_students_t(statistics, count, student):
+    """Where resamples are normal, the interval has the width of Student's from the sample."""
+    shares = torch.arange(1, 100_000, dtype=torch.float64) / 100_000
+    low, high = statistics._percentiles(torch.special.ndtri(shares), count)
+    # Resamples of n have a spread of the sample's by sqrt(n), which takes n - 1 for n.
+    assert high == pytest.approx(student * math.sqrt(count / (count - 1)), abs=4e-3)
+    assert low == pytest.approx(-high)
+
+
+def test_the_course_around_an_event_is_read_at_its_lag(statistics):
     values = torch.arange(60.0).expand(2, 60)
     events = torch.zeros(2, 60, dtype=torch.bool)
     events[0, 20] = events[1, 30] = True
-    rows = study.locked(values, events, seed=0)
-    assert [row[0] for row in rows] == list(study.LAGS)
+    lags = range(-8, 20)
+    rows = statistics.locked(values, events, lags, seed=0)
+    assert [row.lag for row in rows] == list(lags)
     for lag, mean, low, high in rows:
         assert (mean, low, high) == (25 + lag, 20 + lag, 30 + lag)
     # Nothing wraps around the ends of a walk.
     edges = torch.zeros(2, 60, dtype=torch.bool)
     edges[:, 1] = edges[:, 58] = True
-    means = {row[0]: row[1] for row in study.locked(values, edges, seed=0)}
+    means = {row.lag: row.mean for row in statistics.locked(values, edges, lags, seed=0)}
     assert (means[-4], means[0], means[4]) == (54, 29.5, 5)
 
 
-def test_the_example_runs_on_a_few_steps(study, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "RESAMPLES", 50)
-    monkeypatch.setattr(study, "LENGTH", 96)
-    script = ["svd_stability.py", "--out", str(tmp_path), "--walks", "2", "--seed", "3"]
-    monkeypatch.setattr(sys, "argv", [*script, "--steps", "2"])
-    study.main()
-    said = capsys.readouterr().out
-    assert said.startswith("svd-64-2l, 2 steps, seed 3; 2 held-out walks of 96 steps")
-    assert (tmp_path / "findings.txt").read_text() == said
-    for name in ("spectra", "drift", "events"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    rows = {
-        path.stem: list(csv.DictReader(path.read_text().splitlines()))
-        for path in tmp_path.glob("*.csv")
+@pytest.fixture
+def study(walks, statistics, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import svd_stability
+
+    monkeypatch.setattr(statistics, "RESAMPLES", 50)
+    monkeypatch.setattr(svd_stability, "LENGTH", 48)
+    monkeypatch.setattr(svd_stability, "TRAINING", 20)
+    return svd_stability
+
+
+@pytest.fixture
+def training_only(study, monkeypatch):
+    """Without the analysis, for tests of what comes before; the checkpoints that it was given."""
+    seen = []
+    monkeypatch.setattr(study, "look", lambda setting, checkpoints, *_: seen.append(checkpoints))
+    return seen
+
+
+@pytest.fixture
+def call(study, tmp_path, capsys):
+    """Runs the example; gives status, what it printed, and its complaints."""
+
+    def call(*more, out="out", steps=4):
+        small = ["--steps", str(steps), "--walks", "12", "--seed", "3"]
+        status = study.main([*small, "--out", str(tmp_path / out), *more])
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def kept(out):
+    """What is in the files of each checkpoint."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.glob("checkpoints/*/*"))
+        if path.is_file()
     }
+
+
+def rows_of(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
+    status, said, complaints = call(steps=2)
+    assert (status, complaints) == (0, "")
+    out = tmp_path / "out"
+    assert said.startswith("svd-64-2l, 2 steps, seed 3; 12 held-out walks of 48 steps")
+    assert "Of 8 comparisons" in said
+    assert "this count is no test of all of them at once" in said
+    assert (out / "findings.txt").read_text(encoding="utf-8") == said
+    for name in ("spectra", "drift", "events"):
+        assert (out / f"{name}.png").stat().st_size > 10_000
+    rows = {path.stem: rows_of(path) for path in out.glob("*.csv")}
     assert {row["target"] for row in rows["spectra"]} == {"qkt", "wvwo", "avwo"}
     # Three checkpoints, two layers; singular values 32, 64 and 32.
     assert len(rows["spectra"]) == 3 * 2 * (32 + 64 + 32)
@@ -269,7 +328,172 @@ def test_the_example_runs_on_a_few_steps(study, tmp_path, monkeypatch, capsys):
     for row in rows["events"]:
         gap = float(row["inside"]) - float(row["outside"])
         assert float(row["difference"]) == pytest.approx(gap, abs=1e-4)
-    monkeypatch.setattr(sys, "argv", [*script, "--steps", "0"])
-    with pytest.raises(SystemExit):
-        study.main()
-    assert "--steps is at least 1 and --walks at least 2" in capsys.readouterr().err
+
+    # Again, without a step of training: what is looked at is what lies there.
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: pytest.fail("trained again"))
+    for name in ("draw_spectra", "draw_drift", "draw_events"):
+        monkeypatch.setattr(study, name, lambda *_: None)
+    weights = [out / "checkpoints" / f"step-{step}" / "model.safetensors" for step in (0, 2)]
+    shutil.copy(*weights)
+    status, again, complaints = call("--resume", steps=2)
+    assert (status, complaints) == (0, "")
+    assert again != said
+    first, _, last = (list(row.values())[1:] for row in rows_of(out / "learning.csv"))
+    assert first == last
+    assert list(rows["learning"][0].values())[1:] == first
+
+
+@pytest.fixture
+def uninterrupted(call, training_only, tmp_path):
+    assert call(out="whole")[0] == 0
+    return kept(tmp_path / "whole")
+
+
+def test_checkpoints_are_models_at_their_steps(uninterrupted, training_only, tmp_path):
+    from models import load
+
+    (checkpoints,) = training_only
+    assert list(checkpoints) == [0, 1, 2, 3, 4]
+    assert len(uninterrupted) == 2 * 5
+    state = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["model"]
+    torch.testing.assert_close(load(checkpoints[4]).state_dict(), state, rtol=0, atol=0)
+    weights = {data for name, data in uninterrupted.items() if name.endswith("safetensors")}
+    assert len(weights) == 5
+
+
+def test_ctrl_c_says_how_to_go_on_and_loses_nothing(
+    call, study, tmp_path, monkeypatch, uninterrupted
+):
+    save, out = study.save, tmp_path / "out"
+
+    def press(path, model):
+        save(path, model)
+        if path.name == "step-2":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(study, "save", press)
+    status, said, complaints = call()
+    assert (status, said) == (130, "")
+    assert complaints == (
+        f"\nstopped after step 2 of 4; {out / 'checkpoint.pt'} is that of step 2, whole: "
+        "--resume goes on from there\n"
+    )
+    assert len(kept(out)) == 2 * 3
+    assert call("--resume")[::2] == (0, "")
+    assert kept(out) == uninterrupted
+
+
+def test_what_was_half_written_by_a_killed_run_is_made_good(
+    call, study, tmp_path, monkeypatch, uninterrupted
+):
+    """Half of the files of step 3 are there, and the run's own checkpoint is of step 2."""
+
+    class Killed(BaseException):
+        pass
+
+    save, out = study.save, tmp_path / "out"
+
+    def killed(path, model):
+        if path.name == "step-3":
+            path.mkdir()
+            (path / "model.safetensors").write_bytes(b"half")
+            raise Killed
+        save(path, model)
+
+    monkeypatch.setattr(study, "save", killed)
+    with pytest.raises(Killed):
+        call()
+    monkeypatch.setattr(study, "save", save)
+    assert call("--resume")[::2] == (0, "")
+    assert kept(out) == uninterrupted
+
+
+def test_ctrl_c_without_words_is_explained(call, study, tmp_path, monkeypatch, training_only):
+    """Between the steps of training it is `train` that speaks; elsewhere nobody does."""
+
+    def pressed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "look", pressed)
+    status, _, complaints = call()
+    assert status == 130
+    assert complaints == (
+        f"\ninterrupted; {tmp_path / 'out'} has all checkpoints: --resume looks at them again\n"
+    )
+    monkeypatch.setattr(study, "random_graph", pressed)
+    status, _, complaints = call(out="other")
+    assert (status, complaints) == (130, "\ninterrupted\n")
+
+
+def refused(found):
+    """The one line that says why."""
+    status, said, complaints = found
+    assert (status, said) == (1, "")
+    assert complaints.startswith("error: ")
+    assert complaints.count("\n") == 1
+    return complaints
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--steps", "0"], "--steps is at least 1, not 0"),
+        (["--walks", "11"], "--walks is at least 12, not 11"),
+        (["--seed", "-1"], "--seed is 0 to 2**63 - 1, not -1"),
+        (["--resume"], "has no checkpoint.pt to resume from"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(call, training_only, options, reason, tmp_path):
+    assert reason in refused(call(*options))
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_file_is_no_directory(call, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    assert f"--out is a directory, and {tmp_path / 'out'} is a file" in refused(call())
+    assert "Not a directory" in refused(call(out="out/below"))
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_run_that_is_there_is_not_written_over(call, tmp_path, training_only):
+    assert call()[0] == 0
+    before = kept(tmp_path / "out")
+    assert "has the checkpoint of a run already" in (complaints := refused(call()))
+    assert "--resume goes on with it, --out chooses another directory" in complaints
+    for other in (["--seed", "4"], ["--steps", "5"]):
+        what = other[0][2:]
+        assert f"training.{what} is" in refused(call("--resume", *other))
+    assert kept(tmp_path / "out") == before
+    # More walks are more to look at: the training is the same.
+    assert call("--resume", "--walks", "13")[0] == 0
+
+
+def test_a_checkpoint_that_is_gone_or_damaged_is_named(call, tmp_path, study, monkeypatch):
+    found = tmp_path / "out" / "checkpoints" / "step-0"
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "look", lambda *_: None)
+        assert call(steps=1)[0] == 0
+    (found / "model.safetensors").write_bytes(b"half")
+    assert str(found / "model.safetensors") in refused(call("--resume", steps=1))
+    shutil.rmtree(found)
+    assert str(found) in refused(call("--resume", steps=1))
+
+
+def test_figures_without_matplotlib_are_refused_before_training(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert 'pip install "hookscope[report]"' in refused(call())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_losses_to_compare_with_are_the_graphs(study, graph):
+    from svd_report import _learning
+    from svd_tables import Learned, Setting, Tables
+
+    setting = Setting(graph, width=7, delay=4, buffer=3, d_model=10, top=2, seed=0)
+    tables = Tables(learning=[Learned(5, 1.0, 2.0, 0.5)])
+    sizes = [len(near) for near in neighbours(graph)]
+    expected = sum(size * math.log(size) for size in sizes) / sum(sizes)
+    assert _learning(tables, setting)[0] == (
+        f"Learning (loss in nats; 3.85 knowing nothing, 2.75 knowing the region, {expected:.2f} "
+        "knowing the neighbours):"
+    )

@@ -1,0 +1,77 @@
+"""What `tiny_lm.py` draws: losses by step, and what each head attends to."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+
+from hooks import HookedRunner
+from models import CharTokenizer, Transformer
+
+# At most so many layers and heads are drawn.
+MAPS = 6
+VISIBLE = {"\n": "↵", " ": "·"}
+
+
+def loss_figure(losses: Sequence[float], validation: Mapping[int, float]) -> Figure:
+    """Training and validation loss by step, in nats and, on the right, in bits per character."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = range(1, len(losses) + 1)
+    window = max(1, len(losses) // 100)
+    if window > 1:
+        axes.plot(steps, losses, color="#c9d7e8", linewidth=0.6)
+    smooth = torch.tensor(losses, dtype=torch.float64).unfold(0, window, 1).mean(1)
+    label = f"training, mean of {window} steps" if window > 1 else "training"
+    axes.plot(steps[window - 1 :], smooth.numpy(), color="#1f5fa8", label=label)
+    axes.plot(
+        list(validation), list(validation.values()), "o-", color="#c4501b", label="validation"
+    )
+    axes.set(xlabel="step", ylabel="loss in nats per character")
+    to_bits, to_nats = partial(np.multiply, 1 / math.log(2)), partial(np.multiply, math.log(2))
+    bits = axes.secondary_yaxis("right", functions=(to_bits, to_nats))
+    bits.set_ylabel("bits per character")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def attention_figure(model: Transformer, tokenizer: CharTokenizer, text: str) -> Figure:
+    """What each head's queries attend to on a text: a map for each of the first layers and heads."""
+    tokens = torch.tensor([tokenizer.encode(text)])
+    _, cache = HookedRunner(model).run_with_cache(tokens, names="blocks.*.attn.pattern")
+    layers, heads = min(model.config.n_layers, MAPS), min(model.config.n_heads, MAPS)
+    labels = labels_of(text)
+    # Code points would run into one another.
+    rotation = "vertical" if max(map(len, labels)) > 1 else "horizontal"
+    figure = Figure(figsize=(2.4 * heads + 0.6, 2.5 * layers + 0.4), layout="constrained")
+    grid = figure.subplots(layers, heads, squeeze=False)
+    # By the root: shares of a tenth are seen too.
+    shades = PowerNorm(0.5, vmin=0, vmax=1)
+    for layer in range(layers):
+        for head, axes in enumerate(grid[layer]):
+            pattern = cache["pattern", layer][0, head].numpy()
+            image = axes.imshow(pattern, norm=shades, cmap="Blues")
+            axes.set_title(f"layer {layer}, head {head}", fontsize=8)
+            axes.set_xticks(range(len(text)), labels, fontsize=5, rotation=rotation)
+            axes.set_yticks(range(len(text)), labels, fontsize=5)
+            axes.tick_params(length=0)
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
+    figure.colorbar(image, ax=grid, shrink=0.4, label="attention")
+    return figure
+
+
+def labels_of(text: str) -> list[str]:
+    """A label for each character: itself, or its code point if Matplotlib's font cannot show it."""
+    font = get_font(findfont(FontProperties()))
+    shown = [VISIBLE.get(character, character) for character in text]
+    return [
+        mark if mark.isprintable() and font.get_char_index(ord(mark)) else f"{ord(character):04X}"
+        for mark, character in zip(shown, text, strict=True)
+    ]
