@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 
 from hooks import FusedUnlessHooked, HookPoint, Passage
+from models.component import Component
 from models.config import TransformerConfig
 from models.context import Context
-from models.linear import Linear, dropout
+from models.linear import Linear, dropout, is_unwatched
 from models.norm import QKNorm
 from models.positions import rotary
 
@@ -66,12 +66,6 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether nothing watches what is done to a tensor: no autograd, forward or backward, no vmap."""
-    watched = x.requires_grad or torch._C._are_functorch_transforms_active()
-    return not watched and unpack_dual(x).tangent is None
-
-
 def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     """The softmax over keys; rows that are -inf throughout become zeros."""
     empty = scores.amax(-1, keepdim=True) == -torch.inf
@@ -91,7 +85,7 @@ class SoftCap(nn.Module):
         return self.cap * torch.tanh(x / self.cap)
 
 
-class Attention(nn.Module):
+class Attention(Component):
     """`softmax(scale q k^T, over earlier keys) v`, head by head (Vaswani et al. 2017).
 
     One linear map gives queries, keys and values; each key head is read by as many query heads as
@@ -180,7 +174,7 @@ class Attention(nn.Module):
         masked = torch.where(later, -torch.inf, scores)
         # In place where no derivative or vmap needs the scores: a matrix of T² numbers less to allocate
         # takes a third of the time at T = 1024.
-        return torch.softmax(masked, -1, out=masked if _is_plain(masked) else None)
+        return torch.softmax(masked, -1, out=masked if is_unwatched(masked) else None)
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_head"]:

@@ -1,10 +1,11 @@
 """Blocks: each form of block has a forward that reads like its equation."""
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from hooks import HookPoint
 from models.attention import Attention, CappedAttention
+from models.component import Component
 from models.config import TransformerConfig
 from models.context import Context
 from models.mlp import MLP, GatedMLP
@@ -13,7 +14,7 @@ from models.norm import norm
 ADDED = "what the sublayer adds: the norm of its output"
 
 
-class Block(nn.Module):
+class Block(Component):
     """Attention, then the MLP; each reads the residual stream and adds to it (GPT-2).
 
     `norm_place` says which norms there are: `ln1` and `ln2` of what the sublayers read, `ln1_post`

@@ -4,22 +4,23 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hooks import Passage
 from models.config import TransformerConfig
 
-# Above it the usual kernel is as good.
-FEW_ROWS = 32
-# Below it a matrix stays in the processor's cache, and the call costs more than the product.
+# Below it a matrix stays in the processor's cache, and a call costs more than the product.
 LARGE = 2**17
 
 
 class Linear(nn.Linear):
-    """`x weight^T + bias`, as `nn.Linear`.
+    """`x weight^T + bias`, as `nn.Linear`, and faster on a CPU where no gradients are recorded.
 
-    Generation multiplies one vector by each matrix. On a CPU the BLAS does that in one thread and waits
-    for memory; here the matrix is cut into as many parts as there are threads, and they are multiplied
-    side by side: 1.5 to 2.5 times as fast on two cores.
+    Generation multiplies one vector by each matrix. The BLAS that `nn.Linear` calls does that in one
+    thread and waits for memory; here the matrix is cut into as many parts as there are threads, and they
+    are multiplied side by side: two to four times as fast on two cores. More vectors go to oneDNN, which
+    PyTorch carries too: 1.1 to 2.5 times as fast.
     """
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
@@ -28,40 +29,51 @@ class Linear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*axes d_in"]) -> Float[Tensor, "*axes d_out"]:
         """The map of each row."""
-        if not (self.is_large and self._are_few(x)):
-            return F.linear(x, self.weight, self.bias)
-        rows = x.numel() // self.in_features
+        if self.is_large and self._is_free(x):
+            rows = x.numel() // self.in_features
+            if rows == 1 or (1 < rows <= 4 and self.out_features >= self.in_features):
+                return self._split(x, rows)
+            if rows and torch.backends.mkldnn.is_available():
+                linear = torch.ops.mkldnn._linear_pointwise
+                return linear(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+    def _split(self, x: Tensor, rows: int) -> Tensor:
         # One part a thread; of a very tall matrix parts that fit the processor's cache.
         threads = torch.get_num_threads()
         parts = threads * max(1, self.out_features // (2048 * threads))
         whole = self.out_features // parts * parts
         cut = self.weight[:whole].view(parts, -1, self.in_features)
-        vectors = x.reshape(rows, self.in_features).expand(parts, -1, -1)
-        if rows <= 4:  # the kernels for a tall and for a wide product differ
-            out = torch.bmm(cut, vectors.mT).flatten(0, 1).mT
-        else:
-            out = torch.bmm(vectors, cut.mT).transpose(0, 1).flatten(1)
+        vectors = x.reshape(rows, self.in_features)
+        out = torch.bmm(cut, vectors.mT.expand(parts, -1, -1)).flatten(0, 1).mT
         if whole < self.out_features:
-            out = torch.cat([out, F.linear(vectors[0], self.weight[whole:])], 1)
+            out = torch.cat([out, F.linear(vectors, self.weight[whole:])], 1)
         out = out if self.bias is None else out + self.bias
         return out.reshape(*x.shape[:-1], self.out_features)
+
+    def _is_free(self, x: Tensor) -> bool:
+        """Whether the product may be taken in any way: nothing watches the operations themselves."""
+        return (
+            x.device.type == "cpu"
+            and x.dtype == self.weight.dtype == torch.float32
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
+            and not is_in_torch_dispatch_mode()  # fake tensors, or somebody counts operations
+            and is_unwatched(x)
+            and self.weight.is_contiguous()
+        )
 
     @property
     def offset(self) -> Float[Tensor, " d_out"]:
         """The bias; zeros where there is none."""
         return self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
 
-    def _are_few(self, x: Tensor) -> bool:
-        """Whether the matrix is what takes the time, and splitting it is possible."""
-        return (
-            x.numel() <= FEW_ROWS * self.in_features
-            and not torch.compiler.is_compiling()
-            and x.device.type == "cpu"
-            and x.dtype == self.weight.dtype == torch.float32
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-            and self.weight.is_contiguous()
-        )
+
+def is_unwatched(x: Tensor) -> bool:
+    """Whether nothing derives or maps what is done to a tensor: no autograd of either mode, no vmap."""
+    watched = x.requires_grad or torch._C._are_functorch_transforms_active()
+    return not watched and unpack_dual(x).tangent is None
 
 
 def dropout(config: TransformerConfig) -> nn.Module:

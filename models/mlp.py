@@ -5,9 +5,10 @@ from functools import partial
 
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from hooks import HookPoint
+from models.component import Component
 from models.config import TransformerConfig
 from models.linear import Linear, dropout
 
@@ -19,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(nn.Module):
+class MLP(Component):
     """`activation(x W_in + b_in) W_out + b_out`."""
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -5,12 +5,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Passage
+from models.component import Component
 from models.config import TransformerConfig
 
 READ = "what the sublayer reads: the norm's output, gain and bias applied"
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Component):
     """`(x - mean) / scale * weight + bias`, with `scale = sqrt(variance + eps)` (Ba et al. 2016).
 
     Args:
@@ -62,7 +63,7 @@ class LayerNorm(nn.Module):
         return normal.to(x.dtype)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Component):
     """`x / scale * weight`, with `scale = sqrt(mean(x²) + eps)` (Zhang & Sennrich 2019).
 
     Args:

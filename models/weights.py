@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from models.component import Component
 from models.linear import Linear
 
 
-class BlockWeights(nn.Module):
+class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
     Nothing is stored, so nothing goes stale. A block's own (`blocks[3].attn.W_Q`) are views. A bias

@@ -41,8 +41,6 @@ def test_gradient_equals_a_finite_difference(model, runner, tokens):
         assert cache.grads["pattern", 1][at].item() == pytest.approx(slope, rel=1e-5)
 
 
-# PyTorch's own, when its forward mode is first used.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_forward_derivatives_and_vmap_pass_through_hooked_attention(model, runner, tokens):
     model.double().requires_grad_(False)
     context = model.context(tokens)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from hooks import HookedRunner
 from models import Transformer, TransformerConfig
@@ -389,7 +390,7 @@ def test_a_scale_of_embeddings_is_rounded_as_they_are():
     assert torch.equal(embed, model.W_E[tokens] * 3.15625)
 
 
-# --- Linear: the same map, with all threads at work on a few rows
+# --- Linear: the same map, in whatever way is fast
 
 
 @pytest.fixture(params=[2, 3])
@@ -402,10 +403,22 @@ def threads(request):
 
 @pytest.fixture
 def products(monkeypatch):
-    """How often the split path ran."""
-    ran, bmm = [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *args: ran.append(1) or bmm(*args))
-    return ran
+    """Which of the fast ways were gone: matrices cut in parts, or oneDNN."""
+    gone = []
+    for place, name, way in (
+        (torch, "bmm", "split"),
+        (torch.ops.mkldnn, "_linear_pointwise", "oneDNN"),
+    ):
+        product = getattr(place, name)
+        monkeypatch.setattr(
+            place, name, lambda *args, way=way, product=product: gone.append(way) or product(*args)
+        )
+    return gone
+
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this PyTorch carries no oneDNN"
+)
 
 
 def linear(bias=True, d_in=257, d_out=515):
@@ -426,15 +439,25 @@ def draw(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)) / 16
 
 
+@needs_onednn
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_of_few_rows(threads, products, bias):
-    for d_out in (515, 516):
-        made, x = linear(bias, d_out=d_out), draw(40, 257)
+def test_linear_of_few_and_many_rows(threads, products, bias):
+    for d_in, d_out, most in ((257, 515, 4), (257, 516, 4), (515, 257, 1)):
+        made, x = linear(bias, d_in, d_out), draw(40, d_in)
         expected = exactly(made, x)
         with torch.no_grad():
             for rows in range(1, 41):
-                torch.testing.assert_close(made(x[-rows:]), expected[-rows:], atol=1e-5, rtol=0)
-    assert len(products) == 2 * 32
+                torch.testing.assert_close(made(x[-rows:]), expected[-rows:], atol=2e-5, rtol=0)
+        assert products == ["split"] * most + ["oneDNN"] * (40 - most)
+        products.clear()
+
+
+def test_linear_without_onednn(monkeypatch, products):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    made, x = linear(), draw(7, 257)
+    with torch.no_grad():
+        assert torch.equal(made(x), F.linear(x, made.weight, made.bias))
+    assert not products
 
 
 @pytest.mark.usefixtures("threads")
@@ -470,7 +493,13 @@ def test_when_linear_takes_the_plain_path(products, monkeypatch):
         assert copy.deepcopy(made).double()(x.double()).dtype == torch.float64
         assert copy.deepcopy(made).bfloat16()(x.bfloat16()).dtype == torch.bfloat16
         linear(d_in=256, d_out=511)(draw(3, 256))  # one row short of 2^17 numbers
-        made(draw(33, 257))
+        with FlopCounterMode(display=False) as counter:
+            made(draw(33, 257))
+        assert counter.get_total_flops() == 2 * 33 * 257 * 515
+        mapped = torch.func.vmap(made)(draw(2, 7, 257))
+        torch.testing.assert_close(mapped, exactly(made, draw(2, 7, 257)), atol=2e-5, rtol=0)
+        _, along = torch.func.jvp(made, (x,), (x,))
+        torch.testing.assert_close(along, exactly(made, x) - made.bias, atol=2e-5, rtol=0)
         turned = linear(d_in=515, d_out=257)
         turned.weight = torch.nn.Parameter(linear().weight.T, requires_grad=False)
         torch.testing.assert_close(turned(draw(3, 515)), exactly(turned, draw(3, 515)), atol=1e-5, rtol=0)  # fmt: skip
@@ -480,7 +509,7 @@ def test_when_linear_takes_the_plain_path(products, monkeypatch):
             linear()(x)
         assert not products
         linear(d_in=256, d_out=512)(draw(3, 256))
-    assert products == [1]
+    assert products == ["split"]
 
 
 @pytest.mark.usefixtures("unchecked")
