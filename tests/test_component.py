@@ -1,0 +1,67 @@
+"""Components find their children as `nn.Module` does, whatever happens to them."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from models.component import Component
+
+
+class Pair(Component):
+    def __init__(self, second=True):
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        if second:
+            self.second = nn.Linear(5, 7)
+
+
+def test_children_are_what_nn_module_keeps():
+    pair = Pair()
+    assert isinstance(Pair.first, property)
+    assert pair.first is pair._modules["first"]
+    assert Pair().first is not pair.first
+    other = nn.Linear(11, 13)
+    pair.first = other
+    assert pair.first is pair.get_submodule("first") is other
+    # As quantisation and the like replace modules.
+    pair._modules["first"] = pair.second
+    assert pair.first is pair.second
+    pair.first = None
+    assert pair.first is None
+    del pair.first
+    assert not hasattr(pair, "first")
+    pair.add_module("first", other)
+    assert pair.first is other
+    pair.late = other
+    assert [name for name, _ in pair.named_children()] == ["second", "first"]  # `late` is `first`
+    assert pair.late is other
+
+
+def test_a_child_of_another_instance_is_none_of_ours():
+    Pair()
+    lone = Pair(second=False)
+    assert not hasattr(lone, "second")
+    with pytest.raises(AttributeError, match="'Pair' object has no attribute 'second'"):
+        _ = lone.second
+    with pytest.raises(AttributeError, match="'Pair' object has no attribute 'third'"):
+        _ = lone.third
+
+
+def test_copies_have_children_of_their_own():
+    pair = Pair()
+    for made in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
+        assert made.first is made._modules["first"]
+        assert made.first is not pair.first
+        assert (made.first.weight == pair.first.weight).all()
+
+
+def test_attributes_of_the_class_are_left_alone():
+    class Named(Component):
+        chosen = SimpleNamespace(size=3)
+
+    named = Named()
+    named.chosen = nn.Linear(2, 3)
+    assert named.chosen.size == 3  # as with `nn.Module`
