@@ -302,7 +302,10 @@ def test_the_shapes_of_the_appendix():
         is_a(cache[f"{at}attn.{name}"], Float, "B T H d_head")
     for name in ("scores", "pattern"):
         is_a(cache[f"{at}attn.{name}"], Float, "B H T T")
+    is_a(cache[f"{at}attn.z"].flatten(2), Float, "B T D")  # the heads concatenated
     is_a(cache[f"{at}mlp.post"], Float, "B T d_ff")
+    longest = torch.arange(config.n_ctx)[None]
+    assert model.position_embedding(longest).shape == (1, config.n_ctx, d)
     is_a(logits, Float, "B T V")
     assert model.blocks[0].attn.qkv(cache[f"{at}ln1.normalized"]).shape == (b, t, 3 * d)
     q, mask = cache[f"{at}attn.q"].transpose(1, 2), causal_mask(t)

@@ -35,12 +35,17 @@ def test_the_quickstart_runs_and_shows_something(capsys):
 
 def test_every_block_of_code_runs_after_the_ones_before(capsys):
     blocks = [part.partition("```")[0] for part in README.split("```python\n")[1:]]
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names = {}
     for code in blocks:
         exec(code, names)
     assert [len(row) for row in names["rows"]] == [7, 6]
     assert names["cache"].length == 4
+    assert {name: found.s.shape[:-1] for name, found in names["spectra"].items()} == {
+        "qkt": (1, 2, 1),
+        "wvwo": (2, 1),
+        "avwo": (1, 2, 1),
+    }
 
 
 def test_the_table_of_points_is_the_generated_one():
