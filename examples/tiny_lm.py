@@ -100,11 +100,12 @@ def nano(vocab_size: int) -> TransformerConfig:
     )
 
 
-def text_of(path: Path | None) -> str:
-    """The text at a path, by default Tiny Shakespeare where it is, else Python's documentation."""
+def text_of(path: Path | None) -> tuple[str, str]:
+    """The text at a path, by default Tiny Shakespeare where it is, else Python's documentation; and
+    where it is from."""
     if path is not None or SHAKESPEARE.is_file():
-        return text_at(path or SHAKESPEARE)
-    return pydoc_text()
+        return text_at(path or SHAKESPEARE), str(path or SHAKESPEARE)
+    return pydoc_text(), "Python's documentation"
 
 
 def prompt_of(given: str | None, text: str, tokenizer: CharTokenizer) -> list[int]:
@@ -202,7 +203,7 @@ def run(options: argparse.Namespace) -> None:
     require_matplotlib()
     out = Path("out", options.model or "tiny-lm") if options.out is None else options.out
     require_own(out, resume=options.resume)
-    text = text_of(options.text)
+    text, source = text_of(options.text)
     tokenizer = CharTokenizer.of(text)
     prompt = prompt_of(options.prompt, text, tokenizer)
     vocab_size = len(tokenizer.characters)
@@ -226,7 +227,10 @@ def run(options: argparse.Namespace) -> None:
     held_out = held_out[: windows * config.n_ctx + 1]
     torch.manual_seed(options.seed)
     model = Transformer(config)
-    print(f"{model.count_parameters():,} weights, {len(text):,} characters, {vocab_size} distinct")
+    print(
+        f"{model.count_parameters():,} weights; {len(text):,} characters of {source}, "
+        f"{vocab_size} distinct"
+    )
     result = train(
         model,
         learned,

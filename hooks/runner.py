@@ -14,7 +14,7 @@ from hooks.cache import ActivationCache
 from hooks.capture import CaptureOptions, Positions, Recorder, require_fired
 from hooks.context import HookContext, hint
 from hooks.edit import Hook, backward_edit, forward_edit
-from hooks.errors import HookError, ModeError, NeverFiredError
+from hooks.errors import HookError, ModeError
 from hooks.lazy import LazyBlock, LazyValues, block_of, blocks_of, has_forward
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point
@@ -96,10 +96,10 @@ class HookedRunner:
             NeverFiredError: if the forward pass did not reach a requested point.
         """
         options = CaptureOptions(positions, windows, device, dtype, detach, grads)
+        if run is not None and (lazy or grads or positions is not None or windows is not None):
+            raise ValueError("run= takes neither lazy=, grads=, positions= nor windows=")
         points = options.suited(self._choose(names, mode))
         if run is not None:
-            if lazy or grads or positions is not None or windows is not None:
-                raise ValueError("run= takes neither lazy=, grads=, positions= nor windows=")
             return self._run(points, options, args, kwargs, run)
         return (self._run_lazily if lazy else self._run)(points, options, args, kwargs)
 
@@ -255,12 +255,11 @@ class HookedRunner:
         with Session() as session:
             self._record(session, recorder)
             output = (run or self.model)(*args, **kwargs)
-        if run is not None and isinstance(output, Iterator):
-            raise NeverFiredError(
-                "run= returned an iterator, which runs the model only when it is read: give a function "
-                "that reads it to its end"
-            )
-        recorder.finish(hint(points, self._modules))
+        recorder.finish(
+            "run= returned an iterator, which may run the model only when it is read"
+            if isinstance(output, Iterator)
+            else hint(points, self._modules)
+        )
         return output, self._cache(recorder, recorder.values)
 
     def _run_lazily(

@@ -143,7 +143,9 @@ def randomized_svd(
     u, s, vh = torch.linalg.svd(basis.mT @ wide, full_matrices=False)
     left, s, vh = basis @ u[..., : k + 1], s[..., : k + 1], vh[..., : k + 1, :]
     # The transposed equation, `A^T u = s v`, holds exactly.
-    error = torch.linalg.matrix_norm(wide @ vh.mT - left * s[..., None, :])
+    residual = wide @ vh.mT - left * s[..., None, :]
+    largest = s[..., :1, None].where(s[..., :1, None] > 0, 1)  # or squares could over- or underflow
+    error = torch.linalg.matrix_norm(residual / largest) * s[..., 0]
     tolerance = torch.maximum(error, _tolerance(matrices, s))
     return SVD(left[..., :k], s[..., :k], vh[..., :k, :], s[..., k], tolerance)
 
@@ -268,7 +270,7 @@ def _checked_values(s: Tensor) -> Tensor:
 
 def check_k(k: int, most: int, name: str = "k") -> None:
     """Raises ValueError unless there is a singular value number `k`."""
-    if not 1 <= k <= most:
+    if not (isinstance(k, int) and 1 <= k <= most):
         raise ValueError(f"{name} is 1 to {most}, the number of singular values, not {k}")
 
 

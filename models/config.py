@@ -1,8 +1,10 @@
 """TransformerConfig: what a transformer is, by values alone, checked when it is built."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from models.fields import check_types, require, require_default
@@ -119,12 +121,20 @@ class TransformerConfig:
     def replace(self, **changes: Any) -> "TransformerConfig":
         """A config with some fields changed; sizes that followed from others follow the new ones.
 
+        What the changes leave without effect, the activation where there is no MLP any more, for
+        instance, goes back to its default.
+
         Raises:
             TypeError: if there is no such field.
             ValueError: as for a new config.
         """
         followed = {n: 0 for n, value in self._derived().items() if getattr(self, n) == value}
-        return dataclasses.replace(self, **followed | changes)
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in fields} | followed | changes
+        for names, used, _ in _effects(SimpleNamespace(**values)):
+            for name in () if used else set(names.split()) - changes.keys():
+                values[name] = fields[name].default
+        return TransformerConfig(**values)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -173,19 +183,7 @@ class TransformerConfig:
 
         To say that an absent norm or MLP has no bias or gain is no mistake.
         """
-        normed = self.norm != "none"
-        for names, used, reason in (
-            (
-                "rotary_theta rotary_fraction rotary_scaling",
-                self.positions == "rotary",
-                "positions are rotary",
-            ),
-            ("norm_place embed_norm", normed, "there is a norm"),
-            ("norm_eps", normed or self.qk_norm != "none", "there is a norm"),
-            ("qk_norm_learned", self.qk_norm != "none", "there is a qk_norm"),
-            ("window_layers", self.window, "there is a window"),
-            ("d_mlp activation parallel", self.mlp != "none", "there is an MLP"),
-        ):
+        for names, used, reason in _effects(self):
             require_default(self, names, used, reason)
         inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
         self._require("window_layers", inside, f"among the {self.n_layers} layers")
@@ -196,3 +194,14 @@ class TransformerConfig:
 
     def _require(self, name: str, holds: object, rule: str) -> None:
         require(self, name, holds, rule)
+
+
+def _effects(config: Any) -> Iterator[tuple[str, bool, str]]:
+    """Fields that other fields may leave without effect, whether they have one, and when they do."""
+    rotary, normed = config.positions == "rotary", config.norm != "none"
+    yield "rotary_theta rotary_fraction rotary_scaling", rotary, "positions are rotary"
+    yield "norm_place embed_norm", normed, "there is a norm"
+    yield "norm_eps", normed or config.qk_norm != "none", "there is a norm"
+    yield "qk_norm_learned", config.qk_norm != "none", "there is a qk_norm"
+    yield "window_layers", bool(config.window), "there is a window"
+    yield "d_mlp activation parallel", config.mlp != "none", "there is an MLP"

@@ -3,12 +3,15 @@
 import dataclasses
 import difflib
 import math
+import numbers
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
 
 def check_types(config: Any, prefix: str = "") -> None:
     """Refuses values that are not of their fields' types; an int passes for a float.
+
+    Numbers of numpy become Python's, which files can hold.
 
     Args:
         config: a dataclass.
@@ -20,6 +23,9 @@ def check_types(config: Any, prefix: str = "") -> None:
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), field.type
         name = prefix + field.name
+        if isinstance(value, numbers.Number) and hasattr(value, "item"):
+            value = value.item()
+            object.__setattr__(config, field.name, value)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise _not_one_of(name, value, get_args(kind))
@@ -57,14 +63,15 @@ def require_default(config: Any, names: str, used: object, reason: str, prefix: 
         )
 
 
-def check_whole(name: str, value: object, least: int = 1) -> None:
+def check_whole(name: str, value: object, least: float = 1) -> None:
     """Refuses what is not a whole number, or is too small.
 
     Raises:
         ValueError: naming the argument, its least value and the one given.
     """
-    if not _is(value, int) or value < least:  # type: ignore[operator]  # it is a number
-        raise ValueError(f"{name} is a whole number of at least {least}, not {value!r}")
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        bound = "" if math.isinf(least) else f" of at least {least}"
+        raise ValueError(f"{name} is a whole number{bound}, not {value!r}")
 
 
 def _is(value: object, kind: Any) -> bool:
@@ -78,7 +85,7 @@ def _is(value: object, kind: Any) -> bool:
             return len(value) == len(kinds) and all(map(_is, value, kinds))
         return all(_is(one, kinds[0]) for one in value)
     if kind is float:
-        return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+        return type(value) is not bool and isinstance(value, int | float) and abs(value) < math.inf
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 

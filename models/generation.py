@@ -1,5 +1,6 @@
 """Generation: prompts of any lengths go on, token by token, from cached keys and values."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -128,7 +129,8 @@ def stream(
     if isinstance(seed, torch.Generator):
         generators = [seed] * len(texts)
     elif not sampling.is_greedy:
-        generators = [torch.Generator(device).manual_seed(seed + row) for row in range(len(texts))]
+        seeds = range(index(seed), index(seed) + len(texts))
+        generators = [torch.Generator(device).manual_seed(own) for own in seeds]
     mask = None
     if min(map(len, texts)) < longest:
         places = torch.arange(longest + max_new_tokens, device=device)
@@ -213,7 +215,7 @@ def _check(
     check_whole("max_new_tokens", new)
     check_whole("prefill_chunk", prefill_chunk)
     if not isinstance(seed, torch.Generator):
-        check_whole("seed", seed, least=0)
+        check_whole("seed", seed, least=-math.inf)
     if max_context is not None:
         check_whole("max_context", max_context)
     empty = [row for row, text in enumerate(texts) if not text]

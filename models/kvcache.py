@@ -9,6 +9,11 @@ from models.fields import check_whole
 
 # Room is made for this many positions at a time.
 STEP = 512
+# The fields of a config that say what cached keys and values are.
+DECISIVE = (
+    *("n_layers", "d_model", "n_ctx", "n_kv_heads", "d_head", "windows", "qk_norm"),
+    *("positions", "rotary_theta", "rotary_fraction", "rotary_scaling"),
+)
 
 
 class KVCache:
@@ -16,8 +21,8 @@ class KVCache:
 
     Keys and values are those that entered attention, edits of hooks included. Where a block has a
     sliding window, only what the window can still reach is kept. A forward pass that does not end
-    leaves the cache as it was. For gradients, what is cached is constant. A model of the same config
-    but with other weights can go on from it, as an intervention.
+    leaves the cache as it was. For gradients, what is cached is constant. A model with other weights,
+    but the same sizes and positions, can go on from it, as an intervention.
 
     Args:
         max_context: the most positions it may ever hold; None for the model's `n_ctx`.
@@ -37,7 +42,7 @@ class KVCache:
         self.length = 0
         self.mask: Bool[Tensor, "batch length"] | None = None
         self.layers: list[LayerCache] = []
-        self._config: TransformerConfig | None = None
+        self._form: tuple[object, ...] = ()
         self._has_graph = False
 
     @property
@@ -62,12 +67,16 @@ class KVCache:
             raise ValueError(
                 f"{self.length} cached and {new} new tokens do not fit the {what} of {limit}"
             )
+        form = tuple(getattr(config, name) for name in DECISIVE)
         if not self.length:
-            self._config = config
+            self._form = form
             self.layers = [LayerCache(window, limit) for window in config.windows]
             return 0
-        if config is not self._config and config != self._config:
-            raise ValueError("this KVCache belongs to a model of another config")
+        if form != self._form:
+            raise ValueError(
+                "this KVCache belongs to a model of other sizes, windows or positions: "
+                + ", ".join(n for n, a, b in zip(DECISIVE, form, self._form, strict=True) if a != b)
+            )
         if self.layers[0].batch != batch:
             held = self.layers[0].batch
             raise ValueError(f"this KVCache holds {held} rows, and the tokens are {batch} rows")

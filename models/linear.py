@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hooks import Passage
@@ -30,38 +30,45 @@ class Linear(nn.Linear):
     def forward(self, x: Float[Tensor, "*axes d_in"]) -> Float[Tensor, "*axes d_out"]:
         """The map of each row."""
         if self.is_large and self._is_free(x):
-            rows = x.numel() // self.in_features
-            if rows == 1 or (1 < rows <= 4 and self.out_features >= self.in_features):
+            d_out, d_in = self.weight.shape
+            rows = x.numel() // d_in
+            if rows == 1 or (1 < rows <= 4 and d_out >= d_in):
                 return self._split(x, rows)
-            if rows and torch.backends.mkldnn.is_available():
+            if rows and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
                 linear = torch.ops.mkldnn._linear_pointwise
                 return linear(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
     def _split(self, x: Tensor, rows: int) -> Tensor:
         # One part a thread; of a very tall matrix parts that fit the processor's cache.
+        d_out, d_in = self.weight.shape
         threads = torch.get_num_threads()
-        parts = threads * max(1, self.out_features // (2048 * threads))
-        whole = self.out_features // parts * parts
-        cut = self.weight[:whole].view(parts, -1, self.in_features)
-        vectors = x.reshape(rows, self.in_features)
+        parts = threads * max(1, d_out // (2048 * threads))
+        whole = d_out // parts * parts
+        cut = self.weight[:whole].view(parts, -1, d_in)
+        vectors = x.reshape(rows, d_in)
         out = torch.bmm(cut, vectors.mT.expand(parts, -1, -1)).flatten(0, 1).mT
-        if whole < self.out_features:
+        if whole < d_out:
             out = torch.cat([out, F.linear(vectors, self.weight[whole:])], 1)
         out = out if self.bias is None else out + self.bias
-        return out.reshape(*x.shape[:-1], self.out_features)
+        return out.reshape(*x.shape[:-1], d_out)
 
     def _is_free(self, x: Tensor) -> bool:
         """Whether the product may be taken in any way: nothing watches the operations themselves."""
+        weight = self.weight
         return (
-            x.device.type == "cpu"
-            and x.dtype == self.weight.dtype == torch.float32
+            type(x) is Tensor
+            and type(weight) in (nn.Parameter, Tensor)  # what others make of them has its own rules
+            and x.device.type == weight.device.type == "cpu"
+            and x.dtype == weight.dtype == torch.float32
+            and x.shape[-1:] == weight.shape[1:]
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled("cpu")
             and not is_in_torch_dispatch_mode()  # fake tensors, or somebody counts operations
+            and torch._C._get_tracing_state() is None
             and is_unwatched(x)
-            and self.weight.is_contiguous()
+            and weight.is_contiguous()
         )
 
     @property
@@ -72,8 +79,8 @@ class Linear(nn.Linear):
 
 def is_unwatched(x: Tensor) -> bool:
     """Whether nothing derives or maps what is done to a tensor: no autograd of either mode, no vmap."""
-    watched = x.requires_grad or torch._C._are_functorch_transforms_active()
-    return not watched and unpack_dual(x).tangent is None
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not (x.requires_grad or transformed)
 
 
 def dropout(config: TransformerConfig) -> nn.Module:

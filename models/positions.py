@@ -115,7 +115,8 @@ def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, 
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
         turns = scaling.original_n_ctx * frequencies / (2 * math.pi)
-        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        low, high = scaling.turns
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
     else:
         kept = _kept_by_yarn(len(frequencies), config.rotary_theta, scaling)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
@@ -127,7 +128,8 @@ def _kept_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:
     def dimension(turns: float) -> float:
         return half * math.log(scaling.original_n_ctx / (turns * 2 * math.pi)) / math.log(theta)
 
-    start = max(math.floor(dimension(scaling.high)), 0)
-    end = min(math.ceil(dimension(scaling.low)), 2 * half - 1)
+    low, high = scaling.turns
+    start = max(math.floor(dimension(high)), 0)
+    end = min(math.ceil(dimension(low)), 2 * half - 1)
     ramp = (torch.arange(half, device="cpu") - start) / ((end - start) or 0.001)
     return 1 - ramp.clamp(0, 1)

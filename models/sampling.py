@@ -93,11 +93,11 @@ class Sampling:
             generators: what each row draws from; not read where nothing is drawn.
 
         Raises:
-            ValueError: if a row's logits hold NaN or, where tokens are drawn, are infinite.
+            ValueError: if a row's logits hold NaN, are all -inf or, where tokens are drawn, hold inf.
         """
         best = logits.max(-1)  # NaN counts as the largest
         for row, largest in enumerate(best.values.tolist()):
-            if math.isnan(largest) or not (self.is_greedy or math.isfinite(largest)):
+            if not (largest > -math.inf and (self.is_greedy or largest < math.inf)):
                 raise ValueError(
                     f"the next token is chosen from finite logits, and row {row} has {largest}: the "
                     "weights, or what a hook put in, overflow or are no numbers"

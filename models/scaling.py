@@ -54,13 +54,18 @@ class RotaryScaling:
         self._require("attention_factor", self.attention_factor >= 0, "at least 0")
         if blends:
             self._require("original_n_ctx", self.original_n_ctx >= 1, f"at least 1 for {self.kind}")
-            for name, turns in zip(("low", "high"), PUBLISHED_TURNS[self.kind], strict=True):
-                object.__setattr__(self, name, getattr(self, name) or turns)
-            between = 0 < self.low < self.high
-            self._require("low", between, f"above 0 and below high ({self.high})")
+            low, high = self.turns
+            if not 0 < low < high:
+                raise ValueError(f"{PREFIX}low is above 0 and below high ({high}), not {low}")
         if self.kind == "factors":
             positive = self.factors and min(self.factors) > 0
             self._require("factors", positive, "one number above 0 a frequency")
+
+    @property
+    def turns(self) -> tuple[float, float]:
+        """`low` and `high`, the published ones where they are 0."""
+        low, high = PUBLISHED_TURNS[self.kind]
+        return self.low or low, self.high or high
 
     def _require(self, name: str, holds: object, rule: str) -> None:
         require(self, name, holds, rule, PREFIX)

@@ -139,6 +139,14 @@ def test_a_directory_without_a_config_is_named_as_such(tmp_path):
         load(tmp_path)
 
 
+def test_a_path_is_never_a_bundled_model(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(Path("pydoc-4l"), model)
+    for path in (Path("pydoc-4l"), "./pydoc-4l", str(tmp_path / "pydoc-4l")):
+        assert load(path).config == model.config
+    assert load("pydoc-4l").config != model.config
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("dtype", ["float16", torch.int32, torch.complex64, torch.float8_e4m3fn])
 def test_weights_are_of_a_type_that_models_run_in(dtype):

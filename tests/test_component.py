@@ -20,7 +20,7 @@ class Pair(Component):
 
 def test_children_are_what_nn_module_keeps():
     pair = Pair()
-    assert isinstance(Pair.first, property)
+    assert type(Pair.first).__name__ == "_Child"
     assert pair.first is pair._modules["first"]
     assert Pair().first is not pair.first
     other = nn.Linear(11, 13)
@@ -48,6 +48,17 @@ def test_a_child_of_another_instance_is_none_of_ours():
         _ = lone.second
     with pytest.raises(AttributeError, match="'Pair' object has no attribute 'third'"):
         _ = lone.third
+
+
+def test_what_an_instance_sets_is_its_own():
+    """Whatever was built before: else code would run or not by what else the process has done."""
+    Pair()
+    pair = Pair(second=False)
+    pair.second = abs
+    assert pair.second(-3) == 3
+    del pair.first
+    pair.first = None
+    assert pair.first is None
 
 
 def test_copies_have_children_of_their_own():

@@ -3,14 +3,16 @@
 import copy
 import dataclasses
 import inspect
+import json
 import pickle
 import re
 from typing import Literal, get_args, get_origin
 
+import numpy as np
 import pytest
 import torch
 
-from models import RotaryScaling, Transformer, TransformerConfig
+from models import RotaryScaling, Transformer, TransformerConfig, config_of
 from models.positions import Rotary
 from tests.reference import SIZES, randomised, some_tokens
 
@@ -303,7 +305,9 @@ def test_errors_of_a_scaling(values, match):
 @pytest.mark.parametrize(("kind", "turns"), [("llama3", (1.0, 4.0)), ("yarn", (1.0, 32.0))])
 def test_turns_are_the_published_ones_by_default(kind, turns):
     scaling = RotaryScaling(kind=kind, original_n_ctx=64)
-    assert (scaling.low, scaling.high) == turns
+    assert scaling.turns == turns
+    assert RotaryScaling(kind=kind, original_n_ctx=64, high=9.0).turns == (1.0, 9.0)
+    assert RotaryScaling(kind=kind, original_n_ctx=64, low=2.0).turns == (2.0, turns[1])
 
 
 def test_there_is_one_divisor_a_frequency():
@@ -321,6 +325,32 @@ def test_sizes_follow_from_others():
     assert config(mlp="none").d_mlp == 0
     assert config(d_head=7, d_mlp=3, n_heads=6, n_kv_heads=3).d_head == 7
     assert (config(**ROTARY).d_rotary, config(**ROTARY, rotary_fraction=0.5).d_rotary) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "idle"),
+    [
+        ("d12", dict(mlp="none"), dict(activation="gelu_tanh", d_mlp=0)),
+        ("svd-64-2l", dict(mlp="none"), dict(activation="gelu_tanh", d_mlp=0)),
+        ("transformer-rotary", dict(norm="none"), dict(norm_eps=1e-5, embed_norm=False)),
+        ("d12_post_norm", dict(norm="none"), dict(norm_place="pre")),
+        ("d12_post_norm_qk_norm", dict(qk_norm="none"), dict(qk_norm_learned=True, norm_eps=1e-6)),
+    ],
+)
+def test_what_a_change_leaves_without_effect_goes_back_to_its_default(name, change, idle):
+    changed = config_of(name, **change)
+    assert {field: getattr(changed, field) for field in idle} == idle
+    with pytest.raises(ValueError, match="unless there is an MLP, not 'relu'"):
+        config_of(name, mlp="none", activation="relu")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_of_numpy_become_pythons():
+    made = config(n_layers=np.int64(2), norm_eps=np.float32(0.5), dropout=np.float64(0.25))
+    assert made == config(n_layers=2, norm_eps=0.5, dropout=0.25)
+    assert json.dumps(dataclasses.asdict(made))
+    with pytest.raises(ValueError, match="n_layers is an int, not 2.0"):
+        config(n_layers=np.float64(2))
 
 
 def test_replacing_a_size_changes_what_followed_from_it():

@@ -309,9 +309,9 @@ def test_rotary_scalings():
     assert scaling(type="linear", factor=4) == RotaryScaling(kind="linear", factor=4.0)
     assert scaling(rope_type="default") is None
     yarn = scaling(type="yarn", factor=4.0, original_max_position_embeddings=4096, beta_fast=16)
-    assert yarn == RotaryScaling(kind="yarn", factor=4.0, original_n_ctx=4096, low=1.0, high=16.0)
+    assert yarn == RotaryScaling(kind="yarn", factor=4.0, original_n_ctx=4096, high=16.0)
     by_ratio = scaling(type="yarn", original_max_position_embeddings=32768)
-    assert (by_ratio.factor, by_ratio.high) == (4.0, 32.0)
+    assert (by_ratio.factor, by_ratio.turns) == (4.0, (1.0, 32.0))
     assert scaling(type="yarn", factor=2.0, attention_factor=1.5).attention_factor == 1.5
     long = scaling(type="yarn", factor=2.718281828, mscale=2.0, mscale_all_dim=5.0)
     assert long.attention_factor == pytest.approx(1.2 / 1.5)

@@ -589,8 +589,8 @@ BAD = [
     (dict(max_new_tokens=2.5), "max_new_tokens is a whole number of at least 1, not 2.5"),
     (dict(prefill_chunk=1.5), "prefill_chunk is a whole number of at least 1, not 1.5"),
     (dict(max_context=15.0), "max_context is a whole number of at least 1, not 15.0"),
-    (dict(seed=None), "seed is a whole number of at least 0, not None"),
-    (dict(seed=-1), "seed is a whole number of at least 0, not -1"),
+    (dict(seed=None), "seed is a whole number, not None"),
+    (dict(seed=1.5), "seed is a whole number, not 1.5"),
     (dict(stop=5), "stop is a list of tokens, not '5'"),
     (dict(stop=[1.5]), "stop is a list of tokens"),
     (dict(temperature=None), "temperature is a finite float, not None"),
@@ -623,6 +623,13 @@ def test_bad_arguments_are_errors_at_the_call(function, change, message):
     with handle, pytest.raises(ValueError, match=message):
         function(model, **arguments)
     assert lengths == []
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_options_may_be_numbers_of_numpy():
+    options = dict(temperature=0.5, top_k=4, seed=3, max_new_tokens=2)
+    numpy = {name: np.array([value])[0] for name, value in options.items()}
+    assert generate(build(), PROMPTS, **numpy) == generate(build(), PROMPTS, **options)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -176,7 +176,7 @@ def test_a_run_that_does_not_reach_a_point_is_an_error(toy):
 
 def test_a_run_that_only_promises_is_an_error(toy):
     with pytest.raises(
-        NeverFiredError, match="an iterator, which runs the model only when it is read"
+        NeverFiredError, match="an iterator, which may run the model only when it is read"
     ):
         HookedRunner(toy).run_with_cache(X, run=lambda x: (toy(part) for part in x.split(4, 1)))
 

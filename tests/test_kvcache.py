@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hooks import HookedRunner, HookError
-from models import KVCache, Transformer, TransformerConfig
+from models import KVCache, Transformer, TransformerConfig, fold_norms
 from models import kvcache as module
 
 VOCAB, N_CTX, LAYERS, HEADS, D_HEAD = 23, 19, 3, 4, 6
@@ -551,8 +551,8 @@ def test_another_batch_is_refused():
         dict(n_kv_heads=1),
         dict(d_head=4),
         dict(d_head=1),
-        dict(d_mlp=3),
         dict(positions="none"),
+        dict(qk_norm="head"),
     ],
 )
 def test_another_model_is_refused(other):
@@ -564,6 +564,15 @@ def test_another_model_is_refused(other):
         build(**first | other)(text(2, 3), kv_cache=cache)
     assert cache.length == 5
     close(model(text(2, LENGTH)[:, :2], kv_cache=cache).shape, torch.Size([2, 2, VOCAB]))
+
+
+def test_a_model_with_the_same_keys_goes_on():
+    """Folded norms and another dropout change no key and no value."""
+    model, cache = build("window"), KVCache()
+    model(text(2, LENGTH)[:, :6], kv_cache=cache)
+    twin = fold_norms(model)
+    assert twin.config != model.config
+    close(twin(text(2, LENGTH)[:, 6:], kv_cache=cache), expected("window")[:, 6:], atol=1e-4)
 
 
 def test_another_type_is_refused():

@@ -261,7 +261,7 @@ def test_options_out_of_range_are_named(options, message):
 
 @pytest.mark.parametrize(
     ("value", "temperatures"),
-    [(torch.nan, (0.0, 1.0)), (torch.inf, (1.0,)), (-torch.inf, (1.0,))],
+    [(torch.nan, (0.0, 1.0)), (torch.inf, (1.0,)), (-torch.inf, (0.0, 1.0))],
 )
 def test_logits_that_are_no_numbers_are_named(value, temperatures):
     logits = torch.zeros(3, 5)

@@ -1,6 +1,7 @@
 """Training: what it learns and draws, what it writes, and how it goes on and stops."""
 
 import contextlib
+import copy
 import io
 import json
 import math
@@ -28,6 +29,7 @@ from models import (
     train,
 )
 from models.training import files as state_module
+from models.training.run import Run
 
 ROOT = Path(__file__).parent.parent
 TEXT = torch.randint(5, (97,), generator=torch.Generator().manual_seed(2))
@@ -500,6 +502,31 @@ def test_ctrl_c_says_what_was_saved_and_the_handler_is_restored(tmp_path):
         f"stopped after step 2 of 7; {path} is that of step 2, whole: resume=True goes on from there"
     )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_the_last_checkpoint_is_written_is_heard(tmp_path, monkeypatch):
+    save = Run.save
+
+    def pressed(run):
+        save(run)
+        if len(run.records) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Run, "save", pressed)
+    with pytest.raises(
+        KeyboardInterrupt, match="^stopped after step 7 of 7; .* whole: resume=True"
+    ):
+        train(tiny(), TEXT, config(), directory=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_measured_in_float32(dtype):
+    """8192 losses of about ln 5000 sum to more than float16 holds."""
+    model = tiny(vocab_size=5000, n_ctx=512).to(dtype)
+    text = torch.randint(5000, (16 * 512 + 1,), generator=torch.Generator().manual_seed(3))
+    expected = evaluate(copy.deepcopy(model).double(), text).nats
+    assert evaluate(model, text).nats == pytest.approx(expected, abs=1e-3)
+    assert round(evaluate(model, text).nats, 3) != round(evaluate(model, text).nats, 1)
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):

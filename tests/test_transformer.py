@@ -2,10 +2,12 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hooks import HookedRunner
@@ -452,6 +454,17 @@ def test_linear_of_few_and_many_rows(threads, products, bias):
         products.clear()
 
 
+@needs_onednn
+def test_linear_follows_weights_that_are_replaced():
+    made, x = linear(bias=False), draw(9, 257)
+    made.weight = torch.nn.Parameter(torch.cat([made.weight, made.weight[:4]]), requires_grad=False)
+    with torch.no_grad():
+        for rows in (1, 3, 9):
+            ours = made(x[:rows])
+            assert ours.shape == (rows, 519)
+            torch.testing.assert_close(ours, exactly(made, x[:rows]), atol=2e-5, rtol=0)
+
+
 def test_linear_without_onednn(monkeypatch, products):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     made, x = linear(), draw(7, 257)
@@ -503,6 +516,23 @@ def test_when_linear_takes_the_plain_path(products, monkeypatch):
         turned = linear(d_in=515, d_out=257)
         turned.weight = torch.nn.Parameter(linear().weight.T, requires_grad=False)
         torch.testing.assert_close(turned(draw(3, 515)), exactly(turned, draw(3, 515)), atol=1e-5, rtol=0)  # fmt: skip
+        with forward_ad.dual_level():
+            # The weights may be what is derived by.
+            twin = {name: p.detach() for name, p in made.named_parameters()}
+            dual = forward_ad.make_dual(twin["weight"], torch.ones_like(twin["weight"]))
+            wide = torch.func.functional_call(made, twin | {"weight": dual}, (draw(9, 257),))
+            along = forward_ad.unpack_dual(wide).tangent
+            torch.testing.assert_close(along, draw(9, 257).sum(1, keepdim=True).expand(-1, 515))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch speaks of other devices there
+            with torch.backends.mkldnn.flags(enabled=False):
+                made(draw(9, 257))
+        with pytest.raises(RuntimeError, match="size|shape|mat"):
+            made(draw(9, 2, 129))
+        half = copy.deepcopy(made)
+        half.weight = torch.nn.Parameter(made.weight.to("meta"), requires_grad=False)
+        with pytest.raises(RuntimeError, match="device"):
+            half(draw(9, 257))
         made.to("meta")(x.to("meta"))
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -71,7 +71,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
         ValueError: naming the file, if it is damaged or of an unknown kind.
     """
     path = locate(name_or_path, weights=False)
-    if path.suffix == ".json":
+    if path.is_file() and path.suffix == ".json":
         return JsonTokenizer(path)
     if path.is_file():
         raise ValueError(
@@ -94,9 +94,10 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
         ImportError: if it may be a hub model, and huggingface_hub is not installed.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path)
-    for directory in (BUNDLED / path, path):
-        if name and (directory / CONFIG).is_file():
-            return directory
+    if isinstance(name_or_path, str) and name in bundled():
+        return BUNDLED / name
+    if name and (path / CONFIG).is_file():
+        return path
     suffixes = (".gguf",) if weights else (".gguf", ".json")
     if (path.is_file() and path.suffix in suffixes) or (name and path.is_dir() and not weights):
         return path

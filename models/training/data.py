@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.context import INTEGERS
+from models.context import INTEGERS, check_tokens
 
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
 """Draws the batch of a step, counted from 0; the model reads all tokens but the last of each row.
@@ -23,6 +23,11 @@ def next_token_loss(
 ) -> Float[Tensor, "batch pos-1"]:
     """Cross-entropy of each next token, in nats."""
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+
+
+def at_least_float32(logits: Float[Tensor, "*axes vocab"]) -> Float[Tensor, "*axes vocab"]:
+    """Logits whose losses can be summed: in half precision a sum is rounded, or infinite."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def split(
@@ -60,10 +65,11 @@ def check_text(what: str, tokens: Tensor, n_ctx: int, vocab_size: int) -> None:
         ValueError: if it is not a row of integers, is shorter than a context and its next token, or
             has tokens outside the vocabulary.
     """
+    rule = f"{what} is one row of integers"
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"{rule}, not a {type(tokens).__name__}")
     if tokens.ndim != 1 or tokens.dtype not in INTEGERS:
-        raise ValueError(
-            f"{what} is one row of integers, not {tokens.dtype} of shape {tuple(tokens.shape)}"
-        )
+        raise ValueError(f"{rule}, not {tokens.dtype} of shape {tuple(tokens.shape)}")
     if len(tokens) <= n_ctx:
         raise ValueError(
             f"{what} of {len(tokens)} tokens has no window of {n_ctx} and a next token: it needs "
@@ -78,11 +84,10 @@ def check_batch(tokens: Tensor, vocab_size: int, step: int) -> None:
     Raises:
         ValueError: naming the step and what is wrong.
     """
-    if tokens.ndim != 2 or tokens.dtype not in INTEGERS or 0 in tokens.shape or len(tokens[0]) < 2:
-        raise ValueError(
-            f"the batch of step {step} is integers [batch, pos], at least one row and two positions, "
-            f"not {tokens.dtype} of shape {tuple(tokens.shape)}"
-        )
+    rule = f"the batch of step {step} is integers [batch, pos], at least one row and two positions"
+    check_tokens(tokens, rule)
+    if tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise ValueError(f"{rule}, not {tokens.dtype} of shape {tuple(tokens.shape)}")
     check_vocabulary(f"the batch of step {step}", tokens, vocab_size)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from models.fields import check_whole
-from models.training.data import check_text
+from models.training.data import at_least_float32, check_text
 from models.transformer import Transformer
 
 
@@ -81,7 +81,7 @@ def evaluate(
     with mode(model, training=False):
         for rows in windows.split(batch):
             rows = rows.to(device).long()
-            logits = model(rows[:, :-1]).flatten(0, 1)
+            logits = at_least_float32(model(rows[:, :-1]).flatten(0, 1))
             total += F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum").item()
     return Evaluation(total / windows[:, 1:].numel(), characters_per_token)
 

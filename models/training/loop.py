@@ -36,7 +36,7 @@ def train(
 
     The same arguments give the same weights on the same machine, bit for bit, also when the run was
     stopped and resumed; on a GPU under `torch.use_deterministic_algorithms(True)`. Dropout draws from
-    `config.seed` too, and torch's own generator is left as it was.
+    `config.seed` too (on CPU and CUDA), and torch's own generators are left as they were.
 
     A `directory` gets `log.jsonl`, a line a step with losses in nats per token, and `checkpoint.pt`,
     which is replaced as a whole. Ctrl-C ends the run after the step at hand and saves it; a second
@@ -105,9 +105,11 @@ def train(
                 if due or stop:
                     run.save()
                 if stop:
-                    raise KeyboardInterrupt(
-                        f"stopped after step {step + 1} of {config.steps}; {files.way_on}"
-                    )
+                    break
+        if interrupted():  # also while the last checkpoint was written
+            raise KeyboardInterrupt(
+                f"stopped after step {len(run.records)} of {config.steps}; {files.way_on}"
+            )
     return run.result()
 
 

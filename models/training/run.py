@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from models.training.config import TrainingConfig
+from models.training.data import at_least_float32
 from models.training.evaluation import Evaluation, evaluate
 from models.training.files import RunFiles
 from models.transformer import Transformer
@@ -88,7 +89,7 @@ class Run:
             FloatingPointError: before the weights are touched, if loss or gradient is not finite.
         """
         step = len(self.records)
-        logits = self.model(tokens[:, :-1]).flatten(0, 1)
+        logits = at_least_float32(self.model(tokens[:, :-1]).flatten(0, 1))
         loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
