@@ -42,7 +42,7 @@ class KVCache:
         self.length = 0
         self.mask: Bool[Tensor, "batch length"] | None = None
         self.layers: list[LayerCache] = []
-        self._form: tuple[object, ...] = ()
+        self._config: TransformerConfig | None = None
         self._has_graph = False
 
     @property
@@ -67,16 +67,14 @@ class KVCache:
             raise ValueError(
                 f"{self.length} cached and {new} new tokens do not fit the {what} of {limit}"
             )
-        form = tuple(getattr(config, name) for name in DECISIVE)
         if not self.length:
-            self._form = form
+            self._config = config
             self.layers = [LayerCache(window, limit) for window in config.windows]
             return 0
-        if form != self._form:
-            raise ValueError(
-                "this KVCache belongs to a model of other sizes, windows or positions: "
-                + ", ".join(n for n, a, b in zip(DECISIVE, form, self._form, strict=True) if a != b)
-            )
+        if config is not self._config:
+            other = [n for n in DECISIVE if getattr(config, n) != getattr(self._config, n)]
+            if other:
+                raise ValueError(f"this KVCache belongs to a model of another {', '.join(other)}")
         if self.layers[0].batch != batch:
             held = self.layers[0].batch
             raise ValueError(f"this KVCache holds {held} rows, and the tokens are {batch} rows")
