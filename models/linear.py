@@ -8,13 +8,14 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hooks import Passage
+from models.component import Component
 from models.config import TransformerConfig
 
 # Below it a matrix stays in the processor's cache, and a call costs more than the product.
 LARGE = 2**17
 
 
-class Linear(nn.Linear):
+class Linear(Component, nn.Linear):
     """`x weight^T + bias`, as `nn.Linear`, and faster on a CPU where no gradients are recorded.
 
     Generation multiplies one vector by each matrix. The BLAS that `nn.Linear` calls does that in one

@@ -1,13 +1,16 @@
-"""Components find their children as `nn.Module` does, whatever happens to them."""
+"""Components find their children and weights as `nn.Module` does, whatever happens to them."""
 
 import copy
 import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from models.component import Component
+from models.linear import Linear
 
 
 class Pair(Component):
@@ -20,7 +23,7 @@ class Pair(Component):
 
 def test_children_are_what_nn_module_keeps():
     pair = Pair()
-    assert type(Pair.first).__name__ == "_Child"
+    assert type(Pair.first).__name__ == "_Kept"
     assert pair.first is pair._modules["first"]
     assert Pair().first is not pair.first
     other = nn.Linear(11, 13)
@@ -59,6 +62,40 @@ def test_what_an_instance_sets_is_its_own():
     del pair.first
     pair.first = None
     assert pair.first is None
+
+
+def test_weights_are_what_nn_module_keeps():
+    one, bare = Linear(3, 5), Linear(3, 5, bias=False)
+    assert one.weight is one._parameters["weight"]
+    assert bare.bias is None
+    one.double()
+    assert one.weight.dtype == torch.float64
+    one.weight = nn.Parameter(torch.ones(5, 3))
+    one.bias = None
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    assert one(x).tolist() == [[6.0] * 5]
+    ours = {"weight": torch.full((5, 3), 2.0)}
+    assert torch.func.functional_call(one, ours, (x,)).tolist() == [[12.0] * 5]
+    assert one(x).tolist() == [[6.0] * 5]
+
+
+def test_weights_may_be_pruned_and_parametrized():
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    pruned, halved = Linear(3, 5, bias=False), Linear(3, 5, bias=False)
+    for module in (pruned, halved):
+        nn.init.ones_(module.weight)
+    prune.custom_from_mask(pruned, "weight", torch.tensor([[1.0, 0.0, 1.0]] * 5))
+    assert pruned(x).tolist() == [[4.0] * 5]
+
+    class Half(nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    parametrize.register_parametrization(halved, "weight", Half())
+    assert halved(x).tolist() == [[3.0] * 5]
+    parametrize.remove_parametrizations(halved, "weight")
+    assert halved(x).tolist() == [[3.0] * 5]
+    assert Linear(3, 5).weight.shape == (5, 3)
 
 
 def test_copies_have_children_of_their_own():
