@@ -44,6 +44,26 @@ def block_of(name: str, blocks: Iterable[str]) -> str | None:
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
 
 
+def divided(
+    points: Mapping[str, Point], blocks: Mapping[str, nn.Module]
+) -> "tuple[list[LazyBlock], dict[str, Point]]":
+    """The blocks that points lie in, each with its own, and the points outside all blocks.
+
+    Raises:
+        HookError: if there are no blocks.
+    """
+    if not blocks:
+        raise HookError(
+            "lazy=True needs blocks, children of an nn.ModuleList, and this model has none"
+        )
+    inside: dict[str, dict[str, Point]] = {}
+    outside: dict[str, Point] = {}
+    for name, point in points.items():
+        block = block_of(name, blocks)
+        (outside if block is None else inside.setdefault(block, {}))[name] = point
+    return [LazyBlock(name, blocks[name], chosen) for name, chosen in inside.items()], outside
+
+
 class LazyBlock:
     """What one block needs to run again: its arguments, and proof that nothing changed since."""
 
@@ -51,7 +71,7 @@ class LazyBlock:
         self.name = name
         self.points = points
         self.fired = False
-        self._block = block
+        self.block = block
 
     def remember(self, args: Any, kwargs: Any) -> None:
         """Keeps the arguments that the block is called with; a pre-hook."""
@@ -93,7 +113,7 @@ class LazyBlock:
         recorder = Recorder(points, options)
         # A mapping made anew, as the block may write into its containers.
         args, kwargs = tree_map(lambda leaf: leaf, self._inputs)
-        inside = dict(self._block.named_modules(prefix=self.name, remove_duplicate=False))
+        inside = dict(self.block.named_modules(prefix=self.name, remove_duplicate=False))
         modules = set(inside.values())
         with muted(), Session() as session, torch.no_grad(), self._autocast():
             for module, edit in edits:
@@ -101,17 +121,17 @@ class LazyBlock:
                     session.after(module, edit)
             for name, point in points.items():
                 session.after(inside[name], recorder.hook(point))
-            self._block(*args, **kwargs)
+            self.block(*args, **kwargs)
         recorder.finish()
         return recorder
 
     def _fingerprint(self) -> list[object]:
-        weights = itertools.chain(self._block.parameters(), self._block.buffers())
+        weights = itertools.chain(self.block.parameters(), self.block.buffers())
         state: list[object] = [
             (id(w), w.dtype, w.device, w.data_ptr(), _version(w)) for w in weights
         ]
         state += map(_version, self.tensors())
-        for module in self._block.modules():
+        for module in self.block.modules():
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             state.append((module.training, [id(hook) for hook in hooks if not is_ours(hook)]))
         return state
@@ -134,7 +154,7 @@ class LazyValues(Mapping[str, Tensor]):
         self._names = list(names)
         self._kept = kept.values
         self._options = kept.options
-        self._blocks = blocks
+        self.blocks = blocks
         self._origin = {
             name: (block, point)
             for block in blocks
@@ -179,7 +199,7 @@ class LazyValues(Mapping[str, Tensor]):
 
     def held(self) -> list[Tensor]:
         """Every tensor in memory: what the run kept, stored block inputs, recomputed values."""
-        inputs = [tensor for block in self._blocks for tensor in block.tensors()]
+        inputs = [tensor for block in self.blocks for tensor in block.tensors()]
         return [*self._kept.values(), *inputs, *self._recomputed.values()]
 
 

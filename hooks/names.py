@@ -51,6 +51,18 @@ def by_layer(described: Mapping[str, str]) -> list[tuple[str, str]]:
     ]
 
 
+def aligned(described: Mapping[str, str]) -> str:
+    """The lines of `by_layer`, descriptions below each other.
+
+    >>> print(aligned({"embed": "tokens", "blocks.0.q": "queries"}))
+    embed       tokens
+    blocks.0.q  queries
+    """
+    rows = by_layer(described)
+    width = max((len(label) for label, _ in rows), default=0)
+    return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
+
+
 def _label(pattern: str, group: list[str]) -> str:
     if len(group) == 1:
         return group[0]

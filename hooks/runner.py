@@ -14,8 +14,8 @@ from hooks.cache import ActivationCache
 from hooks.capture import CaptureOptions, Positions, Recorder, require_fired
 from hooks.context import HookContext, hint
 from hooks.edit import Hook, backward_edit, forward_edit
-from hooks.errors import HookError, ModeError
-from hooks.lazy import LazyBlock, LazyValues, block_of, blocks_of, has_forward
+from hooks.errors import ModeError
+from hooks.lazy import LazyValues, blocks_of, divided, has_forward
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point
 from hooks.select import Mode, Selector, flatten, resolve
@@ -215,11 +215,9 @@ class HookedRunner:
     def table(self) -> str:
         """Every point with its axes and meaning; layers that have the same points share a line."""
         wide = max((len(" ".join(point.axes)) for point in self.points.values()), default=0)
-        rows = layered.by_layer(
+        return layered.aligned(
             {n: f"{' '.join(p.axes):<{wide}}  {p.meaning}" for n, p in self.points.items()}
         )
-        width = max((len(label) for label, _ in rows), default=0)
-        return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
 
     @functools.cached_property
     def config_hash(self) -> str:
@@ -273,22 +271,12 @@ class HookedRunner:
             raise ModeError(
                 "lazy=True runs blocks again, and in training mode they may differ: call model.eval()"
             )
-        modules = blocks_of(self.model)
-        if not modules:
-            raise HookError(
-                "lazy=True needs blocks, children of an nn.ModuleList, and this model has none"
-            )
-        inside: dict[str, dict[str, Point]] = {}
-        outside: dict[str, Point] = {}
-        for name, point in points.items():
-            block = block_of(name, modules)
-            (outside if block is None else inside.setdefault(block, {}))[name] = point
-        blocks = [LazyBlock(name, modules[name], chosen) for name, chosen in inside.items()]
+        blocks, outside = divided(points, blocks_of(self.model))
         recorder, edits = Recorder(outside, options), edits_in_force()
         with Session() as session:
             self._record(session, recorder)
             for lazy in blocks:
-                session.before(modules[lazy.name], lazy.remember)
+                session.before(lazy.block, lazy.remember)
             output = self.model(*args, **kwargs)
         recorder.finish(hint(outside, self._modules))
         require_fired(

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import Transformer, TransformerConfig
+from models import TransformerConfig
 from models.checkpoints import load, save
 from models.processing import center, fold_norms
+from tests.reference import randomised
 
 LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 2, 6, 14, 4, 11, 23, 17
 GROUPED = dict(n_kv_heads=3)
@@ -55,13 +56,7 @@ def built(dtype=torch.float64, scale=0.6, **fields):
         config = config.replace(norm_eps=1e-3)
     if config.mlp != "none":
         config = config.replace(d_mlp=D_MLP)
-    model = Transformer(config).to(dtype).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(drawn * scale)
-    return model
+    return randomised(config, seed=5, scale=scale).to(dtype)
 
 
 @pytest.fixture

@@ -220,6 +220,15 @@ def test_samples_go_on_beyond_the_context(tiny_lm):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def assert_refused(call, options, reason):
+    """In one line."""
+    status, _, complaints = call(*options)
+    assert status == 1
+    assert complaints.startswith("error: ")
+    assert reason in complaints
+    assert complaints.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -232,11 +241,7 @@ def test_samples_go_on_beyond_the_context(tiny_lm):
     ],
 )
 def test_what_training_refuses_is_one_line(call, options, reason, unchecked):
-    status, _, complaints = call(*options)
-    assert status == 1
-    assert complaints.startswith("error: ")
-    assert reason in complaints
-    assert complaints.count("\n") == 1
+    assert_refused(call, options, reason)
 
 
 @pytest.mark.parametrize(
@@ -264,11 +269,7 @@ def test_what_training_refuses_is_one_line(call, options, reason, unchecked):
 def test_what_cannot_be_done_is_one_line_before_there_is_a_model(
     call, options, reason, no_model, unchecked
 ):
-    status, _, complaints = call(*options)
-    assert status == 1
-    assert complaints.startswith("error: ")
-    assert reason in complaints
-    assert complaints.count("\n") == 1
+    assert_refused(call, options, reason)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from models import Transformer, TransformerConfig
 from models.checkpoints import load
 from models.kvcache import LayerCache
 from models.verification import VerificationError, verify
+from tests.reference import randomised
 
 LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 3, 6, 14, 4, 11, 23, 17
 ROTARY = dict(positions="rotary", n_kv_heads=2)
@@ -47,12 +48,7 @@ def built(dtype=torch.float32, scale=0.5, **fields):
         config = config.replace(norm_eps=1e-3)
     if config.mlp != "none":
         config = config.replace(d_mlp=D_MLP)
-    model = Transformer(config).to(dtype).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
-    return model
+    return randomised(config, seed=5, scale=scale).to(dtype)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -64,14 +64,9 @@ def train(
         KeyboardInterrupt: saying how to go on.
     """
     batches, held_out, text = _source(data, validation, model, config)
-    described = {
-        "model": dataclasses.asdict(model.config),
-        "training": dataclasses.asdict(config),
-        "text": text,
-        "dtype": str(model.W_E.dtype),
-        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-    }
-    files = RunFiles(None if directory is None else Path(directory), described)
+    files = RunFiles(
+        None if directory is None else Path(directory), _description(model, config, text)
+    )
     run = Run(model, config, files)
     with (
         mode(model, training=True),
@@ -111,6 +106,17 @@ def train(
                 f"stopped after step {len(run.records)} of {config.steps}; {files.way_on}"
             )
     return run.result()
+
+
+def _description(model: Transformer, config: TrainingConfig, text: str) -> dict[str, Any]:
+    """What a run is: a checkpoint of another one is not gone on from."""
+    return {
+        "model": dataclasses.asdict(model.config),
+        "training": dataclasses.asdict(config),
+        "text": text,
+        "dtype": str(model.W_E.dtype),
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+    }
 
 
 def _source(
