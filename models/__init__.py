@@ -8,6 +8,7 @@ from models.config import TransformerConfig
 from models.context import Context
 from models.generation import Step, generate, stream
 from models.kvcache import KVCache
+from models.linear import prepacked
 from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
@@ -63,6 +64,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "next_token_loss",
+    "prepacked",
     "register",
     "sample_batch",
     "save",

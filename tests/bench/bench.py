@@ -5,6 +5,7 @@ and the peak memory that one call adds in a fresh process. Run it on an otherwis
 """
 
 import argparse
+import contextvars
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
 from interp import activation_patching, log_prob
-from models import generate
+from models import generate, prepacked
 from tests.bench import peers, timing
 
 Calls = dict[str, timing.Call]
@@ -105,7 +106,7 @@ def sweep_head() -> Calls:
     return sweep("z", 12 * 12)
 
 
-def generation(shape: peers.Shape) -> Calls:
+def generation(shape: peers.Shape, prepack: bool) -> Calls:
     """Greedy generation of as many tokens, from one prompt and from eight."""
     prompt, ours = shape.tokens(), peers.ours(shape)
     theirs = peers.of_transformers(shape, "sdpa")
@@ -120,7 +121,7 @@ def generation(shape: peers.Shape) -> Calls:
     for row, text in enumerate(prompts):
         padded[row, -len(text) :] = torch.tensor(text)
         mask[row, -len(text) :] = 1
-    return {
+    calls: Calls = {
         "transformers": lambda: theirs.generate(
             prompt, attention_mask=torch.ones_like(prompt), **options
         ),
@@ -128,16 +129,23 @@ def generation(shape: peers.Shape) -> Calls:
         "transformers, 8 prompts": lambda: theirs.generate(padded, attention_mask=mask, **options),
         "hookscope, 8 prompts": lambda: generate(ours, prompts, max_new_tokens=new),
     }
+    if prepack:
+        there = contextvars.copy_context()
+        there.run(prepacked(ours).__enter__)
+        calls["hookscope, 8 prompts, prepacked"] = lambda: there.run(
+            generate, ours, prompts, max_new_tokens=new
+        )
+    return calls
 
 
 def generate_small() -> Calls:
     """Greedy generation, GPT-2-small shape, prompts of up to 32 tokens, 64 new ones."""
-    return generation(peers.SMALL_PROMPT)
+    return generation(peers.SMALL_PROMPT, prepack=True)
 
 
 def generate_tiny() -> Calls:
     """Greedy generation, 2 layers d=64, prompts of up to 32 tokens, 64 new ones."""
-    return generation(peers.TINY_PROMPT)
+    return generation(peers.TINY_PROMPT, prepack=False)
 
 
 def imports() -> Calls:
