@@ -14,7 +14,8 @@ from hooks.point import Point
 from hooks.session import muted
 
 Hook = Callable[[Tensor, Point], Tensor | None]
-"""`hook(activation, point)` returns the value to go on with, or None to leave it."""
+"""`hook(activation, point)` returns the value to go on with; None goes on with `activation`, as it is
+then. It is the hook's own copy, so that writing into it is an edit too."""
 
 
 def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:

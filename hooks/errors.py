@@ -54,7 +54,7 @@ class CacheError(HookError):
 
 def close_matches(name: str, known: Iterable[str], most: int = 5) -> tuple[str, ...]:
     """The known names nearest to `name`: those that end in it first, then by spelling."""
-    known = list(known)
+    known = [other for other in known if other != name]
     endings = [other for other in known if other.endswith("." + name)]
     similar = difflib.get_close_matches(name, known, n=most, cutoff=0.5)
     return tuple(dict.fromkeys(endings[:most] + similar))[:most]

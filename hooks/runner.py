@@ -149,7 +149,7 @@ class HookedRunner:
         Args:
             args, kwargs: what the model is called with.
             hooks: a function for each selector: `fn(activation, point)` returns the value to go on
-                with, or None. The activation is the function's own copy.
+                with. The activation is the function's own copy: it may write into it and return None.
             backward: likewise `fn(gradient, point)`, called when the caller runs `backward()` on this
                 output; it stays with this run's graph, and the model is left without it.
 
@@ -181,8 +181,11 @@ class HookedRunner:
         for selector, hook in hooks.items():
             if not callable(hook):
                 raise TypeError(f"the hook at {selector!r} is a function, not {hook!r}")
-            points = resolve(selector, self.points, self._all).values()
-            made += [(point, make(hook, point, fired)) for point in points]
+            # A module that goes by two names is one place: it is edited once, under the first.
+            once: dict[nn.Module, Point] = {}
+            for name, point in resolve(selector, self.points, self._all).items():
+                once.setdefault(self._modules[name], point)
+            made += [(point, make(hook, point, fired)) for point in once.values()]
         return made
 
     def plan(

@@ -99,7 +99,8 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CacheError(f"{path} does not describe its values: {error!r}") from None
     expected = {"axes", "known", "config_hash"}
     if not isinstance(description, dict) or description.keys() != expected:
-        raise CacheError(f"{path} does not describe its values: it lacks {sorted(expected)}")
+        has = sorted(description) if isinstance(description, dict) else type(description).__name__
+        raise CacheError(f"{path} does not describe its values by {sorted(expected)} but by {has}")
     if description["axes"].keys() != values.keys():
         raise CacheError(f"{path} does not describe its values: names and axes differ")
     return values, description

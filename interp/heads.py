@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import HookedRunner
+from interp.run import runner_of
 
 
 @torch.no_grad()
@@ -19,6 +19,7 @@ def previous_token_scores(
 
     Raises:
         ValueError: if there is only one position.
+        ModeError: if the model is in training mode.
     """
     if tokens.shape[1] < 2:
         raise ValueError(f"a previous token needs two positions, not {tokens.shape[1]}")
@@ -40,6 +41,7 @@ def induction_scores(
 
     Raises:
         ValueError: if the tokens do not repeat with that period.
+        ModeError: if the model is in training mode.
     """
     if not 2 <= period < repeated.shape[1]:
         raise ValueError(
@@ -63,5 +65,5 @@ def _diagonal(
     model: nn.Module, tokens: Int[Tensor, "batch pos"], back: int
 ) -> Float[Tensor, "layer batch head query"]:
     """Attention from each query that has one to the key `back` positions before it."""
-    _, cache = HookedRunner(model).run_with_cache(tokens, names="*.pattern")
+    _, cache = runner_of(model).run_with_cache(tokens, names="*.pattern")
     return cache.stack("pattern").diagonal(-back, dim1=-2, dim2=-1)

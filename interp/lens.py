@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import HookedRunner
 from interp.protocol import LanguageModel
+from interp.run import runner_of
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ def logit_lens(model: nn.Module, tokens: Int[Tensor, "batch pos"]) -> LogitLens:
 
     Raises:
         TypeError: if the model has no `unembed`.
+        ModeError: if it is in training mode.
     """
     if not hasattr(model, "unembed"):
         raise TypeError(f"logit_lens needs a model with `unembed`, not {type(model).__name__}")
-    _, cache = HookedRunner(model).run_with_cache(tokens, names=["*.resid_pre", "*.resid_post"])
+    _, cache = runner_of(model).run_with_cache(tokens, names=["*.resid_pre", "*.resid_post"])
     streams = [*cache.stack("resid_pre"), cache["resid_post", -1]]
     unembed = cast(LanguageModel, model).unembed
     return LogitLens(torch.stack([unembed(stream) for stream in streams]))

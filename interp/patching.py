@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hooks import Hook, HookedRunner, Point, index_by_axis
+from hooks import Hook, Point, index_by_axis
 from interp.metrics import Metric
+from interp.run import runner_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,10 +95,11 @@ def activation_patching(
         corrupted: tokens of the same shape whose answer is not.
         metric: what to measure, from logits [batch, pos, vocab] to [batch] or a scalar.
         site: `resid_pre`, `attn_out` or `mlp_out`, by layer and pos, or `z`, by layer and head.
-        over: the axes to go through, of these; all of the site's where it is None.
+        over: the axes to go through: both, which is what None means, or `("layer",)` alone.
 
     Raises:
-        ValueError: if the shapes of the tokens differ, or the site has no such axis.
+        ValueError: if the shapes of the tokens differ, or the site has no such axes.
+        ModeError: if the model is in training mode.
     """
     if clean.shape != corrupted.shape:
         raise ValueError(
@@ -107,23 +109,24 @@ def activation_patching(
     if site not in SITES:
         raise ValueError(f"a site is one of {', '.join(SITES)}, not {site!r}")
     over = SITES[site] if over is None else over
-    if not over or not set(over) <= set(SITES[site]) or over[0] != "layer":
-        raise ValueError(f"{site} is patched over {SITES[site]}, not {over}")
-    runner = HookedRunner(model)
+    over = tuple(over)
+    if over not in (SITES[site], SITES[site][:1]):
+        raise ValueError(f"{site} is patched over {SITES[site]} or {SITES[site][:1]}, not {over}")
+    runner = runner_of(model)
     names = f"blocks.*.{site}"
     clean_logits, cache = runner.run_with_cache(clean, names=names)
     sources = list(cache.items())
     axes = cache.axes(sources[0][0])
     sizes = [sources[0][1].shape[axes.index(axis)] for axis in over[1:]]
-    values = torch.empty(len(sources), *sizes)
-    places = list(itertools.product(*map(range, values.shape)))
-    for place in tqdm(places, desc=f"patching {site}", unit="run", leave=False, delay=1):
-        name, source = sources[place[0]]
-        edit = _from(source, dict(zip(over[1:], place[1:], strict=True)))
-        values[place] = metric(runner.run_with_hooks(corrupted, hooks={name: edit})).mean()
-    return PatchingResult(
-        values, over, metric(clean_logits).mean().item(), metric(model(corrupted)).mean().item()
-    )
+    places = list(itertools.product(range(len(sources)), *map(range, sizes)))
+    found = []
+    for layer, *place in tqdm(places, f"patching {site}", leave=False, delay=1, disable=None):
+        name, source = sources[layer]
+        edit = _from(source, dict(zip(over[1:], place, strict=True)))
+        found.append(metric(runner.run_with_hooks(corrupted, hooks={name: edit})).mean())
+    values = torch.stack(found).view(len(sources), *sizes)
+    clean_metric, corrupted_metric = metric(clean_logits).mean(), metric(model(corrupted)).mean()
+    return PatchingResult(values, over, clean_metric.item(), corrupted_metric.item())
 
 
 def _from(source: Tensor, where: dict[str, int]) -> Hook:

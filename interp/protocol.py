@@ -34,3 +34,16 @@ class LanguageModel(Protocol):
         self, resid: Float[Tensor, "batch pos d_model"], /
     ) -> Float[Tensor, "batch pos vocab"]:
         """Logits that a residual stream leads to, final norm included."""
+
+
+@runtime_checkable
+class AttentionWeights(Protocol):
+    """A model that shows the weights of its OV circuits, as row vectors meet them: `x @ W`."""
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
+        """Value projections; each key head serves as many heads as there are to one of it."""
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        """Output projections."""

@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hooks import HookedRunner
 from interp.heads import induction_scores, previous_token_scores, repeated_tokens
 from interp.lens import logit_lens
 from interp.metrics import Metric, log_prob
 from interp.patching import SITES, PatchingResult, activation_patching
+from interp.run import runner_of
 
 GUESSES = 5
 # Metrics closer than this, in nats, differ by little more than float32 rounding.
@@ -125,7 +125,7 @@ def derive_corruption(model: nn.Module, clean: Int[Tensor, "1 pos"]) -> Int[Tens
     if bool((row == row[0]).all()):
         raise ReportError(
             "a corrupted prompt is derived by replacing one token by another of the prompt's, and "
-            "this one repeats a single token: give --corrupted"
+            "this one repeats a single token: give a corrupted prompt"
         )
     tried = row.repeat(len(row) - 1, 1)
     for pos in range(len(row) - 1):
@@ -133,7 +133,9 @@ def derive_corruption(model: nn.Module, clean: Int[Tensor, "1 pos"]) -> Int[Tens
         tried[pos, pos] = others[others != row[pos]][0]
     _, metric = _answer(model, clean)
     chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
-    found = [metric(model(c)) for c in tqdm(chunks, "deriving a corruption", leave=False)]
+    found = [
+        metric(model(c)) for c in tqdm(chunks, "deriving a corruption", leave=False, disable=None)
+    ]
     return tried[torch.cat(found).argmin()][None]
 
 
@@ -152,7 +154,7 @@ def build_report(
     """Runs the model on both prompts and collects what the page shows.
 
     Args:
-        model: a model in eval mode with the usual points, `unembed` and `config`.
+        model: a model in eval mode with the usual points and `unembed`.
         clean: the prompt that the page is about.
         corrupted: a prompt of the same length that the model continues otherwise.
         texts: gives the text of each of some tokens.
@@ -163,10 +165,10 @@ def build_report(
 
     Raises:
         ReportError: if a prompt has fewer than two tokens, the two differ in length, the metric is the
-            same for both, or the model is in training mode.
+            same for both.
+        ModeError: if the model is in training mode.
     """
-    if model.training:
-        raise ReportError("a report needs a model in eval mode: call model.eval() first")
+    runner = runner_of(model)
     _check_length(clean)
     if clean.shape != corrupted.shape:
         raise ReportError(
@@ -175,7 +177,7 @@ def build_report(
         )
     answer, metric = _answer(model, clean)
     _check_gap(metric(model(clean)).item(), metric(model(corrupted)).item())
-    logits, cache = HookedRunner(model).run_with_cache(clean, names="*.pattern")
+    logits, cache = runner.run_with_cache(clean, names="*.pattern")
     loss = -logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0]
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
     return ReportData(

@@ -107,7 +107,7 @@ def randomized_svd(
     is exact, up to rounding, where the rank is at most k + p. Vectors are less sure than values: where
     they hardly fall, the top k found may lie 30 degrees and more from the true ones. `tolerance` says
     by how much, so comparisons of such subspaces give NaN. Faster than `svd` from about 64 rows and
-    columns on (CPU, k = 8; `tests/bench/svd.py`), and 3 times as fast at 512; below, ask for all.
+    columns on (CPU, k = 8; measured by `tests/bench/svd.py`); below, ask for all.
 
     Args:
         matrices: finite numbers.
@@ -211,7 +211,8 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*batch"]:
     """Singular value number `at` minus the next, in the matrix's unit.
 
-    By it divides the angle that a small change of the matrix turns the top subspace by (Wedin 1972).
+    A small change of the matrix turns its top subspace by at most about the size of the change divided
+    by this gap (Wedin 1972).
     The last value's next is 0. Repeated singular values and a zero matrix give 0.
 
     Args:

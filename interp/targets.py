@@ -1,26 +1,14 @@
 """What SVD analyses look at: the score matrices, the maps of the OV circuit, what heads write."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
-
-
-@runtime_checkable
-class AttentionWeights(Protocol):
-    """A model that shows the weights of its OV circuits, as row vectors meet them: `x @ W`."""
-
-    @property
-    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
-        """Value projections; each key head serves as many heads as there are to one of it."""
-
-    @property
-    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
-        """Output projections."""
+from interp.protocol import AttentionWeights
 
 
 @dataclass(frozen=True)

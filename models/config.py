@@ -45,7 +45,9 @@ class TransformerConfig:
         qk_norm: RMSNorm of queries and keys, before rotation: `none`, `head` (each head's vector
             for itself, Qwen 3, qk-norm.md) or `all` (all heads' vectors as one, OLMo 2).
         qk_norm_learned: whether that norm has a gain.
-        attn_scale: what dot products are multiplied by; 0 stands for `1 / sqrt(d_head)`.
+        attn_scale: what dot products are multiplied by; 0 for `1 / sqrt(d_head)`.
+        attn_scale_by_layer: whether block L's are also divided by `L + 1`, as Hugging Face's
+            `scale_attn_by_inverse_layer_idx` does.
         attn_cap: scores become `attn_cap * tanh(scores / attn_cap)` before the mask (Gemma 2);
             0 for not at all.
         logit_cap: likewise for the logits.
@@ -89,6 +91,7 @@ class TransformerConfig:
     qk_norm: Literal["none", "head", "all"] = "none"
     qk_norm_learned: bool = True
     attn_scale: float = 0.0
+    attn_scale_by_layer: bool = False
     attn_cap: float = 0.0
     logit_cap: float = 0.0
     window: int = 0
@@ -128,12 +131,12 @@ class TransformerConfig:
             TypeError: if there is no such field.
             ValueError: as for a new config.
         """
-        followed = {n: 0 for n, value in self._derived().items() if getattr(self, n) == value}
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in fields} | followed | changes
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        followed = {n for n, value in self._derived().items() if getattr(self, n) == value}
+        values = {n: defaults[n] if n in followed else getattr(self, n) for n in defaults} | changes
         for names, used, _ in _effects(SimpleNamespace(**values)):
             for name in () if used else set(names.split()) - changes.keys():
-                values[name] = fields[name].default
+                values[name] = defaults[name]
         return TransformerConfig(**values)
 
     @cached_property
@@ -147,10 +150,12 @@ class TransformerConfig:
         """How many dimensions of a head are rotated."""
         return int(self.d_head * self.rotary_fraction)
 
-    def _derived(self) -> dict[str, int]:
+    def _derived(self) -> dict[str, int | float]:
+        d_head = self.d_model // self.n_heads
         return {
             "n_kv_heads": self.n_heads,
-            "d_head": self.d_model // self.n_heads,
+            "d_head": d_head,
+            "attn_scale": (self.d_head or d_head) ** -0.5,
             "d_mlp": 0 if self.mlp == "none" else 4 * self.d_model,
         }
 

@@ -27,7 +27,8 @@ class Linear(Component, nn.Linear):
     Generation multiplies one vector by each matrix. The BLAS that `nn.Linear` calls does that in one
     thread and waits for memory; here the matrix is cut into as many parts as there are threads, and they
     are multiplied side by side: two to four times as fast on two cores. More vectors go to oneDNN, which
-    PyTorch carries too: 1.1 to 2.5 times as fast.
+    PyTorch carries too: 1.1 to 2.5 times as fast. So results with and without gradients, and of few and
+    of many rows, differ by rounding.
     """
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
@@ -126,10 +127,10 @@ def prepacked(model: nn.Module) -> Iterator[None]:
     """Within it, three and more rows are multiplied with copies of a model's matrices, on a CPU.
 
     oneDNN otherwise orders a matrix anew for every product, which for few rows takes as long as the
-    product: a batch of eight prompts generates about 1.3 times as fast with copies in that order. The
-    numbers are those of oneDNN without copies, to the last bit. The copies take as much memory as the
-    matrices, and are the calling thread's until the block ends. Meanwhile a matrix that is replaced or
-    changed in place is read itself.
+    product: a batch of eight prompts generates about 1.3 times as fast with copies in that order. From
+    five rows on the numbers are those without copies, to the last bit; of three and four they differ by
+    rounding. The copies take as much memory as the matrices, and are the calling thread's until the
+    block ends. Meanwhile a matrix that is replaced or changed in place is read itself.
 
     Args:
         model: a `Transformer`, or any module that contains one.
@@ -191,7 +192,7 @@ def _has_onednn() -> bool:
 
 
 def is_unwatched(x: Tensor) -> bool:
-    """Whether nothing derives or maps what is done to a tensor: no autograd of either mode, no vmap."""
+    """Whether neither autograd, in reverse or forward mode, nor vmap follows what is done to a tensor."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (x.requires_grad or transformed)
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from models.checkpoints.assemble import Source, assemble
 from models.config import TransformerConfig
+from models.mode import mode
 from models.transformer import Transformer
-from models.verification import deviation, evaluating, random_tokens
+from models.verification import deviation, random_tokens
 
 Values = dict[str, Callable[[], Tensor]]
 """Parameters by name, each made when it is asked for: a model is never in memory three times."""
@@ -136,7 +137,7 @@ def _proven(
     device = model.W_E.device
     made = assemble(config, table, _Computed(values), "the new model", device=device)
     tokens = random_tokens(model)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), mode(model, training=False):
         expected, found = (F.log_softmax(_wide(m(tokens)), -1) for m in (model, made))
     largest, allowed = deviation(found, expected, model.W_E.dtype)
     if not largest <= allowed:  # NaN is not

@@ -125,9 +125,15 @@ class Transformer(BlockWeights):
         return context._replace(rotation=rotation)
 
     def input_resid(
-        self, tokens: Int[Tensor, "batch pos"], context: Context
+        self, tokens: Int[Tensor, "batch pos"], context: Context | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering the first block: token plus position embeddings."""
+        """The residual stream entering the first block: token plus position embeddings.
+
+        Args:
+            tokens: of the vocabulary.
+            context: of the same tokens; None where they are whole texts without padding.
+        """
+        context = self.context(tokens) if context is None else context
         embed = self.embed(self.token_embedding(tokens))
         added = self.position_embedding(context.positions).to(embed.dtype).expand_as(embed)
         return self.embed_dropout(self.ln_embed(embed + self.pos_embed(added)))

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from hooks import HookedRunner
 from models.block import Block
 from models.config import TransformerConfig
 from models.kvcache import KVCache
+from models.mode import mode
 from models.transformer import Transformer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
@@ -49,7 +49,7 @@ def verify(model: Transformer) -> None:
     >>> from models import TransformerConfig
     >>> verify(Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)))
     """
-    with evaluating(model):
+    with mode(model, training=False):
         for identity, where, found, expected in _identities(model):
             largest, allowed = deviation(found, expected, model.W_E.dtype)
             if math.isnan(largest):
@@ -68,18 +68,6 @@ def random_tokens(model: Transformer, length: int = LENGTH) -> Int[Tensor, "2 po
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu")
     return tokens.to(model.W_E.device)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards each module is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def deviation(found: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:

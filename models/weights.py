@@ -23,6 +23,12 @@ class BlockWeights(Component):
     position_embedding: Any
     unembedding: Linear
 
+    def __getattr__(self, name: str) -> Any:
+        # Where a property finds no module to read, Python asks here.
+        if isinstance(getattr(type(self), name, None), property):
+            raise AttributeError(f"this model has no {name}: its config leaves out what it is of")
+        return super().__getattr__(name)
+
     def _stack(self, name: str) -> Tensor:
         return torch.stack([attrgetter(name)(block) for block in self.blocks])
 
@@ -76,12 +82,20 @@ class BlockWeights(Component):
 
     @property
     def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        """Input weights of the MLPs."""
+        """Input weights of the MLPs.
+
+        Raises:
+            AttributeError: if there are no MLPs.
+        """
         return self._stack("mlp.W_in")
 
     @property
     def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
-        """Output weights of the MLPs."""
+        """Output weights of the MLPs.
+
+        Raises:
+            AttributeError: if there are no MLPs.
+        """
         return self._stack("mlp.W_out")
 
     @property
@@ -115,12 +129,20 @@ class BlockWeights(Component):
 
     @property
     def b_in(self) -> Float[Tensor, "layer d_mlp"]:
-        """Input biases of the MLPs."""
+        """Input biases of the MLPs.
+
+        Raises:
+            AttributeError: if there are no MLPs.
+        """
         return self._stack("mlp.b_in")
 
     @property
     def b_out(self) -> Float[Tensor, "layer d_model"]:
-        """Output biases of the MLPs."""
+        """Output biases of the MLPs.
+
+        Raises:
+            AttributeError: if there are no MLPs.
+        """
         return self._stack("mlp.b_out")
 
     @property

@@ -52,6 +52,7 @@ SWITCHES = {
     "qk_norm all": ROTARY | dict(qk_norm="all", n_kv_heads=KV_HEADS, norm_eps=0.3),
     "qk_norm unlearned": dict(qk_norm="head", qk_norm_learned=False, norm_eps=0.3),
     "attn_scale": dict(attn_scale=0.2),
+    "attn_scale by layer": dict(attn_scale_by_layer=True),
     "attn_cap": dict(attn_cap=0.7),
     "logit_cap": dict(logit_cap=1.3),
     "window": dict(window=3),
@@ -238,6 +239,8 @@ class Reference:
         for name, value in (("q", q), ("k", k), ("v", v)):
             self.keep(f"{at}.{name}", value)
         scale = config.attn_scale or 1 / math.sqrt(d_head)
+        if config.attn_scale_by_layer:
+            scale /= layer + 1
         scores, pattern = np.zeros((2, batch, heads, pos, pos))
         z = np.zeros(q.shape)
         for row, head, query in np.ndindex(batch, heads, pos):

@@ -351,7 +351,9 @@ def test_every_point_lies_on_the_compute_path(name):
     assert {"scores", "pattern", "z", "q", "k", "v", "attn_out", "resid_post"} <= kinds
 
 
-@pytest.mark.parametrize("name", [*FORMS, *SOME[2:], "attn_scale", "no out bias"])
+@pytest.mark.parametrize(
+    "name", [*FORMS, *SOME[2:], "attn_scale", "attn_scale by layer", "no out bias"]
+)
 def test_the_identities_that_names_promise(name):
     model, tokens = variant(name), some_tokens()
     config = model.config
@@ -378,7 +380,7 @@ def test_the_identities_that_names_promise(name):
             close(part["pattern"].sum(-1), torch.ones(BATCH, config.n_heads, POS).double())
             assert part["scores"].isfinite().all()
             k, v = (part[n].repeat_interleave(config.n_heads // config.n_kv_heads, 2) for n in "kv")
-            scale = config.attn_scale or config.d_head**-0.5
+            scale = config.attn_scale / (layer + 1 if config.attn_scale_by_layer else 1)
             close(part["scores"], scale * torch.einsum("bqhd,bkhd->bhqk", part["q"], k))
             close(part["z"], torch.einsum("bhqk,bkhd->bqhd", part["pattern"], v))
             if config.norm_place in ("pre", "post"):

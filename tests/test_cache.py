@@ -42,7 +42,7 @@ def test_short_forms_count_the_models_layers_not_the_caches(runner, tokens):
         (("scale", 1), "ambiguous in layer 0: blocks.0.ln1.scale or blocks.0.ln2.scale"),
         (("pattern", 3), "'pattern' has layers 0 to 2, not 3"),
         (("pattern", -4), "'pattern' has layers 0 to 2, not -4"),
-        (("embed", 0), "no value of a layer is named 'embed'"),
+        (("embed", 0), "no value of a layer is named 'embed'(?!.* embed)"),
     ],
 )
 def test_a_key_that_is_not_there(cache, key, match):
@@ -373,8 +373,14 @@ def test_files_with_our_mark_and_no_whole_description(tmp_path):
             {} if described is None else {"cache": described}
         )
         save_file({"b": torch.zeros(2)}, tmp_path / "a", metadata=metadata)
-        with pytest.raises(CacheError, match="does not describe its values"):
+        with pytest.raises(CacheError, match="does not describe its values") as caught:
             ActivationCache.load(tmp_path / "a")
+    assert str(caught.value).endswith("names and axes differ")
+    metadata["cache"] = json.dumps({"axes": {"b": ["batch"]}, "known": []})
+    save_file({"b": torch.zeros(2)}, tmp_path / "a", metadata=metadata)
+    expected = r"by \['axes', 'config_hash', 'known'\] but by \['axes', 'known'\]$"
+    with pytest.raises(CacheError, match=expected):
+        ActivationCache.load(tmp_path / "a")
     with pytest.raises(CacheError, match="not a whole safetensors file"):
         ActivationCache.load(tmp_path)
 

@@ -53,6 +53,7 @@ EFFECTS = {
     "qk_norm": ("head", {}, "parameters"),
     "qk_norm_learned": (False, dict(qk_norm="all"), "parameters"),
     "attn_scale": (0.2, {}, "logits"),
+    "attn_scale_by_layer": (True, {}, "logits"),
     "attn_cap": (0.7, {}, "logits"),
     "logit_cap": (1.3, {}, "logits"),
     "window": (3, {}, "logits"),
@@ -359,6 +360,10 @@ def test_replacing_a_size_changes_what_followed_from_it():
     assert (wider.d_model, wider.d_head, wider.d_mlp, wider.n_kv_heads) == (12, 6, 48, 2)
     assert made.replace(n_heads=5) == config(n_heads=5)
     assert made.replace(n_heads=5).n_kv_heads == 5
+    assert made.attn_scale == made.d_head**-0.5
+    assert made.replace(n_heads=5).attn_scale == 2**-0.5
+    assert config(d_head=9).attn_scale == 1 / 3
+    assert config(attn_scale=0.7).replace(n_heads=5).attn_scale == 0.7
     assert made.replace(mlp="none").d_mlp == 0
     assert made.replace(mlp="none").replace(mlp="gated").d_mlp == 40
     assert made.replace(d_model=12, d_mlp=7).d_mlp == 7

@@ -114,6 +114,24 @@ def test_modules_under_two_names_fire_under_both():
     assert not edited.any()
 
 
+def test_a_module_under_two_names_is_edited_once():
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared)).eval()
+    x = torch.ones(1, 3)
+    inner = (shared(x) + 1).relu()
+    expected = shared(inner) + 1
+    for selector in ("*", ["0", "1.1"]):
+        seen = []
+
+        def add(value, point, seen=seen):
+            seen.append(point.name)
+            return value + (point.name in ("0", "1.1"))
+
+        edited = HookedRunner(model).run_with_hooks(x, hooks={selector: add})
+        assert torch.equal(edited, expected)
+        assert [name for name in seen if name in ("0", "1.1")] == ["0", "0"]
+
+
 ENCODER = dict(d_model=8, nhead=2, dim_feedforward=12, batch_first=True)
 
 

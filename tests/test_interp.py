@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookPoint
+from hooks import HookedRunner, HookPoint, ModeError
 from interp import (
     activation_patching,
     induction_scores,
@@ -29,7 +29,10 @@ def corrupted(tokens):
 def test_run_with_cache_is_the_runners(model, tokens):
     logits, cache = run_with_cache(model, tokens, names="blocks.*.attn.pattern")
     torch.testing.assert_close(logits, model(tokens), atol=1e-5, rtol=0)
+    _, expected = HookedRunner(model).run_with_cache(tokens, names="blocks.*.attn.pattern")
+    assert list(cache) == list(expected)
     assert len(cache) == 3
+    assert all(torch.equal(cache[name], expected[name]) for name in cache)
 
 
 def test_metrics_by_hand():
@@ -103,8 +106,11 @@ def test_patching_over_layers_only_takes_whole_activations(model, tokens, corrup
 def test_normalized_and_plotted(model, tokens, corrupted):
     pytest.importorskip("matplotlib", reason="needs the extra report")
     result = activation_patching(model, tokens, corrupted, logit_diff(3, 11))
-    share = (result.values - result.corrupted) / (result.clean - result.corrupted)
-    assert torch.equal(result.normalized(), share)
+    share = result.normalized()
+    known = dataclasses.replace(
+        result, values=torch.tensor([1.0, 7.0, -2.0]), clean=5.0, corrupted=1.0
+    )
+    assert known.normalized().tolist() == [0.0, 1.5, -0.75]
     axes = result.plot().axes
     assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == ("pos", "layer")
     assert (axes[0].images[0].get_array() == share.numpy()).all()
@@ -114,6 +120,27 @@ def test_normalized_and_plotted(model, tokens, corrupted):
         dataclasses.replace(result, clean=result.corrupted).normalized()
 
 
+def test_patching_keeps_the_dtype_of_the_metric(model, tokens, corrupted):
+    model, metric = model.double(), log_prob(4)
+    result = activation_patching(model, tokens, corrupted, metric, over=("layer",))
+    assert result.values.dtype == torch.float64
+    # A whole stream is the clean run from there on.
+    assert result.values.tolist() == pytest.approx([result.clean] * 3, abs=1e-12)
+
+
+@pytest.mark.parametrize("part", ["", "blocks.1.attn.pattern_dropout"])
+def test_analyses_refuse_dropout(model, tokens, part):
+    model.get_submodule(part).train()
+    for analysis in (
+        lambda: activation_patching(model, tokens, tokens, log_prob(4)),
+        lambda: logit_lens(model, tokens),
+        lambda: previous_token_scores(model, tokens),
+        lambda: induction_scores(model, repeated_tokens(23, 3), 3),
+    ):
+        with pytest.raises(ModeError, match=r"^an analysis needs .* call model.eval\(\) first$"):
+            analysis()
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -121,6 +148,8 @@ def test_normalized_and_plotted(model, tokens, corrupted):
         ({"over": ("layer", "head")}, r"resid_pre is patched over \('layer', 'pos'\)"),
         ({"over": ("pos",)}, "resid_pre is patched over"),
         ({"over": ()}, "resid_pre is patched over"),
+        ({"over": ("layer", "pos", "pos")}, "resid_pre is patched over"),
+        ({"over": ("layer", "layer")}, "resid_pre is patched over"),
     ],
 )
 def test_patching_that_makes_no_sense(model, tokens, corrupted, options, match):
@@ -183,7 +212,7 @@ def test_head_scores_by_hand():
     for query in range(3, 6):
         pattern[1, 0, query, query - 2] = 0.25
     pattern[0, 2, 2, 0] = 1.0
-    model = Fixed(pattern)
+    model = Fixed(pattern).eval()
     tokens = torch.tensor([[3, 1, 4, 3, 1, 4], [0, 0, 2, 0, 0, 2]])
     previous = previous_token_scores(model, tokens)
     torch.testing.assert_close(previous, torch.tensor([[0, 0.5, 0], [0, 0, 0.2]]))

@@ -17,6 +17,7 @@ from torch import nn
 
 import interp
 import interp.report
+from hooks import ModeError
 from interp.report import ReportData, ReportError, build_report, derive_corruption, peak, render
 from models import CharTokenizer, Transformer, TransformerConfig
 
@@ -242,7 +243,7 @@ def test_what_no_report_can_be_made_of(model: Transformer) -> None:
         report(model, "a", "b")
     with pytest.raises(ReportError, match=r"differ in the metric by at least 0.0001 nats"):
         report(model, "abc", "abc")
-    with pytest.raises(ReportError, match="repeats a single token: give --corrupted"):
+    with pytest.raises(ReportError, match="repeats a single token: give a corrupted prompt"):
         derive_corruption(model, encoded("aaa"))
     with pytest.raises(ReportError, match="at least 2 tokens, not 1"):
         derive_corruption(model, encoded("a"))
@@ -256,7 +257,7 @@ def test_a_model_that_gives_no_numbers_is_refused(model: Transformer) -> None:
 
 
 def test_a_model_in_training_mode_is_refused(model: Transformer) -> None:
-    with pytest.raises(ReportError, match=r"call model.eval\(\) first"):
+    with pytest.raises(ModeError, match=r"call model.eval\(\) first"):
         report(Transformer(model.config), "abc", "abd")
 
 

@@ -194,7 +194,7 @@ def test_weights_by_their_usual_names(model, tokens):
     torch.testing.assert_close(x @ model.W_in[1] + model.b_in[1], mlp.input(x))
     hidden = torch.randn(4, 7, 13, generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(hidden @ model.W_out[1] + model.b_out[1], mlp.output(hidden))
-    resid = model.input_resid(tokens, model.context(tokens))
+    resid = model.input_resid(tokens)
     assert torch.equal(model.W_E[tokens] + model.W_pos[:7], resid)
     torch.testing.assert_close(model.ln_final(x) @ model.W_U + model.b_U, model.unembed(x))
 
@@ -238,8 +238,11 @@ def test_shapes_of_weights_with_grouped_heads_and_gates(biased):
 @pytest.mark.parametrize("name", ["W_pos", "W_gate", "b_gate"])
 def test_weights_that_a_model_lacks(name):
     model = variant("sinusoidal")
-    with pytest.raises(AttributeError, match=name):
+    with pytest.raises(AttributeError, match=f"^this model has no {name}: its config leaves"):
         getattr(model, name)
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match="has no attribute 'W_pso'"):
+        model.W_pso  # noqa: B018  # the error is of reading it
     assert variant("gated").W_pos.shape == (17, 10)
 
 

@@ -1,16 +1,15 @@
 """How well a model predicts a text: its loss in nats, in bits, per character, and as perplexity."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.fields import check_whole
+from models.mode import mode
 from models.training.data import at_least_float32, check_text
 from models.transformer import Transformer
 
@@ -84,15 +83,3 @@ def evaluate(
             logits = at_least_float32(model(rows[:, :-1]).flatten(0, 1))
             total += F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum").item()
     return Evaluation(total / windows[:, 1:].numel(), characters_per_token)
-
-
-@contextmanager
-def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Sets training or evaluation mode; each module gets its own back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before:
-            module.training = was

@@ -14,9 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
+from models.mode import mode
 from models.training.config import TrainingConfig
 from models.training.data import Batches, check_batch, check_text, digest, sample_batch, split
-from models.training.evaluation import mode
 from models.training.files import RunFiles
 from models.training.run import Run, TrainingResult
 from models.transformer import Transformer
