@@ -15,4 +15,4 @@ print(repr(tokenizer.decode(logits[0, -1:].argmax(-1).tolist())))
 
 edits = {"blocks.*.attn.z": lambda z, point: z * (torch.arange(4) != 3)[:, None]}
 without_head_3 = runner.run_with_hooks(tokens, hooks=edits)
-print((logits - without_head_3)[0, -1].abs().max())
+print((logits - without_head_3)[0, -1].abs().max().item())

@@ -8,7 +8,6 @@ from models.config import TransformerConfig
 from models.context import Context
 from models.generation import Step, generate, stream
 from models.kvcache import KVCache
-from models.linear import prepacked
 from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
@@ -64,7 +63,6 @@ __all__ = [
     "load",
     "load_tokenizer",
     "next_token_loss",
-    "prepacked",
     "register",
     "sample_batch",
     "save",

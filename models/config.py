@@ -131,7 +131,7 @@ class TransformerConfig:
             TypeError: if there is no such field.
             ValueError: as for a new config.
         """
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self)}
         followed = {n for n, value in self._derived().items() if getattr(self, n) == value}
         values = {n: defaults[n] if n in followed else getattr(self, n) for n in defaults} | changes
         for names, used, _ in _effects(SimpleNamespace(**values)):

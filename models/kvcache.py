@@ -157,8 +157,10 @@ class LayerCache:
             )
         end = start + k.shape[2]
         oldest = max(0, start - self.window + 1) if self.window else 0
-        if end - self._first > self._keys.shape[2]:
+        if end - self._first > self._keys.shape[2] or not self.batch:
             self._make_room(oldest, start, end, k)
+        if self._keys.is_inference() and not torch.is_inference_mode_enabled():
+            self._keys, self._values = self._keys.clone(), self._values.clone()
         self._keys.narrow(2, start - self._first, end - start).copy_(k)
         self._values.narrow(2, start - self._first, end - start).copy_(v)
         seen = (2, oldest - self._first, end - oldest)

@@ -1,10 +1,10 @@
-"""Linear: `nn.Linear`, with all cores at work on a few rows; prepacked copies of it; and dropout."""
+"""Linear: `nn.Linear`, with all cores at work on a few rows, or copies of the matrix; and dropout."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ class Linear(Component, nn.Linear):
         return out.reshape(*x.shape[:-1], d_out)
 
     def _packed(self) -> Tensor | None:
-        """The matrix as `prepacked` has it, where it has the one of now."""
+        """The copy that is being read, where it is of the matrix of now."""
         copy = _copies.get().get(self)
         return copy.packed if copy is not None and copy.is_of(self.weight) else None
 
@@ -91,8 +91,7 @@ class Linear(Component, nn.Linear):
         return self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
 
 
-@dataclass(frozen=True, eq=False)
-class _Copy:
+class Copy(NamedTuple):
     """A matrix in the order in which oneDNN reads it, and what it was made of."""
 
     weight: Tensor
@@ -100,85 +99,65 @@ class _Copy:
     numbers: Tensor  # keeps them where they are, should the weight get others
     packed: Tensor
 
-    @classmethod
-    def of(cls, weight: Tensor) -> "_Copy":
-        numbers = weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(numbers)
-        return cls(weight, weight._version, numbers, packed)
-
     def is_of(self, weight: Tensor) -> bool:
         """Whether it stands for a weight, as far as PyTorch counts its changes."""
         return (
             weight is self.weight
             and weight._version == self.version
             and weight.data_ptr() == self.numbers.data_ptr()
+            and weight.shape == self.numbers.shape
         )
 
-    def is_true(self) -> bool:
-        """Whether its numbers are those of the weight."""
-        return torch.equal(self.packed.to_dense().view(torch.int32), self.numbers.view(torch.int32))
+
+Copies = Mapping[Linear, Copy]
+_copies: ContextVar[Copies] = ContextVar("copies", default=MappingProxyType({}))
 
 
-_copies: ContextVar[Mapping[Linear, _Copy]] = ContextVar("copies", default=MappingProxyType({}))
+def prepacked(model: nn.Module) -> Copies:
+    """Copies of a model's matrices in the order in which oneDNN reads them; see `reading`.
+
+    Raises:
+        ValueError: if there is nothing to copy: it takes float32 matrices of this package, of at least
+            2^17 numbers, on a CPU, and oneDNN.
+    """
+    copies = {
+        module: Copy(
+            weight,
+            weight._version,
+            weight.detach(),
+            torch.ops.mkldnn._reorder_linear_weight(weight.detach()),
+        )
+        for module in model.modules()
+        if isinstance(module, Linear) and _can_be_packed(weight := module.weight)
+    }
+    if not copies:
+        raise ValueError(
+            "prepack=True copies float32 matrices on a CPU that has oneDNN, of at least "
+            f"{LARGE} numbers, and this model has none"
+        )
+    return copies
 
 
 @contextmanager
-def prepacked(model: nn.Module) -> Iterator[None]:
-    """Within it, three and more rows are multiplied with copies of a model's matrices, on a CPU.
+def reading(copies: Copies) -> Iterator[None]:
+    """Within it, three and more rows are multiplied with the copies.
 
-    oneDNN otherwise orders a matrix anew for every product, which for few rows takes as long as the
-    product: a batch of eight prompts generates about 1.3 times as fast with copies in that order. From
-    five rows on the numbers are those without copies, to the last bit; of three and four they differ by
-    rounding. The copies take as much memory as the matrices, and are the calling thread's until the
-    block ends. Meanwhile a matrix that is replaced or changed in place is read itself.
-
-    Args:
-        model: a `Transformer`, or any module that contains one.
-
-    Raises:
-        ValueError: if nothing in the model can be prepacked: it takes float32 matrices of this
-            package, of at least 2^17 numbers, on a CPU, and oneDNN.
-        RuntimeError: at the end, if weights were changed through `.data`, which PyTorch does not count:
-            what was computed since is of the old ones.
-
-    >>> from models import Transformer, TransformerConfig, generate
-    >>> config = TransformerConfig(vocab_size=900, n_ctx=9, n_layers=1, n_heads=2, d_model=256)
-    >>> model = Transformer(config).eval()
-    >>> with prepacked(model):
-    ...     rows = generate(model, [[1, 2], [3], [4, 5, 6]], max_new_tokens=3)
+    oneDNN otherwise orders a matrix anew for every product, which for few rows takes half as long as the
+    product itself. From five rows on the numbers are the same to the last bit. A matrix that is
+    replaced or changed in place meanwhile is read itself. Nothing sees a change through `.data`, so
+    this is for blocks in which no user's code runs but hooks.
     """
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and module.is_large and _can_be_packed(module.weight)
-    }
-    if not linears:
-        raise ValueError(
-            "nothing to prepack: that takes float32 matrices of a models.Transformer, of at least "
-            f"{LARGE} numbers, on a CPU, and oneDNN"
-        )
-    copies = {module: _Copy.of(module.weight) for module in linears.values()}
-    before = _copies.get()
-    _copies.set({**before, **copies})
+    token = _copies.set(copies)
     try:
         yield
     finally:
-        _copies.set(before)
-    changed = [
-        name
-        for name, module in linears.items()
-        if copies[module].is_of(module.weight) and not copies[module].is_true()
-    ]
-    if changed:
-        raise RuntimeError(
-            "weights were changed through .data while prepacked copies stood for them, so what was "
-            f"computed since is of the old ones: {', '.join(changed)}"
-        )
+        _copies.reset(token)
 
 
 def _can_be_packed(weight: Tensor) -> bool:
     return (
         _has_onednn()
+        and weight.numel() >= LARGE
         and type(weight) in (nn.Parameter, Tensor)
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32

@@ -137,7 +137,8 @@ def _proven(
     device = model.W_E.device
     made = assemble(config, table, _Computed(values), "the new model", device=device)
     tokens = random_tokens(model)
-    with torch.no_grad(), mode(model, training=False):
+    exactly = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), exactly, mode(model, training=False):
         expected, found = (F.log_softmax(_wide(m(tokens)), -1) for m in (model, made))
     largest, allowed = deviation(found, expected, model.W_E.dtype)
     if not largest <= allowed:  # NaN is not

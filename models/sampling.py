@@ -73,9 +73,10 @@ class Sampling:
             ordered, order = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
             before = probabilities.cumsum(-1) - probabilities
-            # The first token that reaches top_p is still in, so one is always left.
-            forbidden = torch.zeros_like(before, dtype=torch.bool)
-            forbidden.scatter_(1, order, before >= self.top_p)
+            # The first token that reaches top_p is still in, and the first of all however small top_p.
+            beyond = before >= self.top_p
+            beyond[:, 0] = False
+            forbidden = torch.zeros_like(beyond).scatter_(1, order, beyond)
             logits = torch.where(forbidden, -torch.inf, logits)
         if self.min_p is not None:
             probabilities = logits.softmax(-1)

@@ -1,5 +1,7 @@
 """The transformer. Read top-down: model, `block.py`, `attention.py` and `mlp.py`, `norm.py`."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -79,6 +81,7 @@ class Transformer(BlockWeights):
         if config.tied_unembed:
             self.unembedding.weight = self.token_embedding.weight
         initialise(self)
+        self.register_load_state_dict_post_hook(_tied_again)  # type: ignore[no-untyped-call]  # torch's
 
     def forward(
         self,
@@ -154,6 +157,27 @@ class Transformer(BlockWeights):
         """Logits of the last positions, all if `last` is 0; where somebody listens, all are made."""
         return self.unembed(resid)[:, -last:]
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Refuses two matrices for the one that is tied; PyTorch would take the last."""
+        tied = [f"{prefix}{part}.weight" for part in ("token_embedding", "unembedding")]
+        if self.config.tied_unembed and all(name in state_dict for name in tied):
+            embedding, unembedding = (state_dict[name] for name in tied)
+            known = can_be_read(embedding) and can_be_read(unembedding)
+            if known and not torch.equal(embedding, unembedding.to(embedding)):
+                raise ValueError(
+                    f"{tied[1]} is not {tied[0]}, and this model's config ties them: tied_unembed=False "
+                    "is a model with both"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def count_parameters(self) -> int:
         """How many numbers are trained; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+def _tied_again(model: Transformer, incompatible: object) -> None:
+    """With `assign=True` each name is given a parameter of its own."""
+    if model.config.tied_unembed:
+        model.unembedding.weight = model.token_embedding.weight

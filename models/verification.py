@@ -49,7 +49,8 @@ def verify(model: Transformer) -> None:
     >>> from models import TransformerConfig
     >>> verify(Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)))
     """
-    with mode(model, training=False):
+    device = model.W_E.device.type
+    with mode(model, training=False), torch.autocast(device, enabled=False):
         for identity, where, found, expected in _identities(model):
             largest, allowed = deviation(found, expected, model.W_E.dtype)
             if math.isnan(largest):

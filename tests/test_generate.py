@@ -1,5 +1,6 @@
 """Generation against full reruns of the model for every token, and against transformers."""
 
+import copy
 import functools
 from collections import Counter
 
@@ -352,6 +353,61 @@ def test_two_streams_may_take_turns():
     assert [list(row) for row in zip(*(a for a, _ in pairs), strict=True)] == expected
 
 
+def test_a_step_may_be_written_into():
+    model = build()
+    expected = [[step.tokens.tolist(), step.running.tolist()] for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])]  # fmt: skip
+    found = []
+    for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7]):
+        found.append([step.tokens.tolist(), step.running.tolist()])
+        step.tokens.fill_(0)
+        step.running.fill_(False)
+        step.logits.fill_(torch.nan)
+    assert found == expected
+
+
+def test_dropout_between_steps_is_refused():
+    steps = stream(model := copy.deepcopy(build()), PROMPTS, max_new_tokens=5)
+    next(steps)
+    model.train()
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        next(steps)
+
+
+@pytest.mark.parametrize("form", ["learned", "windows"])
+def test_a_stream_may_leave_inference_mode(form):
+    model, expected = build(form), [continued(build(form), prompt) for prompt in PROMPTS]
+    steps = stream(model, PROMPTS, max_new_tokens=NEW)
+    with torch.inference_mode():
+        found = [next(steps).tokens.tolist()]
+    found += [step.tokens.tolist() for step in steps]
+    assert [list(row) for row in zip(*found, strict=True)] == [row[-NEW:] for row in expected]
+
+
+def test_the_ends_of_seeds():
+    for seed in (2**64 - 4, -(2**63)):
+        rows = generate(build(), PROMPTS, max_new_tokens=2, temperature=1.0, seed=seed)
+        alone = generate(build(), PROMPTS[:1], max_new_tokens=2, temperature=1.0, seed=seed)
+        assert rows[0] == alone[0]
+
+
+def test_a_row_that_has_ended_cannot_fail():
+    model = build()
+    plain = generate(model, PROMPTS, max_new_tokens=NEW)
+    stop = plain[0][len(PROMPTS[0])]
+    expected = generate(model, PROMPTS, max_new_tokens=NEW, stop=[stop])
+    lengths = [len(row) - len(prompt) for row, prompt in zip(expected, PROMPTS, strict=True)]
+    assert lengths[0] == 1 < max(lengths)
+
+    def spoil(value, point):
+        if value.shape[1] == 1:
+            value[0] = torch.nan
+
+    with HookedRunner(model).hooks({"blocks.2.mlp_out": spoil}):
+        assert generate(model, PROMPTS, max_new_tokens=NEW, stop=[stop]) == expected
+        with pytest.raises(ValueError, match="row 0 has nan"):
+            generate(model, PROMPTS, max_new_tokens=NEW)
+
+
 def test_a_stream_that_is_dropped_leaves_nothing():
     model = build()
     steps = stream(model, PROMPTS, max_new_tokens=4)
@@ -591,6 +647,8 @@ BAD = [
     (dict(max_context=15.0), "max_context is a whole number of at least 1, not 15.0"),
     (dict(seed=None), "seed is a whole number, not None"),
     (dict(seed=1.5), "seed is a whole number, not 1.5"),
+    (dict(seed=2**64 - 3), f"seed is -{2**63} to {2**64 - 4} for 4 rows, not {2**64 - 3}"),
+    (dict(seed=-(2**63) - 1), f"seed is -{2**63} to {2**64 - 4} for 4 rows, not -{2**63 + 1}"),
     (dict(stop=5), "stop is a list of tokens, not '5'"),
     (dict(stop=[1.5]), "stop is a list of tokens"),
     (dict(temperature=None), "temperature is a finite float, not None"),

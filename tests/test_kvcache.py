@@ -634,6 +634,13 @@ def test_a_call_without_tokens_changes_nothing():
     close(model(tokens[:, 6:], kv_cache=cache), expected("window")[:, 6:])
 
 
+def test_the_first_call_may_have_no_tokens():
+    model, cache, tokens = build("window"), KVCache(), text(2, LENGTH)
+    assert model(tokens[:, :0], kv_cache=cache).shape == (2, 0, VOCAB)
+    assert cache.length == 0
+    close(model(tokens, kv_cache=cache), expected("window"))
+
+
 # Several at once.
 
 

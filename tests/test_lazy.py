@@ -100,7 +100,8 @@ def test_capture_options_hold_for_recomputed_values(runner, tokens):
 
 
 @pytest.mark.parametrize(
-    "change", ["step", "replace", "data", "cast", "train", "part", "hook", "unhook"]
+    "change",
+    ["step", "fused", "replace", "data", "through data", "cast", "train", "part", "hook", "unhook"],
 )
 def test_a_model_that_changed_since_is_an_error(model, runner, tokens, change):
     block = model.blocks[1]
@@ -113,6 +114,13 @@ def test_a_model_that_changed_since_is_an_error(model, runner, tokens, change):
             block.mlp.output.weight.mul_(1.5)
         elif change == "replace":
             block.mlp.output.weight = nn.Parameter(torch.zeros(10, 13))
+        elif change == "fused":  # which moves no version
+            own_gradients = [torch.ones_like(p) for p in block.parameters()]
+            for parameter, gradient in zip(block.parameters(), own_gradients, strict=True):
+                parameter.grad = gradient
+            torch.optim.SGD(block.parameters(), lr=0.1, fused=True).step()
+        elif change == "through data":
+            block.attn.output.weight.data.mul_(1.5)
         elif change == "data":
             block.mlp.output.weight.data = torch.zeros(10, 13)
         elif change == "part":

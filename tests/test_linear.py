@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hooks import HookedRunner
-from models import Transformer, TransformerConfig, generate, prepacked
-from models.linear import Linear
+from models import Transformer, TransformerConfig, generate
+from models.linear import Linear, prepacked, reading
 
 
 @pytest.fixture(params=[2, 3])
@@ -168,7 +168,7 @@ def test_linear_refuses_vectors_of_another_size():
         linear()(draw(3, 258))
 
 
-# --- prepacked: copies of the matrices
+# --- Copies of the matrices
 
 
 @needs_onednn
@@ -180,7 +180,7 @@ def test_prepacked_gives_the_numbers_of_onednn(products, bias):
         with torch.no_grad():
             plain = {rows: made(x[-rows:]) for rows in range(5, 41)}
             products.clear()
-            with prepacked(made):
+            with reading(prepacked(made)):
                 for rows in range(1, 41):
                     ours = made(x[-rows:])
                     torch.testing.assert_close(ours, expected[-rows:], atol=2e-5, rtol=0)
@@ -217,7 +217,7 @@ def replace_by_one_as_often_changed(made):
 )
 def test_prepacked_reads_a_changed_matrix_itself(products, change):
     made, x = linear(), draw(7, 257)
-    with torch.no_grad(), prepacked(made):
+    with torch.no_grad(), reading(prepacked(made)):
         before = made(x)
         change(made)
         after = made(x)
@@ -227,34 +227,9 @@ def test_prepacked_reads_a_changed_matrix_itself(products, change):
 
 
 @needs_onednn
-def test_prepacked_says_that_data_was_changed_behind_it():
-    model = torch.nn.ModuleDict({"first": linear(), "second": linear(), "third": linear()})
-
-    def change():
-        with prepacked(model):
-            model["second"].weight.data[3, 5] += 1e-3
-            model["third"].weight.data[0, 0] = torch.nan
-            with torch.no_grad():
-                model["first"].weight.mul_(2)
-
-    with pytest.raises(RuntimeError, match=r"changed through \.data .* old ones: second, third$"):
-        change()
-
-    def fail():
-        with prepacked(model):
-            model["second"].weight.data.mul_(2)
-            raise KeyError("what the block itself raises")
-
-    with pytest.raises(KeyError, match="what the block itself raises"):
-        fail()
-    with prepacked(model):  # also of numbers that are none
-        pass
-
-
-@needs_onednn
 def test_prepacked_is_for_this_thread_and_no_copies_of_the_model(products):
     made, x = linear(), draw(7, 257)
-    with torch.no_grad(), prepacked(made):
+    with torch.no_grad(), reading(prepacked(made)):
         twin = copy.deepcopy(made)
         twin.weight.mul_(3)
         torch.testing.assert_close(twin(x), exactly(twin, x), atol=5e-5, rtol=0)
@@ -271,36 +246,32 @@ def test_prepacked_is_for_this_thread_and_no_copies_of_the_model(products):
 
 
 @needs_onednn
-def test_prepacked_nests_and_ends(products, monkeypatch):
-    first, second, x = linear(), linear(), draw(7, 257)
-    copies, pack = [], torch.ops.mkldnn._reorder_linear_weight
-
-    def packed(weight):
-        made = pack(weight)
-        copies.append(weakref.ref(made))
-        return made
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", packed)
+def test_copies_end_with_their_block(products):
+    made, x = linear(), draw(7, 257)
     gc.disable()
     try:
-        with torch.no_grad(), prepacked(first):
-            with prepacked(second):
-                first(x), second(x)
-            first(x), second(x)
-            with pytest.raises(KeyError), prepacked(second):
+        with torch.no_grad():
+            copies = prepacked(made)
+            packed = weakref.ref(copies[made].packed)
+            with reading(copies):
+                made(x)
+                with reading({}):
+                    made(x)
+                made(x)
+            with pytest.raises(KeyError), reading(copies):
                 raise KeyError
-            second(x)
-        assert len(copies) == 3
-        assert not any(made() for made in copies), "copies are alive after their block"
+            made(x)
+            del copies
+        assert packed() is None, "a copy is alive after its block"
     finally:
         gc.enable()
-    assert products == ["prepacked", "prepacked", "prepacked", "oneDNN", "oneDNN"]
+    assert products == ["prepacked", "oneDNN", "prepacked", "oneDNN"]
 
 
 @needs_onednn
 def test_prepacked_where_the_plain_path_is_due(products):
     made, x = linear().requires_grad_(), draw(7, 257)
-    with prepacked(made):
+    with reading(prepacked(made)):
         made(x).sum().backward()
         torch.testing.assert_close(made.weight.grad, x.sum(0).expand(515, -1))
         with torch.no_grad():
@@ -313,7 +284,7 @@ def test_prepacked_where_the_plain_path_is_due(products):
         with torch.inference_mode():
             made(x)
     assert products == ["prepacked"]
-    with torch.inference_mode(), prepacked(made):
+    with torch.inference_mode(), reading(prepacked(made)):
         inside = made(x)
     torch.testing.assert_close(inside.clone(), exactly(made, x), atol=2e-5, rtol=0)
 
@@ -322,23 +293,32 @@ def test_prepacked_where_the_plain_path_is_due(products):
 def test_what_cannot_be_prepacked(monkeypatch):
     with torch.inference_mode():
         uncounted = linear()
-    modules = [
+    for module in (
         linear().double(),
         linear().to("meta"),
         linear(d_in=256, d_out=511),
         torch.nn.Linear(257, 515),
         uncounted,
-    ]
-    for module in modules:
-        with pytest.raises(ValueError, match="nothing to prepack.*float32.*131072"), prepacked(module):  # fmt: skip
-            pass
+    ):
+        with pytest.raises(ValueError, match=r"^prepack=True copies float32.*131072 numbers"):
+            prepacked(module)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="oneDNN"), prepacked(linear()):
-        pass
+    with pytest.raises(ValueError, match="oneDNN"):
+        prepacked(linear())
 
 
 @needs_onednn
-def test_generation_and_hooks_with_a_prepacked_model(products):
+def test_a_matrix_that_was_cut_is_read_itself(products):
+    """Its numbers are where they were, and there are fewer."""
+    made, x = linear(bias=False), draw(7, 257)
+    with torch.no_grad(), reading(prepacked(made)):
+        made.weight.data = made.weight.data[:512]
+        assert made(x).shape == (7, 512)
+    assert products == ["oneDNN"]
+
+
+@needs_onednn
+def test_generation_and_hooks_with_copies(products):
     config = TransformerConfig(vocab_size=293, n_ctx=29, n_layers=2, n_heads=4, d_model=212)
     model = Transformer(config).eval()
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
@@ -348,10 +328,29 @@ def test_generation_and_hooks_with_a_prepacked_model(products):
     with runner.hooks(edits):
         edited = generate(model, prompts, max_new_tokens=20)
     assert edited != expected
+    assert "prepacked" not in products
     products.clear()
-    with prepacked(model):
-        assert generate(model, prompts, max_new_tokens=20) == expected
-        with runner.hooks(edits):
-            assert generate(model, prompts, max_new_tokens=20) == edited
+    assert generate(model, prompts, max_new_tokens=20, prepack=True) == expected
+    with runner.hooks(edits):
+        assert generate(model, prompts, max_new_tokens=20, prepack=True) == edited
     # In two generations of 20 steps two layers have three large matrices each.
     assert products == ["prepacked"] * (2 * 20 * 2 * 3)
+
+
+@needs_onednn
+def test_a_hook_that_changes_weights_is_heeded():
+    config = TransformerConfig(vocab_size=293, n_ctx=29, n_layers=2, n_heads=4, d_model=212)
+    model = Transformer(config).eval()
+    before = copy.deepcopy(model.state_dict())
+
+    def change(value, point):
+        with torch.no_grad():
+            model.blocks[1].mlp.output.weight.neg_()
+
+    def run(**options):
+        model.load_state_dict(before)
+        with HookedRunner(model).hooks({"embed": change}):
+            return generate(model, [[1, 2, 3], [4], [5, 6]], max_new_tokens=9, **options)
+
+    assert run(prepack=True) == run()
+    assert run() != generate(model, [[1, 2, 3], [4], [5, 6]], max_new_tokens=9)

@@ -408,3 +408,9 @@ def test_what_is_not_a_number_is_noticed(process):
 def test_short_contexts_and_single_layers(n_ctx):
     model = built(n_ctx=n_ctx, n_layers=1)
     assert center(fold_norms(model)).config.n_ctx == n_ctx
+
+
+@pytest.mark.parametrize("process", [fold_norms, center])
+def test_autocast_of_the_caller_is_not_the_models_fault(process):
+    with torch.autocast("cpu", torch.bfloat16):
+        process(built())

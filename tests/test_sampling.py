@@ -277,6 +277,12 @@ def test_the_most_probable_token_may_be_infinitely_so():
     assert Sampling().choose(logits, []).tolist() == [1, 2]
 
 
+def test_the_smallest_top_p_leaves_the_most_probable_token():
+    logits = torch.tensor([[0.0, 3.0, 2.0], [5.0, 5.0, 1.0]])
+    cut = Sampling(temperature=1.0, top_p=1e-300).cut(logits)
+    assert cut.tolist() == [[-torch.inf, 3, -torch.inf], [5, -torch.inf, -torch.inf]]
+
+
 def test_the_ends_of_the_ranges_are_inside():
     for options in (dict(top_p=1.0), dict(min_p=0.0), dict(min_p=1.0), dict(top_k=1)):
         assert not Sampling(temperature=1.0, **options).is_greedy

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -244,6 +245,35 @@ def test_weights_that_a_model_lacks(name):
     with pytest.raises(AttributeError, match="has no attribute 'W_pso'"):
         model.W_pso  # noqa: B018  # the error is of reading it
     assert variant("gated").W_pos.shape == (17, 10)
+
+
+def test_two_matrices_are_refused_where_one_is_tied(model):
+    untied = Transformer(model.config.replace(tied_unembed=False)).state_dict()
+    with pytest.raises(ValueError, match="^unembedding.weight is not token_embedding.weight, and"):
+        model.load_state_dict(untied)
+    outer = torch.nn.ModuleDict({"inner": model})
+    with pytest.raises(ValueError, match="^inner.unembedding.weight is not inner.token_embedding"):
+        outer.load_state_dict({f"inner.{name}": value for name, value in untied.items()})
+    Transformer(model.config.replace(tied_unembed=False)).load_state_dict(untied)
+
+
+def test_assigned_weights_are_tied_again(model, tokens):
+    expected, count = model(tokens), model.count_parameters()
+    fresh = torch.nn.ModuleDict({"inner": Transformer(model.config)})
+    values = {f"inner.{name}": value.clone() for name, value in model.state_dict().items()}
+    fresh.load_state_dict(values, assign=True)
+    made = fresh["inner"]
+    assert made.unembedding.weight is made.token_embedding.weight
+    assert made.count_parameters() == count
+    assert torch.equal(made.eval()(tokens), expected)
+
+
+@pytest.mark.usefixtures("unchecked")  # sizes are tensors, while a graph is traced
+def test_a_trace_is_the_model(model, tokens):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes that become constants, and of being outdated
+        traced = torch.jit.trace(model, (tokens,), check_trace=False)
+    assert torch.equal(traced(tokens.flip(0)), model(tokens.flip(0)))
 
 
 def test_weights_of_a_block_are_views(model):

@@ -62,6 +62,11 @@ def test_sound_models_pass_in_every_dtype(form, dtype):
     verify(built(dtype, **FORMS[form]))
 
 
+def test_autocast_of_the_caller_is_not_the_models_fault():
+    with torch.autocast("cpu", torch.bfloat16):
+        verify(built(**FORMS["gpt2"]))
+
+
 def test_the_model_that_ships_passes_when_it_is_loaded(monkeypatch):
     assert isinstance(load("pydoc-4l", verify=True), Transformer)
     monkeypatch.setattr(LayerCache, "extended", rolled)

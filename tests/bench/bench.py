@@ -5,7 +5,6 @@ and the peak memory that one call adds in a fresh process. Run it on an otherwis
 """
 
 import argparse
-import contextvars
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
 from interp import activation_patching, log_prob
-from models import generate, prepacked
+from models import generate
 from tests.bench import peers, timing
 
 Calls = dict[str, timing.Call]
@@ -130,10 +129,8 @@ def generation(shape: peers.Shape, prepack: bool) -> Calls:
         "hookscope, 8 prompts": lambda: generate(ours, prompts, max_new_tokens=new),
     }
     if prepack:
-        there = contextvars.copy_context()
-        there.run(prepacked(ours).__enter__)
-        calls["hookscope, 8 prompts, prepacked"] = lambda: there.run(
-            generate, ours, prompts, max_new_tokens=new
+        calls["hookscope, 8 prompts, prepacked"] = lambda: generate(
+            ours, prompts, max_new_tokens=new, prepack=True
         )
     return calls
 
