@@ -84,6 +84,10 @@ def _matching(
             raise UnknownNameError(f"mode {part.value!r} matches no hook point of this model")
     elif isinstance(part, str):
         found = [part] if part in modules else _glob(part, points) or _glob(part, modules)
+        if not found and part in list(Mode):
+            raise UnknownNameError(
+                f"no hook point is named {part!r}, which is a mode: mode={part!r}"
+            )
         if not found:
             raise unknown_name(part, points or modules, "hook point")
     else:

@@ -40,7 +40,10 @@ def logit_lens(model: nn.Module, tokens: Int[Tensor, "batch pos"]) -> LogitLens:
         ModeError: if it is in training mode.
     """
     if not hasattr(model, "unembed"):
-        raise TypeError(f"logit_lens needs a model with `unembed`, not {type(model).__name__}")
+        raise TypeError(
+            f"logit_lens needs a model with `unembed`, and {type(model).__name__} has none; "
+            "models.from_hf makes one of a transformers model"
+        )
     _, cache = runner_of(model).run_with_cache(tokens, names=["*.resid_pre", "*.resid_post"])
     streams = [*cache.stack("resid_pre"), cache["resid_post", -1]]
     unembed = cast(LanguageModel, model).unembed

@@ -75,9 +75,9 @@ def center(model: Transformer) -> Transformer:
 
     LayerNorm subtracts the mean over d_model from all that it reads, so what adds to it is without
     effect: it is taken out of token and learned position embeddings and of the weights and biases of
-    `attn.output` and `mlp.output`. Sinusoids are no weights, and keep theirs. The softmax takes no
-    notice of the mean over the vocabulary: it is taken out of the unembedding's weights and bias, but
-    not where `logit_cap` would notice. A tied unembedding becomes one of its own.
+    `attn.output` and `mlp.output`. Sinusoidal positions are not weights, and keep their mean. The
+    softmax takes no notice of the mean over the vocabulary: it is taken out of the unembedding's
+    weights and bias, but not where `logit_cap` would notice. A tied unembedding becomes one of its own.
 
     Exact unless dropout is at work, which zeroes single numbers of a vector.
 

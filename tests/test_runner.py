@@ -118,6 +118,7 @@ def test_selectors(runner, tokens, selector, expected):
     [
         ("blocks.1.attn.patern", "close matches: blocks.1.attn.pattern"),
         ("pattern", "close matches: blocks.0.attn.pattern"),
+        ("full", "no hook point is named 'full', which is a mode: mode='full'"),
         ("blocks.*.attn.nothing", "no hook point is named"),
         (lambda point: False, "predicate"),
         ([], "an empty selector matches no hook point"),

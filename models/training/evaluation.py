@@ -42,7 +42,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Between how many equally probable tokens a choice as uncertain is made; inf if too many."""
+        """exp(nats): how many equally likely tokens are as uncertain; inf where that overflows."""
         try:
             return math.exp(self.nats)
         except OverflowError:
