@@ -42,7 +42,7 @@ def test_short_forms_count_the_models_layers_not_the_caches(runner, tokens):
         (("scale", 1), "ambiguous in layer 0: blocks.0.ln1.scale or blocks.0.ln2.scale"),
         (("pattern", 3), "'pattern' has layers 0 to 2, not 3"),
         (("pattern", -4), "'pattern' has layers 0 to 2, not -4"),
-        (("embed", 0), "no value of a layer is named 'embed'(?!.* embed)"),
+        (("embed", 0), r"no value of a layer is named 'embed'; close matches: (?!.*\bembed\b)"),
     ],
 )
 def test_a_key_that_is_not_there(cache, key, match):

@@ -192,10 +192,25 @@ def test_damaged_configs_are_errors(saved, unchecked):
         (json.dumps(described | {"n_experts": 3}), "config.json is not a config: .*n_experts"),
         (json.dumps(described | {"n_heads": 3}), "config.json: n_kv_heads is a divisor"),
         (json.dumps(described | {"rotary_scaling": {"kind": "ntk"}}), "rotary_scaling.kind"),
+        ("[" * 100_000, "config.json is nested at most 100 deep, and not more$"),
+        ('{"model_type": "gpt2", "n_layer": ' + "[" * 101 + "]" * 101 + "}", "nested at most 100"),
+        ('{"model_type": ' + "[" * 90 + "]" * 90 + "}", "config.json: model_type is one of"),
+        ("{}", "config.json: model_type is missing; it is one of gpt2, .*, gemma2$"),
+        ('{"hidden_size": 8, "num_hidden_layers": 2}', "config.json: model_type is missing"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             load(saved)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_number_of_blocks_is_found_before_they_are_built(saved):
+    """A billion of them would not be built in a day."""
+    path = saved / "config.json"
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps(described | {"n_layers": 10**9}))
+    with pytest.raises(ValueError, match=r"holds \d\d tensors, for 1000000000 layers$"):
+        load(saved)
 
 
 def test_missing_weights_are_an_error(saved):
@@ -462,6 +477,14 @@ def test_a_model_is_verified_on_request(saved, monkeypatch):
     assert verified == [load(saved, verify=True)]
     load(saved)
     assert len(verified) == 1
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_what_has_no_weights_is_not_verified(saved, device):
+    assert all(parameter.is_meta for parameter in load(saved, device=device).parameters())
+    with pytest.raises(ValueError, match="on the device meta there are none") as caught:
+        load(saved, device=device, verify=True)
+    assert str(caught.value).startswith("verify=True computes with weights")
 
 
 def test_characters_there_and_back():

@@ -1,5 +1,6 @@
 """Configs of published models, what cannot be expressed, and the keys of each family's files."""
 
+import json
 import re
 
 import pytest
@@ -347,10 +348,8 @@ REFUSED = [
     (LLAMA_3_2_1B, dict(rope_interleaved=True), "rope_interleaved is True"),
     (PYTHIA_70M, dict(hidden_dropout_prob=0.1), "hidden_dropout_prob is 0.1"),
     (GEMMA_2_2B, dict(sliding_window_size=512), "sliding_window_size is 512"),
-    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     (GPT2, dict(add_cross_attention=True), "add_cross_attention is True"),
     (GPT2, dict(is_encoder_decoder=True), "is_encoder_decoder is True"),
-    (GPT2, dict(n_ctx=512), "n_ctx is 512, .*can express None or 1024"),
     (GPT2, dict(embd_pdrop=0.0), "embd_pdrop 0.0, attn_pdrop 0.1, resid_pdrop 0.1"),
     (
         GPT2,
@@ -369,7 +368,6 @@ REFUSED = [
     (PYTHIA_70M, dict(attention_dropout=0.1), "attention_dropout 0.1, hidden_dropout 0.0"),
     (PYTHIA_70M, dict(rope_theta=500.0), "rope_theta is .*, and .* is given as well"),
     (LLAMA_3_2_1B, dict(attention_dropout=0.1), "attention_dropout is 0.1"),
-    (LLAMA_3_2_1B, dict(pretraining_tp=2), "pretraining_tp is 2, .*can express 1"),
     (LLAMA_3_2_1B, dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     (LLAMA_3_2_1B, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
     (LLAMA_3_2_1B, dict(rope_scaling={"type": "longrope"}), "default, linear, llama3, yarn"),
@@ -380,12 +378,37 @@ REFUSED = [
     (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "attention_factor": 0.0}), "above 0"),
     (LLAMA_3_2_1B, dict(rope_scaling={"full_attention": {}}), "one set of numbers for all layers"),
     (LLAMA_3_2_1B, dict(rope_scaling="linear"), "one set of numbers for all layers"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": ["a"]}), r"rope_type is \['a'\], .*express default"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"rope_type": "default", "factor": 2.0}), "'factor': 2.0"),
+    (
+        LLAMA_3_2_1B,
+        dict(rope_scaling={"type": "linear", "factor": 2.0, "attn_factor": 0.5}),
+        "'attn_factor': 0.5",
+    ),
+    (
+        LLAMA_3_2_1B,
+        dict(original_max_position_embeddings=4096),
+        "original_max_position_embeddings is 4096, .* 8192 is given as well",
+    ),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "mscale": "a"}), "mscale is 'a', .*numbers"),
+    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "factor": 1e308}), "infinity"),
+    (LLAMA_3_2_1B, dict(max_position_embeddings="8"), "max_position_embeddings is '8', .*whole"),
+    (LLAMA_3_2_1B, dict(hidden_act=["silu"]), r"hidden_act is \['silu'\], .*express gelu, "),
+    (LLAMA_3_2_1B, dict(num_hidden_layers="16"), "num_hidden_layers is a whole number .*not '16'"),
+    (LLAMA_3_2_1B, dict(num_hidden_layers=2**16), "a whole number below 65536, not 65536"),
+    (GPT2, dict(n_layer=10**9), "n_layer is a whole number below 65536, not 1000000000"),
+    (GPT2, dict(embd_pdrop=[0.1]), r"embd_pdrop \[0.1\], attn_pdrop 0.1"),
+    (TINY_STARCODER, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    (MISTRAL_7B, dict(attention_bias=True), "attention_bias is True"),
+    (OLMO_2_1B, dict(clip_qkv=8.0), "clip_qkv is 8.0"),
     (LLAMA_3_2_1B, dict(sliding_window=4096), r"no attribute called sliding_window \(4096\)"),
     (MISTRAL_7B, dict(sliding_window=0), "sliding_window is 0"),
     (QWEN_2_5, dict(use_mrope=True), "use_mrope is True"),
     (QWEN_2_5, dict(layer_types=["sliding_attention"] * 24), "sliding_window is None"),
     (QWEN_2_5, dict(layer_types=["full_attention"]), "one for each of 24 layers"),
     (QWEN_3, dict(layer_types=["linear_attention"] * 28), "layer_types is 'linear_attention'"),
+    (QWEN_3, dict(layer_types=[["full_attention"]] * 28), r"layer_types is \['full_attention'\]"),
+    (QWEN_3, dict(layer_types=28), "layer_types is 28, .*one for each of 28 layers"),
     (GEMMA_2_2B, dict(use_bidirectional_attention=True), "use_bidirectional_attention is True"),
 ]
 
@@ -403,6 +426,22 @@ def test_an_unknown_family_lists_close_ones():
         translated({"model_type": "gpt3"}, "config.json")
     with pytest.raises(ValueError, match="not 7$"):
         translated({"model_type": 7}, "config.json")
+
+
+def test_contexts_that_scaling_stretches():
+    def n_ctx(**changes):
+        return config_of(LLAMA_3_2_1B, max_position_embeddings=4096, **changes).n_ctx
+
+    yarn = dict(type="yarn", factor=4.0, original_max_position_embeddings=4096)
+    assert n_ctx(rope_scaling=yarn) == 16384
+    assert n_ctx(rope_scaling=yarn | dict(original_max_position_embeddings=512)) == 4096
+    # What transformers puts in for an original context that is not given.
+    assert n_ctx(rope_scaling=dict(type="yarn", factor=4.0)) == 16384
+    linear = dict(type="linear", factor=4.0)
+    assert n_ctx(rope_scaling=linear, max_sequence_length=16384) == 16384
+    assert n_ctx(rope_scaling=linear, max_sequence_length=2048) == 4096
+    assert n_ctx(rope_scaling=linear) == 4096
+    assert n_ctx(rope_scaling=None, max_sequence_length=16384) == 4096
 
 
 # Files: keys as other versions of transformers and other tools write them.
@@ -428,6 +467,76 @@ def made(tmp_path):
         return tmp_path, model
 
     return make
+
+
+# Attributes that files have beside those that `transformers` writes, and a length to run.
+YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=7)
+PIPELINE = {"text-generation": {"impl": "instruct_pipeline.InstructionTextGenerationPipeline"}}
+READ = {
+    "by layer": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), 7),
+    "by layer alone": (
+        "gpt2",
+        dict(scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False),
+        7,
+    ),
+    "another n_ctx": ("gpt2", dict(n_ctx=3, xla_device=None), 7),
+    "custom_pipelines": ("gpt_neox", dict(custom_pipelines=PIPELINE), 7),
+    "pretraining_tp": ("llama", dict(pretraining_tp=2), 7),
+    "idle": ("llama", dict(mask_token_id=None, _flash_attn_2_enabled=True), 7),
+    "attention_bias": ("mistral", dict(attention_bias=False), 7),
+    "clip_qkv": ("olmo2", dict(clip_qkv=None), 7),
+    "default by 1": ("llama", dict(rope_scaling=dict(rope_type="default", factor=1.0)), 7),
+    "yarn finetuned": ("llama", dict(rope_scaling=YARN | dict(finetuned=True)), 28),
+    "yarn attn_factor": ("llama", dict(rope_scaling=YARN | dict(attn_factor=0.7)), 28),
+    "yarn neox": ("gpt_neox", dict(rope_scaling=YARN, rotary_pct=0.5), 28),
+    "yarn original beside": (
+        "llama",
+        dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=5),
+        20,
+    ),
+    "yarn original twice": (
+        "llama",
+        dict(rope_scaling=YARN, original_max_position_embeddings=7),
+        28,
+    ),
+    "yarn without original": ("llama", dict(rope_scaling=dict(type="yarn", factor=3.0)), 21),
+    "linear original beside": (
+        "llama",
+        dict(rope_scaling=dict(type="linear", factor=3.0), original_max_position_embeddings=5),
+        7,
+    ),
+    "linear long": (
+        "llama",
+        dict(rope_scaling=dict(type="linear", factor=3.0), max_sequence_length=21),
+        21,
+    ),
+}
+
+
+@pytest.mark.parametrize("row", READ)
+def test_other_attributes_are_read_as_in_transformers(made, row):
+    family, attributes, length = READ[row]
+    sizes = {"gpt2": SMALL, "gpt_neox": OLD_NEOX}.get(family, OLD_LLAMA)
+    directory, model = made(family, **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.add_(noise * 0.2 if parameter.ndim == 1 else noise * 0.5)
+    model.save_pretrained(directory)
+    path = directory / "config.json"
+    described = json.loads(path.read_text()) | attributes
+    if "rope_scaling" in attributes:  # of which rope_parameters is the newer form
+        described["rope_theta"] = described.pop("rope_parameters")["rope_theta"]
+    path.write_text(json.dumps(described))
+    theirs = type(model).from_pretrained(directory, attn_implementation="eager").eval()
+    ours, copied = load(directory), from_hf(theirs)
+    tokens = torch.randint(11, (2, length))
+    assert length == ours.config.n_ctx == copied.config.n_ctx or "max_sequence_length" in attributes
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(copied(tokens), expected, atol=1e-5, rtol=1e-5)
 
 
 def rewritten(directory, change):
@@ -491,6 +600,83 @@ def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(made):
     rest = lambda state: {k: v for k, v in state.items() if "wte" not in k}  # noqa: E731
     only_head = rewritten(directory, lambda state: rest(state) | {"lm_head.weight": head})
     assert parameters_equal(only_head, loaded)
+
+
+def test_a_tied_head_may_be_of_another_type_or_hold_no_numbers(made):
+    directory, model = made("gpt2", **SMALL)
+    head = model.lm_head.weight.detach().bfloat16()
+
+    def tied(one, other):
+        both = {"transformer.wte.weight": one, "lm_head.weight": other}
+        return rewritten(directory, lambda state: state | both)
+
+    for one, other in ((head, head.float()), (head.float(), head), (head.double(), head)):
+        loaded = tied(one, other)
+        assert loaded.unembedding.weight is loaded.token_embedding.weight
+        assert torch.equal(loaded.unembedding.weight.double(), head.double())
+    holed = head.clone()
+    holed[3, 4], holed[5, 6] = torch.nan, torch.inf
+    assert tied(holed, holed.float()).unembedding.weight.isnan().nonzero().tolist() == [[3, 4]]
+    for wrong in (holed.float() + 1e-3, holed.nan_to_num(nan=0, posinf=torch.inf), head):
+        with pytest.raises(ValueError, match="is not transformer.wte.weight, tied to it"):
+            tied(holed, wrong)
+
+
+def test_models_without_values(made):
+    _, model = made("gpt2", **SMALL)
+    model = model.to("meta")
+    model.tie_weights()
+    copied = from_hf(model)
+    assert {parameter.device.type for parameter in copied.parameters()} == {"meta"}
+    assert copied.unembedding.weight is copied.token_embedding.weight
+    with pytest.raises(
+        ValueError, match="wte.weight is on the device meta, where it has no values"
+    ):
+        from_hf(model, device="cpu")
+    model.lm_head.weight = torch.nn.Parameter(torch.empty(11, 10, device="meta"))
+    with pytest.raises(
+        ValueError,
+        match="lm_head.weight on the device meta cannot be compared to transformer.wte.weight, tied",
+    ):
+        from_hf(model)
+
+
+def test_the_number_of_layers_is_that_of_the_weights(made):
+    directory, _ = made("llama", **OLD_LLAMA)
+    path = directory / "config.json"
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps(described | {"num_hidden_layers": 60_000}))
+    # 9 of each of two layers; embedding, norm and unembedding.
+    with pytest.raises(ValueError, match="config: it holds 21 tensors, for 60000 layers$"):
+        load(directory)
+    for n_layers, wrong in ((1, "9 unexpected: "), (3, "9 missing: ")):
+        path.write_text(json.dumps(described | {"num_hidden_layers": n_layers}))
+        with pytest.raises(ValueError, match=wrong) as caught:
+            load(directory)
+        layer = min(n_layers, 2)
+        assert str(caught.value).count(f"model.layers.{layer}.") == 9
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_an_index_may_err_about_what_is_ignored(made, suffix, indexed):
+    directory, _ = made("llama", **OLD_LLAMA)
+    expected, state = load(directory), load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    write = save_file if suffix == "safetensors" else torch.save
+    buffer, keys = "model.layers.1.self_attn.rotary_emb.inv_freq", sorted(state)
+    places = {key: f"{stem}-{n % 2}.{suffix}" for n, key in enumerate(keys)}
+    for name in set(places.values()):
+        part = {key: state[key] for key in keys if places[key] == name}
+        write(part if indexed else part | {buffer: torch.ones(2)}, directory / name)
+    index = directory / f"{stem}.{suffix}.index.json"
+    more = {buffer: f"{stem}-absent.{suffix}"} if indexed else {}
+    index.write_text(json.dumps({"weight_map": places | more}))
+    assert parameters_equal(load(directory), expected)
+    index.write_text(json.dumps({"weight_map": places | {"model.more": places[keys[0]]}}))
+    with pytest.raises(ValueError, match="does not hold model.more"):
+        load(directory)
 
 
 def test_fused_rows_are_put_in_order(made):

@@ -120,7 +120,7 @@ def test_a_module_under_two_names_is_edited_once():
     x = torch.ones(1, 3)
     inner = (shared(x) + 1).relu()
     expected = shared(inner) + 1
-    for selector in ("*", ["0", "1.1"]):
+    for selector in ("*", ("0", "1.1")):
         seen = []
 
         def add(value, point, seen=seen):

@@ -213,6 +213,31 @@ def test_logits_are_those_of_the_model_that_was_converted(path, reference):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_an_embedding_that_is_stored_twice_is_tied(path, kind):
+    """llama.cpp's converter writes GPT-2's a second time, as the unembedding."""
+    model = gpt2(n_embd=32, n_head=2)
+    raw = gguf.GGMLQuantizationType.Q8_0 if kind == "Q8_0" else None
+    tensors = tensors_of(model) if raw is None else tensors_of(model, encoder(kind))
+    tensors["output.weight"] = tensors["token_embd.weight"].copy()
+    ours = load(write(path, metadata_of(model), tensors, raw))
+    assert ours.config.tied_unembed
+    assert ours.unembedding.weight is ours.token_embedding.weight
+    assert_same(ours, model)
+    tensors["output.weight"][-1, -1] += 1  # a byte, or a number
+    apart = load(write(path, metadata_of(model), tensors, raw))
+    assert not apart.config.tied_unembed
+    assert not torch.equal(apart.unembedding.weight, apart.token_embedding.weight)
+
+
+def test_llamas_two_matrices_stay_apart(path):
+    model = llama(tie_word_embeddings=True)
+    tensors = {"output.weight": tensors_of(model)["token_embd.weight"]}
+    ours = load(written(path, model, tensors=tensors))
+    assert not ours.config.tied_unembed
+    assert_same(ours, model)
+
+
 def test_logits_are_those_of_transformers_reading_the_file(path, reference):
     module = pytest.importorskip(
         "transformers.modeling_gguf_pytorch_utils",

@@ -329,6 +329,121 @@ def test_a_byte_without_a_token(tmp_path):
         load_tokenizer(tmp_path)
 
 
+# Files beside the two, against transformers reading the same directory.
+
+BESIDE = ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
+PLAIN = dict(lstrip=False, rstrip=False, single_word=False, normalized=False, special=True)
+PAD = {"262": dict(PLAIN, content="<pad>"), "263": dict(PLAIN, content="né w", special=False)}
+TEXT = f"he<pad>hell  né w<pad> wné w{END}né wé <pa[MASK]d>!!"
+
+
+def beside(directory, vocabulary=VOCABULARY, names=("vocab.json", "merges.txt"), **files):
+    """A directory with the two files and others, given by the first part of their names."""
+    write(directory, vocabulary, "\n".join(["#version: 0.2", *MERGES, ""]), names)
+    for name in BESIDE:
+        if (described := files.get(name.removesuffix(".json"))) is not None:
+            (directory / name).write_text(json.dumps(described), encoding="utf-8")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        dict(added_tokens={"<pad>": 262, "né w": 263}),
+        dict(added_tokens={"<pad>": 262}, special_tokens_map={"pad_token": "<pad>"}),
+        dict(tokenizer_config=dict(added_tokens_decoder=PAD)),
+        dict(
+            tokenizer_config=dict(
+                tokenizer_class="GPT2Tokenizer", added_tokens_decoder=PAD, pad_token="<pad>"
+            ),
+            added_tokens={"<pad>": 262, "né w": 263},
+            special_tokens_map={"pad_token": dict(content="<pad>", lstrip=False)},
+        ),
+        dict(tokenizer_config=dict(tokenizer_class="GPT2TokenizerFast", pad_token="!")),
+        dict(tokenizer_config=dict(additional_special_tokens=["hell", "w"], add_bos_token=False)),
+        dict(special_tokens_map=dict(bos_token=END, eos_token=dict(content="he", special=True))),
+        dict(tokenizer_config=dict(pad_token=None, model_max_length=1024, add_prefix_space=False)),
+        dict(tokenizer_config=dict(added_tokens_decoder={"261": dict(PLAIN, content=END)})),
+    ],
+)
+def test_added_tokens_are_those_of_transformers(files, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = beside(tmp_path, **files)
+    theirs = transformers.GPT2Tokenizer.from_pretrained(directory)
+    ours = load_tokenizer(directory)
+    for text in (TEXT, *DIFFICULT):
+        tokens = ours.encode(text)
+        assert tokens == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(tokens) == text
+
+
+def test_added_tokens_worked_out_by_hand(tmp_path):
+    added = {"<pad>": 262, "né w": 263}
+    for names in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        ours = load_tokenizer(beside(tmp_path, names=names, added_tokens=added))
+        assert ours.encode("he<pad>né ww") == [257, 262, 263, 86]
+        assert ours.decode([262, 257, 263]) == "<pad>hené w"
+        assert ours.tokens_as_text([263, 262]) == ["né w", "<pad>"]
+        with pytest.raises(ValueError, match=r"264 tokens are within 0 to 263, and not \[264\]"):
+            ours.decode([264])
+    masked = VOCABULARY | {"[MASK]": 262}
+    named = beside(tmp_path, masked, special_tokens_map={"mask_token": "[MASK]"})
+    for name in ("encoder.json", "vocab.bpe", "added_tokens.json"):
+        (named / name).unlink()
+    assert load_tokenizer(named).encode("a[MASK]b") == [64, 262, 65]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            dict(tokenizer_config=dict(tokenizer_class="Qwen2Tokenizer")),
+            "tokenizer_config.json: tokenizer_class is 'Qwen2Tokenizer', .*put its tokenizer.json",
+        ),
+        (dict(tokenizer_config=dict(tokenizer_class=["a"])), r"tokenizer_class is \['a'\]"),
+        (dict(tokenizer_config=dict(add_prefix_space=True)), "add_prefix_space is True"),
+        (dict(tokenizer_config=dict(split_special_tokens=True)), "split_special_tokens is True"),
+        (dict(tokenizer_config=dict(auto_map={"AutoTokenizer": ["a.B"]})), "auto_map is {'Auto"),
+        (dict(tokenizer_config=["a"]), "tokenizer_config.json is not a JSON object"),
+        (dict(tokenizer_config=dict(added_tokens_decoder=[1])), r"by number, not \[1\]"),
+        (dict(tokenizer_config=dict(added_tokens_decoder={"a": "b"})), "tokens by number, not"),
+        (dict(tokenizer_config=dict(added_tokens_decoder={"262": 3})), "token 262 is text, not 3"),
+        (dict(tokenizer_config=dict(additional_special_tokens="ab")), "list of tokens, not 'ab'"),
+        (
+            dict(tokenizer_config=dict(pad_token=dict(content="!", lstrip=True))),
+            "lstrip of '!' is False, not True",
+        ),
+        (
+            dict(tokenizer_config=dict(added_tokens_decoder={"262": dict(PLAIN, content="")})),
+            "the token 262 is text, not {",
+        ),
+        (dict(special_tokens_map={"pad_token": "Ġ"}), "'Ġ' is written in signs of bytes"),
+        (dict(special_tokens_map={"pad_token": "<pad>"}), "pad_token is '<pad>', which neither"),
+        (dict(added_tokens={"<pad>": "262"}), "whole numbers, not '<pad>' '262'"),
+        (dict(added_tokens={"<pad>": 300}), "of 263 are 0 to 262, .*missing: 262; .*outside: 300"),
+        (dict(added_tokens={"hell": 262}), "added token 'hell' is 262, and in the vocabulary 258"),
+        (dict(added_tokens={"<p>": 262, "<p>>": 263}), "do not overlap, as '<p>'"),
+        (dict(added_tokens={"<p>": 262, "x<p>y": 263}), "not overlap, as 'x<p>y' and '<p>'"),
+        (dict(added_tokens={"a b": 262, "b c": 263}), "do not overlap, as 'a b' and 'b c'"),
+        (dict(added_tokens={"<|end": 262}), "do not overlap"),
+        (
+            dict(tokenizer_config=dict(added_tokens_decoder={}), added_tokens={"<pad>": 262}),
+            "added_tokens.json gives '<pad>' the number 262, and tokenizer_config.json none",
+        ),
+    ],
+)
+def test_what_changes_tokens_and_is_not_expressed_is_named(files, said, tmp_path):
+    with pytest.raises(ValueError, match=said) as caught:
+        load_tokenizer(beside(tmp_path, **files))
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_may_overlap_itself(tmp_path):
+    ours = load_tokenizer(beside(tmp_path, added_tokens={"|a|": 262, "    ": 263}))
+    assert ours.encode("|a|a|     |a|") == [262, 64, 91, 263, 220, 262]
+
+
 # GPT-2's own files.
 
 
@@ -577,10 +692,13 @@ def test_half_a_pair_names_the_other_half(names, tmp_path):
         ("encoder.json", b"{}", "lacks the signs of bytes '!', "),
         ("vocab.bpe", b"\xff", "is not UTF-8: "),
         ("vocab.bpe", b"", "no merge makes 'll', "),
+        ("tokenizer_config.json", b"{", "is not JSON: "),
+        ("vocabulary.json", b"[" * 100_000, "is nested at most 100 deep"),
+        ("tokenizer.json", b"[" * 100_000, "is not a tokenizer.json: "),
     ],
 )
 def test_damaged_files_are_named(name, content, said, tmp_path):
-    if name in ("encoder.json", "vocab.bpe"):
+    if name in ("encoder.json", "vocab.bpe", "tokenizer_config.json"):
         write(tmp_path, VOCABULARY, "\n".join(MERGES))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=said) as caught:

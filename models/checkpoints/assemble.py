@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -53,6 +54,19 @@ class Reader(Protocol):
         """
 
 
+def check_layers(config: TransformerConfig, reader: Reader, where: str) -> None:
+    """Refuses a config of more layers than there are tensors, before anything is built of it.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    held = len(reader.keys())
+    if config.n_layers > held:
+        raise ValueError(
+            f"{where} does not fit its config: it holds {held} tensors, for {config.n_layers} layers"
+        )
+
+
 def assemble(
     config: TransformerConfig,
     table: Mapping[str, Source],
@@ -97,7 +111,7 @@ class _Assembly:
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
-        self.reader, self.dtype, self.device = reader, dtype, device
+        self.reader, self.dtype, self.device = reader, dtype, torch.device(device or "cpu")
         with torch.device("meta"), _Undrawn():
             self.made = Transformer(config)
         self.names = _names_of_parameters(self.made)
@@ -128,32 +142,49 @@ class _Assembly:
             keys = self.table[names[0]].keys if names[0] in self.table else (names[0],)
             self.wrong["missing"] += [key for key in keys if key not in self.found]
             return None
-        value = self.converted(given[0])
-        for other in given[1:]:
-            again = self.converted(other)
-            if value is None or again is None:
+        first, *others = given
+        if not others:
+            return self.owned(self.converted(first, self.read(first)))
+        tensors = self.read(first)
+        value = self.converted(first, tensors)
+        for other in others:
+            again = self.read(other)
+            if all(map(is_, tensors, again)):
                 continue
-            if value.dtype != again.dtype or not torch.equal(value, again):
-                first, second = self.table[given[0]].keys, self.table[other].keys
+            repeated = self.converted(other, again)
+            if value is None or repeated is None:
+                continue
+            tied = f"{', '.join(self.table[first].keys)}, tied to it"
+            what = ", ".join(self.table[other].keys)
+            if value.is_meta or repeated.is_meta:
                 self.wrong["wrong"].append(
-                    f"{', '.join(second)} is not {', '.join(first)}, tied to it"
+                    f"{what} on the device meta cannot be compared to {tied}"
                 )
-        return None if value is None else self.owned(value)
+            elif not _equal(value, repeated):
+                self.wrong["wrong"].append(f"{what} is not {tied}")
+        return self.owned(value)
 
     def present(self, name: str) -> bool:
         return name in self.table and self.found.issuperset(self.table[name].keys)
 
-    def converted(self, name: str) -> Tensor | None:
-        """The value of a name; None, and said why, if it is not the parameter's."""
-        source, shape = self.table[name], self.made.get_parameter(name).shape
-        tensors = [self.reader.read(key) for key in source.keys]
+    def read(self, name: str) -> list[Tensor]:
+        """The tensors that a name's value is made from."""
+        tensors = [self.reader.read(key) for key in self.table[name].keys]
         if self.reader.lends:
             self.taken |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return tensors
+
+    def converted(self, name: str, tensors: list[Tensor]) -> Tensor | None:
+        """The value of a name from its tensors; None, and said why, if it is not the parameter's."""
+        source, shape = self.table[name], self.made.get_parameter(name).shape
         held = ", ".join(f"{k} {list(t.shape)}" for k, t in zip(source.keys, tensors, strict=True))
         for key, tensor in zip(source.keys, tensors, strict=True):
             if tensor.dtype not in DTYPES:
                 kinds = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
                 self.wrong["wrong"].append(f"{key} holds {tensor.dtype}, not one of {kinds}")
+                return None
+            if tensor.is_meta and self.device.type != "meta":
+                self.wrong["wrong"].append(f"{key} is on the device meta, where it has no values")
                 return None
         if self.dtype is not None:  # or a sum would be rounded to the file's type first
             wide = [torch.promote_types(tensor.dtype, self.dtype) for tensor in tensors]
@@ -168,9 +199,11 @@ class _Assembly:
             return None
         return value
 
-    def owned(self, value: Tensor) -> Tensor:
+    def owned(self, value: Tensor | None) -> Tensor | None:
         """The value as the model's own: of its dtype, whole, and shared with nobody."""
-        dtype, device = self.dtype or value.dtype, torch.device(self.device or "cpu")
+        if value is None:
+            return None
+        dtype, device = self.dtype or value.dtype, self.device
         storage = value.untyped_storage()
         alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in self.taken
         if not (alone and value.is_contiguous() and (value.dtype, value.device) == (dtype, device)):
@@ -202,6 +235,15 @@ def _names_of_parameters(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
+
+
+def _equal(value: Tensor, other: Tensor) -> bool:
+    """Whether the numbers are the same, those that are none at the same places."""
+    wide = torch.promote_types(value.dtype, other.dtype)
+    value, other = value.to(wide), other.to(wide)
+    if torch.equal(value, other):
+        return True
+    return bool(((value == other) | (value.isnan() & other.isnan())).all())
 
 
 def _set(model: nn.Module, names: Collection[str], value: Tensor) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 # What says nothing about the function from tokens to logits.
 _TOKENS = """
-    bos_token_id cls_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id
+    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id
+    sep_token_id
 """
 _GENERATION = """
     bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample
@@ -22,10 +23,10 @@ _OTHER_TASKS = """
 """
 _TRAINING = "gradient_checkpointing initializer_range"
 _BOOKKEEPING = """
-    _attn_implementation_autoset _commit_hash _name_or_path architectures chunk_size_feed_forward
-    dtype model_type name_or_path output_attentions output_hidden_states return_dict tf_legacy_loss
-    tokenizer_class torch_dtype torchscript transformers_version unsloth_fixed unsloth_version
-    use_bfloat16 use_return_dict
+    _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
+    chunk_size_feed_forward custom_pipelines dtype model_type name_or_path output_attentions
+    output_hidden_states return_dict tf_legacy_loss tokenizer_class torch_dtype torchscript
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_return_dict xla_device
 """
 IDLE = frozenset(f"{_TOKENS} {_GENERATION} {_OTHER_TASKS} {_TRAINING} {_BOOKKEEPING}".split())
 
@@ -85,7 +86,7 @@ class Attributes:
             ValueError: if it has no name here.
         """
         value = self.take(name, default)
-        if value not in meanings:
+        if not isinstance(value, str) or value not in meanings:
             raise self.error(name, value, ", ".join(meanings))
         return meanings[value]
 
@@ -96,10 +97,11 @@ class Attributes:
             ValueError: naming them, if their values differ.
         """
         values = {name: self.take(name, default) for name, default in defaults.items()}
-        if len(set(values.values())) > 1:
+        first = next(iter(values.values()))
+        if any(value != first for value in values.values()):
             listed = ", ".join(f"{name} {value!r}" for name, value in values.items())
             raise ValueError(f"{listed}: this model has one value for all of them")
-        return next(iter(values.values()))
+        return first
 
     def error(self, name: str, value: Any, expressible: str) -> ValueError:
         """The error for a value that the model cannot express."""

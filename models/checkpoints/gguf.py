@@ -79,13 +79,17 @@ def load_gguf(
         config = _config(file)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    divisors = "rope_freqs.weight" if config.positions == "rotary" else ""  # in the config by now
+    ignored = set()
+    if config.positions == "rotary":
+        ignored.add("rope_freqs.weight")  # in the config by now
+    if config.tied_unembed:
+        ignored.add("output.weight")  # where it is, it is the embedding again
     return assemble(
         config,
         _table(config, file.keys()),
         file,
         str(path),
-        ignored=lambda key: key == divisors,
+        ignored=ignored.__contains__,
         dtype=dtype,
         device=device,
     )
@@ -153,8 +157,7 @@ def _config(file: GGUFFile) -> TransformerConfig:
         d_model=d_model,
         d_head=d_head,
         d_mlp=keys.take("feed_forward_length", int),
-        tied_unembed="output.weight" not in file.tensors,
-        **(_llama(keys, file, d_head, n_ctx) if architecture == "llama" else _gpt2(keys)),
+        **(_llama(keys, file, d_head, n_ctx) if architecture == "llama" else _gpt2(keys, file)),
     )
     left = {key: value for key, value in keys.left.items() if key not in _WITHOUT_EFFECT}
     if left:
@@ -163,8 +166,11 @@ def _config(file: GGUFFile) -> TransformerConfig:
     return config
 
 
-def _gpt2(keys: _Keys) -> dict[str, Any]:
-    return {"norm_eps": keys.take("attention.layer_norm_epsilon", float)}
+def _gpt2(keys: _Keys, file: GGUFFile) -> dict[str, Any]:
+    # The converter writes GPT-2's embedding a second time, as the unembedding.
+    output = "output.weight"
+    tied = output not in file.tensors or file.stored_alike(output, "token_embd.weight")
+    return {"norm_eps": keys.take("attention.layer_norm_epsilon", float), "tied_unembed": tied}
 
 
 def _llama(keys: _Keys, file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, Any]:
@@ -172,6 +178,7 @@ def _llama(keys: _Keys, file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, An
         raise ValueError(f"llama.rope.dimension_count is a head's width, {d_head}, not {rotated}")
     ends = {key.split(".", 2)[-1] for key in file.tensors}
     return {
+        "tied_unembed": "output.weight" not in file.tensors,
         "norm": "rmsnorm",
         "norm_eps": keys.take("attention.layer_norm_rms_epsilon", float),
         "positions": "rotary",

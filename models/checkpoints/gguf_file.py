@@ -97,6 +97,18 @@ class GGUFFile:
         """The names of all tensors."""
         return set(self.tensors)
 
+    def stored_alike(self, key: str, other: str) -> bool:
+        """Whether two tensors are of one type and shape, and the same byte for byte."""
+        one, two = self.tensors[key], self.tensors[other]
+        if (one.kind, one.shape) != (two.kind, two.shape):
+            return False
+        with open(self._path, "rb") as file, open(self._path, "rb") as again:
+            file.seek(one.start)
+            again.seek(two.start)
+            return all(
+                file.read(one.row_bytes) == again.read(two.row_bytes) for _ in range(one.n_rows)
+            )
+
     def read(self, key: str) -> Tensor:
         """A tensor's values in float32."""
         import numpy as np

@@ -10,10 +10,10 @@ from models import verification
 from models.checkpoints.assemble import DTYPES
 from models.checkpoints.hub import download, is_hub_name
 from models.checkpoints.huggingface import load_huggingface
-from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
-from models.checkpoints.readers import read_object
+from models.checkpoints.own import BUNDLED, CONFIG, bundled, is_own, load_own
 from models.tokenizers import Tokenizer, tokenizer_from
 from models.tokenizers.tokenizer_json import JsonTokenizer
+from models.tokenizers.vocabulary import read_object
 from models.transformer import Transformer
 
 
@@ -29,7 +29,8 @@ def load(
     Looked for in this order: a model that ships with the package; a directory, of `save` or of
     Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a model of
     the Hugging Face hub, which is downloaded unless its cache has it. While loading, the memory needed
-    is about the model's own.
+    is about the model's own, which is more than the file where that has several types and is read into
+    the widest of them: twice as much, if most of it is bfloat16 and some float32.
 
     Args:
         name_or_path: `"pydoc-4l"`, a path, or a name on the hub such as `"gpt2"`.
@@ -43,11 +44,14 @@ def load(
         FileNotFoundError: if there is no such model; it lists those that ship with the package.
         ImportError: if a library that the format needs is not installed.
         ValueError: naming the file, if it is damaged, holds what cannot be expressed, or its
-            weights are not those of its config; no model is then made. Or if `dtype` is another one.
+            weights are not those of its config; no model is then made. Or if `dtype` is another one,
+            or a model on the device meta is to be verified.
     """
     if dtype is not None and dtype not in DTYPES:
         kinds = ", ".join(map(str, DTYPES))
         raise ValueError(f"dtype is one of {kinds}, not {dtype!r}")
+    if verify and device is not None and torch.device(device).type == "meta":
+        raise ValueError("verify=True computes with weights, and on the device meta there are none")
     path = locate(name_or_path)
     if path.is_file():
         from models.checkpoints.gguf import load_gguf
@@ -55,7 +59,7 @@ def load(
         model = load_gguf(path, dtype, device)
     else:
         described = read_object(path / CONFIG)
-        read = load_huggingface if "model_type" in described else load_own
+        read = load_own if is_own(described) else load_huggingface
         model = read(path, described, dtype, device)
     if verify:
         verification.verify(model)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from models.checkpoints.assemble import Source, assemble
+from models.checkpoints.assemble import Source, assemble, check_layers
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import TransformerConfig
 from models.scaling import RotaryScaling
@@ -21,12 +21,19 @@ from models.tokenizers import CharTokenizer
 from models.transformer import Transformer
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
+# Fields that no family of Hugging Face's has.
+_OWN = ("n_layers", "n_heads", "d_model")
 CONFIG, VOCABULARY = "config.json", "vocabulary.json"
 
 
 def bundled() -> list[str]:
     """Names of the models that ship with the package."""
     return sorted(path.parent.name for path in BUNDLED.glob(f"*/{CONFIG}"))
+
+
+def is_own(described: Mapping[str, Any]) -> bool:
+    """Whether a config.json has this package's fields, not those of Hugging Face."""
+    return "model_type" not in described and not described.keys().isdisjoint(_OWN)
 
 
 def load_own(
@@ -43,6 +50,7 @@ def load_own(
     """
     config = _config(described, directory / CONFIG)
     reader, path = reader_of(directory)
+    check_layers(config, reader, str(path))
     table = {key: Source((key,)) for key in set(reader.keys())}
     return assemble(config, table, reader, str(path), dtype=dtype, device=device)
 

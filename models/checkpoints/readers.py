@@ -2,16 +2,15 @@
 
 import pickle
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.checkpoints.assemble import Reader
-from models.tokenizers.vocabulary import read_json
+from models.tokenizers.vocabulary import read_object
 
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 WHOLE_BIN, SHARDED_BIN = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -68,8 +67,15 @@ class StateReader:
         return self._state.pop(key)
 
 
-def reader_of(directory: Path) -> tuple[Reader, Path]:
+def reader_of(
+    directory: Path, ignored: Callable[[str], bool] = lambda key: False
+) -> tuple[Reader, Path]:
     """A reader of the weights in a directory, and the file to name in errors.
+
+    Args:
+        directory: where the files are.
+        ignored: whether a key carries nothing that is needed: an index may leave it out, or name it
+            where it is not.
 
     Raises:
         FileNotFoundError: if there are no weights, or a file that the index names is not there.
@@ -80,34 +86,21 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         return SafetensorsReader(dict.fromkeys(_safetensors_keys(path), path)), path
     if (directory / SHARDED).is_file():
         index = directory / SHARDED
-        shards = _shards(index)
-        _check_index(
-            index, {path: _safetensors_keys(path) for path in set(shards.values())}, shards
-        )
+        shards = _shards(index, ignored)
+        held = {path: _safetensors_keys(path) for path in set(shards.values())}
+        _check_index(index, held, shards, ignored)
         return SafetensorsReader(shards), index
     if (directory / WHOLE_BIN).is_file():
         path = directory / WHOLE_BIN
         return StateReader(load_bin(path)), path
     if (directory / SHARDED_BIN).is_file():
         index = directory / SHARDED_BIN
-        shards = _shards(index)
+        shards = _shards(index, ignored)
         states = {path: load_bin(path) for path in sorted(set(shards.values()))}
-        _check_index(index, states, shards)
+        _check_index(index, states, shards, ignored)
         return StateReader({key: states[path].pop(key) for key, path in shards.items()}), index
     names = f"{WHOLE}, {SHARDED}, {WHOLE_BIN} or {SHARDED_BIN}"
     raise FileNotFoundError(f"{directory} holds no weights: it has no {names}")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: naming the file, if it is not JSON, or not an object.
-    """
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object: it is {str(value)[:40]!r}")
-    return value
 
 
 def load_bin(path: Path) -> dict[str, Tensor]:
@@ -143,8 +136,8 @@ def _safetensors_keys(path: Path) -> list[str]:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
 
 
-def _shards(index: Path) -> dict[str, Path]:
-    """The file of each tensor, as an index says.
+def _shards(index: Path, ignored: Callable[[str], bool]) -> dict[str, Path]:
+    """The file of each tensor that is needed, as an index says.
 
     Raises:
         FileNotFoundError: naming the files that are not there.
@@ -153,6 +146,7 @@ def _shards(index: Path) -> dict[str, Path]:
     described = read_object(index).get("weight_map")
     if not isinstance(described, dict) or not all(isinstance(n, str) for n in described.values()):
         raise ValueError(f"{index} has no weight_map of tensors to files")
+    described = {key: name for key, name in described.items() if not ignored(key)}
     names = sorted(set(described.values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:
@@ -166,7 +160,10 @@ def _shards(index: Path) -> dict[str, Path]:
 
 
 def _check_index(
-    index: Path, held: Mapping[Path, Collection[str]], shards: Mapping[str, Path]
+    index: Path,
+    held: Mapping[Path, Collection[str]],
+    shards: Mapping[str, Path],
+    ignored: Callable[[str], bool],
 ) -> None:
     wrong = [
         f"{path.name} does not hold {key}" for key, path in shards.items() if key not in held[path]
@@ -175,7 +172,7 @@ def _check_index(
         f"{path.name} holds {key}, which the index does not name"
         for path, keys in held.items()
         for key in keys
-        if shards.get(key) != path
+        if shards.get(key) != path and not ignored(key)
     ]
     if wrong:
         raise ValueError(f"{index} does not fit its files: {'; '.join(wrong)}")

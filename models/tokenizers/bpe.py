@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
+from models.tokenizers.special import special_tokens
 from models.tokenizers.vocabulary import (
     as_known,
     byte_signs,
@@ -35,15 +36,27 @@ class BytePairTokenizer:
         vocabulary: the token of each piece of text; a piece's bytes are written as the signs that
             `models.tokenizers.vocabulary.byte_signs` gives.
         merges: which two pieces are joined, first come first; a space stands between the two.
+        added: tokens besides the vocabulary's, or among them, that are recognised in a text before
+            it is cut, by the text that they stand for.
+        named: what tokens that are recognised likewise are called, by their text; each is among the
+            vocabulary or the added ones.
 
     Raises:
         ImportError: without the library tiktoken.
         ValueError: if the tokens are not 0, 1, 2, ..., each once; if a byte has no token; if a merge
             joins what no earlier one makes, makes what has no token or is made already, or is never
-            reached; or if a piece that no merge makes does not look special (is not in angle brackets).
+            reached; if a piece that no merge makes is neither added nor named, and does not look
+            special (is not in angle brackets); or if two tokens that are recognised may overlap.
     """
 
-    def __init__(self, vocabulary: Mapping[str, int], merges: Sequence[str]) -> None:
+    def __init__(
+        self,
+        vocabulary: Mapping[str, int],
+        merges: Sequence[str],
+        added: Mapping[str, int] | None = None,
+        named: Mapping[str, str] | None = None,
+    ) -> None:
+        vocabulary, recognised = _with_added(vocabulary, added or {}, named or {})
         _check_numbering(vocabulary)
         signs = byte_signs()
         rest = dict(vocabulary)
@@ -64,11 +77,18 @@ class BytePairTokenizer:
             numbers[first + second] = len(numbers)
             self._tokens.append(rest.pop(piece))
             pairs.append(pair)
-        if plain := [piece for piece in rest if not _SPECIAL.fullmatch(piece)]:
+        if plain := [p for p in rest if p not in recognised and not _SPECIAL.fullmatch(p)]:
             raise ValueError(f"no merge makes {few(plain)}, and the vocabulary has it")
         _check_reached(pairs, numbers)
-        special = {piece: number for number, piece in enumerate(rest, start=len(numbers))}
-        self._tokens += rest.values()
+        if signs_of := [p for p in recognised if p not in rest and not p.isascii()]:
+            raise ValueError(
+                f"{few(signs_of)} is written in signs of bytes in the vocabulary, and cannot be "
+                "recognised as it is written"
+            )
+        recognised = rest | recognised
+        _check_apart(recognised)
+        special = {piece: number for number, piece in enumerate(recognised, start=len(numbers))}
+        self._tokens += recognised.values()
         self._numbers = {token: number for number, token in enumerate(self._tokens)}
         self._encoding = library("tiktoken").Encoding(
             "byte pairs", pat_str=PATTERN, mergeable_ranks=numbers, special_tokens=special
@@ -78,10 +98,14 @@ class BytePairTokenizer:
     def of(cls, vocabulary: Path, merges: Path) -> "BytePairTokenizer":
         """The tokenizer of two files, GPT-2's encoder.json and vocab.bpe or others of their form.
 
+        Added and special tokens are those that Hugging Face's files in the same directory give:
+        tokenizer_config.json, added_tokens.json, special_tokens_map.json.
+
         Raises:
             ImportError: without the library tiktoken.
             FileNotFoundError: if a file is not there.
-            ValueError: naming the file that is damaged, or both where they do not fit each other.
+            ValueError: naming the file that is damaged or asks for another tokenizer, or both where
+                they do not fit each other.
         """
         # tiktoken's own reader keeps copies by path, and would give those when a file has changed.
         described = read_json(vocabulary)
@@ -90,8 +114,9 @@ class BytePairTokenizer:
         lines = read(merges).split("\n")
         if lines[0].startswith("#version"):
             del lines[0]
+        beside = special_tokens(vocabulary.parent)
         try:
-            return cls(described, [line for line in lines if line])
+            return cls(described, [line for line in lines if line], *beside)
         except ValueError as error:
             raise ValueError(f"{vocabulary} with {merges.name}: {error}") from None
 
@@ -123,6 +148,46 @@ class BytePairTokenizer:
     def _pieces(self, tokens: Sequence[int]) -> list[bytes]:
         known = as_known(tokens, self._numbers)
         return self._encoding.decode_tokens_bytes([self._numbers[token] for token in known])
+
+
+def _with_added(
+    vocabulary: Mapping[str, int], added: Mapping[str, int], named: Mapping[str, str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The vocabulary with the added tokens, and those of it that are recognised in a text."""
+    for piece, token in added.items():
+        if vocabulary.get(piece, token) != token:
+            raise ValueError(
+                f"the added token {piece!r} is {token}, and in the vocabulary {vocabulary[piece]}"
+            )
+    whole = {**vocabulary, **added}
+    for piece, name in named.items():
+        if piece not in whole:
+            raise ValueError(
+                f"{name} is {piece!r}, which neither the vocabulary nor the added tokens have"
+            )
+    return whole, {piece: whole[piece] for piece in (*added, *named)}
+
+
+def _check_apart(pieces: Collection[str]) -> None:
+    """Refuses two pieces that may overlap in a text.
+
+    Of two that begin at one place, tiktoken takes either, and of two that begin at different places,
+    transformers may take the later.
+    """
+    beginnings: dict[str, set[str]] = defaultdict(set)
+    for piece in pieces:
+        for length in range(1, len(piece) + 1):
+            beginnings[piece[:length]].add(piece)
+    for piece in pieces:
+        for start in range(len(piece)):
+            for end in range(start + 1, len(piece) + 1):
+                part = piece[start:end]
+                meets = beginnings.get(part, set()) - {piece}
+                if others := {each for each in meets if end == len(piece) or each == part}:
+                    raise ValueError(
+                        f"tokens that are recognised in a text do not overlap, as {piece!r} and "
+                        f"{min(others)!r} may"
+                    )
 
 
 def _check_numbering(vocabulary: Mapping[str, int]) -> None:

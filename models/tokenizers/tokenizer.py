@@ -82,12 +82,13 @@ def tokenizer_from(directory: Path) -> Tokenizer:
     """The tokenizer that a directory's files describe.
 
     They are looked for in this order: vocabulary.json, a list of characters, which is this project's
-    own; tokenizer.json; encoder.json with vocab.bpe; vocab.json with merges.txt.
+    own; tokenizer.json; encoder.json with vocab.bpe; vocab.json with merges.txt. With the last two,
+    added_tokens.json, tokenizer_config.json and special_tokens_map.json count as well.
 
     Raises:
         FileNotFoundError: if there is none of them, or only one of two that go together.
         ImportError: naming the library that the files need, where it is missing.
-        ValueError: naming the file that is damaged.
+        ValueError: naming the file that is damaged, or asks for what cannot be expressed.
     """
     if (path := directory / "vocabulary.json").is_file():
         return _characters(path)

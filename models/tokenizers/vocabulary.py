@@ -9,6 +9,9 @@ from typing import Any
 
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256))
 
+# How deeply values may be nested in a JSON file; those of models and tokenizers stay below ten.
+_DEEPEST = 100
+
 
 def byte_signs() -> dict[str, int]:
     """The printable character that stands for each byte in a byte-level vocabulary, and that byte.
@@ -54,12 +57,42 @@ def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
     Raises:
-        ValueError: naming the file, if it is not JSON in UTF-8.
+        ValueError: naming the file, if it is not JSON in UTF-8, or nested too deeply to be read.
     """
     try:
-        return json.loads(read(path))
+        value = json.loads(read(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(path) from None
+    inner = [value]
+    # What could be read may be too deep still to be shown in an error.
+    for _ in range(_DEEPEST):
+        inner = [
+            one
+            for outer in inner
+            if isinstance(outer, dict | list)
+            for one in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if inner:
+        raise _too_deep(path)
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: naming the file, if it is not JSON, or not an object.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object: it is {str(value)[:40]!r}")
+    return value
+
+
+def _too_deep(path: Path) -> ValueError:
+    return ValueError(f"{path} is nested at most {_DEEPEST} deep, and not more")
 
 
 def check_encodable(text: str) -> None:

@@ -13,6 +13,8 @@ __all__ = ["FAMILIES", "Family", "translated"]
 
 _CAUSAL_BUFFERS = (r"h\.\d+\.attn\.(bias|masked_bias)",)
 _ROTARY_BUFFERS = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq")
+# A damaged file's.
+_TOO_MANY_LAYERS = 2**16
 _NEOX_BUFFERS = (r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
 
 FAMILIES: Mapping[str, Family] = {
@@ -46,16 +48,24 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
     Raises:
         ValueError: naming the family or the attribute that is unknown or cannot be expressed.
     """
-    kind = described.get("model_type")
+    if "model_type" not in described:
+        raise ValueError(f"{where}: model_type is missing; it is one of {', '.join(FAMILIES)}")
+    kind = described["model_type"]
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         close = difflib.get_close_matches(str(kind), FAMILIES, n=2)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"{where}: model_type is one of {', '.join(FAMILIES)}, not {kind!r}{hint}")
+    for name in ("n_layer", "num_hidden_layers"):
+        # Before lists of that length are made; what the file's keys say of it comes later.
+        n_layers = described.get(name, 0)
+        if type(n_layers) is not int or n_layers >= _TOO_MANY_LAYERS:
+            rule = f"a whole number below {_TOO_MANY_LAYERS}"
+            raise ValueError(f"{where}: {name} is {rule}, not {n_layers!r}")
     attributes = Attributes(described)
     try:
         config = family.config(attributes)
         attributes.finish()
-    except (TypeError, ValueError) as error:  # a TypeError where a number is text, or null
+    except (TypeError, ValueError, OverflowError) as error:  # numbers that are text, or huge
         raise ValueError(f"{where}: {error}") from None
     return family, config

@@ -94,15 +94,15 @@ def by_kind(n_heads: int) -> Callable[[Tensor], Tensor]:
 
 def window_fields(a: Attributes, window: int | None, types: Sequence[str]) -> dict[str, Any]:
     """Our window fields, from the kind of attention that each layer has."""
-    n_layers = a.take("num_hidden_layers", len(types))
-    if len(types) != n_layers:
-        raise a.error("layer_types", types, f"one for each of {n_layers} layers")
-    unknown = set(types) - {"sliding_attention", "full_attention"}
+    n_layers = a.take("num_hidden_layers", None)
+    if not isinstance(types, list) or n_layers not in (None, len(types)):
+        raise a.error("layer_types", types, f"one for each of {n_layers or 'its'} layers")
+    unknown = [kind for kind in types if kind not in ("sliding_attention", "full_attention")]
     if unknown:
-        raise a.error("layer_types", unknown.pop(), "sliding_attention and full_attention")
+        raise a.error("layer_types", unknown[0], "sliding_attention and full_attention")
     sliding = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
     if not sliding:
         return {}
     if window is None or window < 1:
         raise a.error("sliding_window", window, "at least 1 where there is sliding_attention")
-    return {"window": window, "window_layers": () if len(sliding) == n_layers else sliding}
+    return {"window": window, "window_layers": () if len(sliding) == len(types) else sliding}

@@ -1,5 +1,7 @@
 """GPT-2, GPT-BigCode (StarCoder) and GPT-NeoX (Pythia): LayerNorm, biases, fused attention weights."""
 
+from typing import Any
+
 from models.checkpoints.assemble import Source
 from models.checkpoints.attributes import Attributes
 from models.checkpoints.families.family import ACTIVATIONS, Rows, by_kind, transposed
@@ -9,13 +11,13 @@ from models.config import TransformerConfig
 
 def gpt2_config(a: Attributes) -> TransformerConfig:
     """GPT-2's config (Radford et al. 2019)."""
-    a.only("scale_attn_by_inverse_layer_idx", False)
     # Another order of the same multiplications, against overflow in half precision.
     a.idle("reorder_and_upcast_attn")
     # Of the first release, for GPT's fine-tuning.
     a.only("n_special", 0)
     a.idle("predict_special_tokens")
-    return _learned_positions(a, activation="gelu_new")
+    by_layer = a.take("scale_attn_by_inverse_layer_idx", False)
+    return _learned_positions(a, activation="gelu_new", attn_scale_by_layer=by_layer)
 
 
 def bigcode_config(a: Attributes) -> TransformerConfig:
@@ -30,22 +32,21 @@ def bigcode_config(a: Attributes) -> TransformerConfig:
     return _learned_positions(a, activation="gelu_pytorch_tanh", n_kv_heads=n_kv_heads)
 
 
-def _learned_positions(a: Attributes, activation: str, n_kv_heads: int = 0) -> TransformerConfig:
-    n_ctx = a.take("n_positions", 1024)
-    a.only("n_ctx", None, n_ctx)
+def _learned_positions(a: Attributes, activation: str, **others: Any) -> TransformerConfig:
+    a.idle("n_ctx")  # of the first release; transformers reads n_positions
     return TransformerConfig(
         vocab_size=a.take("vocab_size", 50257),
-        n_ctx=n_ctx,
+        n_ctx=a.take("n_positions", 1024),
         n_layers=a.take("n_layer", 12),
         n_heads=a.take("n_head", 12),
         d_model=a.take("n_embd", 768),
-        n_kv_heads=n_kv_heads,
         d_mlp=a.take("n_inner", None) or 0,
         norm_eps=a.take("layer_norm_epsilon", 1e-5),
         attn_scale=0.0 if a.take("scale_attn_weights", True) else 1.0,
         activation=a.choice("activation_function", activation, ACTIVATIONS),
         tied_unembed=a.take("tie_word_embeddings", True),
         dropout=a.same({"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}),
+        **others,
     )
 
 
@@ -54,18 +55,16 @@ def neox_config(a: Attributes) -> TransformerConfig:
     # Of BERT; the model reads the two dropouts below.
     a.only("attention_probs_dropout_prob", 0)
     a.only("hidden_dropout_prob", 0)
-    n_ctx = a.take("max_position_embeddings", 2048)
     biased = a.take("attention_bias", True)
     spelled = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     return TransformerConfig(
         vocab_size=a.take("vocab_size", 50432),
-        n_ctx=n_ctx,
         n_layers=a.take("num_hidden_layers", 44),
         n_heads=a.take("num_attention_heads", 64),
         d_model=a.take("hidden_size", 6144),
         d_mlp=a.take("intermediate_size", 24576),
         norm_eps=a.take("layer_norm_eps", 1e-5),
-        **rotary(a, n_ctx, spelled, fraction=0.25),
+        **rotary(a, a.take("max_position_embeddings", 2048), spelled, fraction=0.25),
         parallel=a.take("use_parallel_residual", True),
         activation=a.choice("hidden_act", "gelu", ACTIVATIONS),
         qkv_bias=biased,

@@ -51,9 +51,9 @@ GEMMA2 = {
 
 def llama_config(a: Attributes) -> TransformerConfig:
     """Llama's config (Touvron et al. 2023)."""
-    a.only("pretraining_tp", 1)
+    a.idle("pretraining_tp")  # how an old transformers cut its products; the present does not
     a.only("rope_interleaved", False)
-    a.idle("is_llama_config", "max_sequence_length", "transformers.js_config")
+    a.idle("is_llama_config", "transformers.js_config")
     return TransformerConfig(
         **_shared(a, LLAMA),
         **_attention_bias(a),
@@ -64,6 +64,7 @@ def llama_config(a: Attributes) -> TransformerConfig:
 
 def mistral_config(a: Attributes) -> TransformerConfig:
     """Mistral's config: a window in all layers (Jiang et al. 2023)."""
+    a.only("attention_bias", False)
     window, n_layers = a.take("sliding_window", 4096), a.take("num_hidden_layers", 32)
     types = ["full_attention" if window is None else "sliding_attention"] * n_layers
     return TransformerConfig(
@@ -102,6 +103,7 @@ def qwen3_config(a: Attributes) -> TransformerConfig:
 
 def olmo2_config(a: Attributes) -> TransformerConfig:
     """OLMo 2's config: norms of what sublayers add, of all queries and of all keys (2024)."""
+    a.only("clip_qkv", None)
     return TransformerConfig(
         **_shared(a, OLMO2),
         **_attention_bias(a),
@@ -146,7 +148,6 @@ def _shared(a: Attributes, defaults: Mapping[str, Any]) -> dict[str, Any]:
         raise a.error("partial_rotary_factor", positions["rotary_fraction"], "1.0")
     return {
         "vocab_size": value["vocab_size"],
-        "n_ctx": value["max_position_embeddings"],
         "n_layers": value["num_hidden_layers"],
         "n_heads": value["num_attention_heads"],
         "d_model": value["hidden_size"],
