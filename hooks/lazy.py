@@ -130,8 +130,9 @@ class LazyBlock:
         return itertools.chain(self.block.parameters(), self.block.buffers())
 
     def _sample(self) -> list[Tensor]:
-        # Fused optimizers, and whatever goes through `.data`, move no version.
-        return [w.detach().flatten()[:: max(1, w.numel() // 16)].clone() for w in self._weights()]
+        # Fused optimizers move no version. Of edits through `.data`, which do not either, a sample
+        # sees those of a whole matrix.
+        return [_sampled(weight.detach()) for weight in self._weights()]
 
     def _fingerprint(self) -> list[object]:
         state: list[object] = [
@@ -215,6 +216,13 @@ def _held(leaf: Any) -> Any:
         return leaf
     # Inference tensors do not tell when they are overwritten.
     return leaf.clone() if leaf.is_inference() else leaf.detach()
+
+
+def _sampled(line: Tensor) -> Tensor:
+    """Numbers of up to 128 rows and columns."""
+    while line.ndim > 1:
+        line = line.diagonal()
+    return line[:: max(1, len(line) // 64)].clone() if line.ndim else line.clone()
 
 
 def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

@@ -109,9 +109,8 @@ def activation_patching(
     if site not in SITES:
         raise ValueError(f"a site is one of {', '.join(SITES)}, not {site!r}")
     over = SITES[site] if over is None else over
-    over = tuple(over)
-    if over not in (SITES[site], SITES[site][:1]):
-        raise ValueError(f"{site} is patched over {SITES[site]} or {SITES[site][:1]}, not {over}")
+    if tuple(over) not in (SITES[site], SITES[site][:1]):
+        raise ValueError(f"{site} is patched over {SITES[site]} or {SITES[site][:1]}, not {over!r}")
     runner = runner_of(model)
     names = f"blocks.*.{site}"
     clean_logits, cache = runner.run_with_cache(clean, names=names)
@@ -125,8 +124,9 @@ def activation_patching(
         edit = _from(source, dict(zip(over[1:], place, strict=True)))
         found.append(metric(runner.run_with_hooks(corrupted, hooks={name: edit})).mean())
     values = torch.stack(found).view(len(sources), *sizes)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
     clean_metric, corrupted_metric = metric(clean_logits).mean(), metric(model(corrupted)).mean()
-    return PatchingResult(values, over, clean_metric.item(), corrupted_metric.item())
+    return PatchingResult(values, tuple(over), clean_metric.item(), corrupted_metric.item())
 
 
 def _from(source: Tensor, where: dict[str, int]) -> Hook:

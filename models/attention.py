@@ -140,7 +140,8 @@ class Attention(Component):
             v,
             attn_mask=mask,
             dropout_p=self.pattern_dropout.p if self.pattern_dropout.training else 0.0,
-            is_causal=mask is None and bool(q.shape[2] > 1),  # a tensor, while a graph is traced
+            # While a graph is made, sizes are no ints, and what is compared with them no bool.
+            is_causal=True if mask is None and q.shape[2] > 1 else False,  # noqa: SIM210
             scale=self.scale,
             enable_gqa=self.heads[0] != self.heads[1],
         )

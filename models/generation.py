@@ -55,10 +55,11 @@ def generate(
     """Each prompt with its continuation, up to and with a stop token.
 
     A row of a batch gets what it would get alone, up to rounding: other numbers of rows are multiplied
-    by other kernels, so that two all but equally probable tokens may change places. Hooks in force act in every step; to keep values of
-    all steps in one cache, `runner.run_with_cache(prompts, run=functools.partial(generate, model,
-    max_new_tokens=20))`: its positions are those of the prompt and of all new tokens but the last,
-    which the model does not read.
+    by other kernels, so that two all but equally probable tokens may change places.
+
+    Hooks in force act in every step. To keep values of all steps in one cache,
+    `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`: its
+    positions are those of the prompt and of all new tokens but the last, which the model does not read.
 
     Args:
         model: in eval mode.

@@ -81,7 +81,6 @@ class Transformer(BlockWeights):
         if config.tied_unembed:
             self.unembedding.weight = self.token_embedding.weight
         initialise(self)
-        self.register_load_state_dict_post_hook(_tied_again)  # type: ignore[no-untyped-call]  # torch's
 
     def forward(
         self,
@@ -158,26 +157,32 @@ class Transformer(BlockWeights):
         return self.unembed(resid)[:, -last:]
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Refuses two matrices for the one that is tied; PyTorch would take the last."""
-        tied = [f"{prefix}{part}.weight" for part in ("token_embedding", "unembedding")]
-        if self.config.tied_unembed and all(name in state_dict for name in tied):
-            embedding, unembedding = (state_dict[name] for name in tied)
-            known = can_be_read(embedding) and can_be_read(unembedding)
-            if known and not torch.equal(embedding, unembedding.to(embedding)):
+        """Keeps tied weights one parameter, and refuses two for them; PyTorch would take the last."""
+        weights = [m._parameters.get("weight") for m in (self.token_embedding, self.unembedding)]
+        names = [f"{prefix}{part}.weight" for part in ("token_embedding", "unembedding")]
+        given = [state_dict[name] for name in names if isinstance(state_dict.get(name), Tensor)]
+        if weights[0] is not None and weights[0] is weights[1] and given:
+            if _differ(given[0], given[-1]):
                 raise ValueError(
-                    f"{tied[1]} is not {tied[0]}, and this model's config ties them: tied_unembed=False "
-                    "is a model with both"
+                    f"{names[1]} is not {names[0]}, and in this model the two are tied: one with "
+                    "tied_unembed=False has both"
                 )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            if local_metadata.get("assign_to_params_buffers"):
+                # PyTorch would assign each name a parameter of its own.
+                shared = nn.Parameter(given[0], weights[0].requires_grad)
+                state_dict.update(dict.fromkeys(names, shared))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def count_parameters(self) -> int:
         """How many numbers are trained; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
-def _tied_again(model: Transformer, incompatible: object) -> None:
-    """With `assign=True` each name is given a parameter of its own."""
-    if model.config.tied_unembed:
-        model.unembedding.weight = model.token_embedding.weight
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape hold different numbers; NaN is NaN here."""
+    if one is other or one.shape != other.shape or not (can_be_read(one) and can_be_read(other)):
+        return False
+    other = other.to(one.device)
+    return not bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -25,8 +25,8 @@ class BlockWeights(Component):
 
     def __getattr__(self, name: str) -> Any:
         # Where a property finds no module to read, Python asks here.
-        if isinstance(getattr(type(self), name, None), property):
-            raise AttributeError(f"this model has no {name}: its config leaves out what it is of")
+        if isinstance(vars(BlockWeights).get(name), property):
+            raise AttributeError(f"this model has no {name}: a part that it is read from has none")
         return super().__getattr__(name)
 
     def _stack(self, name: str) -> Tensor:

@@ -120,6 +120,13 @@ def test_normalized_and_plotted(model, tokens, corrupted):
         dataclasses.replace(result, clean=result.corrupted).normalized()
 
 
+def test_patching_in_half_precision_can_be_plotted(model, tokens, corrupted):
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    result = activation_patching(model.bfloat16(), tokens, corrupted, logit_diff(3, 11))
+    assert result.values.dtype == torch.float32
+    assert len(result.plot().axes[0].images) == 1
+
+
 def test_patching_keeps_the_dtype_of_the_metric(model, tokens, corrupted):
     model, metric = model.double(), log_prob(4)
     result = activation_patching(model, tokens, corrupted, metric, over=("layer",))

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import prune
 
 from hooks import HookedRunner
 from models import Transformer, TransformerConfig
@@ -239,7 +240,7 @@ def test_shapes_of_weights_with_grouped_heads_and_gates(biased):
 @pytest.mark.parametrize("name", ["W_pos", "W_gate", "b_gate"])
 def test_weights_that_a_model_lacks(name):
     model = variant("sinusoidal")
-    with pytest.raises(AttributeError, match=f"^this model has no {name}: its config leaves"):
+    with pytest.raises(AttributeError, match=f"^this model has no {name}: a part"):
         getattr(model, name)
     assert not hasattr(model, name)
     with pytest.raises(AttributeError, match="has no attribute 'W_pso'"):
@@ -249,12 +250,47 @@ def test_weights_that_a_model_lacks(name):
 
 def test_two_matrices_are_refused_where_one_is_tied(model):
     untied = Transformer(model.config.replace(tied_unembed=False)).state_dict()
-    with pytest.raises(ValueError, match="^unembedding.weight is not token_embedding.weight, and"):
+    with pytest.raises(
+        ValueError, match="^unembedding.weight is not token_embedding.weight, and in this"
+    ):
         model.load_state_dict(untied)
     outer = torch.nn.ModuleDict({"inner": model})
     with pytest.raises(ValueError, match="^inner.unembedding.weight is not inner.token_embedding"):
         outer.load_state_dict({f"inner.{name}": value for name, value in untied.items()})
     Transformer(model.config.replace(tied_unembed=False)).load_state_dict(untied)
+
+
+def test_what_was_untied_by_hand_stays_so(model, tokens):
+    model.unembedding.weight = torch.nn.Parameter(torch.randn(23, 10))
+    expected = model(tokens)
+    model.load_state_dict({}, strict=False)
+    model.load_state_dict(model.state_dict())
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    assert torch.equal(model(tokens), expected)
+    pruned = Transformer(model.config)
+    prune.random_unstructured(pruned.token_embedding, "weight", 0.5)
+    pruned.load_state_dict(pruned.state_dict())
+
+
+def test_tied_weights_that_are_no_numbers_are_tied(model):
+    with torch.no_grad():
+        model.token_embedding.weight[3, 4] = torch.nan
+    copied = Transformer(model.config)
+    copied.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert copied.unembedding.weight is copied.token_embedding.weight
+    with pytest.raises(RuntimeError, match="size mismatch for unembedding.weight"):
+        copied.load_state_dict(model.state_dict() | {"unembedding.weight": torch.zeros(5, 10)})
+
+
+@pytest.mark.parametrize("kept", ["token_embedding.weight", "unembedding.weight"])
+@pytest.mark.parametrize("assign", [True, False])
+def test_one_name_of_tied_weights_is_enough(model, tokens, kept, assign):
+    names = {"token_embedding.weight", "unembedding.weight"}
+    values = {n: v.clone() for n, v in model.state_dict().items() if n not in names - {kept}}
+    fresh = Transformer(model.config).eval()
+    fresh.load_state_dict(values, strict=False, assign=assign)
+    assert torch.equal(fresh(tokens), model(tokens))
+    assert fresh.unembedding.weight is fresh.token_embedding.weight
 
 
 def test_assigned_weights_are_tied_again(model, tokens):
