@@ -66,7 +66,7 @@ def test_fuzz(model, tokens, frozen):
         kind=st.sampled_from(["eager", "lazy", "capture", "grads", "plan"]),
     )
     @settings(
-        max_examples=60,
+        max_examples=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         derandomize=True,
