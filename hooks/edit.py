@@ -1,21 +1,43 @@
 """Edits: hook functions checked against the point that they act on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooks.capture import own_node
 from hooks.errors import EditError, HookError
 from hooks.outputs import first_tensor, with_first_tensor
 from hooks.point import Point
+from hooks.select import Selector, resolve
 from hooks.session import muted
 
 Hook = Callable[[Tensor, Point], Tensor | None]
 """`hook(activation, point)` returns the value to go on with; None goes on with `activation`, as it is
 then. It is the hook's own copy, so that writing into it is an edit too."""
+
+
+def places(
+    selector: Selector,
+    hook: Hook,
+    points: Mapping[str, Point],
+    known: Mapping[str, Point],
+    modules: Mapping[str, nn.Module],
+) -> list[Point]:
+    """Where a hook acts: a module that goes by two names is one place, under the first.
+
+    Raises:
+        TypeError: if the hook is no function.
+        UnknownNameError: if the selector matches nothing.
+    """
+    if not callable(hook):
+        raise TypeError(f"the hook at {selector!r} is a function, not {hook!r}")
+    once: dict[nn.Module, Point] = {}
+    for name, point in resolve(selector, points, known).items():
+        once.setdefault(modules[name], point)
+    return list(once.values())
 
 
 def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:

@@ -66,7 +66,7 @@ def divided(
 
 
 class LazyBlock:
-    """What one block needs to run again: its arguments, and proof that nothing changed since."""
+    """What one block needs to run again: its arguments, and what would tell that it changed since."""
 
     def __init__(self, name: str, block: nn.Module, points: Mapping[str, Point]) -> None:
         self.name = name

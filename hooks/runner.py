@@ -13,7 +13,7 @@ from hooks import storage
 from hooks.cache import ActivationCache
 from hooks.capture import CaptureOptions, Positions, Recorder, require_fired
 from hooks.context import HookContext, hint
-from hooks.edit import Hook, backward_edit, forward_edit
+from hooks.edit import Hook, backward_edit, forward_edit, places
 from hooks.errors import ModeError
 from hooks.lazy import LazyValues, blocks_of, divided, has_forward
 from hooks.plan import Plan, planned
@@ -85,7 +85,8 @@ class HookedRunner:
             lazy: keep the input of each block (a child of a `ModuleList`), and run a block again, with
                 the edits of this run (which must then not be random), when a value inside it is asked
                 for. Equal to an eager cache up to rounding (1e-5 in float32), as the two may run
-                different kernels.
+                different kernels. A model changed since is an error, but that an edit of a part of a
+                matrix through `.data` may go unseen.
             run: what to call in the model's place: a function that runs it many times, such as a
                 generation. The values of all runs are joined along their positions; what attention
                 did not compute, scores of later keys, is zero.
@@ -170,23 +171,15 @@ class HookedRunner:
         again in the backward pass: call `backward()` inside the `with`.
         """
         fired: set[str] = set()
-        edits = self._made(forward_edit, hooks or {}, fired)
-        watches = self._made(backward_edit, backward or {}, fired)
+        edits, watches = (
+            [
+                (point, make(hook, point, fired))
+                for selector, hook in (given or {}).items()
+                for point in places(selector, hook, self.points, self._all, self._modules)
+            ]
+            for make, given in ((forward_edit, hooks), (backward_edit, backward))
+        )
         return HookContext(self.model, self._modules, edits, watches, fired)
-
-    def _made(
-        self, make: Callable[..., Callable[[Any], Any]], hooks: Hooks, fired: set[str]
-    ) -> list[tuple[Point, Callable[[Any], Any]]]:
-        made = []
-        for selector, hook in hooks.items():
-            if not callable(hook):
-                raise TypeError(f"the hook at {selector!r} is a function, not {hook!r}")
-            # A module that goes by two names is one place: it is edited once, under the first.
-            once: dict[nn.Module, Point] = {}
-            for name, point in resolve(selector, self.points, self._all).items():
-                once.setdefault(self._modules[name], point)
-            made += [(point, make(hook, point, fired)) for point in once.values()]
-        return made
 
     def plan(
         self,

@@ -164,7 +164,7 @@ class Transformer(BlockWeights):
         names = [f"{prefix}{part}.weight" for part in ("token_embedding", "unembedding")]
         given = [state_dict[name] for name in names if isinstance(state_dict.get(name), Tensor)]
         if weights[0] is not None and weights[0] is weights[1] and given:
-            if _differ(given[0], given[-1]):
+            if differ(given[0], given[-1]):
                 raise ValueError(
                     f"{names[1]} is not {names[0]}, and in this model the two are tied: one with "
                     "tied_unembed=False has both"
@@ -180,8 +180,8 @@ class Transformer(BlockWeights):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape hold different numbers; NaN is NaN here."""
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one shape hold different numbers; NaN is NaN here, and types may differ."""
     if one is other or one.shape != other.shape or not (can_be_read(one) and can_be_read(other)):
         return False
     other = other.to(one.device)

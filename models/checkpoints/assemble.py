@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from models.config import TransformerConfig
-from models.transformer import Transformer
+from models.transformer import Transformer, differ
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -160,7 +160,7 @@ class _Assembly:
                 self.wrong["wrong"].append(
                     f"{what} on the device meta cannot be compared to {tied}"
                 )
-            elif not _equal(value, repeated):
+            elif differ(value, repeated):
                 self.wrong["wrong"].append(f"{what} is not {tied}")
         return self.owned(value)
 
@@ -235,15 +235,6 @@ def _names_of_parameters(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
-
-
-def _equal(value: Tensor, other: Tensor) -> bool:
-    """Whether the numbers are the same, those that are none at the same places."""
-    wide = torch.promote_types(value.dtype, other.dtype)
-    value, other = value.to(wide), other.to(wide)
-    if torch.equal(value, other):
-        return True
-    return bool(((value == other) | (value.isnan() & other.isnan())).all())
 
 
 def _set(model: nn.Module, names: Collection[str], value: Tensor) -> None:
