@@ -1,5 +1,6 @@
 """Hook points, a runner that listens at them, and the cache it hands back. Knows no transformer."""
 
+from hooks._torch import Identity
 from hooks.cache import ActivationCache
 from hooks.context import HookContext
 from hooks.edit import Hook
@@ -14,7 +15,7 @@ from hooks.errors import (
 )
 from hooks.fused import FusedUnlessHooked
 from hooks.plan import Plan, Planned
-from hooks.point import HookPoint, Passage, Point, index_by_axis
+from hooks.point import HookPoint, Point, index_by_axis
 from hooks.runner import HookedRunner
 from hooks.select import Mode, Selector
 
@@ -29,10 +30,10 @@ __all__ = [
     "HookError",
     "HookPoint",
     "HookedRunner",
+    "Identity",
     "Mode",
     "ModeError",
     "NeverFiredError",
-    "Passage",
     "Plan",
     "Planned",
     "Point",

@@ -6,14 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from torch import Tensor, nn
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
-
+from hooks._torch import Identity
 from hooks.errors import unknown_name
 
 # The axes that count the positions of this call; `key` counts cached positions too.
@@ -40,31 +33,7 @@ class Point:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
 
 
-class Passage(nn.Module):
-    """Gives back its input, as `nn.Identity`, at less cost while nothing listens to it."""
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """`value`, unless a hook says otherwise."""
-        # What nn.Module does, but the way to no hook at all is short: a block has a dozen of these.
-        if (
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-            or _global_forward_hooks
-            or _global_forward_pre_hooks
-            or _global_backward_hooks
-            or _global_backward_pre_hooks
-        ):
-            return super().__call__(value)
-        return value
-
-    def forward(self, value: Tensor) -> Tensor:
-        """`value`."""
-        return value
-
-
-class HookPoint(Passage):
+class HookPoint(Identity):
     """Gives back its input, and gives it a name: the module's path.
 
     Args:

@@ -1,10 +1,9 @@
 """The plain transformer and its forms, checkpoints, tokenizers, generation and training."""
 
-from models import presets as presets
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
-from models.config import TransformerConfig
+from models.config import RotaryScaling, TransformerConfig
 from models.context import Context
 from models.generation import Step, generate, stream
 from models.kvcache import KVCache
@@ -13,7 +12,6 @@ from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
 from models.sampling import Sampling
-from models.scaling import RotaryScaling
 from models.tokenizers import CharTokenizer, Tokenizer
 from models.training import (
     Batches,

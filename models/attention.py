@@ -6,11 +6,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hooks import FusedUnlessHooked, HookPoint, Passage
-from models.component import Component
+from hooks import FusedUnlessHooked, HookPoint, Identity
+from hooks._torch import Component, is_unwatched
 from models.config import TransformerConfig
 from models.context import Context
-from models.linear import Linear, dropout, is_unwatched
+from models.linear import Linear, dropout
 from models.norm import QKNorm
 from models.positions import rotary
 
@@ -105,8 +105,8 @@ class Attention(Component):
         width = config.n_heads * config.d_head
         self.qkv = Linear(config.d_model, sum(self.heads) * config.d_head, config.qkv_bias)
         normed = config.qk_norm != "none"
-        self.q_norm = QKNorm(config.n_heads, config) if normed else Passage()
-        self.k_norm = QKNorm(config.n_kv_heads, config) if normed else Passage()
+        self.q_norm = QKNorm(config.n_heads, config) if normed else Identity()
+        self.k_norm = QKNorm(config.n_kv_heads, config) if normed else Identity()
         self.rotary = rotary(config)
         self.output = Linear(width, config.d_model, config.out_bias)
         self.pattern_dropout = nn.Dropout(config.dropout)

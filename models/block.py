@@ -4,8 +4,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookPoint
+from hooks._torch import Component
 from models.attention import Attention, CappedAttention
-from models.component import Component
 from models.config import TransformerConfig
 from models.context import Context
 from models.mlp import MLP, GatedMLP

@@ -5,13 +5,11 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from models.checks import can_be_read
 from models.config import TransformerConfig
 from models.kvcache import KVCache
 from models.positions import Rotation
-
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Context(NamedTuple):
@@ -142,24 +140,6 @@ def _as_mask(mask: Tensor, shapes: dict[int, tuple[int, ...]]) -> Tensor:
             f"values from {mask.min().item()} to {mask.max().item()}"
         )
     return boolean
-
-
-def check_tokens(tokens: object, rule: str) -> None:
-    """Refuses what is not a matrix of whole numbers.
-
-    Raises:
-        ValueError: `rule`, and what was given.
-    """
-    if not isinstance(tokens, Tensor):
-        raise ValueError(f"{rule}, not a {type(tokens).__name__}")
-    if tokens.ndim != 2 or tokens.dtype not in INTEGERS:
-        raise ValueError(f"{rule}, not {tokens.dtype} of shape {tuple(tokens.shape)}")
-
-
-def can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be looked at now: not while a graph or a plan is made."""
-    absent = tensor.is_meta or isinstance(tensor, FakeTensor)
-    return not absent and not torch.compiler.is_compiling()
 
 
 def _kept(window: int, start: int, end: int) -> int:

@@ -9,10 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from models.context import check_tokens
-from models.fields import check_whole
+from models.checks import check_tokens, check_whole
 from models.kvcache import KVCache
-from models.linear import prepacked, reading
 from models.sampling import Sampling
 from models.transformer import Transformer
 
@@ -50,7 +48,6 @@ def generate(
     seed: int | torch.Generator = 0,
     max_context: int | None = None,
     prefill_chunk: int = 1024,
-    prepack: bool = False,
 ) -> list[list[int]]:
     """Each prompt with its continuation, up to and with a stop token.
 
@@ -71,14 +68,10 @@ def generate(
             it draws the same; or one generator that all rows draw from in turn.
         max_context: the most positions to hold; None for the model's `n_ctx`.
         prefill_chunk: how many positions of the prompts are read at once.
-        prepack: whether to copy the matrices first, in the order in which a CPU multiplies few rows by
-            them. With GPT-2 and eight prompts, steps then take three quarters of the time, and copying
-            as long as five of them; while this runs, the matrices are in memory twice. It is for three
-            and more prompts. Changes that a hook makes to weights through `.data` are then not seen.
 
     Raises:
         ValueError: if an option is outside its range, a prompt is empty or does not fit with its
-            continuation, the model is in training mode, or has nothing to prepack; before any work.
+            continuation, or the model is in training mode; before any work.
             Later, if the logits of a row that has not ended are no numbers.
         TypeError: if the model is none of this package's.
 
@@ -102,8 +95,7 @@ def generate(
         max_context=max_context,
         prefill_chunk=prefill_chunk,
     )
-    with reading(prepacked(model) if prepack else {}):
-        made = [(step.tokens, step.running) for step in steps]
+    made = [(step.tokens, step.running) for step in steps]
     tokens = torch.stack([token for token, _ in made], 1).tolist()
     lengths = torch.stack([running for _, running in made], 1).sum(1).tolist()
     new = [row[:length] for row, length in zip(tokens, lengths, strict=True)]

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from models.checks import check_whole
 from models.config import TransformerConfig
-from models.fields import check_whole
 
 # Room is made for this many positions at a time.
 STEP = 512

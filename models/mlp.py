@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookPoint
-from models.component import Component
+from hooks._torch import Component
 from models.config import TransformerConfig
 from models.linear import Linear, dropout
 

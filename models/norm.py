@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import FusedUnlessHooked, HookPoint, Passage
-from models.component import Component
+from hooks import FusedUnlessHooked, HookPoint, Identity
+from hooks._torch import Component
 from models.config import TransformerConfig
 
 READ = "what the sublayer reads: the norm's output, gain and bias applied"
@@ -128,7 +128,7 @@ class QKNorm(nn.Module):
 def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
     """The config's norm of the stream, or nothing where it is not `present`."""
     if not present or config.norm == "none":
-        return Passage()
+        return Identity()
     if config.norm == "rmsnorm":
         return RMSNorm(config.d_model, config.norm_eps, config.norm_learned, meaning)
     learned, bias = config.norm_learned, config.norm_bias

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from models.config import TransformerConfig
-from models.scaling import RotaryScaling
+from models.config import RotaryScaling, TransformerConfig
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines: Float[batch pos 1 d_rotary], halves repeated."""

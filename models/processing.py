@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.checkpoints.assemble import Source, assemble
+from models.checks import mode
 from models.config import TransformerConfig
-from models.mode import mode
 from models.transformer import Transformer
 from models.verification import deviation, random_tokens
 

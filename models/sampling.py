@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.fields import check_types
+from models.checks import check_types
 
 GREEDY_BELOW = 1e-6
 

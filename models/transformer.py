@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import FusedUnlessHooked, HookPoint, Passage
+from hooks import FusedUnlessHooked, HookPoint, Identity
 from models.attention import SoftCap
 from models.block import block_of
+from models.checks import can_be_read, check_tokens
 from models.config import TransformerConfig
-from models.context import Context, can_be_read, check_tokens, place
+from models.context import Context, place
 from models.initialise import initialise
 from models.kvcache import KVCache
 from models.linear import Linear, dropout
@@ -69,7 +70,7 @@ class Transformer(BlockWeights):
         self.embed = HookPoint("batch pos d_model", "token embeddings")
         added = config.positions in ("learned", "sinusoidal")
         self.pos_embed = (
-            HookPoint("batch pos d_model", "additive position encodings") if added else Passage()
+            HookPoint("batch pos d_model", "additive position encodings") if added else Identity()
         )
         self.rotary = rotary(config)
         self.ln_embed = norm(config, config.embed_norm, "the embeddings' norm: the stream's start")
@@ -77,7 +78,7 @@ class Transformer(BlockWeights):
         self.blocks = nn.ModuleList(block_of(config, layer) for layer in range(config.n_layers))
         self.ln_final = norm(config, config.final_norm, "what the unembedding reads")
         self.unembedding = Linear(config.d_model, config.vocab_size, config.unembed_bias)
-        self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Passage()
+        self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Identity()
         if config.tied_unembed:
             self.unembedding.weight = self.token_embedding.weight
         initialise(self)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hooks import HookedRunner
 from models.block import Block
+from models.checks import mode
 from models.config import TransformerConfig
 from models.kvcache import KVCache
-from models.mode import mode
 from models.transformer import Transformer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from models.component import Component
+from hooks._torch import Component
 from models.linear import Linear
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from models.component import Component
+from hooks._torch import Component
 from models.linear import Linear
 
 

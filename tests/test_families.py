@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoints import from_hf, load
 from models.checkpoints.families import FAMILIES, translated
-from models.config import TransformerConfig
-from models.scaling import RotaryScaling
+from models.config import RotaryScaling, TransformerConfig
 
 COMMON = {"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
 COMMON |= {"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2}

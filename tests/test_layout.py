@@ -32,7 +32,7 @@ def test_imports_go_one_way(path):
 
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError FusedUnlessHooked Hook HookContext
-        HookError HookPoint HookedRunner Mode ModeError NeverFiredError Passage Plan Planned Point Selector
+        HookError HookPoint HookedRunner Mode ModeError NeverFiredError Identity Plan Planned Point Selector
         UnknownNameError index_by_axis""",
     "models": """Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
         RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult Transformer

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from models.checkpoints.assemble import Source, assemble, concatenated
 from models.checkpoints.gguf_file import GGUFFile
-from models.config import TransformerConfig
-from models.scaling import RotaryScaling
+from models.config import RotaryScaling, TransformerConfig
 from models.transformer import Transformer
 
 ARCHITECTURES = ("llama", "gpt2")

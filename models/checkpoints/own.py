@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from models.checkpoints.assemble import Source, assemble, check_layers
 from models.checkpoints.readers import WHOLE, reader_of
-from models.config import TransformerConfig
-from models.scaling import RotaryScaling
+from models.config import RotaryScaling, TransformerConfig
 from models.tokenizers import CharTokenizer
 from models.transformer import Transformer
 

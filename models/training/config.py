@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from models.fields import check_types
+from models.checks import check_types
 
 _COUNTS = ("steps", "batch_size", "evaluate_every")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.context import INTEGERS, check_tokens
+from models.checks import INTEGERS, check_tokens
 
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
 """Draws the batch of a step, counted from 0; the model reads all tokens but the last of each row.

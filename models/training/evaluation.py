@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from models.fields import check_whole
-from models.mode import mode
+from models.checks import check_whole, mode
 from models.training.data import at_least_float32, check_text
 from models.transformer import Transformer
 

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
-from models.mode import mode
+from models.checks import mode
 from models.training.config import TrainingConfig
 from models.training.data import Batches, check_batch, check_text, digest, sample_batch, split
 from models.training.files import RunFiles

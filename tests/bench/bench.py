@@ -105,7 +105,7 @@ def sweep_head() -> Calls:
     return sweep("z", 12 * 12)
 
 
-def generation(shape: peers.Shape, prepack: bool) -> Calls:
+def generation(shape: peers.Shape) -> Calls:
     """Greedy generation of as many tokens, from one prompt and from eight."""
     prompt, ours = shape.tokens(), peers.ours(shape)
     theirs = peers.of_transformers(shape, "sdpa")
@@ -128,21 +128,17 @@ def generation(shape: peers.Shape, prepack: bool) -> Calls:
         "transformers, 8 prompts": lambda: theirs.generate(padded, attention_mask=mask, **options),
         "hookscope, 8 prompts": lambda: generate(ours, prompts, max_new_tokens=new),
     }
-    if prepack:
-        calls["hookscope, 8 prompts, prepacked"] = lambda: generate(
-            ours, prompts, max_new_tokens=new, prepack=True
-        )
     return calls
 
 
 def generate_small() -> Calls:
     """Greedy generation, GPT-2-small shape, prompts of up to 32 tokens, 64 new ones."""
-    return generation(peers.SMALL_PROMPT, prepack=True)
+    return generation(peers.SMALL_PROMPT)
 
 
 def generate_tiny() -> Calls:
     """Greedy generation, 2 layers d=64, prompts of up to 32 tokens, 64 new ones."""
-    return generation(peers.TINY_PROMPT, prepack=False)
+    return generation(peers.TINY_PROMPT)
 
 
 def imports() -> Calls:

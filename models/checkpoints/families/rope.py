@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from models.checkpoints.attributes import Attributes
-from models.scaling import RotaryScaling
+from models.config import RotaryScaling
 
 
 def rotary(

@@ -1,11 +1,20 @@
-"""What every config checks of its fields: types, and floats that are numbers."""
+"""What is checked of arguments: the fields of configs, whole numbers, tokens; and a model's mode."""
 
 import dataclasses
 import difflib
 import math
 import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
+
+import torch
+from torch import Tensor, nn
+
+from hooks._torch import FakeTensor
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_types(config: Any, prefix: str = "") -> None:
@@ -72,6 +81,36 @@ def check_whole(name: str, value: object, least: float = 1) -> None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         bound = "" if math.isinf(least) else f" of at least {least}"
         raise ValueError(f"{name} is a whole number{bound}, not {value!r}")
+
+
+def check_tokens(tokens: object, rule: str) -> None:
+    """Refuses what is not a matrix of whole numbers.
+
+    Raises:
+        ValueError: `rule`, and what was given.
+    """
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"{rule}, not a {type(tokens).__name__}")
+    if tokens.ndim != 2 or tokens.dtype not in INTEGERS:
+        raise ValueError(f"{rule}, not {tokens.dtype} of shape {tuple(tokens.shape)}")
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be looked at now: not while a graph or a plan is made."""
+    absent = tensor.is_meta or isinstance(tensor, FakeTensor)
+    return not absent and not torch.compiler.is_compiling()
+
+
+@contextmanager
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Sets training or evaluation mode; each module gets its own back."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was in before:
+            module.training = was
 
 
 def _is(value: object, kind: Any) -> bool:

@@ -1,0 +1,182 @@
+"""The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd import forward_ad
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "Component",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Identity",
+    "children",
+    "has_hooks",
+    "has_storage",
+    "hooks_of",
+    "is_of_parameter",
+    "is_unwatched",
+    "linear_by_onednn",
+    "memory_of",
+    "own_state",
+    "traced_as_constant",
+    "tree_leaves",
+    "tree_map",
+    "version",
+]
+
+
+class Identity(nn.Module):
+    """Gives back its input, as `nn.Identity` does, at less cost while no hook is set on it.
+
+    >>> Identity()(torch.tensor([2.0, 3.0]))
+    tensor([2., 3.])
+    """
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """`value`, unless a hook changes it."""
+        # nn.Module.__call__ asks the same questions. A block has a dozen of these modules.
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or _global_backward_hooks
+            or _global_backward_pre_hooks
+        ):
+            return super().__call__(value)
+        return value
+
+    def forward(self, value: Tensor) -> Tensor:
+        """`value`."""
+        return value
+
+
+class Component(nn.Module):
+    """An `nn.Module` whose children and weights are found in 0.1 instead of 0.7 microseconds.
+
+    `nn.Module` finds them in `__getattr__`, which Python calls last. A block asks for forty of them in
+    each step, which is a quarter of the time that a small model needs to generate a token. Here the class
+    has a descriptor for each name. It reads the module's own dictionaries, so it is never out of date.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module | nn.Parameter) and not hasattr(type(self), name):
+            kept_in = "_modules" if isinstance(value, nn.Module) else "_parameters"
+            setattr(type(self), name, _Kept(kept_in, name))
+
+
+class _Kept:
+    """A descriptor without `__set__`, so that an instance may also have an attribute of that name."""
+
+    def __init__(self, kept_in: str, name: str) -> None:
+        self.kept_in, self.name = kept_in, name
+
+    def __get__(self, instance: Component | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        try:
+            return instance.__dict__[self.kept_in][self.name]
+        except KeyError:  # this instance may have it elsewhere: nn.Module.__getattr__ comes next
+            raise AttributeError(self.name) from None
+
+
+def children(module: nn.Module) -> Iterator[nn.Module]:
+    """The child modules. `named_children` keeps a set of those seen, which costs more than the rest."""
+    return filter(None, module._modules.values())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether any hook is registered on `module`. No public function says so."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that are registered on `module`, those of backward passes last."""
+    return [
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    ]
+
+
+def own_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's attributes and its buffers, to be put back as they were."""
+    return module.__dict__, module._buffers
+
+
+def version(tensor: Tensor) -> int:
+    """How often `tensor` was written to in place; -1 for an inference tensor, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that two tensors share if they use the same memory. Fake tensors have no `data_ptr`."""
+    return tensor.untyped_storage()._cdata
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` has memory of its own: not inside vmap and grad."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_of_parameter(tensor: Tensor) -> bool:
+    """Whether `tensor` is a parameter or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def is_unwatched(tensor: Tensor) -> bool:
+    """Whether neither autograd, in reverse or forward mode, nor vmap follows what is done to a tensor."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not (tensor.requires_grad or transformed)
+
+
+def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` in float32 by oneDNN, which on some processors takes half the time of the BLAS.
+
+    It is the operator that torch.compile uses; `F.linear` never does. Whatever watches single operations
+    (a dispatch mode, a tracer) is given `F.linear` itself.
+    """
+    if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def traced_as_constant(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Makes torch.compile call `function` while it traces, and keep the answer.
+
+    The mark is what `torch.compiler.assume_constant_result` sets; that function would import the
+    compiler, which takes longer than all else here.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions carry attributes
+    return function
