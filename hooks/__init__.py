@@ -2,8 +2,8 @@
 
 from hooks._torch import Identity
 from hooks.cache import ActivationCache
-from hooks.context import HookContext
-from hooks.edit import Hook
+from hooks.capture import Options
+from hooks.edit import Hook, HookContext
 from hooks.errors import (
     CacheError,
     ContextError,
@@ -13,11 +13,13 @@ from hooks.errors import (
     NeverFiredError,
     UnknownNameError,
 )
-from hooks.fused import FusedUnlessHooked
+from hooks.modes import Mode
+from hooks.names import Selector
 from hooks.plan import Plan, Planned
 from hooks.point import HookPoint, Point, index_by_axis
+from hooks.replay import replay
 from hooks.runner import HookedRunner
-from hooks.select import Mode, Selector
+from hooks.session import FusedUnlessHooked
 
 __all__ = [
     "ActivationCache",
@@ -34,10 +36,12 @@ __all__ = [
     "Mode",
     "ModeError",
     "NeverFiredError",
+    "Options",
     "Plan",
     "Planned",
     "Point",
     "Selector",
     "UnknownNameError",
     "index_by_axis",
+    "replay",
 ]

@@ -7,11 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
+    DataDependentOutputException as DataDependentOutputException,
+)
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException as DynamicOutputShapeException,
+)
+from torch._subclasses.fake_tensor import (
+    FakeCopyMode as FakeCopyMode,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,
 )
 from torch.autograd import forward_ad
 from torch.nn.modules.module import (
@@ -21,30 +29,8 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = [
-    "Component",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeCopyMode",
-    "FakeTensor",
-    "FakeTensorMode",
-    "Identity",
-    "children",
-    "has_hooks",
-    "has_storage",
-    "hooks_of",
-    "is_of_parameter",
-    "is_unwatched",
-    "linear_by_onednn",
-    "memory_of",
-    "own_state",
-    "traced_as_constant",
-    "tree_leaves",
-    "tree_map",
-    "version",
-]
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 
 class Identity(nn.Module):
@@ -130,7 +116,19 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     ]
 
 
-def own_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def state_of(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of `module` and of what is inside it.
+
+    `parameters()` and `buffers()` take ten times as long, as they make names and look for repetitions.
+    """
+    own = (*module._parameters.values(), *module._buffers.values())
+    found = [tensor for tensor in own if tensor is not None]
+    for child in children(module):
+        found += state_of(child)
+    return found
+
+
+def own_attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """A module's attributes and its buffers, to be put back as they were."""
     return module.__dict__, module._buffers
 

@@ -1,6 +1,7 @@
 """ActivationCache: what a run kept, by name, read-only."""
 
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from hooks import names, storage
 from hooks.errors import CacheError, UnknownNameError, unknown_name
-from hooks.lazy import LazyValues
 from hooks.point import Index, index_by_axis
+from hooks.replay import LazyValues
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -27,6 +28,15 @@ class ActivationCache(Mapping[str, Tensor]):
         known: every point of the model, in its order: short forms count layers among these.
         config_hash: says which configuration the values came from.
         grads: gradients by name; None where the run did not ask for them.
+
+    >>> from hooks import HookedRunner, HookPoint
+    >>> model = nn.Sequential(HookPoint("batch d_model"), nn.ReLU()).eval()
+    >>> _, cache = HookedRunner(model).run_with_cache(torch.tensor([[-2.0, 3.0]]))
+    >>> cache
+    ActivationCache of 1 values, 8 bytes
+      0  float32 [1, 2]  batch d_model
+    >>> cache.at(d_model=1)["0"]
+    tensor([3.])
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class ActivationCache(Mapping[str, Tensor]):
             case (str(short), int(layer)):
                 name = self._layered(short, layer)
             case _:
-                raise TypeError(f"a key is a name or a (short name, layer) pair, not {key!r}")
+                raise TypeError(f"a key must be a name or a (short name, layer) pair; got {key!r}")
         if name not in self._values:
             raise unknown_name(name, self._values, "value in this cache")
         return name
@@ -73,7 +83,7 @@ class ActivationCache(Mapping[str, Tensor]):
         at = layer + max(found) + 1 if layer < 0 else layer
         if at not in found:
             raise UnknownNameError(
-                f"{short!r} has layers {min(found)} to {max(found)}, not {layer}"
+                f"{short!r} has layers {min(found)} to {max(found)}; got {layer}"
             )
         return found[at]
 
@@ -207,16 +217,14 @@ class ActivationCache(Mapping[str, Tensor]):
         Raises:
             CacheError: if the file is truncated or foreign, or came from another configuration.
         """
-        values, description = storage.load(Path(path))
-        hashed = description["config_hash"]
+        values, described = storage.load(Path(path))
+        hashed = described["config_hash"]
         if model is not None and storage.config_hash(model) != hashed:
             raise CacheError(
-                f"{path} came from a model with config hash {hashed[:12]}, and this model's is "
+                f"{path} came from a model with config hash {hashed[:12]}; this model's is "
                 f"{storage.config_hash(model)[:12]}"
             )
-        axes = {name: tuple(axes) for name, axes in description["axes"].items()}
-        ordered = {name: values[name] for name in axes}
-        return cls(ordered, axes, tuple(description["known"]), hashed)
+        return cls(values, **described)
 
     def _mapped(
         self, change: Callable[[str, Tensor], Tensor], axes: Mapping[str, tuple[str, ...]]
@@ -226,10 +234,9 @@ class ActivationCache(Mapping[str, Tensor]):
         return ActivationCache(values, axes, self._known, self.config_hash, grads or None)
 
     def __repr__(self) -> str:
-        rows = names.by_layer({name: self._describe(name) for name in self})
-        width = max((len(label) for label, _ in rows), default=0)
-        lines = [f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes"]
-        return "\n".join([*lines, *(f"  {label:<{width}}  {text}" for label, text in rows)])
+        table = names.aligned({name: self._describe(name) for name in self})
+        title = f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes"
+        return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()
 
     def _describe(self, name: str) -> str:
         if isinstance(self._values, LazyValues) and not self._values.is_held(name):

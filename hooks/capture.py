@@ -2,25 +2,33 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor, nn
+from torch import Tensor
 
-from hooks.errors import CacheError, HookError, NeverFiredError
-from hooks.join import joined_by_position
-from hooks.outputs import first_tensor, with_first_tensor
+from hooks._torch import has_storage, is_of_parameter, memory_of, version
+from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
+from hooks.modes import RESIDUAL_STREAM, Windows
+from hooks.outputs import as_node, first_tensor, with_first_tensor
 from hooks.point import POSITION_AXES, Point, index_by_axis, plain_index
-from hooks.select import RESIDUAL_STREAM
 
 Positions = slice | Sequence[SupportsIndex]
-Part = tuple[int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-@dataclasses.dataclass(frozen=True)
-class CaptureOptions:
-    """How captured values are kept; see `HookedRunner.run_with_cache`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run keeps values: keyword arguments of every method that makes or plans a cache.
+
+    Attributes:
+        positions: keep only these positions of the axes `pos` and `query`; nothing else is kept.
+        windows: of the residual stream keep the vectors where this boolean [batch, pos] is True, under
+            the point's name as [window, d_model], and the L2 norms of all, under `NAME.norm` as
+            [batch, pos]. The order of the windows is by row, then by position.
+        device, dtype: where and as what to keep values; integers keep their type.
+        detach: whether kept values are cut from the autograd graph.
+        grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
 
     Raises:
         ValueError: if options contradict each other, or gradients are asked for and switched off.
@@ -28,12 +36,11 @@ class CaptureOptions:
     """
 
     positions: Positions | None = None
-    windows: Bool[Tensor, "batch pos"] | None = None
+    windows: Windows | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
-    inside: tuple[Tensor, ...] = dataclasses.field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.windows is not None:
@@ -41,15 +48,19 @@ class CaptureOptions:
         if self.positions is not None:
             positions = plain_index(self.positions)
             if isinstance(positions, int):
-                raise TypeError(f"positions is a slice or a list of integers, not {positions}")
+                raise TypeError(f"positions must be a slice or a list of integers; got {positions}")
             object.__setattr__(self, "positions", positions)
-        if self.windows is not None:
-            if self.windows.dtype != torch.bool:
-                raise ValueError(f"windows are boolean, not {self.windows.dtype}")
-            # Found here, so that the number of rows is known where tensors are fake.
-            object.__setattr__(self, "inside", self.windows.nonzero(as_tuple=True))
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
+
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
+        """The options among keyword arguments, and the rest, which are the model's."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        given = {name: value for name, value in kwargs.items() if name in names}
+        if given.get("windows") is not None:
+            given["windows"] = Windows(given["windows"])
+        return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
 
     def suited(self, points: dict[str, Point]) -> dict[str, Point]:
         """`points`, if every option acts on some of them.
@@ -57,36 +68,27 @@ class CaptureOptions:
         Raises:
             ValueError: if there are windows, and no point of the residual stream.
         """
-        if self.windows is not None and not any(map(self._has_windows, points.values())):
+        if self.windows is not None and not any(map(self.windows.divide, points.values())):
             raise ValueError(
-                "windows= choose positions of the residual stream, and none of its points is asked for "
-                f"({', '.join(sorted(RESIDUAL_STREAM))})"
+                "windows= needs a point of the residual stream, "
+                f"{', '.join(sorted(RESIDUAL_STREAM))}; got none"
             )
         return points
 
-    def _has_windows(self, point: Point) -> bool:
-        return point.name.rpartition(".")[2] in RESIDUAL_STREAM
-
     def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
         """The names under which the value of `point` is kept, each with its axes."""
-        if self.windows is None or not self._has_windows(point):
+        if self.windows is None or not self.windows.divide(point):
             return {point.name: point.axes}
-        return {
-            point.name: ("window", *point.axes[2:]),
-            f"{point.name}.norm": point.axes[:-1],
-        }
+        return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
 
     def reduce(self, value: Tensor, point: Point) -> Iterator[tuple[str, Tensor]]:
         """What is left of `value`, under each name of `kept_as`."""
-        names = list(self.kept_as(point))
         parts = [value]
-        if self.windows is not None and len(names) == 2:
-            _check_windows(self.windows, value, point)
-            wide = torch.promote_types(value.dtype, torch.float32)
-            parts = [value[self.inside], torch.linalg.vector_norm(value, dim=-1, dtype=wide)]
+        if self.windows is not None and self.windows.divide(point):
+            parts = self.windows.reduce(value, point)
         elif self.positions is not None:
-            parts = [take_positions(value, point, self.positions)]
-        for name, part in zip(names, parts, strict=True):
+            parts = [_take_positions(value, point, self.positions)]
+        for name, part in zip(self.kept_as(point), parts, strict=True):
             # Integers, token ids for instance, would be rounded.
             yield name, part.to(self.device, self.dtype if part.is_floating_point() else None)
 
@@ -106,7 +108,7 @@ class Recorder:
     def __init__(
         self,
         points: Mapping[str, Point],
-        options: CaptureOptions,
+        options: Options,
         when_complete: Callable[[], None] | None = None,
         joined: bool = False,
     ) -> None:
@@ -144,32 +146,30 @@ class Recorder:
 
         return record
 
-    def finish(self, hint: str = "") -> None:
+    def finish(self, reason: str = NEVER_FIRED) -> None:
         """Puts values in the model's order, and makes sure that they are all there and untouched.
 
         Raises:
-            NeverFiredError: names the points that the run did not reach.
+            NeverFiredError: names the points that the run did not reach, with `reason`.
             CacheError: names the points whose values a later module overwrote in place.
         """
-        require_fired(self.points, self._fired, hint)
+        require_fired(self.points, self._fired, reason)
         if self._parts is not None:
-            self.values = {
-                n: joined_by_position(p, n, self.axes[n]) for n, p in self._parts.items()
-            }
+            self.values = {n: join(p, n, self.axes[n]) for n, p in self._parts.items()}
         self.values = {name: self.values[name] for name in self.axes}
-        for name, version in self._versions.items():
-            if self.values[name]._version != version:
+        for name, before in self._versions.items():
+            if version(self.values[name]) != before:
                 raise CacheError(
                     f"the value of {name} was changed in place by the model after it was captured; "
                     "ask for the module that changed it, or switch its in-place option off"
                 )
         if self.options.detach:
-            self.values = without_neighbours(self.values)
+            self.values = _compacted(self.values)
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         if not value.is_floating_point():
             raise HookError(f"{point.name} holds {value.dtype}, which has no gradient")
-        value = own_node(value)
+        value = as_node(value)
         # The hook lives as long as the graph: it must not hold the recorder, which holds values.
         grads, options = self.grads, self.options
 
@@ -181,7 +181,7 @@ class Recorder:
 
     def _keep(self, value: Tensor, point: Point) -> None:
         # A weight, or a view of one, would change with the next training step.
-        if isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter):
+        if is_of_parameter(value):
             value = value.clone()
         value = value.detach() if self.options.detach else value
         for name, kept in self.options.reduce(value, point):
@@ -194,29 +194,38 @@ class Recorder:
                 # Inference tensors do not tell when they are overwritten.
                 self.values[name] = kept.clone()
             else:
-                self.values[name], self._versions[name] = kept, kept._version
+                self.values[name], self._versions[name] = kept, version(kept)
 
 
-def own_node(value: Tensor) -> Tensor:
-    """`value` as a node of its own, so that its gradient counts only what flows through this point.
+def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
+    """The values of several runs, a generation's for instance, as those of one run over all positions.
 
-    Where nothing before the point needs a gradient (frozen weights), the point becomes the leaf.
+    Along `key` each part ends at its own last position; where a part has no key, there is zero.
     """
-    return value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-
-
-def require_fired(points: Mapping[str, Point], fired: set[str], hint: str = "") -> None:
-    """Raises NeverFiredError, naming them, if some of `points` are not among the `fired`."""
-    missing = [name for name in points if name not in fired]
-    if missing:
-        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise NeverFiredError(
-            f"never reached by this forward pass: {', '.join(missing[:5])}{rest}"
-            + (f"; {hint}" if hint else "")
+    along = [axis for axis in axes if axis in POSITION_AXES]
+    if len(along) != 1:
+        has = f"has the axes {' '.join(axes)}" if axes else "declares no axes"
+        raise HookError(
+            f"the values of several runs are joined along one axis of positions, and {name} {has}"
         )
+    at = axes.index(along[0])
+    if "key" in axes:
+        key = axes.index("key")
+        before = parts[0].shape[key] - parts[0].shape[at]
+        ends = [before + end for end in accumulate(part.shape[at] for part in parts)]
+        parts = [_padded(part, key, end, ends[-1]) for part, end in zip(parts, ends, strict=True)]
+    return torch.cat(list(parts), at)
 
 
-def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
+def _padded(part: Tensor, axis: int, end: int, size: int) -> Tensor:
+    """`part` in a tensor of zeros whose `axis` has this size, so that it ends before `end`."""
+    shape = [*part.shape[:axis], size, *part.shape[axis + 1 :]]
+    whole = part.new_zeros(shape)
+    whole.narrow(axis, end - part.shape[axis], part.shape[axis]).copy_(part)
+    return whole
+
+
+def _take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
     """A copy of the given positions of `value`, along the axes that count positions of this call."""
     if not point.axes:
         raise HookError(f"positions= needs named axes, and {point.name} declares none")
@@ -225,7 +234,7 @@ def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
             continue
         size = value.shape[point.axes.index(axis)]
         if not isinstance(positions, slice) and not all(-size <= int(p) < size for p in positions):
-            raise HookError(f"positions {positions} do not all lie in the {size} of {point}")
+            raise HookError(f"positions must lie in the {size} of {point}; got {positions}")
         value = value[index_by_axis(point.axes, {axis: positions}, point.name)]
         value = value.clone() if isinstance(positions, slice) else value
         if value.shape[point.axes.index(axis)] == 0:
@@ -233,37 +242,23 @@ def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
     return value
 
 
-def without_neighbours(values: dict[str, Tensor]) -> dict[str, Tensor]:
+def _compacted(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """`values`, copied where they are small parts of memory that nothing else of them uses.
 
     Queries, for instance, may be a view of what one matrix gave as queries, keys and values.
     """
-    parts: dict[int, dict[Part, Tensor]] = {}
-    for value in values.values():
-        if _has_storage(value):
-            parts.setdefault(value.untyped_storage()._cdata, {})[_part(value)] = value
+    parts: dict[int, dict[object, Tensor]] = {}
+    for value in filter(has_storage, values.values()):
+        parts.setdefault(memory_of(value), {})[_place(value)] = value
     for held in parts.values():
-        first = next(iter(held.values()))
-        if sum(value.nbytes for value in held.values()) < first.untyped_storage().nbytes():
-            held.update({part: value.clone() for part, value in held.items()})
+        whole = next(iter(held.values())).untyped_storage().nbytes()
+        if sum(value.nbytes for value in held.values()) < whole:
+            held.update({place: value.clone() for place, value in held.items()})
     return {
-        name: parts[value.untyped_storage()._cdata][_part(value)] if _has_storage(value) else value
+        name: parts[memory_of(value)][_place(value)] if has_storage(value) else value
         for name, value in values.items()
     }
 
 
-def _part(value: Tensor) -> Part:
+def _place(value: Tensor) -> object:
     return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
-
-
-def _has_storage(value: Tensor) -> bool:
-    """Tensors inside vmap and grad have none."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def _check_windows(windows: Tensor, value: Tensor, point: Point) -> None:
-    if windows.shape != value.shape[:2]:
-        raise HookError(
-            f"windows are [batch, pos], {tuple(value.shape[:2])} at {point.name}, "
-            f"not {tuple(windows.shape)}"
-        )

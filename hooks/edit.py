@@ -1,4 +1,4 @@
-"""Edits: hook functions checked against the point that they act on."""
+"""Edits: hook functions checked against the points that they act on, and the `with` in which they act."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -7,24 +7,70 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.capture import own_node
-from hooks.errors import EditError, HookError
-from hooks.outputs import first_tensor, with_first_tensor
+from hooks.errors import ContextError, EditError, HookError, require_fired
+from hooks.names import Selector, resolve
+from hooks.outputs import as_node, first_tensor, with_first_tensor
 from hooks.point import Point
-from hooks.select import Selector, resolve
-from hooks.session import muted
+from hooks.session import Session, muted
 
 Hook = Callable[[Tensor, Point], Tensor | None]
 """`hook(activation, point)` returns the value to go on with; None goes on with `activation`, as it is
 then. It is the hook's own copy, so that writing into it is an edit too."""
 
+Hooks = Mapping[Any, Hook]
+"""What to run where: a function for each `Selector`."""
+
+
+Listener = tuple[Point, Callable[[Any], Any], bool]
+"""A place, the forward hook there, and whether running a block again must repeat it."""
+
+
+class HookContext:
+    """Edits that act inside one `with`, once; made by `HookedRunner.hooks`.
+
+    Raises:
+        ContextError: on entering a second time.
+        NeverFiredError: on leaving, if a forward pass was completed inside and missed an edited point.
+
+    >>> from hooks import HookedRunner
+    >>> model = nn.Sequential(nn.ReLU())
+    >>> with HookedRunner(model).hooks({"0": lambda value, point: value * 3}):
+    ...     model(torch.tensor([2.0, 5.0]))
+    tensor([ 6., 15.])
+    """
+
+    def __init__(self, model: nn.Module, listeners: list[Listener], fired: set[str]) -> None:
+        self._model = model
+        self._listeners = listeners
+        self._fired = fired
+        self._session: Session | None = None
+        self._completed = False
+
+    def __enter__(self) -> None:
+        if self._session is not None:
+            raise ContextError("a hook context can be entered once: call hooks() again for another")
+        self._session = Session()
+        self._session.__enter__()
+        try:
+            for point, listener, is_edit in self._listeners:
+                self._session.after(point.module, listener, is_edit)
+            self._session.after(self._model, self._complete)
+        except BaseException:
+            self._session.__exit__()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        assert self._session is not None
+        self._session.__exit__()
+        if kind is None and self._completed:
+            require_fired([point.name for point, _, _ in self._listeners], self._fired)
+
+    def _complete(self, output: Any) -> None:
+        self._completed = True
+
 
 def places(
-    selector: Selector,
-    hook: Hook,
-    points: Mapping[str, Point],
-    known: Mapping[str, Point],
-    modules: Mapping[str, nn.Module],
+    selector: Selector, hook: Hook, known: Mapping[str, Point], points: Mapping[str, Point]
 ) -> list[Point]:
     """Where a hook acts: a module that goes by two names is one place, under the first.
 
@@ -33,10 +79,10 @@ def places(
         UnknownNameError: if the selector matches nothing.
     """
     if not callable(hook):
-        raise TypeError(f"the hook at {selector!r} is a function, not {hook!r}")
+        raise TypeError(f"the hook at {selector!r} must be a function; got {hook!r}")
     once: dict[nn.Module, Point] = {}
-    for name, point in resolve(selector, points, known).items():
-        once.setdefault(modules[name], point)
+    for point in resolve(selector, known, points).values():
+        once.setdefault(point.module, point)
     return list(once.values())
 
 
@@ -67,7 +113,7 @@ def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], 
         fired.add(point.name)
         if not (torch.is_grad_enabled() and value.is_floating_point()):
             raise HookError(f"a backward hook at {point.name} needs gradients, and none flow here")
-        value = own_node(value)
+        value = as_node(value)
         value.register_hook(lambda grad: _run(hook, grad, point))
         return with_first_tensor(output, value)
 
@@ -84,12 +130,12 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
     if new is None:
         return copy
     if not isinstance(new, Tensor):
-        raise EditError(f"a hook at {point} returns a tensor or None, not {type(new).__name__}")
+        raise EditError(f"a hook at {point} must return a tensor or None; got {new!r}")
     for what in ("shape", "dtype", "device"):
         given, expected = getattr(new, what), getattr(value, what)
         if given != expected:
             given, expected = _plain(given), _plain(expected)
-            raise EditError(f"a hook at {point} must keep the {what} {expected}, not give {given}")
+            raise EditError(f"a hook at {point} must keep the {what} {expected}; got {given}")
     return new
 
 

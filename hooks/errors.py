@@ -12,9 +12,19 @@ HookError
 import difflib
 from collections.abc import Iterable
 
+NEVER_FIRED = (
+    "this input may not lead there, a parent may compute it another way (PyTorch's own attention layers "
+    "do unless torch.backends.mha.set_fastpath_enabled(False)), or the model was compiled before the "
+    "hooks were set; choose points that leave it out if that is meant"
+)
+
 
 class HookError(Exception):
-    """Any error of this package."""
+    """Any error of this package.
+
+    >>> issubclass(UnknownNameError, HookError), issubclass(UnknownNameError, KeyError)
+    (True, True)
+    """
 
 
 class UnknownNameError(HookError, KeyError):
@@ -22,6 +32,9 @@ class UnknownNameError(HookError, KeyError):
 
     Attributes:
         close_matches: the known names nearest to the one asked for, best first.
+
+    >>> unknown_name("atn.q", ["attn.q", "mlp.pre"], "hook point").close_matches
+    ('attn.q',)
     """
 
     def __init__(self, message: str, close_matches: tuple[str, ...] = ()) -> None:
@@ -33,23 +46,58 @@ class UnknownNameError(HookError, KeyError):
 
 
 class NeverFiredError(HookError):
-    """A requested point that the forward pass did not reach."""
+    """A requested point that the forward pass did not reach.
+
+    >>> require_fired(["left", "right"], {"left"}, "an input may not lead there")
+    Traceback (most recent call last):
+    hooks.errors.NeverFiredError: the forward pass never reached right: an input may not lead there
+    """
 
 
 class EditError(HookError):
-    """A hook that returned something the point cannot carry."""
+    """A hook that returned something the point cannot carry.
+
+    >>> import torch
+    >>> from hooks import HookedRunner
+    >>> model = torch.nn.Sequential(torch.nn.ReLU())
+    >>> HookedRunner(model).run_with_hooks(torch.ones(2), hooks={"0": lambda value, point: value[:1]})
+    Traceback (most recent call last):
+    hooks.errors.EditError: a hook at 0 must keep the shape (2,); got (1,)
+    """
 
 
 class ModeError(HookError):
-    """An extraction that the model's state forbids."""
+    """An extraction that the model's state forbids.
+
+    >>> import torch
+    >>> from hooks import HookedRunner
+    >>> HookedRunner(torch.nn.Sequential(torch.nn.ReLU())).run_with_cache(torch.ones(2), mode="full")
+    Traceback (most recent call last):
+    hooks.errors.ModeError: mode 'full' needs a model in evaluation mode: call model.eval() first
+    """
 
 
 class ContextError(HookError):
-    """A hook context used twice."""
+    """A hook context used twice.
+
+    >>> import torch
+    >>> from hooks import HookedRunner
+    >>> context = HookedRunner(torch.nn.Sequential(torch.nn.ReLU())).hooks()
+    >>> with context: pass
+    >>> with context: pass
+    Traceback (most recent call last):
+    hooks.errors.ContextError: a hook context can be entered once: call hooks() again for another
+    """
 
 
 class CacheError(HookError):
-    """A cache, or a file of one, that cannot answer."""
+    """A cache, or a file of one, that cannot answer.
+
+    >>> from hooks import ActivationCache
+    >>> ActivationCache({}, {}, (), "").drop()
+    Traceback (most recent call last):
+    hooks.errors.CacheError: only a lazy cache can drop values and compute them again
+    """
 
 
 def close_matches(name: str, known: Iterable[str], most: int = 5) -> tuple[str, ...]:
@@ -65,3 +113,12 @@ def unknown_name(name: str, known: Iterable[str], what: str) -> UnknownNameError
     matches = close_matches(name, known)
     hint = f"; close matches: {', '.join(matches)}" if matches else ""
     return UnknownNameError(f"no {what} is named {name!r}{hint}", matches)
+
+
+def require_fired(names: Iterable[str], fired: set[str], reason: str = NEVER_FIRED) -> None:
+    """Raises NeverFiredError, with a reason, if some of `names` are not among the `fired`."""
+    missing = [name for name in names if name not in fired]
+    if missing:
+        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        listed = ", ".join(missing[:5])
+        raise NeverFiredError(f"the forward pass never reached {listed}{rest}: {reason}")

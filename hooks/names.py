@@ -1,15 +1,95 @@
-"""Reading layers out of names: `blocks.3.attn.q` is `attn.q` of layer 3."""
+"""Names of points: reading layers out of them, and selectors, by which a run says which ones it is about."""
 
+import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from hooks.errors import UnknownNameError, unknown_name
+from hooks.modes import LAST_PARTS, Mode
+from hooks.point import Point
+
+Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
+"""A name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.
+
+>>> list(resolve(["embed", "*.q"], {n: Point(n) for n in ("embed", "blocks.0.q", "blocks.0.k")}))
+['embed', 'blocks.0.q']
+"""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
+def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
+    """The names, globs, predicates and modes that a selector is made of.
+
+    Raises:
+        TypeError: if a part of it is none of these.
+    """
+    if isinstance(selector, str) or callable(selector):
+        return [selector]
+    if isinstance(selector, Iterable):
+        return [part for nested in selector for part in flatten(nested)]
+    raise TypeError(
+        "a selector must be a name, a glob, a predicate, a mode or a list of them; "
+        f"got {selector!r}"
+    )
+
+
+def resolve(
+    selector: Selector, known: Mapping[str, Point], points: Mapping[str, Point] | None = None
+) -> dict[str, Point]:
+    """The points that `selector` names, in the model's order.
+
+    Args:
+        selector: what to look for.
+        known: every module. An exact name may be any of them, and a glob that matches no point.
+        points: those that globs, predicates and modes range over; None for all.
+
+    Raises:
+        UnknownNameError: if a part of the selector matches nothing; it carries close matches.
+        TypeError: if a part of the selector is none of the kinds above.
+    """
+    parts = flatten(selector)
+    if not parts:
+        raise UnknownNameError("an empty selector matches no hook point")
+    points = known if points is None else points
+    chosen = {name for part in parts for name in _matching(part, known, points)}
+    return {name: point for name, point in known.items() if name in chosen}
+
+
+def _matching(
+    part: str | Callable[[Point], bool], known: Mapping[str, Point], points: Mapping[str, Point]
+) -> list[str]:
+    if isinstance(part, Mode):
+        last = LAST_PARTS[part]
+        found = [name for name in points if last is None or name.rpartition(".")[2] in last]
+        if not found and part is not Mode.none:
+            raise UnknownNameError(f"mode {part.value!r} matches no hook point of this model")
+    elif isinstance(part, str):
+        found = [part] if part in known else _glob(part, points) or _glob(part, known)
+        if not found and part in list(Mode):
+            raise UnknownNameError(
+                f"no hook point is named {part!r}; for the mode, give mode={part!r}"
+            )
+        if not found:
+            raise unknown_name(part, points or known, "hook point")
+    else:
+        found = [name for name, point in points.items() if part(point)]
+        if not found:
+            what = getattr(part, "__name__", part)
+            raise UnknownNameError(f"the predicate {what!r} matches no hook point of this model")
+    return found
+
+
+def _glob(pattern: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+
 def layer_of(name: str) -> int | None:
-    """The first number among the parts of `name`, or None."""
+    """The first number among the parts of `name`, or None.
+
+    >>> layer_of("blocks.3.attn.q")
+    3
+    """
     found = _NUMBER.search(name)
     return int(found.group()) if found else None
 
@@ -27,9 +107,9 @@ def layers(short: str, names: Iterable[str]) -> dict[int, str]:
         if layer is None or not (name == short or name.endswith("." + short)):
             continue
         if layer in found:
+            both = (found[layer], name)
             raise UnknownNameError(
-                f"{short!r} is ambiguous in layer {layer}: {found[layer]} or {name}",
-                (found[layer], name),
+                f"{short!r} is ambiguous in layer {layer}: {' or '.join(both)}", both
             )
         found[layer] = name
     if not found:
@@ -37,28 +117,17 @@ def layers(short: str, names: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def by_layer(described: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Names with their descriptions; layers that have the same description share a line.
+def aligned(described: Mapping[str, str]) -> str:
+    """A line for each name and description; layers that have the same description share one.
 
-    >>> by_layer({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"})
-    [('embed', 'tokens'), ('blocks.0-1.q', 'queries')]
+    >>> print(aligned({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"}))
+    embed         tokens
+    blocks.0-1.q  queries
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, description in described.items():
         groups.setdefault((_NUMBER.sub("#", name, count=1), description), []).append(name)
-    return [
-        (_label(pattern, group), description) for (pattern, description), group in groups.items()
-    ]
-
-
-def aligned(described: Mapping[str, str]) -> str:
-    """The lines of `by_layer`, descriptions below each other.
-
-    >>> print(aligned({"embed": "tokens", "blocks.0.q": "queries"}))
-    embed       tokens
-    blocks.0.q  queries
-    """
-    rows = by_layer(described)
+    rows = [(_label(pattern, group), text) for (pattern, text), group in groups.items()]
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
 

@@ -17,7 +17,7 @@ def first_tensor(output: Any, point: Point) -> Tensor:
     Raises:
         HookError: if there is none.
     """
-    for tensor in _tensors(output):
+    for tensor in tensors_in(output):
         return tensor
     raise HookError(f"{point.name} returned no tensor but {type(output).__name__}")
 
@@ -26,18 +26,17 @@ def with_first_tensor(output: Any, value: Tensor) -> Any:
     """A copy of `output` in which `value` stands where `first_tensor` found one."""
     if isinstance(output, Tensor):
         return value
-    for key, field in _fields(output):
-        if next(_tensors(field), None) is not None:
-            return _replace(output, key, with_first_tensor(field, value))
-    raise AssertionError("first_tensor comes first")
+    key, field = next((k, f) for k, f in _fields(output) if any(True for _ in tensors_in(f)))
+    return _replace(output, key, with_first_tensor(field, value))
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, in order."""
     if isinstance(output, Tensor):
         yield output
         return
     for _, field in _fields(output):
-        yield from _tensors(field)
+        yield from tensors_in(field)
 
 
 def _fields(output: Any) -> list[tuple[Any, Any]]:
@@ -61,3 +60,11 @@ def _replace(output: Any, key: Any, field: Any) -> Any:
         # Not dataclasses.replace, which would run the class's own initialisation again.
         object.__setattr__(changed, key, field)
     return changed
+
+
+def as_node(value: Tensor) -> Tensor:
+    """`value` as a node of the graph, so that its gradient counts only what flows through this point.
+
+    Where nothing before the point needs a gradient (frozen weights), the point becomes the leaf.
+    """
+    return value.view_as(value) if value.requires_grad else value.detach().requires_grad_()

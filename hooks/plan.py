@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+
+from hooks._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
+    own_attributes,
+    tree_map,
 )
-from torch.utils._pytree import tree_map
-
 from hooks.cache import ActivationCache
-from hooks.capture import CaptureOptions
+from hooks.capture import Options
 from hooks.errors import HookError
 from hooks.point import Point
 
@@ -32,6 +33,9 @@ class Planned:
         axes: their names; empty where the module declares none.
         dtype: its type.
         nbytes: its size in bytes if nothing shares its memory.
+
+    >>> Planned((2, 3), ("batch", "pos"), torch.float32, 24).nbytes
+    24
     """
 
     shape: tuple[int, ...]
@@ -47,6 +51,11 @@ class Plan:
     Attributes:
         values: each value by name.
         nbytes: the memory of the whole cache, in bytes: values that share memory count once.
+
+    >>> from hooks import HookedRunner
+    >>> plan = HookedRunner(nn.Sequential(nn.Linear(3, 5)).eval()).plan(torch.ones(2, 3))
+    >>> plan.nbytes, plan.values["0"].shape
+    (40, (2, 5))
     """
 
     values: Mapping[str, Planned]
@@ -57,7 +66,7 @@ def planned(
     model: nn.Module,
     run: Callable[..., tuple[Any, ActivationCache]],
     points: Mapping[str, Point],
-    options: CaptureOptions,
+    options: Options,
     args: Any,
     kwargs: Any,
 ) -> Plan:
@@ -85,7 +94,7 @@ def planned(
 @contextmanager
 def _kept_clean(model: nn.Module) -> Iterator[None]:
     """Takes back the fake tensors that a model which memoises tensors has put among its own."""
-    owned = [store for module in model.modules() for store in (module.__dict__, module._buffers)]
+    owned = [store for module in model.modules() for store in own_attributes(module)]
     before = [dict(store) for store in owned]
     try:
         yield

@@ -1,10 +1,12 @@
-"""HookPoint, the identity module that names a value, and the axes it declares."""
+"""HookPoint, the identity module that names a value; Point, a place to listen; indices by axis name."""
 
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import SupportsIndex
+
+from torch import nn
 
 from hooks._torch import Identity
 from hooks.errors import unknown_name
@@ -23,11 +25,16 @@ class Point:
         name: the module's path, such as `blocks.3.attn.z`.
         axes: names of the value's axes; empty where the module declares none.
         meaning: what the value is, in a few words.
+        module: the module whose output is the value.
+
+    >>> print(Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head")))
+    blocks.3.attn.z [batch pos head d_head]
     """
 
     name: str
     axes: tuple[str, ...] = ()
     meaning: str = ""
+    module: nn.Module = field(default_factory=Identity, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
@@ -41,7 +48,10 @@ class HookPoint(Identity):
         meaning: what the value is, in a few words, for the generated table of points.
 
     Raises:
-        ValueError: if an axis is neither an identifier nor `1`, or stands twice.
+        ValueError: if an axis is neither an identifier nor `1`, or is given twice.
+
+    >>> HookPoint("batch pos d_model", "residual stream entering the block")
+    HookPoint(batch pos d_model)
     """
 
     def __init__(self, axes: str, meaning: str = "") -> None:
@@ -50,7 +60,7 @@ class HookPoint(Identity):
         self.meaning = meaning
         wrong = [axis for axis in self.axes if not (axis.isidentifier() or axis == "1")]
         if wrong or not self.axes or len(set(self.axes)) != len(self.axes):
-            raise ValueError(f"axes are distinct identifiers separated by spaces, not {axes!r}")
+            raise ValueError(f"axes must be distinct identifiers separated by spaces; got {axes!r}")
 
     def extra_repr(self) -> str:
         """The axes, for the model's printed tree."""
@@ -68,15 +78,17 @@ def index_by_axis(
         UnknownNameError: if `what`, which has these axes, has no axis of that name.
         TypeError: if an index is no integer, slice or list of integers.
         ValueError: if two indices are lists.
+
+    >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
+    (slice(None, None, None), slice(2, None, None), slice(None, None, None))
     """
     for axis in where:
         if axis not in axes:
-            raise unknown_name(
-                axis, axes, f"axis of {what} ({' '.join(axes) or 'it declares none'})"
-            )
+            declared = " ".join(axes) or "it declares none"
+            raise unknown_name(axis, axes, f"axis of {what} ({declared})")
     index = tuple(plain_index(where.get(axis, slice(None))) for axis in axes)
     if sum(isinstance(part, list) for part in index) > 1:
-        raise ValueError(f"at most one axis takes a list of indices, not {dict(where)}")
+        raise ValueError(f"only one axis can take a list of indices; got {dict(where)}")
     return index
 
 
@@ -92,7 +104,7 @@ def plain_index(index: Index) -> int | slice | list[int]:
         return _integer(index)
     with suppress(TypeError):
         return [_integer(part) for part in index]  # type: ignore[union-attr]  # or a TypeError
-    raise TypeError(f"an index is an integer, a slice or a list of integers, not {index!r}")
+    raise TypeError(f"an index must be an integer, a slice or a list of integers; got {index!r}")
 
 
 def _integer(value: object) -> int:

@@ -4,25 +4,20 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-from jaxtyping import Bool
-from torch import Tensor, nn
+from torch import nn
 
 from hooks import names as layered
 from hooks import storage
 from hooks.cache import ActivationCache
-from hooks.capture import CaptureOptions, Positions, Recorder, require_fired
-from hooks.context import HookContext, hint
-from hooks.edit import Hook, backward_edit, forward_edit, places
-from hooks.errors import ModeError
-from hooks.lazy import LazyValues, blocks_of, divided, has_forward
+from hooks.capture import Options, Recorder
+from hooks.edit import HookContext, Hooks, backward_edit, forward_edit, places
+from hooks.errors import NEVER_FIRED, ModeError, require_fired
+from hooks.modes import Mode
+from hooks.names import Selector, flatten, resolve
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point
-from hooks.select import Mode, Selector, flatten, resolve
+from hooks.replay import LazyValues, blocks_of, divided, has_forward
 from hooks.session import Session, edits_in_force
-
-Hooks = Mapping[Any, Hook]
-"""What to run where: a function for each `Selector`."""
 
 
 class _Stop(BaseException):
@@ -42,16 +37,29 @@ class HookedRunner:
 
     Args:
         model: the model; a runner made before its structure changes does not see the change.
+
+    Attributes:
+        points: the points by name, in the model's order.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(3, 5), nn.ReLU()).eval()
+    >>> runner, x = HookedRunner(model), torch.ones(2, 3)
+    >>> output, cache = runner.run_with_cache(x)
+    >>> torch.equal(cache["1"], output)
+    True
+    >>> runner.run_with_hooks(x, hooks={"0": lambda value, point: value * 0}).sum()
+    tensor(0., grad_fn=<SumBackward0>)
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._modules = {
-            name: module for name, module in model.named_modules(remove_duplicate=False) if name
+        self._known = {
+            name: _point(name, module)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name
         }
-        self._all = {name: _point(name, module) for name, module in self._modules.items()}
-        marked = {n: p for n, p in self._all.items() if isinstance(self._modules[n], HookPoint)}
-        called = {n: p for n, p in self._all.items() if has_forward(self._modules[n])}
+        marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
+        called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self.points: Mapping[str, Point] = marked or called
 
     def run_with_cache(
@@ -59,12 +67,6 @@ class HookedRunner:
         *args: Any,
         names: Selector | None = None,
         mode: Mode | str | None = None,
-        positions: Positions | None = None,
-        windows: Bool[Tensor, "batch pos"] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        detach: bool = True,
-        grads: bool = False,
         lazy: bool = False,
         run: Callable[..., Any] | None = None,
         **kwargs: Any,
@@ -72,60 +74,47 @@ class HookedRunner:
         """Runs the model and returns its output with a cache of the chosen points.
 
         Args:
-            args, kwargs: what the model is called with.
+            args: what the model is called with.
             names: a selector of points.
             mode: a `Mode` or its name; without `names` and `mode` it is `full`.
-            positions: keep only these positions of the axes `pos` and `query`; nothing else is kept.
-            windows: of the residual stream keep the vectors where this is True, under the point's
-                name as [window, d_model], and the L2 norms of all, under `NAME.norm` as [batch, pos].
-                The order of the windows is by row, then by position.
-            device, dtype: where and as what to keep values; integers keep their type.
-            detach: whether kept values are cut from the autograd graph.
-            grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
             lazy: keep the input of each block (a child of a `ModuleList`), and run a block again, with
-                the edits of this run (which must then not be random), when a value inside it is asked
-                for. Equal to an eager cache up to rounding (1e-5 in float32), as the two may run
-                different kernels. A model changed since is an error, but that an edit of a part of a
-                matrix through `.data` may go unseen.
+                the edits of this run, when a value inside it is asked for. Equal to an eager cache up
+                to rounding (1e-5 of the largest value in float32), as the two may run different kernels.
+                A block that no longer gives what it gave in the run is an error.
             run: what to call in the model's place: a function that runs it many times, such as a
                 generation. The values of all runs are joined along their positions; what attention
                 did not compute, scores of later keys, is zero.
+            kwargs: `positions=`, `windows=`, `device=`, `dtype=`, `detach=` and `grads=` say how values
+                are kept; see `hooks.Options`. The model is called with the others.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
             ModeError: if a mode other than `none` is asked of a model in training mode.
             NeverFiredError: if the forward pass did not reach a requested point.
         """
-        options = CaptureOptions(positions, windows, device, dtype, detach, grads)
-        if run is not None and (lazy or grads or positions is not None or windows is not None):
+        options, kwargs = Options.taken_from(kwargs)
+        chooses_positions = options.positions is not None or options.windows is not None
+        if run is not None and (lazy or options.grads or chooses_positions):
             raise ValueError("run= takes neither lazy=, grads=, positions= nor windows=")
         points = options.suited(self._choose(names, mode))
         if run is not None:
             return self._run(points, options, args, kwargs, run)
         return (self._run_lazily if lazy else self._run)(points, options, args, kwargs)
 
-    def capture(
-        self,
-        *args: Any,
-        names: Selector,
-        positions: Positions | None = None,
-        windows: Bool[Tensor, "batch pos"] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        detach: bool = True,
-        **kwargs: Any,
-    ) -> ActivationCache:
+    def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
 
         Args:
             names: a selector of points.
-            args, kwargs, positions, windows, device, dtype, detach: as for `run_with_cache`.
+            args, kwargs: as for `run_with_cache`; there is no output to take gradients of.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
             NeverFiredError: if the forward pass ends without reaching a requested point.
         """
-        options = CaptureOptions(positions, windows, device, dtype, detach)
+        options, kwargs = Options.taken_from(kwargs)
+        if options.grads:
+            raise ValueError("capture gives no output to call backward() on; got grads=True")
         points, token = options.suited(self._choose(names, None)), object()
 
         def stop() -> None:
@@ -133,14 +122,14 @@ class HookedRunner:
 
         recorder = Recorder(points, options, when_complete=stop)
         with Session() as session:
-            self._record(session, recorder)
+            _record(session, recorder)
             try:
                 self.model(*args, **kwargs)
             except _Stop as stopped:
                 if stopped.token is not token:
                     raise
-        recorder.finish(hint(points, self._modules))
-        return self._cache(recorder, recorder.values)
+        recorder.finish()
+        return self._cache(recorder)
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
@@ -162,7 +151,7 @@ class HookedRunner:
         with self.hooks(hooks, backward=backward):
             return self.model(*args, **kwargs)
 
-    def hooks(self, hooks: Hooks | None = None, *, backward: Hooks | None = None) -> "HookContext":
+    def hooks(self, hooks: Hooks | None = None, *, backward: Hooks | None = None) -> HookContext:
         """A context in which every run of this model, in this thread, is edited; see `run_with_hooks`.
 
         Contexts nest: an inner hook sees what an outer one returned. A model that a hook function
@@ -171,25 +160,19 @@ class HookedRunner:
         again in the backward pass: call `backward()` inside the `with`.
         """
         fired: set[str] = set()
-        edits, watches = (
-            [
-                (point, make(hook, point, fired))
-                for selector, hook in (given or {}).items()
-                for point in places(selector, hook, self.points, self._all, self._modules)
-            ]
+        listeners = [
+            (point, make(hook, point, fired), make is forward_edit)
             for make, given in ((forward_edit, hooks), (backward_edit, backward))
-        )
-        return HookContext(self.model, self._modules, edits, watches, fired)
+            for selector, hook in (given or {}).items()
+            for point in places(selector, hook, self._known, self.points)
+        ]
+        return HookContext(self.model, listeners, fired)
 
     def plan(
         self,
         *args: Any,
         names: Selector | None = None,
         mode: Mode | str | None = None,
-        positions: Positions | None = None,
-        windows: Bool[Tensor, "batch pos"] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         lazy: bool = False,
         **kwargs: Any,
     ) -> Plan:
@@ -198,12 +181,12 @@ class HookedRunner:
         With `lazy=True` the bytes are what the run itself keeps, before anything is recomputed.
 
         Args:
-            args, kwargs, names, mode, positions, windows, device, dtype, lazy: as for `run_with_cache`.
+            args, names, mode, lazy, kwargs: as for `run_with_cache`.
 
         Raises:
             HookError: if a shape depends on the numbers in the model's tensors.
         """
-        options = CaptureOptions(positions, windows, device, dtype)
+        options, kwargs = Options.taken_from(kwargs)
         run = self._run_lazily if lazy else self._run
         points = options.suited(self._choose(names, mode))
         return planned(self.model, run, points, options, args, kwargs)
@@ -225,73 +208,68 @@ class HookedRunner:
             raise ValueError("names= and mode= both choose points: give one of them")
         # Read once: the selector may be a generator.
         selector = flatten(Mode(mode or Mode.full) if names is None else names)
-        extracts = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
-        if extracts and self._is_training():
-            raise ModeError(
-                f"mode {extracts[0].value!r} extracts activations, and this model is in training "
-                "mode: call model.eval() first, or choose points by name"
-            )
-        return resolve(selector, self.points, self._all)
-
-    def _record(self, session: Session, recorder: Recorder) -> None:
-        for name, point in recorder.points.items():
-            session.after(self._modules[name], recorder.hook(point))
+        modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
+        if modes:
+            self._require_evaluation(f"mode {modes[0].value!r}")
+        return resolve(selector, self._known, self.points)
 
     def _run(
         self,
         points: dict[str, Point],
-        options: CaptureOptions,
+        options: Options,
         args: Any,
         kwargs: Any,
-        run: Any = None,
+        run: Callable[..., Any] | None = None,
     ) -> tuple[Any, ActivationCache]:
         recorder = Recorder(points, options, joined=run is not None)
         with Session() as session:
-            self._record(session, recorder)
+            _record(session, recorder)
             output = (run or self.model)(*args, **kwargs)
         recorder.finish(
             "run= returned an iterator, which may run the model only when it is read"
             if isinstance(output, Iterator)
-            else hint(points, self._modules)
+            else NEVER_FIRED
         )
-        return output, self._cache(recorder, recorder.values)
+        return output, self._cache(recorder)
 
     def _run_lazily(
-        self, points: dict[str, Point], options: CaptureOptions, args: Any, kwargs: Any
+        self, points: dict[str, Point], options: Options, args: Any, kwargs: Any
     ) -> tuple[Any, ActivationCache]:
         if options.grads or not options.detach:
             raise ValueError(
                 "lazy=True recomputes outside the graph: it has neither grads=True nor detach=False"
             )
-        if self._is_training():
-            raise ModeError(
-                "lazy=True runs blocks again, and in training mode they may differ: call model.eval()"
-            )
-        blocks, outside = divided(points, blocks_of(self.model))
+        self._require_evaluation("lazy=True")
+        calls, outside = divided(points, blocks_of(self.model))
         recorder, edits = Recorder(outside, options), edits_in_force()
         with Session() as session:
-            self._record(session, recorder)
-            for lazy in blocks:
-                session.before(lazy.block, lazy.remember)
+            _record(session, recorder)
+            for call in calls:
+                call.listen(session)
             output = self.model(*args, **kwargs)
-        recorder.finish(hint(outside, self._modules))
-        require_fired(
-            {name: point for lazy in blocks for name, point in lazy.points.items()},
-            {name for lazy in blocks if lazy.fired for name in lazy.points},
-        )
+        recorder.finish()
+        reached = {name for call in calls if call.fired for name in call.points}
+        require_fired(points, reached | outside.keys())
         everything = Recorder(points, options)
-        values = LazyValues(everything.axes, recorder, blocks, edits)
-        return output, self._cache(everything, values)
+        return output, self._cache(everything, LazyValues(everything.axes, recorder, calls, edits))
 
-    def _cache(self, recorder: Recorder, values: dict[str, Tensor] | LazyValues) -> ActivationCache:
+    def _cache(self, recorder: Recorder, values: LazyValues | None = None) -> ActivationCache:
         grads = recorder.grads if recorder.options.grads else None
-        return ActivationCache(values, recorder.axes, tuple(self._all), self.config_hash, grads)
+        kept = recorder.values if values is None else values
+        return ActivationCache(kept, recorder.axes, tuple(self._known), self.config_hash, grads)
 
-    def _is_training(self) -> bool:
-        return self.model.training or any(module.training for module in self._modules.values())
+    def _require_evaluation(self, what: str) -> None:
+        # A submodule may be in another mode than the model, and modules may have come later.
+        if any(module.training for module in self.model.modules()):
+            raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
+
+
+def _record(session: Session, recorder: Recorder) -> None:
+    for point in recorder.points.values():
+        session.after(point.module, recorder.hook(point))
 
 
 def _point(name: str, module: nn.Module) -> Point:
     if isinstance(module, HookPoint):
-        return Point(name, module.axes, module.meaning)
-    return Point(name, (), type(module).__name__)
+        return Point(name, module.axes, module.meaning, module)
+    return Point(name, (), type(module).__name__, module)

@@ -1,12 +1,22 @@
-"""Hooks that live inside one `with`, act in one thread, and are removed by whoever made them."""
+"""Hooks that live inside one `with` and act in one thread; fused kernels for where nobody listens."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from hooks._torch import children, has_hooks, hooks_of, traced_as_constant
+
+P = ParamSpec("P")
+M = TypeVar("M", bound=nn.Module)
+R = TypeVar("R")
+
+Edits = list[tuple[nn.Module, Callable[[Any], Any]]]
+"""Modules, each with a function from its output to the one that takes its place."""
 
 # PyTorch numbers hooks with an unguarded counter; two threads could be given the same number.
 _registry = threading.Lock()
@@ -24,13 +34,13 @@ class Session:
     """The hooks that one `with` statement sets: only its own thread sees them act.
 
     Attributes:
-        edits: modules, and those of the hooks on them that running a block again must repeat.
+        edits: those of the hooks that running a block again must repeat.
         owner: the thread; 0 before and after the `with`.
         muted: whether the hooks keep silent for now.
     """
 
     def __init__(self) -> None:
-        self.edits: list[tuple[nn.Module, Callable[[Any], Any]]] = []
+        self.edits: Edits = []
         self.owner = 0
         self.muted = False
         self._handles: list[RemovableHandle] = []
@@ -83,14 +93,10 @@ class Session:
             )
 
 
+@traced_as_constant
 def acts(session: Session) -> bool:
-    """Whether a session's hooks act in the running thread, now."""
+    """Whether a session's hooks act in the running thread, now. A traced graph keeps the answer."""
     return not session.muted and threading.get_ident() == session.owner
-
-
-# What torch.compiler.assume_constant_result sets: a graph is traced with the hooks that act then and
-# there. The function itself would import the compiler, which takes longer than all else here.
-acts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -106,37 +112,68 @@ def muted() -> Iterator[None]:
             session.muted = False
 
 
-def edits_in_force() -> list[tuple[nn.Module, Callable[[Any], Any]]]:
-    """Modules and the edits of their outputs that act in the running thread, outermost first."""
+def edits_in_force() -> Edits:
+    """The edits that act in the running thread, outermost first."""
     return [edit for session in _open_sessions() if acts(session) for edit in session.edits]
-
-
-def is_ours(hook: Callable[..., Any]) -> bool:
-    """Whether a hook registered on a module is a session's."""
-    return hasattr(hook, "session")
 
 
 def is_listened_to(module: nn.Module) -> bool:
     """Whether a hook on `module` or inside it, this package's or the user's, acts in this thread."""
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ) and _a_hook_acts(module):
+    if has_hooks(module) and any(map(_is_awake, hooks_of(module))):
         return True
-    for child in module._modules.values():  # noqa: SIM110  # a generator costs more than the rest
-        if child is not None and is_listened_to(child):
+    for child in children(module):  # noqa: SIM110  # a generator costs more than the rest
+        if is_listened_to(child):
             return True
     return False
 
 
-def _a_hook_acts(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    listeners = [hook for registered in hooks for hook in list(registered.values())]
-    ours: list[Session] = [getattr(hook, "session") for hook in listeners if is_ours(hook)]  # noqa: B009
-    return (
-        any(acts(session) for session in ours)
-        or len(ours) < len(listeners)
-        or bool(module._backward_hooks or module._backward_pre_hooks)
-    )
+def _is_awake(hook: Callable[..., Any]) -> bool:
+    session = getattr(hook, "session", None)
+    return acts(session) if isinstance(session, Session) else True
+
+
+class FusedUnlessHooked:
+    """Decorates the explicit form of a method, which passes its inner values through hook points.
+
+    Each call runs `fused` in its place while nothing listens at those points in the calling thread.
+    The two must be the same function up to rounding.
+
+    Args:
+        points: names of what the fused form skips: the module's own hook points, or its children,
+            which stand for whatever is inside them.
+        fused: the fused method, with the arguments of the explicit one.
+
+    >>> import torch
+    >>> from hooks import HookedRunner, HookPoint
+    >>> class Norm(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.scale = HookPoint("batch 1")
+    ...     def _fused(self, x):
+    ...         return torch.nn.functional.normalize(x)
+    ...     @FusedUnlessHooked("scale", fused=_fused)
+    ...     def forward(self, x):
+    ...         return x / self.scale(x.norm(dim=-1, keepdim=True))
+    >>> x, runner = torch.tensor([[3.0, 4.0]]), HookedRunner(Norm())
+    >>> runner.model(x)
+    tensor([[0.6000, 0.8000]])
+    >>> runner.run_with_hooks(x, hooks={"scale": lambda scale, point: scale * 2})
+    tensor([[0.3000, 0.4000]])
+    """
+
+    def __init__(self, *points: str, fused: Callable[..., object]) -> None:
+        self.points = points
+        self.fused = fused
+
+    def __call__(self, explicit: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+        """The method that chooses between `explicit` and the fused one at each call."""
+        points, fused = self.points, self.fused
+
+        @functools.wraps(explicit)
+        def choose(module: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            for point in points:
+                if is_listened_to(getattr(module, point)):
+                    return explicit(module, *args, **kwargs)
+            return fused(module, *args, **kwargs)  # type: ignore[return-value]  # R too
+
+        return choose

@@ -65,7 +65,7 @@ def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) 
         )
         seen.add(storage._cdata)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} to save a cache in")
+        raise FileNotFoundError(f"no directory {str(path.parent)!r} to save a cache in")
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         save_file(alone, partial, metadata={"format": _FORMAT, "cache": json.dumps(description)})
@@ -84,23 +84,22 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise CacheError(
-                    f"{path} is a safetensors file but not a cache: its format is "
-                    f"{metadata.get('format')!r}, expected {_FORMAT!r}"
-                )
             values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-            description = json.loads(metadata["cache"])
+    except FileNotFoundError:
+        raise
     except (SafetensorError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise CacheError(f"{path} is not a whole safetensors file: {error}") from None
-    except (KeyError, ValueError) as error:
+    if metadata.get("format") != _FORMAT:
+        raise CacheError(
+            f"{path} is not a cache: its format must be {_FORMAT!r}; got {metadata.get('format')!r}"
+        )
+    try:
+        description = json.loads(metadata["cache"])
+        axes = {name: tuple(map(str, description["axes"][name])) for name in description["axes"]}
+        known, hashed = tuple(map(str, description["known"])), str(description["config_hash"])
+        ordered = {name: values.pop(name) for name in axes}
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CacheError(f"{path} does not describe its values: {error!r}") from None
-    expected = {"axes", "known", "config_hash"}
-    if not isinstance(description, dict) or description.keys() != expected:
-        has = sorted(description) if isinstance(description, dict) else type(description).__name__
-        raise CacheError(f"{path} does not describe its values by {sorted(expected)} but by {has}")
-    if description["axes"].keys() != values.keys():
-        raise CacheError(f"{path} does not describe its values: names and axes differ")
-    return values, description
+    if values:
+        raise CacheError(f"{path} does not describe its values: {', '.join(values)} has no axes")
+    return ordered, {"axes": axes, "known": known, "config_hash": hashed}

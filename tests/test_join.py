@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, HookError, HookPoint, NeverFiredError
-from hooks.join import joined_by_position
+from hooks.capture import join as joined_by_position
 
 # Sizes all differ: batch 2, positions 3 and 1 and 4, width 5.
 

@@ -1,0 +1,79 @@
+"""Modes, and windows of the residual stream: what a study of the SVD of attention keeps of a run."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from hooks.errors import HookError
+from hooks.point import Point
+
+
+class Mode(StrEnum):
+    """How much of a run to keep.
+
+    `none` keeps nothing, `svd_targets` the attention scores, patterns and values, `residual` those
+    and the residual stream, `full` every point.
+
+    >>> Mode("residual")
+    <Mode.residual: 'residual'>
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Mode":
+        raise ValueError(f"mode must be one of {', '.join(cls)}; got {value!r}")
+
+    none = "none"
+    svd_targets = "svd_targets"
+    residual = "residual"
+    full = "full"
+
+
+RESIDUAL_STREAM = frozenset({"resid_pre", "resid_mid", "resid_post"})
+SVD_TARGETS = frozenset({"scores", "pattern", "v"})
+
+# The one place that maps a mode to the last part of a name; `full` asks for every last part.
+LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
+    Mode.none: frozenset(),
+    Mode.svd_targets: SVD_TARGETS,
+    Mode.residual: SVD_TARGETS | RESIDUAL_STREAM,
+    Mode.full: None,
+}
+
+
+class Windows:
+    """Positions at which the vectors of the residual stream are kept; elsewhere only their norms are.
+
+    Args:
+        mask: True inside a window.
+
+    Raises:
+        ValueError: if the mask is not boolean.
+    """
+
+    def __init__(self, mask: Bool[Tensor, "batch pos"]) -> None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"windows must be boolean; got {mask.dtype}")
+        self.shape = mask.shape
+        # Found here, so that the number of rows is known where tensors are fake.
+        self.inside = mask.nonzero(as_tuple=True)
+
+    def divide(self, point: Point) -> bool:
+        """Whether the value of `point` is part of the residual stream."""
+        return point.name.rpartition(".")[2] in RESIDUAL_STREAM
+
+    def reduce(self, value: Tensor, point: Point) -> list[Tensor]:
+        """The vectors inside the windows, [window, d_model], and the norms of all, [batch, pos].
+
+        Raises:
+            HookError: if the mask is of another shape than the stream.
+        """
+        if self.shape != value.shape[:2]:
+            raise HookError(
+                f"windows must be [batch, pos], {tuple(value.shape[:2])} at {point.name}; "
+                f"got {tuple(self.shape)}"
+            )
+        wide = torch.promote_types(value.dtype, torch.float32)
+        return [value[self.inside], torch.linalg.vector_norm(value, dim=-1, dtype=wide)]

@@ -1,0 +1,280 @@
+"""Replay: one block run again on stored arguments. Lazy caches read what is inside blocks by it."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks._torch import FakeTensor, state_of, tree_leaves, tree_map, version
+from hooks.capture import Options, Recorder
+from hooks.errors import CacheError, HookError
+from hooks.outputs import tensors_in
+from hooks.point import Point
+from hooks.session import Edits, Session, muted
+
+
+def replay(
+    block: nn.Module, args: Any, kwargs: Any, edits: Edits, recorder: Recorder | None = None
+) -> Any:
+    """Runs one block again on given arguments, and returns what it gives.
+
+    Hooks that are set outside do not act, but those that the user registered on the block do. Gradients,
+    autocast and the like are the caller's.
+
+    Args:
+        block: the module to run.
+        args, kwargs: what it is called with; they are passed on in containers made anew.
+        edits: modules with what edits their outputs. Those outside the block are left out.
+        recorder: collects its points, all of which are inside the block.
+
+    >>> block = nn.Sequential(nn.ReLU(), nn.Tanhshrink())
+    >>> replay(block, (torch.tensor([-1.0, 2.0]),), {}, [(block[1], lambda output: output * 0)])
+    tensor([0., 0.])
+    """
+    inside = set(block.modules())
+    args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+    with muted(), Session() as session:
+        for module, edit in edits:
+            if module in inside:
+                session.after(module, edit)
+        if recorder is not None:
+            for point in recorder.points.values():
+                session.after(point.module, recorder.hook(point))
+        return block(*args, **kwargs)
+
+
+class BlockCall:
+    """One call of a block in a run: its arguments, and what tells whether the block has changed since.
+
+    Args:
+        name: the block's.
+        block: the module.
+        points: those of its points that the run is about.
+    """
+
+    def __init__(self, name: str, block: nn.Module, points: Mapping[str, Point]) -> None:
+        self.name = name
+        self.block = block
+        self.points = points
+        self.fired = False
+        self._given: Tensor | None = None
+
+    def listen(self, session: Session) -> None:
+        """Stores the block's next call, seen by the session's hooks."""
+        session.before(self.block, self._store)
+        session.after(self.block, self._sample)
+
+    def _store(self, args: Any, kwargs: Any) -> None:
+        if self.fired:
+            raise HookError(
+                f"{self.name} ran twice in one run; a lazy cache keeps one input a block"
+            )
+        for leaf in tree_leaves((args, kwargs)):
+            if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
+                raise HookError(
+                    f"{self.name} was given a {type(leaf).__name__}, which running it again could "
+                    "change; switch it off (use_cache=False, for instance) or cache without lazy=True"
+                )
+        self.fired = True
+        self._args, self._kwargs = tree_map(_held, (args, kwargs))
+        self._state = self._fingerprint()
+        self._autocast, self._precision = _numerics(self._inputs())
+
+    def _sample(self, output: Any) -> None:
+        self._given = _sampled(output)
+
+    def tensors(self) -> list[Tensor]:
+        """What the run keeps of this call: the arguments, and a sample of what the block gave."""
+        return self._inputs() + ([] if self._given is None else [self._given])
+
+    def _inputs(self) -> list[Tensor]:
+        leaves = tree_leaves((self._args, self._kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    @torch.no_grad()
+    def read(self, points: Mapping[str, Point], edits: Edits, options: Options) -> Recorder:
+        """Runs the block on its stored arguments, under the edits of the first run.
+
+        Args:
+            points: those of the block's points to record.
+            edits: what acted in the first run, anywhere in the model.
+            options: how to keep values.
+
+        Raises:
+            CacheError: if the block, its weights or its stored input changed since, or it gives
+                something else than it gave in the run.
+        """
+        if self._fingerprint() != self._state:
+            raise self._changed("its weights or its stored input")
+        recorder = Recorder(points, options)
+        with self._autocast():
+            output = replay(self.block, self._args, self._kwargs, edits, recorder)
+        if not self._agrees(output):
+            raise self._changed(
+                "an attribute, a hook, an adapter, or an edit that is not the same twice"
+            )
+        recorder.finish()
+        return recorder
+
+    def _changed(self, what: str) -> CacheError:
+        return CacheError(
+            f"{self.name} changed after the run ({what}), so running it again would give other values; "
+            "read a lazy cache before changing the model"
+        )
+
+    def _fingerprint(self) -> list[object]:
+        weights = [(id(w), w.data_ptr(), version(w)) for w in state_of(self.block)]
+        return [*weights, *map(version, self._inputs())]
+
+    def _agrees(self, output: Any) -> bool:
+        """Whether the block gave now what it gave in the run, up to the rounding of other kernels."""
+        ours, theirs = self._given, _sampled(output)
+        if ours is None or theirs is None:
+            return ours is theirs
+        if ours.is_meta or isinstance(ours, FakeTensor):  # there are no numbers to compare
+            return True
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return False
+        ours, theirs = ours.double(), theirs.double()
+        largest = theirs.nan_to_num(0, 0, 0).abs().amax().item() if theirs.numel() else 0.0
+        return torch.allclose(theirs, ours, rtol=0, atol=self._precision * largest, equal_nan=True)
+
+
+class LazyValues(Mapping[str, Tensor]):
+    """Values of a lazy run: some kept from the run, the rest recomputed a block at a time.
+
+    Asking for one value recomputes every value of its block that the run was asked for, and keeps
+    them until they are dropped. A copy, deep or pickled, is a plain dict of them all.
+    """
+
+    def __init__(
+        self, names: Iterable[str], kept: Recorder, calls: list[BlockCall], edits: Edits
+    ) -> None:
+        self._names = list(names)
+        self._kept = kept.values
+        self._options = kept.options
+        self._calls = calls
+        self._edits = edits
+        self._recomputed: dict[str, Tensor] = {}
+        self._origin = {
+            name: (call, point)
+            for call in calls
+            for point in call.points.values()
+            for name in kept.options.kept_as(point)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self.is_held(name):
+            call, _ = self._origin[name]
+            self.fill(other for other, (owner, _) in self._origin.items() if owner is call)
+        return self._kept[name] if name in self._kept else self._recomputed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kept or name in self._origin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def is_held(self, name: str) -> bool:
+        """Whether the value is in memory, so that asking for it computes nothing."""
+        return name in self._kept or name in self._recomputed
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Recomputes those of `names` that are not here yet, and no others of their blocks."""
+        missing = [self._origin[name] for name in names if not self.is_held(name)]
+        for call, group in itertools.groupby(missing, key=lambda origin: origin[0]):
+            points = {point.name: point for _, point in group}
+            self._recomputed |= call.read(points, self._edits, self._options).values
+
+    def drop(self) -> None:
+        """Forgets what was recomputed."""
+        self._recomputed.clear()
+
+    def held(self) -> list[Tensor]:
+        """Every tensor in memory: what the run kept, of values and of calls, and recomputed values."""
+        stored = [tensor for call in self._calls for tensor in call.tensors()]
+        return [*self._kept.values(), *stored, *self._recomputed.values()]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: containers such as ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules in the model's outermost `ModuleList`s, by name, and in containers inside those."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and block_of(name, found) is None:
+            found |= _called(module, f"{name}." if name else "")
+    return found
+
+
+def _called(container: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in container.named_children():
+        inner = {} if has_forward(child) else _called(child, f"{prefix}{name}.")
+        found |= {f"{prefix}{name}": child} if has_forward(child) else inner
+    return found
+
+
+def block_of(name: str, blocks: Iterable[str]) -> str | None:
+    """The block among `blocks` that `name` lies in."""
+    return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
+
+
+def divided(
+    points: Mapping[str, Point], blocks: Mapping[str, nn.Module]
+) -> tuple[list[BlockCall], dict[str, Point]]:
+    """A call to store for each block that points lie in, and the points outside all blocks.
+
+    Raises:
+        HookError: if there are no blocks.
+    """
+    if not blocks:
+        raise HookError(
+            "lazy=True needs blocks, children of an nn.ModuleList, and this model has none"
+        )
+    inside: dict[str, dict[str, Point]] = {}
+    outside: dict[str, Point] = {}
+    for name, point in points.items():
+        block = block_of(name, blocks)
+        (outside if block is None else inside.setdefault(block, {}))[name] = point
+    return [BlockCall(name, blocks[name], chosen) for name, chosen in inside.items()], outside
+
+
+def _held(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    # Inference tensors do not tell when they are overwritten.
+    return leaf.clone() if leaf.is_inference() else leaf.detach()
+
+
+def _sampled(output: Any) -> Tensor | None:
+    """A number of each row of an output's first tensor, of other columns in turn."""
+    tensor = next(tensors_in(output), None)
+    if tensor is None:
+        return None
+    row = tensor.shape[-1] if tensor.ndim else 1
+    return tensor.detach().flatten()[:: row + 1].clone()
+
+
+def _numerics(tensors: list[Tensor]) -> tuple[Callable[[], AbstractContextManager[object]], float]:
+    """The autocast of now, to be entered again, and what may be rounding of the largest value."""
+    device = tensors[0].device.type if tensors else "cpu"
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {torch.float32}
+    kinds |= {dtype} if enabled else set()
+    if torch.get_float32_matmul_precision() != "highest":
+        kinds.add(torch.bfloat16)
+    precision = max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
+    return lambda: torch.autocast(device, dtype, enabled=enabled), precision
