@@ -29,8 +29,9 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 class Identity(nn.Module):

@@ -68,7 +68,7 @@ class Options:
         Raises:
             ValueError: if there are windows, and no point of the residual stream.
         """
-        if self.windows is not None and not any(map(self.windows.divide, points.values())):
+        if self.windows is not None and not any(map(self.windows.apply_to, points.values())):
             raise ValueError(
                 "windows= needs a point of the residual stream, "
                 f"{', '.join(sorted(RESIDUAL_STREAM))}; got none"
@@ -77,14 +77,14 @@ class Options:
 
     def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
         """The names under which the value of `point` is kept, each with its axes."""
-        if self.windows is None or not self.windows.divide(point):
+        if self.windows is None or not self.windows.apply_to(point):
             return {point.name: point.axes}
         return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
 
     def reduce(self, value: Tensor, point: Point) -> Iterator[tuple[str, Tensor]]:
         """What is left of `value`, under each name of `kept_as`."""
         parts = [value]
-        if self.windows is not None and self.windows.divide(point):
+        if self.windows is not None and self.windows.apply_to(point):
             parts = self.windows.reduce(value, point)
         elif self.positions is not None:
             parts = [_take_positions(value, point, self.positions)]

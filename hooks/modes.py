@@ -60,7 +60,7 @@ class Windows:
         # Found here, so that the number of rows is known where tensors are fake.
         self.inside = mask.nonzero(as_tuple=True)
 
-    def divide(self, point: Point) -> bool:
+    def apply_to(self, point: Point) -> bool:
         """Whether the value of `point` is part of the residual stream."""
         return point.name.rpartition(".")[2] in RESIDUAL_STREAM
 

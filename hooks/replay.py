@@ -1,14 +1,14 @@
 """Replay: one block run again on stored arguments. Lazy caches read what is inside blocks by it."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor, state_of, tree_leaves, tree_map, version
+from hooks._torch import FakeTensor, state_of, tree_flatten, tree_unflatten, version
 from hooks.capture import Options, Recorder
 from hooks.errors import CacheError, HookError
 from hooks.outputs import tensors_in
@@ -26,7 +26,7 @@ def replay(
 
     Args:
         block: the module to run.
-        args, kwargs: what it is called with; they are passed on in containers made anew.
+        args, kwargs: what it is called with.
         edits: modules with what edits their outputs. Those outside the block are left out.
         recorder: collects its points, all of which are inside the block.
 
@@ -35,7 +35,6 @@ def replay(
     tensor([0., 0.])
     """
     inside = set(block.modules())
-    args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
     with muted(), Session() as session:
         for module, edit in edits:
             if module in inside:
@@ -72,14 +71,15 @@ class BlockCall:
             raise HookError(
                 f"{self.name} ran twice in one run; a lazy cache keeps one input a block"
             )
-        for leaf in tree_leaves((args, kwargs)):
+        leaves, self._structure = tree_flatten((args, kwargs))
+        for leaf in leaves:
             if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
                 raise HookError(
                     f"{self.name} was given a {type(leaf).__name__}, which running it again could "
                     "change; switch it off (use_cache=False, for instance) or cache without lazy=True"
                 )
         self.fired = True
-        self._args, self._kwargs = tree_map(_held, (args, kwargs))
+        self._leaves = [_held(leaf) for leaf in leaves]
         self._state = self._fingerprint()
         self._autocast, self._precision = _numerics(self._inputs())
 
@@ -91,8 +91,7 @@ class BlockCall:
         return self._inputs() + ([] if self._given is None else [self._given])
 
     def _inputs(self) -> list[Tensor]:
-        leaves = tree_leaves((self._args, self._kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
     def read(self, points: Mapping[str, Point], edits: Edits, options: Options) -> Recorder:
@@ -110,8 +109,10 @@ class BlockCall:
         if self._fingerprint() != self._state:
             raise self._changed("its weights or its stored input")
         recorder = Recorder(points, options)
+        # In containers made anew, as the block may write into them.
+        args, kwargs = tree_unflatten(self._leaves, self._structure)
         with self._autocast():
-            output = replay(self.block, self._args, self._kwargs, edits, recorder)
+            output = replay(self.block, args, kwargs, edits, recorder)
         if not self._agrees(output):
             raise self._changed(
                 "an attribute, a hook, an adapter, or an edit that is not the same twice"
@@ -191,7 +192,7 @@ class LazyValues(Mapping[str, Tensor]):
     def fill(self, names: Iterable[str]) -> None:
         """Recomputes those of `names` that are not here yet, and no others of their blocks."""
         missing = [self._origin[name] for name in names if not self.is_held(name)]
-        for call, group in itertools.groupby(missing, key=lambda origin: origin[0]):
+        for call, group in groupby(missing, key=lambda origin: origin[0]):
             points = {point.name: point for _, point in group}
             self._recomputed |= call.read(points, self._edits, self._options).values
 
@@ -227,9 +228,11 @@ def _called(container: nn.Module, prefix: str) -> dict[str, nn.Module]:
     return found
 
 
-def block_of(name: str, blocks: Iterable[str]) -> str | None:
+def block_of(name: str, blocks: Container[str]) -> str | None:
     """The block among `blocks` that `name` lies in."""
-    return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
+    return next(
+        (path for path in accumulate(name.split("."), "{}.{}".format) if path in blocks), None
+    )
 
 
 def divided(

@@ -61,6 +61,7 @@ class HookedRunner:
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self.points: Mapping[str, Point] = marked or called
+        self._blocks = blocks_of(model)
 
     def run_with_cache(
         self,
@@ -240,7 +241,7 @@ class HookedRunner:
                 "lazy=True recomputes outside the graph: it has neither grads=True nor detach=False"
             )
         self._require_evaluation("lazy=True")
-        calls, outside = divided(points, blocks_of(self.model))
+        calls, outside = divided(points, self._blocks)
         recorder, edits = Recorder(outside, options), edits_in_force()
         with Session() as session:
             _record(session, recorder)
@@ -259,8 +260,8 @@ class HookedRunner:
         return ActivationCache(kept, recorder.axes, tuple(self._known), self.config_hash, grads)
 
     def _require_evaluation(self, what: str) -> None:
-        # A submodule may be in another mode than the model, and modules may have come later.
-        if any(module.training for module in self.model.modules()):
+        # A module may be in another mode than the model.
+        if self.model.training or any(point.module.training for point in self._known.values()):
             raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
 
 
