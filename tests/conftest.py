@@ -1,5 +1,10 @@
 """Fixtures. The packages are imported inside them: only then do the shape checks take effect."""
 
+import os
+
+# One thread for each of pytest's processes, and for the programs that tests start. PyTorch reads it once.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import jaxtyping
 import pytest
 import torch
