@@ -1,5 +1,6 @@
 """SVD targets against the forward pass written out, and measures against numpy and known spectra."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,18 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import CacheError, HookedRunner, ModeError
-from interp.subspaces import alignment, drift, principal_angles, subspace_angles
-from interp.svd import (
+from hooks import CacheError, HookedRunner, HookPoint, ModeError
+from interp import (
+    alignment,
     condition_number,
-    decompose,
+    drift,
     effective_rank,
+    principal_angles,
     randomized_svd,
+    residual_stream,
+    spectra,
     spectral_gap,
     stable_rank,
-    svd,
+    subspace_angles,
+    svd_targets,
+    wvwo,
 )
-from interp.targets import residual_stream, svd_targets, wvwo
+from interp.spectral import svd
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
@@ -123,14 +129,11 @@ def test_one_head_squeezes_to_the_documents_shapes(tokens):
     torch.testing.assert_close(squeezed.wvwo[1], w_v.T @ w_o.T)
     a, v = squeezed.pattern[:, 1], squeezed.values[:, 1]
     torch.testing.assert_close(squeezed.avwo[:, 1], a @ v @ w_o.T, atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"needs the axis of heads, and it is gone already"):
+    with pytest.raises(ValueError, match=r"\(4, 2, 7, 7\)"):
         squeezed.squeeze_heads()
-
-
-def test_several_heads_do_not_squeeze(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
-    with pytest.raises(ValueError, match=r"^squeeze_heads needs one head, not 2$"):
-        svd_targets(model, cache).squeeze_heads()
+    _, cache = HookedRunner(small()).run_with_cache(tokens, mode="svd_targets")
+    with pytest.raises(ValueError, match=r"\(4, 3, 6, 7, 7\)"):
+        svd_targets(small(), cache).squeeze_heads()
 
 
 def test_targets_are_detached_and_training_has_wvwo_only(model, tokens):
@@ -142,17 +145,11 @@ def test_targets_are_detached_and_training_has_wvwo_only(model, tokens):
     model.train()
     assert torch.equal(wvwo(model), targets.wvwo)
     assert not wvwo(model).requires_grad
-    for mode in ("svd_targets", "residual", "full"):
-        with pytest.raises(ModeError, match=r"call model\.eval\(\)"):
-            HookedRunner(model).run_with_cache(tokens, mode=mode)
-
-
-def test_wvwo_follows_the_weights(model):
-    before = wvwo(model)
+    with pytest.raises(ModeError, match=r"eval\(\)"):
+        HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
     with torch.no_grad():
         model.blocks[1].attn.output.weight.mul_(3)
-    torch.testing.assert_close(wvwo(model)[1], 3 * before[1])
-    assert torch.equal(wvwo(model)[2], before[2])
+    torch.testing.assert_close(wvwo(model)[1], 3 * targets.wvwo[1])
 
 
 def test_a_half_precision_cache_is_multiplied_in_the_weights_type(model, tokens):
@@ -161,40 +158,23 @@ def test_a_half_precision_cache_is_multiplied_in_the_weights_type(model, tokens)
     assert (targets.qkt.dtype, targets.avwo.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_a_cache_without_the_points_says_which_mode(model, tokens):
+def test_caches_and_models_that_do_not_do(model, tokens):
     runner = HookedRunner(model)
-    says = r'svd_targets reads scores, pattern and v of every layer .*run with mode="svd_targets"$'
     for names in ("*.pattern", "blocks.0.attn.*", "embed"):
         _, cache = runner.run_with_cache(tokens, names=names)
-        with pytest.raises(CacheError, match=says):
+        with pytest.raises(CacheError, match=r'mode="svd_targets"'):
             svd_targets(model, cache)
-    _, empty = runner.run_with_cache(tokens, mode="none")
-    with pytest.raises(CacheError, match=says):
-        svd_targets(model, empty)
-
-
-def test_part_of_the_positions_is_refused(model, tokens):
-    runner = HookedRunner(model)
     for positions in (slice(2, 5), [1]):
         _, cache = runner.run_with_cache(tokens, mode="svd_targets", positions=positions)
-        with pytest.raises(
-            ValueError, match=r"needs all positions .* 7 keys .* without positions="
-        ):
+        with pytest.raises(ValueError, match=r"positions=.* 7 keys"):
             svd_targets(model, cache)
-
-
-def test_another_models_cache_is_refused(model, tokens):
-    other = small()
-    _, cache = HookedRunner(other).run_with_cache(tokens, mode="svd_targets")
-    with pytest.raises(ValueError, match=r"d_head are \(3, 2, 5\), not \(3, 6, 5\)"):
-        svd_targets(model, cache)
-
-
-def test_a_model_without_the_weights_is_refused(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
     for ask in (wvwo, lambda m: svd_targets(m, cache)):
-        with pytest.raises(TypeError, match=r"a model with W_V and W_O, not Linear"):
+        with pytest.raises(TypeError, match=r"Linear.*W_V and W_O"):
             ask(nn.Linear(2, 3))
+    for mode in ("none", "svd_targets", "residual"):
+        _, cache = runner.run_with_cache(tokens, mode=mode)
+        with pytest.raises(CacheError, match=r'mode="residual" and windows='):
+            residual_stream(cache)
 
 
 def test_residual_stream_in_windows_and_norms_everywhere(model, tokens):
@@ -216,14 +196,6 @@ def test_residual_stream_in_windows_and_norms_everywhere(model, tokens):
     assert torch.equal(residual_stream(cache).vectors, residual_stream(cache, "resid_post").vectors)
 
 
-def test_residual_stream_says_what_to_run(model, tokens):
-    runner = HookedRunner(model)
-    for mode in ("none", "svd_targets", "residual"):
-        _, cache = runner.run_with_cache(tokens, mode=mode)
-        with pytest.raises(CacheError, match=r'run with mode="residual" and windows=$'):
-            residual_stream(cache)
-
-
 # --- decompositions ----------------------------------------------------------------------------
 
 
@@ -236,7 +208,7 @@ def test_svd_is_numpys():
     np.testing.assert_allclose(found.u * found.s[..., None, :] @ found.vh, matrices, atol=1e-13)
     np.testing.assert_allclose(abs((found.u.numpy() * u).sum(-2)), 1, atol=1e-12)
     np.testing.assert_allclose(abs((found.vh.numpy() * vh).sum(-1)), 1, atol=1e-12)
-    assert (found.following == 0).all()
+    assert (found.next_value == 0).all()
     np.testing.assert_allclose(found.tolerance, 7 * np.finfo(np.float32).eps * s[..., 0], rtol=1e-9)
 
 
@@ -246,7 +218,7 @@ def test_a_batch_is_sliced():
     assert (part.u.shape, part.s.shape, part.vh.shape) == ((2, 7, 5), (2, 5), (2, 5, 5))
     assert torch.equal(part.s, whole.s[1:3, 2])
     for index in ((0, 0, 0), (..., 0)):
-        with pytest.raises(IndexError, match=r"an index is of the 2 batch axes"):
+        with pytest.raises(IndexError):
             whole[index]
 
 
@@ -263,51 +235,49 @@ def test_rank_is_numpys():
 def test_targets_are_decomposed_by_name(model, tokens):
     _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
     targets = svd_targets(model, cache)
-    found = decompose(targets)
-    assert list(found) == ["qkt", "wvwo", "avwo"]
+    found, top = spectra(targets), spectra(targets, k=2)
+    assert list(found) == list(top) == ["qkt", "wvwo", "avwo"]
     for name, one in found.items():
         expected = np.linalg.svd(getattr(targets, name).double().numpy(), compute_uv=False)
         np.testing.assert_allclose(one.s, expected, atol=1e-12)
+        np.testing.assert_allclose(top[name].s, expected[..., :2], rtol=1e-6, atol=1e-9)
     # One head's map goes through d_head dimensions.
     assert (found["wvwo"].rank == 5).all()
     targets.avwo[2, 1, 0, 3, 4] = math.nan
-    with pytest.raises(ValueError, match=r"^avwo are finite, and avwo\[2, 1, 0, 3, 4\] is nan$"):
-        decompose(targets)
+    for k in (None, 2):
+        with pytest.raises(ValueError, match=r"avwo .*nan at \[2, 1, 0, 3, 4\]"):
+            spectra(targets, k)
 
 
-def test_the_top_of_targets_alone(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
-    targets = svd_targets(model, cache)
-    top, whole = decompose(targets, k=2), decompose(targets)
-    for name, found in top.items():
-        assert found.s.shape[-1] == 2
-        torch.testing.assert_close(found.s, whole[name].s[..., :2], rtol=1e-6, atol=1e-9)
-
-
-def test_numbers_too_large_for_a_decomposition_are_refused():
-    with pytest.raises(ValueError, match="matrices have singular values beyond float64"):
-        svd(torch.full((3, 5), 1e308, dtype=torch.float64))
-    values = torch.tensor([1.5e308, 1.5e308], dtype=torch.float64)
-    assert effective_rank(values).item() == pytest.approx(2)
-
-
-def test_bad_matrices_are_named(unchecked):
-    wrong = randn(3, 7, 5)
-    wrong[1, 4, 2] = -math.inf
-    for decomposed in (svd, lambda m, name: randomized_svd(m, 2, name=name)):
-        with pytest.raises(ValueError, match=r"^qkt are finite, and qkt\[1, 4, 2\] is -inf$"):
-            decomposed(wrong, "qkt")
-        for bad in (torch.zeros(3), torch.zeros(2, 0, 3), torch.zeros(3, 5).int()):
-            with pytest.raises(ValueError, match=r"qkt are floating-point matrices \[\.\.\., rows"):
-                decomposed(bad, "qkt")
+def test_what_cannot_be_decomposed_or_measured(unchecked):
+    matrices = randn(40, 37)
     assert svd(randn(0, 7, 5)).s.shape == (0, 5)
+    for k in (0, -1, 38):
+        with pytest.raises(ValueError, match=rf"1 to 37.* {k}$"):
+            randomized_svd(matrices, k)
+    with pytest.raises(ValueError, match=r"oversample.* 1$"):
+        randomized_svd(matrices, 3, oversample=1)
+    for measure in (effective_rank, stable_rank, spectral_gap, condition_number):
+        for bad in ([1.0, math.nan], [math.inf, 1.0], [1.0, 2.0], [1.0, -0.5]):
+            with pytest.raises(ValueError, match=str(bad[1])):
+                measure(torch.tensor(bad))
+    for at in (0, 4):
+        with pytest.raises(ValueError, match=rf"at must be 1 to 3.* {at}$"):
+            spectral_gap(torch.tensor([3.0, 2.0, 1.0]), at=at)
+    one = svd(randn(3, 9, 7))
+    for compare in (subspace_angles, alignment, drift):
+        with pytest.raises(ValueError, match="'top'"):
+            compare(*[one] * (1 + (compare is not drift)), 2, "top")
+        for k in (0, -2, 8):
+            with pytest.raises(ValueError, match=rf"1 to 7.* {k}$"):
+                compare(*[one] * (1 + (compare is not drift)), k)
 
 
-def halko_bound(rows, columns, k, p, q, following):
+def halko_bound(rows, columns, k, p, q, next_value):
     """Corollary 10.10, written from the paper."""
     n = min(rows, columns)
     factor = 1 + math.sqrt(k / (p - 1)) + math.e * math.sqrt(k + p) / p * math.sqrt(n - k)
-    return factor ** (1 / (2 * q + 1)) * following
+    return factor ** (1 / (2 * q + 1)) * next_value
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
@@ -327,7 +297,7 @@ def test_randomized_svd_is_within_its_stated_error(k, fall):
         assert (short <= bound[:, None]).all()
         left = matrices - found.u * found.s[:, None] @ found.vh
         assert (np.linalg.norm(left.numpy(), 2, axis=(1, 2)) <= bound + true[:, k]).all()
-        assert (found.following.numpy() <= true[:, k] + 1e-12).all()
+        assert (found.next_value.numpy() <= true[:, k] + 1e-12).all()
     default = randomized_svd(matrices, k)
     assert (1 - default.s.numpy() / true[:, :k]).max() < (1e-5 if fall and fall >= 1 else 0.06)
     eye = torch.eye(k, dtype=torch.float64).expand(2, k, k)
@@ -340,7 +310,7 @@ def test_randomized_svd_is_exact_at_low_rank_and_the_same_for_a_seed(rows, colum
     matrix, u, v = with_spectrum([7.0, 4.0, 1.0, 0.5], rows, columns)
     found = randomized_svd(matrix, 3, seed=5)
     np.testing.assert_allclose(found.s, [7, 4, 1], atol=1e-12)
-    np.testing.assert_allclose(found.following, 0.5, atol=1e-12)
+    np.testing.assert_allclose(found.next_value, 0.5, atol=1e-12)
     for mine, true in ((found.u, u), (found.vh.T, v)):
         np.testing.assert_allclose((mine * true[:, :3]).sum(0).abs(), 1, atol=1e-12)
     assert torch.equal(found.u, randomized_svd(matrix, 3, seed=5).u)
@@ -357,18 +327,7 @@ def test_randomized_svd_of_a_small_matrix_is_the_full_one():
         found, whole = randomized_svd(matrices, k), svd(matrices)
         assert torch.equal(found.s, whole.s[:, :k])
         assert torch.equal(found.vh, whole.vh[:, :k])
-        assert found.following.tolist() == (whole.s[:, k] if k < 5 else torch.zeros(2)).tolist()
-
-
-def test_randomized_svd_refuses_bad_sizes():
-    matrices = randn(40, 37)
-    for k in (0, -1, 38):
-        with pytest.raises(ValueError, match=rf"^k is 1 to 37, the number .*, not {k}$"):
-            randomized_svd(matrices, k)
-    with pytest.raises(ValueError, match=r"^oversample is at least 2, not 1$"):
-        randomized_svd(matrices, 3, oversample=1)
-    with pytest.raises(ValueError, match=r"^iterations is at least 0, not -1$"):
-        randomized_svd(matrices, 3, iterations=-1)
+        assert found.next_value.tolist() == (whole.s[:, k] if k < 5 else torch.zeros(2)).tolist()
 
 
 # --- measures ----------------------------------------------------------------------------------
@@ -408,21 +367,6 @@ def test_measures_are_numpys():
             np.testing.assert_allclose(measure(s * scale), measure(s), rtol=1e-12)
 
 
-@pytest.mark.parametrize("measure", [effective_rank, stable_rank, spectral_gap, condition_number])
-def test_measures_refuse_what_is_no_spectrum(measure, unchecked):
-    for bad in ([1.0, math.nan], [math.inf, 1.0], [1.0, 2.0], [1.0, -0.5]):
-        with pytest.raises(ValueError, match=r"finite, at least 0 and descending, .*: \["):
-            measure(torch.tensor(bad))
-    with pytest.raises(ValueError, match=r"are \[\.\.\., k\], at least one, not \(2, 0\)"):
-        measure(torch.zeros(2, 0))
-
-
-def test_a_gap_has_a_number():
-    for at in (0, 4):
-        with pytest.raises(ValueError, match=rf"^at is 1 to 3, the number .*, not {at}$"):
-            spectral_gap(torch.tensor([3.0, 2.0, 1.0]), at=at)
-
-
 # --- subspaces ---------------------------------------------------------------------------------
 
 
@@ -456,20 +400,15 @@ def test_principal_angles_of_spaces_of_different_dimensions():
     np.testing.assert_allclose(batch, [[math.pi / 4]] * 2, atol=1e-15)
 
 
-def test_bases_are_checked(unchecked):
+def test_bases_are_checked():
     a, b = planes([0.2, 0.9])
     flat = torch.stack([a, torch.cat([a[:, :1], 3 * a[:, :1]], 1)])
-    with pytest.raises(
-        ValueError, match=r"linearly independent, and b\[1\] has rank 1 for 2 columns"
-    ):
+    with pytest.raises(ValueError, match=r"b\[1\] of rank 1 with 2 columns"):
         principal_angles(torch.stack([b, b]), flat)
-    with pytest.raises(ValueError, match=r"and a has rank 0 for 2 columns"):
+    with pytest.raises(ValueError, match=r"got a of rank 0 with 2 columns"):
         principal_angles(torch.zeros_like(a), b)
-    for other in (b[:-1], b[None], b[:, 0]):
-        with pytest.raises(ValueError, match=r"\[\.\.\., dim, k\] and .* not \(11, 2\) and"):
-            principal_angles(a, other)
-    b[3, 1] = math.nan
-    with pytest.raises(ValueError, match=r"b\[3, 1\] is nan"):
+    b[3, 1] = -math.inf
+    with pytest.raises(ValueError, match=r"b .*-inf at \[3, 1\]"):
         principal_angles(a, b)
 
 
@@ -496,10 +435,8 @@ def test_subspaces_of_singular_vectors_turn_as_built():
 
 
 def test_signs_of_singular_vectors_do_not_matter():
-    from dataclasses import replace
-
     before, after = turned(0.4, k=1)
-    flipped = replace(after, u=-after.u, vh=-after.vh)
+    flipped = dataclasses.replace(after, u=-after.u, vh=-after.vh)
     torch.testing.assert_close(alignment(before, flipped, 3), alignment(before, after, 3))
     torch.testing.assert_close(
         subspace_angles(before, flipped, 2), subspace_angles(before, after, 2)
@@ -516,11 +453,7 @@ def test_drift_compares_consecutive_steps():
     assert found.shape == (3, 3, 2)
     for row in range(3):
         np.testing.assert_allclose(found[:, row, 1], [0.1, 0.25, 0.05], atol=1e-12)
-    for few in (svd(randn(7, 5)), svd(randn(1, 7, 5))):
-        with pytest.raises(
-            ValueError, match=r"^drift needs a batch axis of at least two steps, not"
-        ):
-            drift(few, 2)
+    assert drift(svd(randn(1, 7, 5)), 2).shape == (0, 2)
 
 
 def test_repeated_singular_values_leave_no_direction():
@@ -536,7 +469,7 @@ def test_repeated_singular_values_leave_no_direction():
     assert subspace_angles(rounded, rounded, 1).isnan().all()
 
 
-def test_a_zero_matrix_among_others_gives_nan_and_alone_an_error():
+def test_a_zero_matrix_has_no_subspace():
     good = with_spectrum([3.0, 2.0], 9, 7)[0]
     both = svd(torch.stack([good, torch.zeros_like(good)]))
     assert subspace_angles(both, both, 2).isnan().tolist() == [[False] * 2, [True] * 2]
@@ -544,16 +477,7 @@ def test_a_zero_matrix_among_others_gives_nan_and_alone_an_error():
         assert subspace_angles(*pair, 2).isnan().tolist() == [[False] * 2, [True] * 2]
         assert alignment(*pair, 1).isnan().tolist() == [[False], [True]]
     assert alignment(both, both, 3).isnan().tolist() == [[False, False, True], [True] * 3]
-    with pytest.raises(
-        ValueError,
-        match=r"^k is at most the number of singular values above the tolerance, 2, not 3$",
-    ):
-        subspace_angles(both, both, 3)
-    with pytest.raises(
-        ValueError,
-        match=r"^k is at most the number of singular values above the tolerance, 0, not 1$",
-    ):
-        subspace_angles(both[0], both[1], 1)
+    assert subspace_angles(both, both, 3).isnan().all()
 
 
 def test_a_truncated_decomposition_knows_what_follows():
@@ -594,41 +518,21 @@ def test_a_randomised_decomposition_finds_no_space_where_there_is_none():
     assert alignment(one, other, 3).isnan().all()
 
 
-def test_comparisons_are_checked(unchecked):
-    one, other = svd(randn(3, 9, 7)), svd(randn(3, 8, 7))
-    assert subspace_angles(one, other, 2, "right").shape == (3, 2)
-    for compare in (subspace_angles, alignment):
-        with pytest.raises(ValueError, match=r"^left singular .* not \(3, 9\) by \(3, 8\)$"):
-            compare(one, other, 2, "left")
-        with pytest.raises(ValueError, match=r"^side is 'left' or 'right', not 'top'$"):
-            compare(one, one, 2, "top")
-        for k in (0, -2, 8):
-            with pytest.raises(ValueError, match=rf"^k is 1 to 7, the number .*, not {k}$"):
-                compare(one, one, k)
-
-
 def test_the_protocol_is_all_that_targets_need(model, tokens):
     """Any module with the two weights and the three points; nothing of our own transformer."""
-    from hooks import HookPoint
-
-    class Layer(nn.Module):
-        def __init__(self, at):
-            super().__init__()
-            self.at = at
-            self.scores = HookPoint("batch head query key")
-            self.pattern = HookPoint("batch head query key")
-            self.v = HookPoint("batch pos kv_head d_head")
 
     class Foreign(nn.Module):
         def __init__(self):
             super().__init__()
             self.W_V = nn.Parameter(randn(2, 1, 5, 3, dtype=torch.float32))
             self.W_O = nn.Parameter(randn(2, 2, 3, 5, dtype=torch.float32))
-            self.blocks = nn.ModuleList(map(Layer, range(2)))
+            axes = dict(scores="head query key", pattern="head query key", v="pos kv_head d_head")
+            points = [{n: HookPoint(f"batch {a}") for n, a in axes.items()} for _ in range(2)]
+            self.blocks = nn.ModuleList(map(nn.ModuleDict, points))
 
         def forward(self, x):
-            for block in self.blocks:
-                block.v((x @ self.W_V[block.at, 0])[:, :, None])
+            for layer, block in enumerate(self.blocks):
+                block.v((x @ self.W_V[layer, 0])[:, :, None])
                 block.pattern(block.scores(torch.ones(4, 2, 7, 7)) / 7)
             return x
 
