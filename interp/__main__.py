@@ -76,9 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--out", default="report.html", metavar="FILE", help="where the page goes (%(default)s)"
     )
-    points = commands.add_parser(
-        "points", help="list a model's hook points", description="Lists a model's hook points."
-    )
+    points = commands.add_parser("points", help="list a model's hook points")
     for command, run in ((report, _report), (points, _points)):
         command.set_defaults(command=run)
         command.add_argument(

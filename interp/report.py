@@ -56,6 +56,7 @@ class ReportData:
         facts: its configuration, to be shown as it is.
         clean: the text of each token of the clean prompt.
         corrupted: likewise of the corrupted prompt.
+        changed: the positions where the two prompts differ.
         derived: whether the corrupted prompt was made by `derive_corruption`.
         answer: the token that the clean run predicts last; patching measures its log-probability.
         loss: cross-entropy of each token after the first, in nats.
@@ -73,6 +74,7 @@ class ReportData:
     facts: Mapping[str, object]
     clean: tuple[str, ...]
     corrupted: tuple[str, ...]
+    changed: tuple[int, ...]
     derived: bool
     answer: str
     loss: Float[Tensor, " next"]
@@ -82,12 +84,6 @@ class ReportData:
     induction: Float[Tensor, "layer head"]
     period: int
     patches: Mapping[str, PatchingResult]
-
-    @property
-    def changed(self) -> tuple[int, ...]:
-        """The positions where the two prompts differ."""
-        pairs = zip(self.clean, self.corrupted, strict=True)
-        return tuple(pos for pos, (clean, corrupted) in enumerate(pairs) if clean != corrupted)
 
 
 def peak(table: Float[Tensor, "layer place"]) -> Peak:
@@ -110,6 +106,7 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in signed)
 
 
+@torch.no_grad()
 def derive_corruption(
     model: nn.Module, clean: Int[Tensor, "1 pos"], metric: Metric
 ) -> Int[Tensor, "1 pos"]:
@@ -193,6 +190,7 @@ def build_report(
         facts=facts,
         clean=tuple(texts(clean[0].tolist())),
         corrupted=tuple(texts(corrupted[0].tolist())),
+        changed=tuple((clean != corrupted)[0].nonzero()[:, 0].tolist()),
         derived=derived,
         answer=texts([answer])[0],
         loss=-logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0],
@@ -222,6 +220,7 @@ def render(data: ReportData) -> str:
     )
     environment.filters["visible"] = visible
     shares = {site: result.normalized() for site, result in data.patches.items()}
+    tables = {"previous": data.previous, "induction": data.induction, "z": shares["z"]}
     limit = max(1.0, *(float(share.abs().max()) for share in shares.values()))
     loss = _plain(data.loss)
     embedded = {
@@ -245,11 +244,7 @@ def render(data: ReportData) -> str:
     return environment.get_template("report.html").render(
         data=data,
         first=next(iter(data.patches.values())),
-        strongest={
-            "previous": peak(data.previous),
-            "induction": peak(data.induction),
-            "z": peak(shares["z"]),
-        },
+        strongest={kind: peak(table) for kind, table in tables.items()},
         limit=limit,
         shades=[0.0, *(value / max(loss) if max(loss) else 0.0 for value in loss)],
         embedded=embedded,

@@ -12,7 +12,8 @@ import torch
 
 import interp.__main__ as cli
 from interp.__main__ import main
-from models import CharTokenizer, Transformer, TransformerConfig, load, load_tokenizer, save
+from interp.report import peak
+from models import CharTokenizer, Transformer, TransformerConfig, save
 
 
 def small(vocab_size, n_ctx=89):
@@ -54,8 +55,7 @@ def refused(capsys, *arguments):
 
 
 def embedded(page):
-    found = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
-    return json.loads(found[1])
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text("utf-8"), re.S)[1])
 
 
 def test_no_argument_is_needed(here):
@@ -67,10 +67,10 @@ def test_no_argument_is_needed(here):
     assert "wrote report.html" in done.stdout
     found = embedded(here / "report.html")
     assert len(found["tokens"]) == len(cli.DEFAULT_PROMPT)
-    pairs = enumerate(zip(cli.DEFAULT_PROMPT, cli.DEFAULT_CORRUPTED, strict=True))
-    assert found["changed"] == [pos for pos, (one, other) in pairs if one != other]
-    model = load(cli.DEFAULT_MODEL)
-    assert found["shape"][:2] == [model.config.n_layers, model.config.n_heads]
+    assert found["changed"] == [len("The part ZQXJ-KV8")]
+    assert max(map(max, found["scores"]["induction"])) > 0.3
+    assert max(map(max, found["scores"]["previous"])) > 0.3
+    assert found["shape"][:2] == [4, 4]
 
 
 def test_the_summary_says_what_the_page_shows(saved, here, capsys):
@@ -83,15 +83,11 @@ def test_the_summary_says_what_the_page_shows(saved, here, capsys):
     assert first == [repr(text.replace("·", " ")), f"{probability:.1%}"]
     assert f"clean      {prompt}".replace(" ", "·") in out.replace(" ", "·")
 
-    def largest(table):
-        cells = [(v, i, j) for i, row in enumerate(table) for j, v in enumerate(row)]
-        return max(cells, key=lambda cell: abs(cell[0]))
-
     for kind, name in (("previous", "previous-token"), ("induction", "induction")):
-        score, layer, head = largest(found["scores"][kind])
+        layer, head, score = peak(torch.tensor(found["scores"][kind]))
         assert re.search(rf"{name} +layer {layer} head {head} +{score:.2f}", out)
     for site, patched in found["patches"].items():
-        share, layer, place = largest(patched["share"])
+        layer, place, share = peak(torch.tensor(patched["share"]))
         kind = "head" if site == "z" else "position"
         assert re.search(rf"{site} +layer {layer} {kind} {place}\b.* {share:.1%}", out)
     [pos] = found["changed"]
@@ -154,28 +150,10 @@ def test_vocabularies_of_model_and_tokenizer_that_differ(here, capsys):
     assert "over 2 random tokens" in (here / "report.html").read_text(encoding="utf-8")
 
 
-def test_tokens_of_several_characters(here):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = dict.fromkeys([*alphabet, "th", "the", "Ġc", "Ġca", "Ġcat", "81"])
-    merges = [(piece[:-1], piece[-1]) for piece in made if len(piece) > 1]
-    vocabulary = {piece: token for token, piece in enumerate(made)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    save(here / "m", small(300), CharTokenizer("a"))
-    (here / "m" / "vocabulary.json").unlink()
-    tokenizer.save(str(here / "m" / "tokenizer.json"))
-    assert main(["report", "--model", "m", "--prompt", "the cat\n日the"]) == 0
-    found = embedded(here / "report.html")
-    assert found["tokens"] == ["the", "·cat", "⏎", r"\xe6", r"\x97", r"\xa5", "the"]
-    assert found["shape"] == [2, 3, 7]
-    # With "81" one token and "84" two, the default prompts are no pair.
-    default = cli.DEFAULT_PROMPT, cli.DEFAULT_CORRUPTED
-    clean, corrupted = (len(load_tokenizer("m").encode(text)) for text in default)
-    assert clean == corrupted - 1
-    assert main(["report", "--model", "m"]) == 0
+def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypatch):
+    """As with a tokenizer to which one of them is more tokens than the other."""
+    monkeypatch.setattr(cli, "DEFAULT_CORRUPTED", "acdef")
+    assert main(["report", "--model", saved]) == 0
     assert "Derived, not given" in (here / "report.html").read_text(encoding="utf-8")
 
 
@@ -206,9 +184,6 @@ def test_usage(capsys):
             main(wrong)
         assert exit.value.code == 2
         assert "usage: python -m interp" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit:
-        main(["report", "--help"])
-    assert exit.value.code == 0
 
 
 def test_points(saved, capsys):

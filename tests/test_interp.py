@@ -1,6 +1,7 @@
 """The protocol, metrics, patching, the lens and head scores, against computations written out by hand."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import interp
-from hooks import HookedRunner, HookPoint, ModeError
+from hooks import HookPoint, ModeError
 from interp import (
     activation_patching,
     induction_scores,
@@ -26,14 +27,6 @@ def corrupted(tokens):
     changed = tokens.clone()
     changed[:, 2] = (changed[:, 2] + 7) % 23
     return changed
-
-
-def test_run_with_cache_is_the_runners(model, tokens):
-    logits, cache = run_with_cache(model, tokens, names="blocks.*.attn.pattern")
-    torch.testing.assert_close(logits, model(tokens), atol=1e-5, rtol=0)
-    _, expected = HookedRunner(model).run_with_cache(tokens, names="blocks.*.attn.pattern")
-    assert list(cache) == list(expected)
-    assert all(torch.equal(cache[name], expected[name]) for name in cache)
 
 
 def test_a_transformer_has_every_part_of_the_protocol(model):
@@ -105,9 +98,7 @@ def test_patching_heads_adds_the_difference_of_their_outputs(model, tokens, corr
         assert result.values[2, head].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_whole_activations_over_layers_in_float64_from_an_output_that_holds_logits(
-    model, tokens, corrupted
-):
+def test_patching_whole_layers_in_float64_from_outputs_that_hold_logits(model, tokens, corrupted):
     class Wrapping(type(model)):
         def forward(self, tokens):
             return SimpleNamespace(logits=super().forward(tokens))
@@ -125,9 +116,8 @@ def test_normalized_and_plotted(model, tokens, corrupted):
     pytest.importorskip("matplotlib", reason="needs the extra report")
     # Means over rows in half precision are coarse, and Matplotlib does not take bfloat16.
     result = activation_patching(model.bfloat16(), tokens, corrupted, lambda x: x[:, -1, 3])
-    known = dataclasses.replace(
-        result, values=torch.tensor([1.0, 7.0, -2.0]), clean=5.0, corrupted=1.0
-    )
+    values = torch.tensor([1.0, 7.0, -2.0])
+    known = dataclasses.replace(result, values=values, clean=5.0, corrupted=1.0)
     assert known.normalized().tolist() == [0.0, 1.5, -0.75]
     axes = result.plot().axes
     assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == ("pos", "layer")
@@ -136,9 +126,8 @@ def test_normalized_and_plotted(model, tokens, corrupted):
         dataclasses.replace(result, clean=result.corrupted).normalized()
 
 
-@pytest.mark.parametrize("part", ["", "blocks.1.attn.pattern_dropout"])
-def test_patching_refuses_dropout(model, tokens, part):
-    model.get_submodule(part).train()
+def test_patching_refuses_dropout(model, tokens):
+    model.blocks[1].attn.pattern_dropout.train()
     with pytest.raises(ModeError, match=r"model.eval\(\)"):
         activation_patching(model, tokens, tokens, log_prob(4))
 
@@ -149,7 +138,6 @@ def test_patching_refuses_dropout(model, tokens, part):
     [
         ({"site": "resid"}, "attn_out.*'resid'"),
         ({"over": ("layer", "head")}, r"'pos'.*resid_pre.*\('layer', 'head'\)"),
-        ({"over": ("pos",)}, r"\('pos',\)"),
         ({"over": ("layer", "layer")}, r"\('layer', 'layer'\)"),
         ({"corrupted": torch.zeros(4, 6, dtype=torch.int64)}, r"\(4, 7\) and \(4, 6\)"),
     ],
@@ -192,7 +180,6 @@ def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, mo
     wanted = expected.gather(-1, targets.expand(4, 4, 7)[..., None])
     torch.testing.assert_close(lens.target_probabilities, wanted[..., 0], **close)
     assert torch.equal(lens.target_ranks, (expected > wanted).sum(-1))
-    assert lens.target_ranks.max() > 9
     followed = logit_lens(model, cache)
     predicted = model(tokens).argmax(-1)
     assert torch.equal(followed.tokens[-1, ..., 0], predicted)
@@ -203,11 +190,9 @@ def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, mo
 def test_the_lens_is_in_float32_for_half_precision(model, tokens):
     _, cache = run_with_cache(model.bfloat16(), tokens, names=["*.resid_pre", "*.resid_post"])
     lens = logit_lens(model, cache, top_k=23)
-    assert lens.probabilities.dtype == torch.float32
     assert (lens.probabilities.double().sum(-1) - 1).abs().max() < 1e-6
     with torch.no_grad():
-        logits = model.unembed(cache["resid_pre", 1])
-    expected = logits.double().softmax(-1).max(-1).values.float()
+        expected = model.unembed(cache["resid_pre", 1]).double().softmax(-1).max(-1).values.float()
     torch.testing.assert_close(lens.probabilities[1, ..., 0], expected)
 
 
@@ -258,33 +243,14 @@ def test_head_scores_that_make_no_sense(model):
     tokens = repeated_tokens(23, period=3, batch=2)
     _, cache = run_with_cache(model, tokens, names="*.pattern")
     _, part = run_with_cache(model, tokens, names="*.pattern", positions=slice(2, 5))
-    _, single = run_with_cache(model, tokens[:, :1], names="*.pattern")
     for score in (previous_token_scores, induction_scores):
         with pytest.raises(ValueError, match="3 queries and 6 keys"):
             score(model, part, tokens)
     with pytest.raises(ValueError, match="1 queries"):
-        previous_token_scores(model, single)
+        previous_token_scores(model, run_with_cache(model, tokens[:, :1], names="*.pattern")[1])
     for wrong in (tokens.sort().values, tokens[:, :5], torch.full((2, 6), 9)):
-        with pytest.raises(ValueError, match=rf"{wrong[0, :3].tolist()}"[1:-1]):
+        with pytest.raises(ValueError, match=str(wrong[0, :3].tolist())[1:-1]):
             induction_scores(model, cache, wrong)
     for other in (tokens[:1], tokens.repeat(1, 2)):
-        with pytest.raises(ValueError, match=r"\(2, 6\).*\({}, {}\)".format(*other.shape)):
+        with pytest.raises(ValueError, match=re.escape(str(tuple(other.shape)))):
             induction_scores(model, cache, other)
-
-
-def test_repeated_tokens():
-    tokens = repeated_tokens(23, period=5, batch=3, copies=2, seed=4)
-    assert tokens.shape == (3, 10)
-    assert torch.equal(tokens[:, :5], tokens[:, 5:])
-    assert not torch.equal(tokens, repeated_tokens(23, 5, 3, 2, seed=5))
-    assert tokens.max() < 23
-
-
-def test_the_bundled_model_has_induction_and_previous_token_heads():
-    from models import load
-
-    model = load("pydoc-4l")
-    tokens = repeated_tokens(model.config.vocab_size, 40)
-    _, cache = run_with_cache(model, tokens, names="*.pattern", lazy=True)
-    assert induction_scores(model, cache, tokens).max() > 0.3
-    assert previous_token_scores(model, cache).max() > 0.3
