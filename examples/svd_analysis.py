@@ -70,7 +70,7 @@ def analyse(setting: Setting, checkpoints: Mapping[int, Path], walks: Walks) -> 
     newest, events = inside[:, setting.width :], walks.events[:, setting.width :]
     steps = list(checkpoints)
     untrained = before = None
-    # Hidden where nobody watches.
+    # disable=None: no bar where the output is not a terminal.
     for step in tqdm(steps, desc="checkpoints", disable=None):
         model = load(checkpoints[step])
         seen = observe(model, walks, setting)

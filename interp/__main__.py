@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.command(options)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more on its way out, and would complain there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away, as `head` does
         return 1
     except (OSError, ValueError, ImportError, HookError) as error:
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)

@@ -64,13 +64,11 @@ def test_no_argument_is_needed(here):
     done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in here.iterdir()] == ["report.html"]
-    assert "wrote report.html" in done.stdout
     found = embedded(here / "report.html")
     assert len(found["tokens"]) == len(cli.DEFAULT_PROMPT)
     assert found["changed"] == [len("The part ZQXJ-KV8")]
     assert max(map(max, found["scores"]["induction"])) > 0.3
     assert max(map(max, found["scores"]["previous"])) > 0.3
-    assert found["shape"][:2] == [4, 4]
 
 
 def test_the_summary_says_what_the_page_shows(saved, here, capsys):
@@ -94,11 +92,11 @@ def test_the_summary_says_what_the_page_shows(saved, here, capsys):
     assert f"derived: {prompt[pos]!r} at position {pos} became" in out
 
 
-def test_corrupted_alone_goes_with_the_default_prompt(saved, here):
-    corrupted = "a" + cli.DEFAULT_PROMPT[1:]
+def test_corrupted_alone_goes_with_the_default_prompt(saved, here, monkeypatch):
+    monkeypatch.setattr(cli, "DEFAULT_PROMPT", "the returns")
     (here / "pages").mkdir()
     (here / "report.html").symlink_to("pages/real.html")
-    assert main(["report", "--model", saved, "--corrupted", corrupted]) == 0
+    assert main(["report", "--model", saved, "--corrupted", "ahe returns"]) == 0
     assert embedded(here / "report.html")["changed"] == [0]
     # A link stays a link.
     assert (here / "report.html").is_symlink()
@@ -152,7 +150,8 @@ def test_vocabularies_of_model_and_tokenizer_that_differ(here, capsys):
 
 def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypatch):
     """As with a tokenizer to which one of them is more tokens than the other."""
-    monkeypatch.setattr(cli, "DEFAULT_CORRUPTED", "acdef")
+    monkeypatch.setattr(cli, "DEFAULT_PROMPT", "the returns")
+    monkeypatch.setattr(cli, "DEFAULT_CORRUPTED", "the return")
     assert main(["report", "--model", saved]) == 0
     assert "Derived, not given" in (here / "report.html").read_text(encoding="utf-8")
 

@@ -112,7 +112,8 @@ def test_one_head_squeezes_to_the_documents_shapes(model, tokens):
     assert (squeezed.values.shape, squeezed.avwo.shape) == ((4, 3, 7, 5), (4, 3, 7, 10))
     assert squeezed.wvwo.shape == (3, 10, 10)
     assert torch.equal(squeezed.avwo, targets.avwo[:, :, 0])
-    for wrong, shape in ((squeezed, r"\(4, 3, 7, 7\)"), (targets_of(model, tokens), r"3, 2, 7, 7")):
+    short = targets_of(small(n_heads=1), tokens[:, :1]).squeeze_heads()
+    for wrong, shape in ((short, "4, 3, 1, 1"), (targets_of(model, tokens), "4, 3, 2, 7, 7")):
         with pytest.raises(ValueError, match=shape):
             wrong.squeeze_heads()
 
@@ -273,10 +274,12 @@ def test_randomized_svd_is_exact_at_low_rank_and_the_same_for_a_seed(rows, colum
         np.testing.assert_allclose((mine * true[:, :3]).sum(0).abs(), 1, atol=1e-12)
     assert torch.equal(found.u, randomized_svd(matrix, 3, seed=5).u)
     noise = randn(rows, columns)
-    assert not torch.equal(randomized_svd(noise, 3, seed=5).s, randomized_svd(noise, 3, seed=6).s)
+    found, other = (randomized_svd(noise, 3, seed=seed) for seed in (5, 6))
+    assert not torch.equal(found.s, other.s)
+    tiny = randomized_svd(noise * 1e-170, 3, seed=5)
+    np.testing.assert_allclose(tiny.tolerance * 1e170, found.tolerance, rtol=1e-9)
     zero = randomized_svd(torch.zeros(rows, columns), 3)
     assert zero.s.tolist() == [0, 0, 0]
-    assert zero.rank == 0
 
 
 def test_randomized_svd_of_a_small_matrix_is_the_full_one():
@@ -387,7 +390,6 @@ def test_repeated_singular_values_leave_no_direction():
     one = svd(torch.stack([matrix, 3 * matrix]))
     assert subspace_angles(one, one, 1).isnan().all()
     np.testing.assert_allclose(subspace_angles(one, one, 2), 0, atol=1e-12)
-    np.testing.assert_allclose(subspace_angles(one, one, 3), 0, atol=1e-12)
     assert alignment(one, one, 3).isnan().tolist() == [[True, True, False]] * 2
     # Equal in exact arithmetic, rounded to float32: still equal up to the tolerance.
     rounded = svd(matrix.float())
@@ -402,7 +404,6 @@ def test_a_zero_matrix_has_no_subspace():
         assert subspace_angles(*pair, 2).isnan().tolist() == [[False] * 2, [True] * 2]
         assert alignment(*pair, 1).isnan().tolist() == [[False], [True]]
     assert alignment(both, both, 3).isnan().tolist() == [[False, False, True], [True] * 3]
-    assert subspace_angles(both, both, 3).isnan().all()
 
 
 def test_a_truncated_decomposition_knows_what_follows():

@@ -115,7 +115,8 @@ def randomized_svd(
     if size >= min(wide.shape[-2:]):
         whole = svd(matrices, name)
         u, s, vh = whole.u[..., :k], whole.s[..., :k], whole.vh[..., :k, :]
-        return SVD(u, s, vh, (whole.s - whole.gaps)[..., k - 1], whole.tolerance)
+        next_value = whole.s[..., k] if k < whole.s.shape[-1] else whole.next_value
+        return SVD(u, s, vh, next_value, whole.tolerance)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(wide.shape[-1], size, generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(wide @ start.to(wide.device)).Q
