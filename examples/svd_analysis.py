@@ -25,17 +25,19 @@ from tqdm import tqdm
 from walks import Walks, event_windows, sliding_windows
 
 from hooks import HookedRunner
-from interp.subspaces import drift, subspace_angles
-from interp.svd import (
+from interp import (
     SVD,
     condition_number,
-    decompose,
+    drift,
     effective_rank,
+    residual_stream,
     spectral_gap,
     stable_rank,
-    svd,
+    subspace_angles,
+    svd_targets,
 )
-from interp.targets import residual_stream, svd_targets
+from interp import spectra as spectra_of
+from interp.spectral import svd
 from models import Transformer, load, next_token_loss
 
 EVERY = 16  # of the windows, those whose drift between checkpoints is followed
@@ -68,7 +70,7 @@ def analyse(setting: Setting, checkpoints: Mapping[int, Path], walks: Walks) -> 
     newest, events = inside[:, setting.width :], walks.events[:, setting.width :]
     steps = list(checkpoints)
     untrained = before = None
-    # Hidden where nobody watches.
+    # disable=None: no bar where the output is not a terminal.
     for step in tqdm(steps, desc="checkpoints", disable=None):
         model = load(checkpoints[step])
         seen = observe(model, walks, setting)
@@ -111,7 +113,7 @@ def observe(model: Transformer, walks: Walks, setting: Setting) -> Seen:
     for windows in sliding_windows(walks.tokens, setting.width):
         _, cache = runner.run_with_cache(windows, mode="svd_targets")
         targets = svd_targets(model, cache).squeeze_heads()
-        for name, found in decompose(targets).items():
+        for name, found in spectra_of(targets).items():
             if name == "wvwo":
                 constant = found
                 continue

@@ -9,8 +9,8 @@ are taken on the same walks, seen through a window that slides by one token:
 - events: how far it turns, and how much the singular values change, from one window to the next, where
   the newest token lies in an event window, [jumper, jumper + delay + buffer], against elsewhere.
 
-Differences come with 95% intervals from a bootstrap over walks, and beside those of the untrained
-model: what it shows already is no work of training.
+Differences come with 95% intervals from a bootstrap over walks. The untrained model's are shown beside
+them, as what it shows too does not come from training.
 
 The checkpoints that are looked at stay in the directory, each a model for `models.load`. --resume goes
 on after Ctrl-C; when training is complete it looks at them again, also with other --walks.
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
     require_least(options, {"steps": 1, "walks": FEWEST})
     out, seed = options.out, options.seed
     if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed is 0 to 2**63 - 1, not {seed}")
+        raise ValueError(f"--seed must be 0 to 2**63 - 1; got {seed}")
     require_own(out, resume=options.resume)
     config = TrainingConfig(
         steps=options.steps,

@@ -100,7 +100,7 @@ def locked(
 
 def _drawn(walks: int, seed: int) -> Int[Tensor, "resample walk"]:
     if walks < 2:
-        raise ValueError(f"an interval over walks needs at least 2, not {walks}")
+        raise ValueError(f"an interval must be over at least 2 walks; got {walks}")
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(walks, (RESAMPLES, walks), generator=generator)
 

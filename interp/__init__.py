@@ -1,4 +1,4 @@
-"""Analyses of what happens inside a model. They see it through its hook points only."""
+"""Analyses of what happens inside a model. They see it through its hook points and `interp.protocol`."""
 
 try:
     from hooks import HookedRunner as _HookedRunner  # noqa: F401  # only ours has it
@@ -10,23 +10,22 @@ except ImportError as error:
         "rename or move that one, or put hookscope before it on sys.path"
     ) from error
 
-from interp.heads import induction_scores, previous_token_scores, repeated_tokens
-from interp.lens import LogitLens, logit_lens
 from interp.metrics import Metric, log_prob, logit_diff
 from interp.patching import PatchingResult, activation_patching
-from interp.protocol import LanguageModel
-from interp.run import run_with_cache
-from interp.subspaces import alignment, drift, principal_angles, subspace_angles
-from interp.svd import (
+from interp.protocol import LanguageModel, run_with_cache
+from interp.reading.heads import induction_scores, previous_token_scores, repeated_tokens
+from interp.reading.lens import LogitLens, logit_lens
+from interp.spectral.subspaces import alignment, drift, principal_angles, subspace_angles
+from interp.spectral.svd import (
     SVD,
     condition_number,
-    decompose,
     effective_rank,
     randomized_svd,
+    spectra,
     spectral_gap,
     stable_rank,
 )
-from interp.targets import ResidualStream, SVDTargets, residual_stream, svd_targets, wvwo
+from interp.spectral.targets import ResidualStream, SVDTargets, residual_stream, svd_targets, wvwo
 
 __all__ = [
     "SVD",
@@ -39,7 +38,6 @@ __all__ = [
     "activation_patching",
     "alignment",
     "condition_number",
-    "decompose",
     "drift",
     "effective_rank",
     "induction_scores",
@@ -52,6 +50,7 @@ __all__ = [
     "repeated_tokens",
     "residual_stream",
     "run_with_cache",
+    "spectra",
     "spectral_gap",
     "stable_rank",
     "subspace_angles",

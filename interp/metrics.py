@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -9,18 +10,35 @@ Metric = Callable[[Float[Tensor, "batch pos vocab"]], Float[Tensor, "*batch"]]
 
 
 def logit_diff(right: int, wrong: int, pos: int = -1) -> Metric:
-    """The logit of token `right` minus that of token `wrong` at a position, in logits: [batch]."""
+    """A metric: the logit of token `right` minus that of token `wrong` at a position.
+
+    Like every metric here it is in float32 also where the logits are in half precision.
+
+    >>> logits = torch.tensor([[[0.0, 1.0, 3.0]], [[2.0, 2.0, 2.0]]])  # [batch, pos, vocab]
+    >>> logit_diff(right=2, wrong=0)(logits)
+    tensor([3., 0.])
+    """
 
     def metric(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
-        return logits[:, pos, right] - logits[:, pos, wrong]
+        at = at_least_float32(logits[:, pos])
+        return at[:, right] - at[:, wrong]
 
     return metric
 
 
 def log_prob(token: int, pos: int = -1) -> Metric:
-    """The log-probability of a token at a position, in nats: [batch]."""
+    """A metric: the log-probability of a token at a position, in nats.
+
+    >>> log_prob(1)(torch.zeros(1, 3, 5)).exp()  # [batch, pos, vocab]: five equally likely tokens
+    tensor([0.2000])
+    """
 
     def metric(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
-        return logits[:, pos].log_softmax(-1)[:, token]
+        return at_least_float32(logits[:, pos]).log_softmax(-1)[:, token]
 
     return metric
+
+
+def at_least_float32(values: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Values in float32 where they are in half precision; others as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

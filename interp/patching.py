@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hooks import Hook, Point, index_by_axis
-from interp.metrics import Metric
-from interp.run import runner_of
+from hooks import ActivationCache, Hook, HookedRunner, Point, index_by_axis
+from interp.metrics import Metric, at_least_float32
+from interp.protocol import logits_of, runner_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,18 +49,12 @@ class PatchingResult:
         """
         if self.clean == self.corrupted:
             raise ValueError(
-                f"clean and corrupted runs have the same metric, {self.clean}: nothing to normalize by"
+                f"clean and corrupted runs must differ in the metric; got {self.clean} for both"
             )
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
     def plot(self) -> "Figure":
-        """The normalized values as a heat map; needs the extra `report`.
-
-        Raises:
-            ValueError: if there are not two axes.
-        """
-        if len(self.axes) != 2:
-            raise ValueError(f"a heat map has two axes, not {len(self.axes)}: {self.axes}")
+        """The normalized values as a heat map, if they have two axes; needs the extra `report`."""
         from matplotlib.figure import Figure
 
         figure = Figure(layout="constrained")
@@ -103,30 +97,39 @@ def activation_patching(
     """
     if clean.shape != corrupted.shape:
         raise ValueError(
-            "clean and corrupted tokens have the same shape, "
-            f"not {tuple(clean.shape)} and {tuple(corrupted.shape)}"
+            "clean and corrupted tokens must have the same shape; "
+            f"got {tuple(clean.shape)} and {tuple(corrupted.shape)}"
         )
     if site not in SITES:
-        raise ValueError(f"a site is one of {', '.join(SITES)}, not {site!r}")
-    over = SITES[site] if over is None else over
-    if tuple(over) not in (SITES[site], SITES[site][:1]):
-        raise ValueError(f"{site} is patched over {SITES[site]} or {SITES[site][:1]}, not {over!r}")
+        raise ValueError(f"site must be one of {', '.join(SITES)}; got {site!r}")
+    over = SITES[site] if over is None else tuple(over)
+    if over not in (SITES[site], SITES[site][:1]):
+        raise ValueError(f"over must be {SITES[site]} or {SITES[site][:1]} at {site}; got {over}")
     runner = runner_of(model)
-    names = f"blocks.*.{site}"
-    clean_logits, cache = runner.run_with_cache(clean, names=names)
-    sources = list(cache.items())
-    axes = cache.axes(sources[0][0])
-    sizes = [sources[0][1].shape[axes.index(axis)] for axis in over[1:]]
-    places = list(itertools.product(range(len(sources)), *map(range, sizes)))
+    output, cache = runner.run_with_cache(clean, names=f"blocks.*.{site}")
+    right, wrong = (metric(logits_of(out)).mean().item() for out in (output, model(corrupted)))
+    return PatchingResult(patched(runner, cache, corrupted, metric, site, over), over, right, wrong)
+
+
+def patched(
+    runner: HookedRunner,
+    clean: ActivationCache,
+    corrupted: Int[Tensor, "batch pos"],
+    metric: Metric,
+    site: str,
+    over: tuple[str, ...],
+) -> Float[Tensor, "..."]:
+    """The metric of each corrupted run with one value of the clean run: [layer] or [layer, place]."""
+    names = [name for name in clean if name.rpartition(".")[2] == site]
+    sources, axes = clean.stack(site), clean.axes(names[0])
+    sizes = [sources[0].shape[axes.index(axis)] for axis in over[1:]]
+    places = list(itertools.product(range(len(names)), *map(range, sizes)))
     found = []
     for layer, *place in tqdm(places, f"patching {site}", leave=False, delay=1, disable=None):
-        name, source = sources[layer]
-        edit = _from(source, dict(zip(over[1:], place, strict=True)))
-        found.append(metric(runner.run_with_hooks(corrupted, hooks={name: edit})).mean())
-    values = torch.stack(found).view(len(sources), *sizes)
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    clean_metric, corrupted_metric = metric(clean_logits).mean(), metric(model(corrupted)).mean()
-    return PatchingResult(values, tuple(over), clean_metric.item(), corrupted_metric.item())
+        edit = _from(sources[layer], dict(zip(over[1:], place, strict=True)))
+        output = runner.run_with_hooks(corrupted, hooks={names[layer]: edit})
+        found.append(metric(logits_of(output)).mean())
+    return at_least_float32(torch.stack(found).view(len(names), *sizes))
 
 
 def _from(source: Tensor, where: dict[str, int]) -> Hook:

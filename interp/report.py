@@ -1,24 +1,26 @@
 """The report: what its page shows, collected from one model and two prompts, and the page itself."""
 
 import base64
-import sys
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from interp.heads import induction_scores, previous_token_scores, repeated_tokens
-from interp.lens import logit_lens
 from interp.metrics import Metric, log_prob
-from interp.patching import SITES, PatchingResult, activation_patching
-from interp.run import runner_of
+from interp.patching import SITES, PatchingResult, patched
+from interp.protocol import logits_of, runner_of
+from interp.reading.heads import induction_scores, previous_token_scores, repeated_tokens
+from interp.reading.lens import LogitLens, logit_lens
+
+try:
+    import jinja2
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('the report needs Jinja2: pip install "hookscope[report]"') from error
 
 GUESSES = 5
 # Metrics closer than this, in nats, differ by little more than float32 rounding.
@@ -26,9 +28,8 @@ LEAST_GAP = 1e-4
 _TOKENS_PER_FORWARD = 16_384
 _SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 
-
-class ReportError(ValueError):
-    """Prompts that no report can be made of."""
+Texts = Callable[[Sequence[int]], Sequence[str]]
+"""Gives the text of each of some tokens."""
 
 
 class Guess(NamedTuple):
@@ -55,7 +56,8 @@ class ReportData:
         facts: its configuration, to be shown as it is.
         clean: the text of each token of the clean prompt.
         corrupted: likewise of the corrupted prompt.
-        derived: whether the corrupted prompt was derived from the clean one by `derive_corruption`.
+        changed: the positions where the two prompts differ.
+        derived: whether the corrupted prompt was made by `derive_corruption`.
         answer: the token that the clean run predicts last; patching measures its log-probability.
         loss: cross-entropy of each token after the first, in nats.
         guesses: `guesses[layer][pos]` are the likeliest next tokens, best first, read from the stream
@@ -72,6 +74,7 @@ class ReportData:
     facts: Mapping[str, object]
     clean: tuple[str, ...]
     corrupted: tuple[str, ...]
+    changed: tuple[int, ...]
     derived: bool
     answer: str
     loss: Float[Tensor, " next"]
@@ -81,12 +84,6 @@ class ReportData:
     induction: Float[Tensor, "layer head"]
     period: int
     patches: Mapping[str, PatchingResult]
-
-    @property
-    def changed(self) -> tuple[int, ...]:
-        """The positions where the two prompts differ."""
-        pairs = zip(self.clean, self.corrupted, strict=True)
-        return tuple(pos for pos, (clean, corrupted) in enumerate(pairs) if clean != corrupted)
 
 
 def peak(table: Float[Tensor, "layer place"]) -> Peak:
@@ -110,32 +107,30 @@ def visible(text: str) -> str:
 
 
 @torch.no_grad()
-def derive_corruption(model: nn.Module, clean: Int[Tensor, "1 pos"]) -> Int[Tensor, "1 pos"]:
-    """The prompt with one token replaced, so that the model's last prediction suffers most.
+def derive_corruption(
+    model: nn.Module, clean: Int[Tensor, "1 pos"], metric: Metric
+) -> Int[Tensor, "1 pos"]:
+    """The prompt with one token replaced, so that the metric is as low as possible.
 
     Each position but the last is tried once, with the next token of the prompt that differs from it
-    (from the end of the prompt on, its beginning). What suffers is the log-probability of the token that
-    the clean run predicts last.
+    (from the end of the prompt on, its beginning).
 
     Raises:
-        ReportError: if the prompt is one token, or one token repeated.
+        ValueError: if the prompt is one token repeated.
     """
-    _check_length(clean)
     row = clean[0]
     if bool((row == row[0]).all()):
-        raise ReportError(
-            "a corrupted prompt is derived by replacing one token by another of the prompt's, and "
-            "this one repeats a single token: give a corrupted prompt"
+        raise ValueError(
+            "the prompt must have two different tokens to derive a corrupted one from; got one token "
+            f"{len(row)} times: give a corrupted prompt"
         )
     tried = row.repeat(len(row) - 1, 1)
     for pos in range(len(row) - 1):
         others = row.roll(-pos)
         tried[pos, pos] = others[others != row[pos]][0]
-    _, metric = _answer(model, clean)
     chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
-    found = [
-        metric(model(c)) for c in tqdm(chunks, "deriving a corruption", leave=False, disable=None)
-    ]
+    shown = tqdm(chunks, "deriving a corruption", leave=False, disable=None)
+    found = [metric(logits_of(model(chunk))) for chunk in shown]
     return tried[torch.cat(found).argmin()][None]
 
 
@@ -143,58 +138,72 @@ def derive_corruption(model: nn.Module, clean: Int[Tensor, "1 pos"]) -> Int[Tens
 def build_report(
     model: nn.Module,
     clean: Int[Tensor, "1 pos"],
-    corrupted: Int[Tensor, "1 other"],
-    texts: Callable[[Sequence[int]], Sequence[str]],
+    corrupted: Int[Tensor, "1 other"] | None,
+    texts: Texts,
     *,
     name: str,
     facts: Mapping[str, object],
-    derived: bool = False,
     period: int = 40,
 ) -> ReportData:
-    """Runs the model on both prompts and collects what the page shows.
+    """Runs the model on the clean prompt, once, and on what patching needs, for what the page shows.
 
     Args:
-        model: a model in eval mode with the usual points and `unembed`.
+        model: a model in eval mode with the usual points, `unembed` and `config`.
         clean: the prompt that the page is about.
-        corrupted: a prompt of the same length that the model continues otherwise.
+        corrupted: a prompt of the same length that the model continues otherwise; None to derive one.
         texts: gives the text of each of some tokens.
         name, facts: what to say about the model.
-        derived: whether `corrupted` came from `derive_corruption`.
         period: the length of the random tokens that induction is scored on; twice that many must fit
             the model's context.
 
     Raises:
-        ReportError: if a prompt has fewer than two tokens, the two differ in length, the metric is the
-            same for both.
+        ValueError: if a prompt has fewer than two tokens, the two differ in length, or the metric is
+            the same for both.
         ModeError: if the model is in training mode.
     """
     runner = runner_of(model)
-    _check_length(clean)
-    if clean.shape != corrupted.shape:
-        raise ReportError(
-            "the clean and the corrupted prompt have equally many tokens, "
-            f"not {clean.shape[1]} and {corrupted.shape[1]}"
+    if clean.shape[1] < 2:
+        raise ValueError(f"a prompt must have at least 2 tokens; got {clean.shape[1]}")
+    if corrupted is not None and clean.shape != corrupted.shape:
+        raise ValueError(
+            "the clean and the corrupted prompt must have equally many tokens; "
+            f"got {clean.shape[1]} and {corrupted.shape[1]}"
         )
-    answer, metric = _answer(model, clean)
-    _check_gap(metric(model(clean)).item(), metric(model(corrupted)).item())
-    logits, cache = runner.run_with_cache(clean, names="*.pattern")
-    loss = -logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0]
+    kept = [f"blocks.*.{point}" for point in ("pattern", "resid_post", *SITES)]
+    output, cache = runner.run_with_cache(clean, names=kept)
+    logits = logits_of(output)
+    answer = int(logits[0, -1].argmax())
+    metric, derived = log_prob(answer), corrupted is None
+    if corrupted is None:
+        corrupted = derive_corruption(model, clean, metric)
+    right, wrong = metric(logits).item(), metric(logits_of(model(corrupted))).item()
+    # Written so that it also fails where a metric is not a number.
+    if not abs(right - wrong) >= LEAST_GAP:
+        raise ValueError(
+            "the clean and the corrupted prompt must differ in the metric by at least "
+            f"{LEAST_GAP} nats, or patching has nothing to bring back; got {right:.6f} and {wrong:.6f}"
+        )
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
+    _, repetition = runner.run_with_cache(repeated, names="blocks.*.pattern")
     return ReportData(
         name=name,
         facts=facts,
         clean=tuple(texts(clean[0].tolist())),
         corrupted=tuple(texts(corrupted[0].tolist())),
+        changed=tuple((clean != corrupted)[0].nonzero()[:, 0].tolist()),
         derived=derived,
         answer=texts([answer])[0],
-        loss=loss.float(),
-        guesses=_guesses(model, clean, texts),
-        pattern=cache.stack("pattern")[:, 0],
-        previous=previous_token_scores(model, clean),
-        induction=induction_scores(model, repeated, period),
+        loss=-logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0],
+        guesses=_guesses(logit_lens(model, cache, top_k=min(GUESSES, logits.shape[-1])), texts),
+        pattern=cache.stack("pattern")[:, 0].float(),
+        previous=previous_token_scores(model, cache),
+        induction=induction_scores(model, repetition, repeated),
         period=period,
         patches={
-            site: activation_patching(model, clean, corrupted, metric, site) for site in SITES
+            site: PatchingResult(
+                patched(runner, cache, corrupted, metric, site, axes), axes, right, wrong
+            )
+            for site, axes in SITES.items()
         },
     )
 
@@ -211,6 +220,7 @@ def render(data: ReportData) -> str:
     )
     environment.filters["visible"] = visible
     shares = {site: result.normalized() for site, result in data.patches.items()}
+    tables = {"previous": data.previous, "induction": data.induction, "z": shares["z"]}
     limit = max(1.0, *(float(share.abs().max()) for share in shares.values()))
     loss = _plain(data.loss)
     embedded = {
@@ -234,11 +244,7 @@ def render(data: ReportData) -> str:
     return environment.get_template("report.html").render(
         data=data,
         first=next(iter(data.patches.values())),
-        strongest={
-            "previous": peak(data.previous),
-            "induction": peak(data.induction),
-            "z": peak(shares["z"]),
-        },
+        strongest={kind: peak(table) for kind, table in tables.items()},
         limit=limit,
         shades=[0.0, *(value / max(loss) if max(loss) else 0.0 for value in loss)],
         embedded=embedded,
@@ -251,41 +257,14 @@ def _plain(values: Tensor) -> Any:
 
 def _as_base64(weights: Float[Tensor, "..."]) -> str:
     """Numbers from 0 to 1 as little-endian 16-bit integers, 65535 for 1."""
-    scaled = array("H", (weights.flatten() * 65535).round().int().tolist())
-    if sys.byteorder == "big":
-        scaled.byteswap()
-    return base64.b64encode(scaled.tobytes()).decode()
+    scaled = (weights.flatten() * 65535).round().int()
+    pairs = torch.stack([scaled % 256, scaled // 256], -1)
+    return base64.b64encode(bytes(pairs.flatten().tolist())).decode()
 
 
-def _check_length(tokens: Int[Tensor, "1 pos"]) -> None:
-    if tokens.shape[1] < 2:
-        raise ReportError(f"a prompt has at least 2 tokens, not {tokens.shape[1]}")
-
-
-def _check_gap(clean: float, corrupted: float) -> None:
-    # Written so that it also fails where a metric is not a number.
-    if not abs(clean - corrupted) >= LEAST_GAP:
-        raise ReportError(
-            "the clean and the corrupted prompt must differ in the metric by at least "
-            f"{LEAST_GAP} nats, and give {clean:.6f} and {corrupted:.6f}: patching has nothing to "
-            "bring back"
-        )
-
-
-def _answer(model: nn.Module, clean: Int[Tensor, "1 pos"]) -> tuple[int, Metric]:
-    """The token that the clean run predicts last, and its log-probability there as a metric."""
-    token = int(model(clean)[0, -1].argmax())
-    return token, log_prob(token)
-
-
-def _guesses(
-    model: nn.Module, clean: Int[Tensor, "1 pos"], texts: Callable[[Sequence[int]], Sequence[str]]
-) -> tuple[tuple[tuple[Guess, ...], ...], ...]:
-    probabilities = logit_lens(model, clean).probabilities()[:, 0]
-    best = probabilities.topk(min(GUESSES, probabilities.shape[-1]))
+def _guesses(lens: LogitLens, texts: Texts) -> tuple[tuple[tuple[Guess, ...], ...], ...]:
+    layers = zip(lens.tokens[:, 0].tolist(), lens.probabilities[:, 0].tolist(), strict=True)
     return tuple(
-        tuple(
-            tuple(map(Guess, texts(tokens), values)) for tokens, values in zip(*layer, strict=True)
-        )
-        for layer in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        tuple(tuple(map(Guess, texts(best), values)) for best, values in zip(*layer, strict=True))
+        for layer in layers
     )

@@ -1,12 +1,15 @@
-"""Patching, the lens and head scores, against computations written out by hand."""
+"""The protocol, metrics, patching, the lens and head scores, against computations written out by hand."""
 
 import dataclasses
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, HookPoint, ModeError
+import interp
+from hooks import HookPoint, ModeError
 from interp import (
     activation_patching,
     induction_scores,
@@ -26,21 +29,23 @@ def corrupted(tokens):
     return changed
 
 
-def test_run_with_cache_is_the_runners(model, tokens):
-    logits, cache = run_with_cache(model, tokens, names="blocks.*.attn.pattern")
-    torch.testing.assert_close(logits, model(tokens), atol=1e-5, rtol=0)
-    _, expected = HookedRunner(model).run_with_cache(tokens, names="blocks.*.attn.pattern")
-    assert list(cache) == list(expected)
-    assert len(cache) == 3
-    assert all(torch.equal(cache[name], expected[name]) for name in cache)
+def test_a_transformer_has_every_part_of_the_protocol(model):
+    protocol = interp.LanguageModel
+    parts = [*protocol.__annotations__, *(n for n in vars(protocol) if not n.startswith("_"))]
+    assert len(parts) == 12
+    assert interp.protocol.of(model, *parts) is model
+    assert all(hasattr(model.config, size) for size in interp.protocol.Sizes.__annotations__)
+    with pytest.raises(TypeError, match=r"got Linear without W_V and W_O .*from_hf"):
+        interp.protocol.of(nn.Linear(2, 3), "weight", "W_V", "W_O")
 
 
 def test_metrics_by_hand():
     logits = torch.tensor([[[0.0, 1.0, 3.0], [2.0, 2.0, 2.0]], [[1.0, 0.0, 0.0], [4.0, 1.0, 1.0]]])
-    assert logit_diff(2, 0, pos=0)(logits).tolist() == [3.0, -1.0]
-    assert logit_diff(0, 1)(logits).tolist() == [0.0, 3.0]
     expected = torch.tensor([1 / 3, torch.e**4 / (torch.e**4 + 2 * torch.e)]).log()
-    torch.testing.assert_close(log_prob(0)(logits), expected)
+    for given in (logits, logits.bfloat16()):
+        assert logit_diff(2, 0, pos=0)(given).tolist() == [3.0, -1.0]
+        assert logit_diff(0, 1)(given).tolist() == [0.0, 3.0]
+        torch.testing.assert_close(log_prob(0)(given), expected)
 
 
 @pytest.mark.parametrize("site", ["resid_pre", "attn_out", "mlp_out"])
@@ -52,10 +57,8 @@ def test_patching_by_layer_and_position_equals_splicing_by_hand(model, tokens, c
     assert result.clean == pytest.approx(metric(model(tokens)).mean().item(), abs=1e-5)
     assert result.corrupted == pytest.approx(metric(model(corrupted)).mean().item(), abs=1e-5)
     for layer, pos in ((0, 2), (1, 2), (1, 6), (2, 6), (2, 0)):
-        values = spliced(model, tokens, corrupted, site, layer, pos)
-        assert result.values[layer, pos].item() == pytest.approx(
-            metric(values).mean().item(), abs=1e-5
-        )
+        expected = metric(spliced(model, tokens, corrupted, site, layer, pos)).mean().item()
+        assert result.values[layer, pos].item() == pytest.approx(expected, abs=1e-5)
 
 
 def spliced(model, clean, corrupted, site, layer, pos):
@@ -91,101 +94,114 @@ def test_patching_heads_adds_the_difference_of_their_outputs(model, tokens, corr
         difference = clean["z", 2][:, :, head] - bad["z", 2][:, :, head]
         mid = bad["resid_mid", 2] + difference @ model.W_O[2, head]
         logits = model.unembed(mid + block.mlp(block.ln2(mid)))
-        assert result.values[2, head].item() == pytest.approx(
-            metric(logits).mean().item(), abs=1e-4
-        )
+        expected = metric(logits).mean().item()
+        assert result.values[2, head].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_patching_over_layers_only_takes_whole_activations(model, tokens, corrupted):
-    metric = logit_diff(3, 11)
-    result = activation_patching(model, tokens, corrupted, metric, "resid_pre", over=("layer",))
-    assert result.values.tolist() == pytest.approx([result.clean] * 3, abs=1e-5)
-    assert result.normalized().tolist() == pytest.approx([1, 1, 1], abs=1e-4)
+def test_patching_whole_layers_in_float64_from_outputs_that_hold_logits(model, tokens, corrupted):
+    class Wrapping(type(model)):
+        def forward(self, tokens):
+            return SimpleNamespace(logits=super().forward(tokens))
 
-
-def test_normalized_and_plotted(model, tokens, corrupted):
-    pytest.importorskip("matplotlib", reason="needs the extra report")
-    result = activation_patching(model, tokens, corrupted, logit_diff(3, 11))
-    share = result.normalized()
-    known = dataclasses.replace(
-        result, values=torch.tensor([1.0, 7.0, -2.0]), clean=5.0, corrupted=1.0
-    )
-    assert known.normalized().tolist() == [0.0, 1.5, -0.75]
-    axes = result.plot().axes
-    assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == ("pos", "layer")
-    assert (axes[0].images[0].get_array() == share.numpy()).all()
-    with pytest.raises(ValueError, match="a heat map has two axes, not 1"):
-        dataclasses.replace(result, values=result.values[0], axes=("pos",)).plot()
-    with pytest.raises(ValueError, match="nothing to normalize by"):
-        dataclasses.replace(result, clean=result.corrupted).normalized()
-
-
-def test_patching_in_half_precision_can_be_plotted(model, tokens, corrupted):
-    pytest.importorskip("matplotlib", reason="needs the extra report")
-    result = activation_patching(model.bfloat16(), tokens, corrupted, logit_diff(3, 11))
-    assert result.values.dtype == torch.float32
-    assert len(result.plot().axes[0].images) == 1
-
-
-def test_patching_keeps_the_dtype_of_the_metric(model, tokens, corrupted):
-    model, metric = model.double(), log_prob(4)
+    metric, expected = logit_diff(3, 11), model.double()(tokens)
+    model.__class__ = Wrapping
     result = activation_patching(model, tokens, corrupted, metric, over=("layer",))
+    assert result.clean == pytest.approx(metric(expected).mean().item(), abs=1e-12)
     assert result.values.dtype == torch.float64
     # A whole stream is the clean run from there on.
     assert result.values.tolist() == pytest.approx([result.clean] * 3, abs=1e-12)
 
 
-@pytest.mark.parametrize("part", ["", "blocks.1.attn.pattern_dropout"])
-def test_analyses_refuse_dropout(model, tokens, part):
-    model.get_submodule(part).train()
-    for analysis in (
-        lambda: activation_patching(model, tokens, tokens, log_prob(4)),
-        lambda: logit_lens(model, tokens),
-        lambda: previous_token_scores(model, tokens),
-        lambda: induction_scores(model, repeated_tokens(23, 3), 3),
-    ):
-        with pytest.raises(ModeError, match=r"^an analysis needs .* call model.eval\(\) first$"):
-            analysis()
+def test_normalized_and_plotted(model, tokens, corrupted):
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    # Means over rows in half precision are coarse, and Matplotlib does not take bfloat16.
+    result = activation_patching(model.bfloat16(), tokens, corrupted, lambda x: x[:, -1, 3])
+    values = torch.tensor([1.0, 7.0, -2.0])
+    known = dataclasses.replace(result, values=values, clean=5.0, corrupted=1.0)
+    assert known.normalized().tolist() == [0.0, 1.5, -0.75]
+    axes = result.plot().axes
+    assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == ("pos", "layer")
+    assert (axes[0].images[0].get_array() == result.normalized().numpy()).all()
+    with pytest.raises(ValueError, match=str(result.corrupted)):
+        dataclasses.replace(result, clean=result.corrupted).normalized()
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"site": "resid"}, "a site is one of resid_pre, attn_out, mlp_out, z, not 'resid'"),
-        ({"over": ("layer", "head")}, r"resid_pre is patched over \('layer', 'pos'\)"),
-        ({"over": ("pos",)}, "resid_pre is patched over"),
-        ({"over": ()}, "resid_pre is patched over"),
-        ({"over": ("layer", "pos", "pos")}, "resid_pre is patched over"),
-        ({"over": ("layer", "layer")}, "resid_pre is patched over"),
-    ],
-)
-def test_patching_that_makes_no_sense(model, tokens, corrupted, options, match):
-    with pytest.raises(ValueError, match=match):
-        activation_patching(model, tokens, corrupted, log_prob(1), **options)
+def test_patching_refuses_dropout(model, tokens):
+    model.blocks[1].attn.pattern_dropout.train()
+    with pytest.raises(ModeError, match=r"model.eval\(\)"):
+        activation_patching(model, tokens, tokens, log_prob(4))
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_patching_prompts_of_different_lengths_says_both(model, tokens):
-    with pytest.raises(ValueError, match=r"not \(4, 7\) and \(4, 6\)"):
-        activation_patching(model, tokens, tokens[:, :6], log_prob(1))
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"site": "resid"}, "attn_out.*'resid'"),
+        ({"over": ("layer", "head")}, r"'pos'.*resid_pre.*\('layer', 'head'\)"),
+        ({"over": ("layer", "layer")}, r"\('layer', 'layer'\)"),
+        ({"corrupted": torch.zeros(4, 6, dtype=torch.int64)}, r"\(4, 7\) and \(4, 6\)"),
+    ],
+)
+def test_patching_that_makes_no_sense(model, tokens, options, match):
+    with pytest.raises(ValueError, match=match):
+        activation_patching(model, tokens, **{"corrupted": tokens, "metric": log_prob(1)} | options)
 
 
-def test_the_lens_reads_the_stream_between_blocks(model, tokens):
-    lens = logit_lens(model, tokens)
-    context = model.context(tokens)
-    resid = model.input_resid(tokens, context)
-    expected = [model.unembed(resid)]
-    for block in model.blocks:
-        resid = block(resid, context)
-        expected.append(model.unembed(resid))
-    torch.testing.assert_close(lens.logits, torch.stack(expected))
-    torch.testing.assert_close(lens.logits[-1], model(tokens))
-    torch.testing.assert_close(lens.probabilities().sum(-1), torch.ones(4, 4, 7))
+def predictions(model, tokens):
+    """Probabilities [layer, batch, pos, vocab] by the forward pass and an unembedding in float64."""
+    with torch.no_grad():
+        context = model.context(tokens)
+        streams = [model.input_resid(tokens, context)]
+        for block in model.blocks:
+            streams.append(block(streams[-1], context))
+        x = torch.stack(streams).double()
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + model.config.norm_eps).sqrt()
+        x = x * model.ln_final.weight.double() + model.ln_final.bias.double()
+        exponentials = (x @ model.unembedding.weight.double().T).exp()
+    return exponentials / exponentials.sum(-1, keepdim=True)
 
 
-def test_the_lens_needs_an_unembedding(tokens):
-    with pytest.raises(TypeError, match="logit_lens needs a model with `unembed`"):
-        logit_lens(nn.Sequential(nn.Embedding(23, 3)), tokens)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, monkeypatch):
+    _, cache = run_with_cache(model, tokens, names=["*.resid_pre", "*.resid_post"], lazy=lazy)
+    monkeypatch.setattr(interp.reading.lens, "_LOGITS_AT_ONCE", 23 * 5 + 1)
+    unembed, sizes = model.unembed, []
+    monkeypatch.setattr(model, "unembed", lambda x: sizes.append(x.shape) or unembed(x))
+    targets = tokens.roll(-1, 1)
+    lens = logit_lens(model, cache, tokens, targets=targets, top_k=4)
+    # Five rows at most, though layer, batch and pos make 112.
+    assert {size[:2] for size in sizes} == {(1, 5), (1, 2)}
+    expected = predictions(model, tokens)
+    best = expected.sort(descending=True)
+    close = dict(atol=1e-6, rtol=1e-5, check_dtype=False)
+    assert torch.equal(lens.tokens, best.indices[..., :4])
+    torch.testing.assert_close(lens.probabilities, best.values[..., :4], **close)
+    wanted = expected.gather(-1, targets.expand(4, 4, 7)[..., None])
+    torch.testing.assert_close(lens.target_probabilities, wanted[..., 0], **close)
+    assert torch.equal(lens.target_ranks, (expected > wanted).sum(-1))
+    followed = logit_lens(model, cache)
+    predicted = model(tokens).argmax(-1)
+    assert torch.equal(followed.tokens[-1, ..., 0], predicted)
+    wanted = expected.gather(-1, predicted.expand(4, 4, 7)[..., None])[..., 0]
+    torch.testing.assert_close(followed.target_probabilities, wanted, **close)
+
+
+def test_the_lens_is_in_float32_for_half_precision(model, tokens):
+    _, cache = run_with_cache(model.bfloat16(), tokens, names=["*.resid_pre", "*.resid_post"])
+    lens = logit_lens(model, cache, top_k=23)
+    assert (lens.probabilities.double().sum(-1) - 1).abs().max() < 1e-6
+    with torch.no_grad():
+        expected = model.unembed(cache["resid_pre", 1]).double().softmax(-1).max(-1).values.float()
+    torch.testing.assert_close(lens.probabilities[1, ..., 0], expected)
+
+
+def test_the_lens_needs_an_unembedding_and_the_whole_stream(model, tokens):
+    _, cache = run_with_cache(model, tokens, names="*.resid_pre")
+    with pytest.raises(TypeError, match="Linear.*unembed"):
+        logit_lens(nn.Linear(2, 3), cache)
+    with pytest.raises(KeyError, match="resid_post"):
+        logit_lens(model, cache)
 
 
 class Fixed(nn.Module):
@@ -193,62 +209,48 @@ class Fixed(nn.Module):
 
     def __init__(self, pattern):
         super().__init__()
-        self.blocks = nn.ModuleList(FixedLayer(weights) for weights in pattern)
+        self.weights = pattern
+        self.blocks = nn.ModuleList(nn.Module() for _ in pattern)
+        for block in self.blocks:
+            block.pattern = HookPoint("batch head query key")
 
     def forward(self, tokens):
-        for block in self.blocks:
-            block(tokens)
+        for block, weights in zip(self.blocks, self.weights, strict=True):
+            block.pattern(weights.expand(len(tokens), *weights.shape))
         return tokens
 
 
-class FixedLayer(nn.Module):
-    def __init__(self, weights):
-        super().__init__()
-        self.weights = weights
-        self.pattern = HookPoint("batch head query key")
-
-    def forward(self, tokens):
-        return self.pattern(self.weights.expand(len(tokens), *self.weights.shape))
-
-
-def test_head_scores_by_hand():
-    pattern = torch.zeros(2, 3, 6, 6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_head_scores_by_hand(dtype):
+    pattern = torch.zeros(2, 3, 6, 6, dtype=dtype)
     for query in range(1, 6):
         pattern[0, 1, query, query - 1] = 0.5
     pattern[1, 2, 4, 3] = 1.0
     for query in range(3, 6):
         pattern[1, 0, query, query - 2] = 0.25
     pattern[0, 2, 2, 0] = 1.0
-    model = Fixed(pattern).eval()
+    model = Fixed(pattern)
     tokens = torch.tensor([[3, 1, 4, 3, 1, 4], [0, 0, 2, 0, 0, 2]])
-    previous = previous_token_scores(model, tokens)
+    _, cache = run_with_cache(model, tokens, names="*.pattern")
+    previous = previous_token_scores(model, cache, tokens)
     torch.testing.assert_close(previous, torch.tensor([[0, 0.5, 0], [0, 0, 0.2]]))
     # Period 3: queries 3, 4 and 5 have an earlier copy, whose next token is two back.
-    induction = induction_scores(model, tokens, 3)
+    induction = induction_scores(model, cache, tokens)
     torch.testing.assert_close(induction, torch.tensor([[0, 0, 0.0], [0.25, 0, 0]]))
 
 
-def test_head_scores_that_make_no_sense(model, tokens):
-    with pytest.raises(ValueError, match="a previous token needs two positions, not 1"):
-        previous_token_scores(model, tokens[:, :1])
-    with pytest.raises(ValueError, match="do not repeat with period 3"):
-        induction_scores(model, tokens, 3)
-    with pytest.raises(ValueError, match="period is 2 to 6 for 7 positions, not 7"):
-        induction_scores(model, tokens, 7)
-
-
-def test_repeated_tokens():
-    tokens = repeated_tokens(23, period=5, batch=3, copies=2, seed=4)
-    assert tokens.shape == (3, 10)
-    assert torch.equal(tokens[:, :5], tokens[:, 5:])
-    assert not torch.equal(tokens, repeated_tokens(23, 5, 3, 2, seed=5))
-    assert tokens.max() < 23
-
-
-def test_the_bundled_model_has_induction_and_previous_token_heads():
-    from models import load
-
-    model = load("pydoc-4l")
-    tokens = repeated_tokens(model.config.vocab_size, 40)
-    assert induction_scores(model, tokens, 40).max() > 0.3
-    assert previous_token_scores(model, tokens).max() > 0.3
+def test_head_scores_that_make_no_sense(model):
+    tokens = repeated_tokens(23, period=3, batch=2)
+    _, cache = run_with_cache(model, tokens, names="*.pattern")
+    _, part = run_with_cache(model, tokens, names="*.pattern", positions=slice(2, 5))
+    for score in (previous_token_scores, induction_scores):
+        with pytest.raises(ValueError, match="3 queries and 6 keys"):
+            score(model, part, tokens)
+    with pytest.raises(ValueError, match="1 queries"):
+        previous_token_scores(model, run_with_cache(model, tokens[:, :1], names="*.pattern")[1])
+    for wrong in (tokens.sort().values, tokens[:, :5], torch.full((2, 6), 9)):
+        with pytest.raises(ValueError, match=str(wrong[0, :3].tolist())[1:-1]):
+            induction_scores(model, cache, wrong)
+    for other in (tokens[:1], tokens.repeat(1, 2)):
+        with pytest.raises(ValueError, match=re.escape(str(tuple(other.shape)))):
+            induction_scores(model, cache, other)

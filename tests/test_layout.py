@@ -40,9 +40,9 @@ PUBLIC = {
         from_hf generate load load_tokenizer next_token_loss register sample_batch save
         scaled_dot_product_attention split stream train verify""",
     "interp": """LanguageModel LogitLens Metric PatchingResult ResidualStream SVD SVDTargets activation_patching
-        alignment condition_number decompose drift effective_rank induction_scores log_prob
+        alignment condition_number drift effective_rank induction_scores log_prob
         logit_diff logit_lens previous_token_scores principal_angles randomized_svd
-        repeated_tokens residual_stream run_with_cache spectral_gap stable_rank subspace_angles
+        repeated_tokens residual_stream run_with_cache spectra spectral_gap stable_rank subspace_angles
         svd_targets wvwo""",
 }
 

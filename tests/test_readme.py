@@ -39,7 +39,7 @@ def test_every_block_of_code_runs_after_the_ones_before(capsys):
         exec(code, names)
     assert [len(row) for row in names["rows"]] == [7, 6]
     assert names["cache"].length == 4
-    assert {name: found.s.shape[:-1] for name, found in names["spectra"].items()} == {
+    assert {name: found.s.shape[:-1] for name, found in names["found"].items()} == {
         "qkt": (1, 2, 1),
         "wvwo": (2, 1),
         "avwo": (1, 2, 1),

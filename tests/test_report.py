@@ -1,15 +1,14 @@
 """The report: its numbers against values computed here, its page against what a browser would do."""
 
 import base64
+import copy
 import html
 import json
 import re
 import shutil
 import struct
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,18 +16,18 @@ from torch import nn
 
 import interp
 import interp.report
-from hooks import ModeError
-from interp.report import ReportData, ReportError, build_report, derive_corruption, peak, render
+from hooks import HookedRunner
+from interp.report import build_report, peak, render
 from models import CharTokenizer, Transformer, TransformerConfig
+from tests.test_interp import predictions
 
 CHARACTERS = CharTokenizer('\n "&/<>abcdefghiklmnoprstuvwx')
 CLEAN = 'cat </script><b>&"cat\ncat </s'
 CORRUPTED = 'bat </script><b>&"bat\nbat </s'
-SITES = {"resid_pre": "pos", "attn_out": "pos", "mlp_out": "pos", "z": "head"}
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model():
     torch.manual_seed(5)
     config = TransformerConfig(
         vocab_size=29, n_ctx=37, n_layers=2, n_heads=3, d_model=15, d_mlp=7, tied_unembed=False
@@ -40,115 +39,96 @@ def model() -> Transformer:
     return made
 
 
-def encoded(text: str) -> torch.Tensor:
+def encoded(text):
     return torch.tensor([CHARACTERS.encode(text)])
 
 
-def report(model: nn.Module, clean: str, corrupted: str, **options: Any) -> ReportData:
-    return build_report(
-        model,
-        encoded(clean),
-        encoded(corrupted),
-        CHARACTERS.tokens_as_text,
-        name="a <model>",
-        facts={"n_layers": 2, "n_heads": 3},
-        period=11,
-        **options,
-    )
+def report(model, clean, corrupted):
+    other = None if corrupted is None else encoded(corrupted)
+    facts, texts = {"n_layers": 2, "n_heads": 3}, CHARACTERS.tokens_as_text
+    name = "a <model>"
+    return build_report(model, encoded(clean), other, texts, name=name, facts=facts, period=11)
 
 
 @pytest.fixture(scope="module")
-def data(model: Transformer) -> ReportData:
-    return report(model, CLEAN, CORRUPTED)
+def page(model):
+    """Of the whole module; the clean text is run once."""
+    runs = []
+    handle = model.register_forward_pre_hook(lambda _, args: runs.append(args[0]))
+    page = render(report(model, CLEAN, CORRUPTED))
+    handle.remove()
+    assert sum(torch.equal(tokens, encoded(CLEAN)) for tokens in runs) == 1
+    # One run for each patch, and one for each prompt and for the repeated tokens.
+    assert len(runs) == 3 * 2 * len(CLEAN) + 2 * 3 + 3
+    return page
+
+
+def attention(model, text):
+    """[layer, head, query, key], in float32."""
+    _, cache = interp.run_with_cache(model, encoded(text), names="*.pattern")
+    return torch.stack([cache[f"blocks.{layer}.attn.pattern"][0] for layer in range(2)]).float()
 
 
 @pytest.fixture(scope="module")
-def page(data: ReportData) -> str:
-    return render(data)
+def pattern(model):
+    return attention(model, CLEAN)
 
 
-class Page(HTMLParser):
-    """Every tag with its attributes, and the text inside each kind of tag."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[tuple[str, str]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append((self.tags[-1][0] if self.tags else "", data))
+def embedded(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def embedded(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found
-    return json.loads(found[1])
-
-
-def test_loss_is_the_cross_entropy_of_each_next_token(model: Transformer, page: str) -> None:
-    tokens = encoded(CLEAN)
-    with torch.no_grad():
-        logits = model(tokens)[0].double()
-    expected = [
-        (logits[pos].exp().sum().log() - logits[pos, tokens[0, pos + 1]]).item()
-        for pos in range(tokens.shape[1] - 1)
-    ]
-    first, *rest = embedded(page)["loss"]
-    assert first is None
-    assert rest == pytest.approx(expected, abs=2e-5)
-
-
-def test_attention_survives_its_encoding(model: Transformer, page: str) -> None:
-    _, cache = interp.run_with_cache(model, encoded(CLEAN), names="*.pattern")
+def drawn(page):
+    """The attention patterns that the page holds."""
     found = embedded(page)
     layers, heads, length = found["shape"]
-    assert (layers, heads, length) == (2, 3, len(CLEAN))
     raw = base64.b64decode(found["attention"])
     values = torch.tensor(struct.unpack(f"<{len(raw) // 2}H", raw)) / 65535
-    drawn = values.view(layers, heads, length, length)
-    for layer in range(layers):
-        pattern = cache[f"blocks.{layer}.attn.pattern"][0]
-        assert (drawn[layer] - pattern).abs().max() <= 0.5 / 65535 + 1e-7
+    return values.view(layers, heads, length, length)
 
 
-def test_guesses_are_the_lens_of_each_stream_and_the_model_last(
-    model: Transformer, page: str
-) -> None:
+def test_loss_is_the_cross_entropy_of_each_next_token(model, page):
     tokens = encoded(CLEAN)
     with torch.no_grad():
-        context = model.context(tokens)
-        streams = [model.input_resid(tokens, context)]
-        for block in model.blocks:
-            streams.append(block(streams[-1], context))
-        probabilities = [model.unembed(stream)[0].double().softmax(-1) for stream in streams]
+        logits = model(tokens)[0, :-1].double()
+    expected = logits.exp().sum(-1).log() - logits[range(len(CLEAN) - 1), tokens[0, 1:]]
+    first, *rest = embedded(page)["loss"]
+    assert first is None
+    assert rest == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+def test_attention_survives_its_encoding(pattern, page):
+    assert (drawn(page) - pattern).abs().max() <= 0.5 / 65535 + 1e-7
+
+
+def test_half_precision_is_drawn_as_it_is(model):
+    half = copy.deepcopy(model).bfloat16()
+    page = render(report(half, "the cat", "the bat"))
+    assert (drawn(page) - attention(half, "the cat")).abs().max() <= 0.5 / 65535 + 1e-7
+    assert min(embedded(page)["loss"][1:]) > 0
+
+
+def test_guesses_are_the_lens_of_each_stream_and_the_model_last(model, page):
+    probabilities = predictions(model, encoded(CLEAN))
     found = embedded(page)["guesses"]
     assert (len(found), len(found[0]), len(found[0][0])) == (3, len(CLEAN), 5)
     for layer, pos in ((0, 0), (0, 17), (1, 3), (2, 9), (2, len(CLEAN) - 1)):
-        best = probabilities[layer][pos].sort(descending=True)
-        assert [value for _, value in found[layer][pos]] == pytest.approx(
-            best.values[:5].tolist(), abs=2e-6
-        )
+        best = probabilities[layer, 0, pos].sort(descending=True)
+        texts, values = zip(*found[layer][pos], strict=True)
+        assert values == pytest.approx(best.values[:5].tolist(), abs=2e-6)
         expected = [CHARACTERS.characters[token] for token in best.indices[:5]]
-        assert [text for text, _ in found[layer][pos]] == list(map(interp.report.visible, expected))
+        assert list(texts) == list(map(interp.report.visible, expected))
 
 
-def test_head_scores_are_means_along_diagonals(model: Transformer, page: str) -> None:
-    _, cache = interp.run_with_cache(model, encoded(CLEAN), names="*.pattern")
+def test_head_scores_are_means_along_diagonals(model, pattern, page):
     scores = embedded(page)["scores"]
-    length = len(CLEAN)
-    for layer in range(2):
-        for head in range(3):
-            pattern = cache[f"blocks.{layer}.attn.pattern"][0, head]
-            mean = sum(pattern[i, i - 1].item() for i in range(1, length)) / (length - 1)
-            assert scores["previous"][layer][head] == pytest.approx(mean, abs=2e-6)
+    means = [[head[range(1, 29), range(28)].mean().item() for head in layer] for layer in pattern]
+    for found, expected in zip(scores["previous"], means, strict=True):
+        assert found == pytest.approx(expected, abs=2e-6)
     repeated = interp.repeated_tokens(29, 11)
     _, cache = interp.run_with_cache(model, repeated, names="*.pattern")
-    pattern = cache["blocks.1.attn.pattern"][:, 2]
-    mean = sum(pattern[:, i, i - 10].mean().item() for i in range(11, 22)) / 11
+    weights = cache["blocks.1.attn.pattern"][:, 2]
+    mean = sum(weights[:, i, i - 10].mean().item() for i in range(11, 22)) / 11
     assert scores["induction"][1][2] == pytest.approx(mean, abs=2e-6)
 
 
@@ -156,62 +136,37 @@ def test_head_scores_are_means_along_diagonals(model: Transformer, page: str) ->
     ("site", "layer", "place"),
     [("resid_pre", 1, 4), ("attn_out", 0, 0), ("mlp_out", 1, 28), ("z", 0, 2), ("z", 1, 1)],
 )
-def test_a_patch_is_a_corrupted_run_with_one_clean_value(
-    model: Transformer, page: str, site: str, layer: int, place: int
-) -> None:
-    clean, corrupted = encoded(CLEAN), encoded(CORRUPTED)
-    block = model.blocks[layer]
-    module = block.attn.z if site == "z" else getattr(block, site)
-    seen = []
+def test_a_patch_is_a_corrupted_run_with_one_clean_value(model, page, site, layer, place):
+    name = f"blocks.{layer}.attn.z" if site == "z" else f"blocks.{layer}.{site}"
     index = (0, slice(None), place) if site == "z" else (0, place)
+    logits, cache = interp.run_with_cache(model, encoded(CLEAN), names=name)
 
-    def put(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        patched = output.clone()
-        patched[index] = seen[0][index]
-        return patched
+    def put(value, point):
+        value[index] = cache[name][index]
 
-    with torch.no_grad():
-        handle = module.register_forward_hook(lambda _module, _args, output: seen.append(output))
-        logits = model(clean)
-        handle.remove()
-        answer = logits[0, -1].argmax()
-        clean_metric = logits[0, -1].double().log_softmax(-1)[answer].item()
-        corrupted_metric = model(corrupted)[0, -1].double().log_softmax(-1)[answer].item()
-        handle = module.register_forward_hook(put)
-        metric = model(corrupted)[0, -1].double().log_softmax(-1)[answer].item()
-        handle.remove()
+    corrupted = encoded(CORRUPTED)
+    patched = HookedRunner(model).run_with_hooks(corrupted, hooks={name: put})
+    outputs = patched, logits, model(corrupted)
+    answer = logits[0, -1].argmax()
+    nats, right, wrong = (x[0, -1].double().log_softmax(-1)[answer].item() for x in outputs)
     found = embedded(page)["patches"][site]
-    assert found["nats"][layer][place] == pytest.approx(metric, abs=1e-5)
-    share = (metric - corrupted_metric) / (clean_metric - corrupted_metric)
+    assert found["nats"][layer][place] == pytest.approx(nats, abs=1e-5)
+    share = (nats - wrong) / (right - wrong)
     assert found["share"][layer][place] == pytest.approx(share, abs=1e-4)
 
 
-def test_the_picture_sizes_and_the_scale(data: ReportData, page: str) -> None:
+def test_the_picture_sizes_and_the_scale(page):
     found = embedded(page)
-    assert found["patches"].keys() == SITES.keys()
-    for site, over in SITES.items():
-        share = found["patches"][site]["share"]
-        assert (len(share), len(share[0])) == (2, 3 if over == "head" else len(CLEAN))
     shares = [v for p in found["patches"].values() for row in p["share"] for v in row]
     assert found["limit"] == pytest.approx(max(1.0, *map(abs, shares)), abs=1e-5)
     assert found["changed"] == [0, 18, 22]
-    assert data.changed == (0, 18, 22)
-    best = max(
-        (score, layer, head)
-        for layer, row in enumerate(found["scores"]["induction"])
-        for head, score in enumerate(row)
-    )
-    assert found["first"] == list(best[1:])
+    scores = torch.tensor(found["scores"]["induction"])
+    assert found["first"] == list(divmod(scores.argmax().item(), 3))
+    assert peak(torch.tensor([[0.1, -0.7], [0.5, 0.6]])) == (0, 1, pytest.approx(-0.7))
 
 
-def test_peak_is_the_largest_in_absolute_value() -> None:
-    assert peak(torch.tensor([[0.1, -0.7, 0.2], [0.5, 0.6, 0.0]])) == (0, 1, pytest.approx(-0.7))
-
-
-def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "the cat sat on the mat"
+def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(model, monkeypatch):
+    text = "the cat sat"
     tokens = encoded(text)[0].tolist()
     with torch.no_grad():
         answer = model(torch.tensor([tokens]))[0, -1].argmax()
@@ -220,73 +175,42 @@ def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(
             new = next(t for t in tokens[pos:] + tokens[:pos] if t != tokens[pos])
             row = (*tokens[:pos], new, *tokens[pos + 1 :])
             tried[row] = model(torch.tensor([row]))[0, -1].log_softmax(-1)[answer].item()
-    found = derive_corruption(model, encoded(text))
-    assert tuple(found[0].tolist()) == min(tried, key=tried.__getitem__)
+    expected = CHARACTERS.decode(min(tried, key=tried.__getitem__))
     # In chunks of one row each it is the same.
-    monkeypatch.setattr(interp.report, "_TOKENS_PER_FORWARD", 1)
-    assert torch.equal(derive_corruption(model, encoded(text)), found)
-    data = report(model, text, CHARACTERS.decode(found[0].tolist()), derived=True)
-    assert len(data.changed) == 1
+    for size in (1, 99):
+        monkeypatch.setattr(interp.report, "_TOKENS_PER_FORWARD", size)
+        data = report(model, text, None)
+        assert "".join(data.corrupted) == expected
     assert f"at position {data.changed[0]} became" in render(data)
+    assert "".join(report(model, "ab", None).corrupted) == "bb"
 
 
-def test_prompts_of_two_tokens_are_enough(model: Transformer) -> None:
-    found = derive_corruption(model, encoded("ab"))
-    assert CHARACTERS.decode(found[0].tolist()) == "bb"
-    assert "Inside" in render(report(model, "ab", "bb"))
-
-
-def test_what_no_report_can_be_made_of(model: Transformer) -> None:
-    with pytest.raises(ReportError, match="equally many tokens, not 4 and 3"):
-        report(model, "abcd", "abc")
-    with pytest.raises(ReportError, match="at least 2 tokens, not 1"):
-        report(model, "a", "b")
-    with pytest.raises(ReportError, match=r"differ in the metric by at least 0.0001 nats"):
-        report(model, "abc", "abc")
-    with pytest.raises(ReportError, match="repeats a single token: give a corrupted prompt"):
-        derive_corruption(model, encoded("aaa"))
-    with pytest.raises(ReportError, match="at least 2 tokens, not 1"):
-        derive_corruption(model, encoded("a"))
-
-
-def test_a_model_that_gives_no_numbers_is_refused(model: Transformer) -> None:
+def test_a_model_that_gives_no_numbers_is_refused(model):
     broken = Transformer(model.config).eval()
     nn.init.constant_(broken.unembedding.weight, float("nan"))
-    with pytest.raises(ReportError, match="nan"):
+    with pytest.raises(ValueError, match="nan"):
         report(broken, "abc", "abd")
 
 
-def test_a_model_in_training_mode_is_refused(model: Transformer) -> None:
-    with pytest.raises(ModeError, match=r"call model.eval\(\) first"):
-        report(Transformer(model.config), "abc", "abd")
-
-
-def test_the_page_is_the_same_every_time(model: Transformer, page: str) -> None:
-    assert render(report(model, CLEAN, CORRUPTED)) == page
-
-
-def test_the_page_loads_nothing(page: str) -> None:
-    parsed = Page(page)
-    for tag, attributes in parsed.tags:
-        assert tag not in {"img", "iframe", "object", "embed", "video", "audio", "base", "form"}
-        for name, value in attributes.items():
-            if name in {"src", "href", "srcset", "action", "data", "poster", "background"}:
-                assert (value or "").startswith(("data:", "#")), (tag, name, value)
+def test_the_page_loads_nothing(page):
+    assert not re.search(r"<(img|iframe|object|embed|video|audio|base|form)\b", page)
+    for value in re.findall(
+        r"""\s(?:src|href|srcset|action|data|poster|background)=["']?([^\s>]*)""", page
+    ):
+        assert value.startswith(("data:", "#"))
     assert "http" not in page.replace("http-equiv", "")
     for call in ("url(", "@import", "import(", "fetch(", "XMLHttpRequest", "WebSocket", "EventSource",
                  "sendBeacon", "new Worker", "new Image"):  # fmt: skip
         assert call not in page
-    policy = next(a["content"] for t, a in parsed.tags if t == "meta" and "http-equiv" in a)
-    assert (policy or "").startswith("default-src 'none';")
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy[1].startswith("default-src 'none';")
 
 
-def test_prompts_and_names_are_escaped_everywhere(page: str) -> None:
-    parsed = Page(page)
-    tags = [tag for tag, _ in parsed.tags]
-    assert tags.count("script") == 2
-    assert "b" not in tags
-    assert "model" not in tags
-    assert "<model>" not in page
+def test_prompts_and_names_are_escaped_everywhere(page):
+    assert re.findall(r"<script[^>]*>", page) == [
+        '<script type="application/json" id="data">', "<script>"
+    ]  # fmt: skip
+    assert not re.search(r"<(b|model)>", page)
     assert html.escape("Inside a <model>") in page
     data_script = page.split('id="data">')[1].split("</script>")[0]
     assert not set("<>&'") & set(data_script)
@@ -296,108 +220,45 @@ def test_prompts_and_names_are_escaped_everywhere(page: str) -> None:
     assert not re.search(r'data-pos="\d+"[^>]*> </span>', page)
 
 
-def mixed(page: str, name: str, share: float) -> Any:
+def mixed(page, name, share):
     """A share of the way from white to a colour that the style sheet names."""
     found = re.search(rf"--{name}: (\d+) (\d+) (\d+);", page)
-    assert found
     return pytest.approx([255 + (int(to) - 255) * share for to in found.groups()], abs=1)
 
 
-PROBE = """
-<script>
-const errors = [];
-addEventListener("error", event => errors.push(event.message));
-addEventListener("securitypolicyviolation", event => errors.push("blocked " + event.blockedURI));
-console.error = console.warn = (...what) => errors.push(what.join(" "));
-addEventListener("load", () => {
-  const spot = (node, x, y) => {
-    const box = node.getBoundingClientRect();
-    return { clientX: box.left + x * box.width, clientY: box.top + y * box.height, bubbles: true };
-  };
-  const tip = () => document.getElementById("tip").innerText;
-  const seen = {};
-  const loss = document.querySelector("#loss [data-pos='3']");
-  loss.dispatchEvent(new PointerEvent("pointerover", spot(loss, .5, .5)));
-  seen.loss = tip();
-  const buttons = document.querySelectorAll("#heads button");
-  seen.heads = buttons.length;
-  buttons[4].click();
-  seen.title = document.getElementById("pattern-title").innerText;
-  seen.pressed = document.querySelectorAll("#heads [aria-pressed=true]").length;
-  const map = document.querySelector("#pattern canvas");
-  map.dispatchEvent(new PointerEvent("pointermove", spot(map, 2.5 / 29, 7.5 / 29)));
-  seen.attention = tip();
-  seen.reads = document.getElementById("reads-title").innerText;
-  map.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowUp" }));
-  seen.above = tip();
-  const cell = document.querySelector("#lens tbody tr:nth-child(2) td:nth-of-type(6)");
-  cell.dispatchEvent(new PointerEvent("pointerover", spot(cell, .5, .5)));
-  seen.lens = tip();
-  const patch = document.querySelector("#patch-mlp_out canvas");
-  patch.dispatchEvent(new PointerEvent("pointermove", spot(patch, 5.5 / 29, .75)));
-  seen.patch = tip();
-  const paint = (node, x, y) =>
-    [...node.getContext("2d").getImageData(x * node.width, y * node.height, 1, 1).data].slice(0, 3);
-  seen.paint = [paint(patch, 5.5 / 29, .25), paint(patch, 5.5 / 29, .75), paint(map, 2.5 / 29, 7.5 / 29)];
-  const heads = document.querySelector("#patch-z canvas");
-  heads.dispatchEvent(new PointerEvent("pointermove", spot(heads, .5, .75)));
-  seen.z = tip();
-  heads.click();
-  seen.chosen = document.getElementById("pattern-title").innerText;
-  seen.maps = document.querySelectorAll(".map").length;
-  seen.sideways = document.documentElement.scrollWidth > innerWidth;
-  seen.errors = errors;
-  document.body.setAttribute("data-seen", JSON.stringify(seen));
-});
-</script>
-"""
+PROBE = Path(__file__).with_name("report_probe.js").read_text(encoding="utf-8")
 
 
-def test_the_page_answers_the_pointer_in_a_browser(
-    model: Transformer, page: str, tmp_path: Path
-) -> None:
+def test_the_page_answers_the_pointer_in_a_browser(pattern, page, tmp_path):
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no chromium to open the page in")
-    copy = tmp_path / "page.html"
-    copy.write_text(page.replace("<title>", PROBE + "<title>"), encoding="utf-8")
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-sync",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--window-size=1200,900",
-        "--virtual-time-budget=3000",
-        "--dump-dom",
-    ]
-    command = [chromium, *options, f"--user-data-dir={tmp_path / 'profile'}", copy.as_uri()]
+    opened = tmp_path / "page.html"
+    opened.write_text(page.replace("<title>", f"<script>{PROBE}</script><title>"), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+               "--disable-sync", "--disable-background-networking", "--disable-component-update",
+               "--window-size=1200,900", "--virtual-time-budget=3000", "--dump-dom"]  # fmt: skip
+    command = [chromium, *options, f"--user-data-dir={tmp_path / 'profile'}", opened.as_uri()]
     dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     found = re.search(r'data-seen="([^"]*)"', dumped)
     assert found, dumped[-2000:]
     seen = json.loads(html.unescape(found[1]))
     values = embedded(page)
     assert seen["errors"] == []
-    assert f"{values['loss'][3]:.3f} nats" in seen["loss"]
     assert (seen["heads"], seen["pressed"], seen["maps"]) == (6, 1, 7)
-    assert seen["title"].startswith("Layer 1, head 1")
-    _, cache = interp.run_with_cache(model, encoded(CLEAN), names="*.pattern")
-    pattern = cache["blocks.1.attn.pattern"][0, 1]
-    assert float(seen["attention"].split()[0]) == pytest.approx(pattern[7, 2].item(), abs=2e-5)
-    assert float(seen["above"].split()[0]) == pytest.approx(pattern[6, 2].item(), abs=2e-5)
-    assert f"“{CLEAN[7]}” at 7" in seen["reads"]
+    weights, patches = pattern[1, 1], values["patches"]
+    assert float(seen["attention"].split()[0]) == pytest.approx(weights[7, 2].item(), abs=2e-5)
+    assert float(seen["above"].split()[0]) == pytest.approx(weights[6, 2].item(), abs=2e-5)
     text, probability = values["guesses"][1][5][0]
-    assert f"“{text}”" in seen["lens"]
-    assert f"{100 * probability:.1f} %" in seen["lens"]
-    for site, told in (("mlp_out", seen["patch"]), ("z", seen["z"])):
-        nats = values["patches"][site]["nats"][1][5 if site == "mlp_out" else 1]
-        assert f"{nats:.3f} nats".replace("-", chr(0x2212)) in told
-    assert seen["chosen"].startswith("Layer 1, head 1")
-    shares = [values["patches"]["mlp_out"]["share"][layer][5] / values["limit"] for layer in (0, 1)]
-    for share, painted in zip(shares, seen["paint"], strict=False):
-        assert painted == mixed(page, "less" if share < 0 else "more", abs(share))
-    assert seen["paint"][2] == mixed(page, "weight", pattern[7, 2].item())
+    nats = [patches["mlp_out"]["nats"][1][5], patches["z"]["nats"][1][1]]
+    patch, z = (f"{value:.3f} nats".replace("-", chr(0x2212)) for value in nats)
+    expected = [("loss", f"{values['loss'][3]:.3f} nats"), ("title", "Layer 1, head 1"),
+                ("reads", f"“{CLEAN[7]}” at 7"), ("lens", f"“{text}”"), ("lens", f"{100 * probability:.1f} %"),
+                ("patch", patch), ("z", z), ("chosen", "Layer 1, head 1")]  # fmt: skip
+    for part, told in expected:
+        assert told in seen[part]
+    for layer in (0, 1):
+        share = patches["mlp_out"]["share"][layer][5] / values["limit"]
+        assert seen["paint"][layer] == mixed(page, "less" if share < 0 else "more", abs(share))
+    assert seen["paint"][2] == mixed(page, "weight", weights[7, 2].item())
     assert seen["sideways"] is False

@@ -1,5 +1,6 @@
 """SVD targets against the forward pass written out, and measures against numpy and known spectra."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,18 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import CacheError, HookedRunner, ModeError
-from interp.subspaces import alignment, drift, principal_angles, subspace_angles
-from interp.svd import (
+from hooks import CacheError
+from interp import (
+    alignment,
     condition_number,
-    decompose,
+    drift,
     effective_rank,
+    principal_angles,
     randomized_svd,
+    residual_stream,
+    run_with_cache,
+    spectra,
     spectral_gap,
     stable_rank,
-    svd,
+    subspace_angles,
+    svd_targets,
+    wvwo,
 )
-from interp.targets import residual_stream, svd_targets, wvwo
+from interp.spectral import svd
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
@@ -35,193 +42,133 @@ def with_spectrum(values, rows, columns, seed=0):
     return u * torch.tensor(values, dtype=torch.float64) @ v.T, u, v
 
 
-def shaken(model):
-    """Weights large enough to matter, biases included."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model.eval()
-
-
 def small(**changes):
+    """A model with weights large enough to matter, biases included."""
     from models import Transformer, TransformerConfig
 
     sizes = dict(vocab_size=23, n_ctx=17, n_layers=3, n_heads=6, d_head=5, d_model=10, d_mlp=13)
-    return shaken(Transformer(TransformerConfig(**sizes | changes)))
+    model = Transformer(TransformerConfig(**sizes | changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.3)
+    return model
+
+
+def falling(fall, count):
+    """Matrices [count, 90, 71] whose singular values fall by a power law; None for noise."""
+    if fall is None:
+        return randn(count, 90, 71)
+    values = [n**-fall for n in range(1, 72)]
+    return torch.stack(
+        [with_spectrum(values, 90, 71, seed)[0] for seed in range(0, 10 * count, 10)]
+    )
 
 
 # --- targets -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("mode", ["svd_targets", "residual", "full"])
-def test_targets_are_the_documents(model, tokens, mode, lazy):
+def targets_of(model, tokens, **options):
+    return svd_targets(model, run_with_cache(model, tokens, mode="svd_targets", **options)[1])
+
+
+@pytest.mark.parametrize("options", [{"mode": "svd_targets"}, {"mode": "full", "lazy": True}])
+def test_targets_are_the_documents(model, tokens, options):
     """Each from the block's own steps, in the document's notation: A, V, W_o and the mask of zeros."""
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode=mode, lazy=lazy)
-    targets = svd_targets(model, cache)
-    assert targets.qkt.shape == (4, 3, 2, 7, 7)
-    assert targets.values.shape == (4, 3, 2, 7, 5)
-    assert targets.wvwo.shape == (3, 2, 10, 10)
-    assert targets.avwo.shape == (4, 3, 2, 7, 10)
+    targets = svd_targets(model, run_with_cache(model, tokens, **options)[1])
+    later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    found = {name: [] for name in ("qkt", "pattern", "values", "avwo", "wvwo")}
     with torch.no_grad():
         context = model.context(tokens)
         resid = model.input_resid(tokens, context)
-        for layer, block in enumerate(model.blocks):
-            x = block.ln1(resid)
-            q, k, v = block.attn.qkv(x).view(4, 7, 3, 2, 5).permute(2, 0, 3, 1, 4)
+        for block in model.blocks:
+            q, k, v = block.attn.qkv(block.ln1(resid)).view(4, 7, 3, 2, 5).permute(2, 0, 3, 1, 4)
             products = q @ k.mT / math.sqrt(5)
-            later = torch.ones(7, 7, dtype=torch.bool).triu(1)
             pattern = products.masked_fill(later, -math.inf).softmax(-1)
-            out = block.attn.output.weight  # [d_model, head * d_head]
-            for head in range(2):
-                mine = out[:, 5 * head : 5 * head + 5]
-                w_v = block.attn.qkv.weight[20 + 5 * head : 25 + 5 * head]  # after queries and keys
-                for got, expected in (
-                    (targets.qkt, products.masked_fill(later, 0.0)[:, head]),
-                    (targets.pattern, pattern[:, head]),
-                    (targets.values, v[:, head]),
-                    (targets.avwo, pattern[:, head] @ v[:, head] @ mine.T),
-                ):
-                    torch.testing.assert_close(got[:, layer, head], expected, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(targets.wvwo[layer, head], (mine @ w_v).T)
+            w_o = block.attn.output.weight.T.view(2, 5, 10)  # from [d_model, head * d_head]
+            w_v = block.attn.qkv.weight[20:].view(2, 5, 10)  # after queries and keys
+            of_layer = products.masked_fill(later, 0.0), pattern, v, pattern @ v @ w_o, w_v.mT @ w_o
+            for values, value in zip(found.values(), of_layer, strict=True):
+                values.append(value)
             resid = block(resid, context)
-    upper = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    assert (targets.qkt[..., upper] == 0).all()
+    for name, values in found.items():
+        expected = torch.stack(values, 0 if name == "wvwo" else 1)
+        torch.testing.assert_close(getattr(targets, name), expected, atol=1e-5, rtol=1e-5)
+    assert (targets.qkt[..., later] == 0).all()
 
 
-@pytest.mark.parametrize("n_kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("out_bias", [True, False])
+@pytest.mark.parametrize(("n_kv_heads", "out_bias"), [(6, True), (2, False), (1, True)])
 def test_heads_and_bias_add_up_to_what_attention_adds(tokens, n_kv_heads, out_bias):
     model = small(n_kv_heads=n_kv_heads, out_bias=out_bias)
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="full")
+    _, cache = run_with_cache(model, tokens, mode="full")
     targets = svd_targets(model, cache)
     total = targets.avwo.sum(2) + model.b_O[:, None]
     torch.testing.assert_close(total, cache.stack("attn_out").transpose(0, 1), atol=1e-5, rtol=1e-5)
-    # What a head writes is also its pattern over what it would write on reading each position.
-    seen = torch.stack([cache["ln1.normalized", layer] for layer in range(3)], 1)[:, :, None]
-    bias = model.b_V.repeat_interleave(6 // n_kv_heads, 1)[:, :, None] @ model.W_O
-    torch.testing.assert_close(
-        targets.pattern @ seen @ targets.wvwo + bias, targets.avwo, atol=1e-4, rtol=1e-4
-    )
 
 
-def test_one_head_squeezes_to_the_documents_shapes(tokens):
-    from models import build
-
-    model = build("svd-64-2l", vocab_size=23, n_ctx=7).eval()
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
-    targets = svd_targets(model, cache)
+def test_one_head_squeezes_to_the_documents_shapes(model, tokens):
+    targets = targets_of(small(n_heads=1), tokens)
     squeezed = targets.squeeze_heads()
-    assert squeezed.qkt.shape == squeezed.pattern.shape == (4, 2, 7, 7)
-    assert squeezed.values.shape == squeezed.avwo.shape == (4, 2, 7, 64)
-    assert squeezed.wvwo.shape == (2, 64, 64)
+    assert squeezed.qkt.shape == squeezed.pattern.shape == (4, 3, 7, 7)
+    assert (squeezed.values.shape, squeezed.avwo.shape) == ((4, 3, 7, 5), (4, 3, 7, 10))
+    assert squeezed.wvwo.shape == (3, 10, 10)
     assert torch.equal(squeezed.avwo, targets.avwo[:, :, 0])
-    # The document's own formula, corrected in specs/README.md.
-    attn = model.blocks[1].attn
-    w_v, w_o = attn.qkv.weight[128:], attn.output.weight
-    torch.testing.assert_close(squeezed.wvwo[1], w_v.T @ w_o.T)
-    a, v = squeezed.pattern[:, 1], squeezed.values[:, 1]
-    torch.testing.assert_close(squeezed.avwo[:, 1], a @ v @ w_o.T, atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"needs the axis of heads, and it is gone already"):
-        squeezed.squeeze_heads()
-
-
-def test_several_heads_do_not_squeeze(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
-    with pytest.raises(ValueError, match=r"^squeeze_heads needs one head, not 2$"):
-        svd_targets(model, cache).squeeze_heads()
+    short = targets_of(small(n_heads=1), tokens[:, :1]).squeeze_heads()
+    for wrong, shape in ((short, "4, 3, 1, 1"), (targets_of(model, tokens), "4, 3, 2, 7, 7")):
+        with pytest.raises(ValueError, match=shape):
+            wrong.squeeze_heads()
 
 
 def test_targets_are_detached_and_training_has_wvwo_only(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets", detach=False)
-    assert cache["pattern", 1].requires_grad
-    targets = svd_targets(model, cache)
+    targets = targets_of(model, tokens, detach=False)
     for name in ("qkt", "pattern", "values", "wvwo", "avwo"):
         assert not getattr(targets, name).requires_grad
     model.train()
     assert torch.equal(wvwo(model), targets.wvwo)
     assert not wvwo(model).requires_grad
-    for mode in ("svd_targets", "residual", "full"):
-        with pytest.raises(ModeError, match=r"call model\.eval\(\)"):
-            HookedRunner(model).run_with_cache(tokens, mode=mode)
-
-
-def test_wvwo_follows_the_weights(model):
-    before = wvwo(model)
     with torch.no_grad():
         model.blocks[1].attn.output.weight.mul_(3)
-    torch.testing.assert_close(wvwo(model)[1], 3 * before[1])
-    assert torch.equal(wvwo(model)[2], before[2])
+    torch.testing.assert_close(wvwo(model)[1], 3 * targets.wvwo[1])
 
 
-def test_a_half_precision_cache_is_multiplied_in_the_weights_type(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets", dtype=torch.bfloat16)
-    targets = svd_targets(model, cache)
-    assert (targets.qkt.dtype, targets.avwo.dtype) == (torch.bfloat16, torch.float32)
+def test_any_module_with_the_two_weights_will_do(model, tokens):
+    """And products are taken in the wider type, here that of the weights."""
+    own = nn.Module()
+    own.W_V = nn.Parameter(randn(3, 1, 10, 5))
+    own.W_O = nn.Parameter(randn(3, 2, 5, 10))
+    _, cache = run_with_cache(model, tokens, mode="svd_targets")
+    targets = svd_targets(own, cache)
+    assert (targets.qkt.dtype, targets.avwo.dtype) == (torch.float32, torch.float64)
+    w_v, w_o = own.W_V.detach()[2, 0], own.W_O.detach()[2, 1]
+    torch.testing.assert_close(targets.wvwo[2, 1], w_v @ w_o)
+    written = cache["pattern", 2][:, 1].double() @ cache["v", 2][:, :, 1].double() @ w_o
+    torch.testing.assert_close(targets.avwo[:, 2, 1], written)
 
 
-def test_a_cache_without_the_points_says_which_mode(model, tokens):
-    runner = HookedRunner(model)
-    says = r'svd_targets reads scores, pattern and v of every layer .*run with mode="svd_targets"$'
+def test_caches_and_models_that_do_not_do(model, tokens):
     for names in ("*.pattern", "blocks.0.attn.*", "embed"):
-        _, cache = runner.run_with_cache(tokens, names=names)
-        with pytest.raises(CacheError, match=says):
-            svd_targets(model, cache)
-    _, empty = runner.run_with_cache(tokens, mode="none")
-    with pytest.raises(CacheError, match=says):
-        svd_targets(model, empty)
-
-
-def test_part_of_the_positions_is_refused(model, tokens):
-    runner = HookedRunner(model)
+        with pytest.raises(CacheError, match=r'mode="svd_targets"'):
+            svd_targets(model, run_with_cache(model, tokens, names=names)[1])
     for positions in (slice(2, 5), [1]):
-        _, cache = runner.run_with_cache(tokens, mode="svd_targets", positions=positions)
-        with pytest.raises(
-            ValueError, match=r"needs all positions .* 7 keys .* without positions="
-        ):
-            svd_targets(model, cache)
-
-
-def test_another_models_cache_is_refused(model, tokens):
-    other = small()
-    _, cache = HookedRunner(other).run_with_cache(tokens, mode="svd_targets")
-    with pytest.raises(ValueError, match=r"d_head are \(3, 2, 5\), not \(3, 6, 5\)"):
-        svd_targets(model, cache)
-
-
-def test_a_model_without_the_weights_is_refused(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
-    for ask in (wvwo, lambda m: svd_targets(m, cache)):
-        with pytest.raises(TypeError, match=r"a model with W_V and W_O, not Linear"):
-            ask(nn.Linear(2, 3))
+        with pytest.raises(ValueError, match=r"positions=.* 7 keys"):
+            targets_of(model, tokens, positions=positions)
+    with pytest.raises(TypeError, match=r"Linear.*W_V and W_O"):
+        wvwo(nn.Linear(2, 3))
+    for mode in ("none", "svd_targets", "residual"):
+        with pytest.raises(CacheError, match=r'mode="residual" and windows='):
+            residual_stream(run_with_cache(model, tokens, mode=mode)[1])
 
 
 def test_residual_stream_in_windows_and_norms_everywhere(model, tokens):
-    runner = HookedRunner(model)
     windows = torch.zeros(4, 7, dtype=torch.bool)
     windows[1, 2:5] = windows[3, 6] = True
-    _, cache = runner.run_with_cache(tokens, mode="residual", windows=windows)
-    _, whole = runner.run_with_cache(tokens, mode="full")
+    _, cache = run_with_cache(model, tokens, mode="residual", windows=windows)
+    _, whole = run_with_cache(model, tokens, mode="full")
     for point in ("resid_pre", "resid_mid", "resid_post"):
-        stream = residual_stream(cache, point)
-        assert stream.vectors.shape == (4, 3, 10)
-        assert stream.norms.shape == (4, 7, 3)
-        for row, (batch, pos) in enumerate([(1, 2), (1, 3), (1, 4), (3, 6)]):
-            for layer in range(3):
-                expected = whole[point, layer][batch, pos]
-                torch.testing.assert_close(stream.vectors[row, layer], expected)
-        sizes = (whole[point, 2].double() ** 2).sum(-1).sqrt().float()
-        torch.testing.assert_close(stream.norms[..., 2], sizes)
-    assert torch.equal(residual_stream(cache).vectors, residual_stream(cache, "resid_post").vectors)
-
-
-def test_residual_stream_says_what_to_run(model, tokens):
-    runner = HookedRunner(model)
-    for mode in ("none", "svd_targets", "residual"):
-        _, cache = runner.run_with_cache(tokens, mode=mode)
-        with pytest.raises(CacheError, match=r'run with mode="residual" and windows=$'):
-            residual_stream(cache)
+        stream, values = residual_stream(cache, point), whole.stack(point)
+        torch.testing.assert_close(stream.vectors, values[:, windows].transpose(0, 1))
+        sizes = values.double().square().sum(-1).sqrt().float().movedim(0, -1)
+        torch.testing.assert_close(stream.norms, sizes)
+    assert torch.equal(residual_stream(cache).vectors, stream.vectors)
 
 
 # --- decompositions ----------------------------------------------------------------------------
@@ -230,104 +177,86 @@ def test_residual_stream_says_what_to_run(model, tokens):
 def test_svd_is_numpys():
     matrices = randn(3, 2, 7, 5, dtype=torch.float32)
     found = svd(matrices)
-    u, s, vh = np.linalg.svd(matrices.double().numpy(), full_matrices=False)
+    u, s, _ = np.linalg.svd(matrices.double().numpy(), full_matrices=False)
     assert found.s.dtype == found.u.dtype == found.vh.dtype == torch.float64
     np.testing.assert_allclose(found.s, s, atol=1e-13)
     np.testing.assert_allclose(found.u * found.s[..., None, :] @ found.vh, matrices, atol=1e-13)
     np.testing.assert_allclose(abs((found.u.numpy() * u).sum(-2)), 1, atol=1e-12)
-    np.testing.assert_allclose(abs((found.vh.numpy() * vh).sum(-1)), 1, atol=1e-12)
-    assert (found.following == 0).all()
+    assert (found.next_value == 0).all()
     np.testing.assert_allclose(found.tolerance, 7 * np.finfo(np.float32).eps * s[..., 0], rtol=1e-9)
 
 
-def test_a_batch_is_sliced():
-    whole = svd(randn(4, 3, 7, 5))
-    part = whole[1:3, 2]
-    assert (part.u.shape, part.s.shape, part.vh.shape) == ((2, 7, 5), (2, 5), (2, 5, 5))
-    assert torch.equal(part.s, whole.s[1:3, 2])
+def test_rank_is_numpys_and_a_batch_is_sliced():
+    matrix, _, _ = with_spectrum([5.0, 3.0, 2.0], 11, 7)
+    several = torch.stack([matrix, torch.zeros(11, 7, dtype=torch.float64), randn(11, 7)])[None]
+    whole = svd(several)
+    assert whole.rank.tolist() == np.linalg.matrix_rank(several.numpy()).tolist()
+    # In float32 the same matrix carries rounding of about 1e-7, which float64 does not hide.
+    assert svd(matrix.float()).rank == 3
+    part = whole[0, 1:]
+    assert (part.u.shape, part.s.shape, part.vh.shape) == ((2, 11, 7), (2, 7), (2, 7, 7))
+    assert torch.equal(part.s, whole.s[0, 1:])
     for index in ((0, 0, 0), (..., 0)):
-        with pytest.raises(IndexError, match=r"an index is of the 2 batch axes"):
+        with pytest.raises(IndexError):
             whole[index]
 
 
-def test_rank_is_numpys():
-    matrix, _, _ = with_spectrum([5.0, 3.0, 2.0], 11, 7)
-    several = torch.stack([matrix, torch.zeros(11, 7, dtype=torch.float64), randn(11, 7)])
-    assert (
-        svd(several).rank.tolist() == np.linalg.matrix_rank(several.numpy()).tolist() == [3, 0, 7]
-    )
-    # In float32 the same matrix carries rounding of about 1e-7, which float64 does not hide.
-    assert svd(matrix.float()).rank == 3
-
-
 def test_targets_are_decomposed_by_name(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
-    targets = svd_targets(model, cache)
-    found = decompose(targets)
-    assert list(found) == ["qkt", "wvwo", "avwo"]
+    targets = targets_of(model, tokens)
+    found, top = spectra(targets), spectra(targets, k=2)
+    assert list(found) == list(top) == ["qkt", "wvwo", "avwo"]
     for name, one in found.items():
         expected = np.linalg.svd(getattr(targets, name).double().numpy(), compute_uv=False)
         np.testing.assert_allclose(one.s, expected, atol=1e-12)
+        np.testing.assert_allclose(top[name].s, expected[..., :2], rtol=1e-6, atol=1e-9)
     # One head's map goes through d_head dimensions.
     assert (found["wvwo"].rank == 5).all()
     targets.avwo[2, 1, 0, 3, 4] = math.nan
-    with pytest.raises(ValueError, match=r"^avwo are finite, and avwo\[2, 1, 0, 3, 4\] is nan$"):
-        decompose(targets)
+    for k in (None, 2):
+        with pytest.raises(ValueError, match=r"avwo .*nan at \[2, 1, 0, 3, 4\]"):
+            spectra(targets, k)
 
 
-def test_the_top_of_targets_alone(model, tokens):
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="svd_targets")
-    targets = svd_targets(model, cache)
-    top, whole = decompose(targets, k=2), decompose(targets)
-    for name, found in top.items():
-        assert found.s.shape[-1] == 2
-        torch.testing.assert_close(found.s, whole[name].s[..., :2], rtol=1e-6, atol=1e-9)
-
-
-def test_numbers_too_large_for_a_decomposition_are_refused():
-    with pytest.raises(ValueError, match="matrices have singular values beyond float64"):
-        svd(torch.full((3, 5), 1e308, dtype=torch.float64))
-    values = torch.tensor([1.5e308, 1.5e308], dtype=torch.float64)
-    assert effective_rank(values).item() == pytest.approx(2)
-
-
-def test_bad_matrices_are_named(unchecked):
-    wrong = randn(3, 7, 5)
-    wrong[1, 4, 2] = -math.inf
-    for decomposed in (svd, lambda m, name: randomized_svd(m, 2, name=name)):
-        with pytest.raises(ValueError, match=r"^qkt are finite, and qkt\[1, 4, 2\] is -inf$"):
-            decomposed(wrong, "qkt")
-        for bad in (torch.zeros(3), torch.zeros(2, 0, 3), torch.zeros(3, 5).int()):
-            with pytest.raises(ValueError, match=r"qkt are floating-point matrices \[\.\.\., rows"):
-                decomposed(bad, "qkt")
+def test_what_cannot_be_decomposed_or_measured(unchecked):
+    matrices = randn(40, 37)
     assert svd(randn(0, 7, 5)).s.shape == (0, 5)
-
-
-def halko_bound(rows, columns, k, p, q, following):
-    """Corollary 10.10, written from the paper."""
-    n = min(rows, columns)
-    factor = 1 + math.sqrt(k / (p - 1)) + math.e * math.sqrt(k + p) / p * math.sqrt(n - k)
-    return factor ** (1 / (2 * q + 1)) * following
+    for k in (0, -1, 38):
+        with pytest.raises(ValueError, match=rf"1 to 37.* {k}$"):
+            randomized_svd(matrices, k)
+    with pytest.raises(ValueError, match=r"oversample.* 1$"):
+        randomized_svd(matrices, 3, oversample=1)
+    for measure in (effective_rank, stable_rank, spectral_gap, condition_number):
+        for bad in ([1.0, math.nan], [math.inf, 1.0], [1.0, 2.0], [1.0, -0.5]):
+            with pytest.raises(ValueError, match=str(bad[1])):
+                measure(torch.tensor(bad))
+    for at in (0, 4):
+        with pytest.raises(ValueError, match=rf"at must be 1 to 3.* {at}$"):
+            spectral_gap(torch.tensor([3.0, 2.0, 1.0]), at=at)
+    one = svd(randn(3, 9, 7))
+    for compare in (subspace_angles, alignment):
+        with pytest.raises(ValueError, match="'top'"):
+            compare(one, one, 2, "top")
+        for k in (0, -2, 8):
+            with pytest.raises(ValueError, match=rf"1 to 7.* {k}$"):
+                compare(one, one, k)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("fall", [None, 0.1, 0.5, 1.0, 3.0])
 def test_randomized_svd_is_within_its_stated_error(k, fall):
-    rows, columns = 90, 71
-    matrices = randn(2, rows, columns)  # noise, unless its singular values fall by a power law
-    if fall is not None:
-        values = [n**-fall for n in range(1, 72)]
-        matrices = torch.stack([with_spectrum(values, rows, columns, seed)[0] for seed in (0, 10)])
+    matrices = falling(fall, 2)
+    true = np.linalg.svd(matrices.numpy(), compute_uv=False)
     for p, q in ((10, 4), (2, 0), (5, 1)):
         found = randomized_svd(matrices, k, oversample=p, iterations=q, seed=3)
-        true = np.linalg.svd(matrices.numpy(), compute_uv=False)
-        bound = halko_bound(rows, columns, k, p, q, true[:, k])
+        # Corollary 10.10, written from the paper.
+        factor = 1 + math.sqrt(k / (p - 1)) + math.e * math.sqrt(k + p) / p * math.sqrt(71 - k)
+        bound = factor ** (1 / (2 * q + 1)) * true[:, k]
         short = true[:, :k] - found.s.numpy()
         assert (short > -1e-12).all()
         assert (short <= bound[:, None]).all()
         left = matrices - found.u * found.s[:, None] @ found.vh
         assert (np.linalg.norm(left.numpy(), 2, axis=(1, 2)) <= bound + true[:, k]).all()
-        assert (found.following.numpy() <= true[:, k] + 1e-12).all()
+        assert (found.next_value.numpy() <= true[:, k] + 1e-12).all()
     default = randomized_svd(matrices, k)
     assert (1 - default.s.numpy() / true[:, :k]).max() < (1e-5 if fall and fall >= 1 else 0.06)
     eye = torch.eye(k, dtype=torch.float64).expand(2, k, k)
@@ -340,15 +269,17 @@ def test_randomized_svd_is_exact_at_low_rank_and_the_same_for_a_seed(rows, colum
     matrix, u, v = with_spectrum([7.0, 4.0, 1.0, 0.5], rows, columns)
     found = randomized_svd(matrix, 3, seed=5)
     np.testing.assert_allclose(found.s, [7, 4, 1], atol=1e-12)
-    np.testing.assert_allclose(found.following, 0.5, atol=1e-12)
+    np.testing.assert_allclose(found.next_value, 0.5, atol=1e-12)
     for mine, true in ((found.u, u), (found.vh.T, v)):
         np.testing.assert_allclose((mine * true[:, :3]).sum(0).abs(), 1, atol=1e-12)
     assert torch.equal(found.u, randomized_svd(matrix, 3, seed=5).u)
     noise = randn(rows, columns)
-    assert not torch.equal(randomized_svd(noise, 3, seed=5).s, randomized_svd(noise, 3, seed=6).s)
+    found, other = (randomized_svd(noise, 3, seed=seed) for seed in (5, 6))
+    assert not torch.equal(found.s, other.s)
+    tiny = randomized_svd(noise * 1e-170, 3, seed=5)
+    np.testing.assert_allclose(tiny.tolerance * 1e170, found.tolerance, rtol=1e-9)
     zero = randomized_svd(torch.zeros(rows, columns), 3)
     assert zero.s.tolist() == [0, 0, 0]
-    assert zero.rank == 0
 
 
 def test_randomized_svd_of_a_small_matrix_is_the_full_one():
@@ -357,18 +288,7 @@ def test_randomized_svd_of_a_small_matrix_is_the_full_one():
         found, whole = randomized_svd(matrices, k), svd(matrices)
         assert torch.equal(found.s, whole.s[:, :k])
         assert torch.equal(found.vh, whole.vh[:, :k])
-        assert found.following.tolist() == (whole.s[:, k] if k < 5 else torch.zeros(2)).tolist()
-
-
-def test_randomized_svd_refuses_bad_sizes():
-    matrices = randn(40, 37)
-    for k in (0, -1, 38):
-        with pytest.raises(ValueError, match=rf"^k is 1 to 37, the number .*, not {k}$"):
-            randomized_svd(matrices, k)
-    with pytest.raises(ValueError, match=r"^oversample is at least 2, not 1$"):
-        randomized_svd(matrices, 3, oversample=1)
-    with pytest.raises(ValueError, match=r"^iterations is at least 0, not -1$"):
-        randomized_svd(matrices, 3, iterations=-1)
+        assert found.next_value.tolist() == (whole.s[:, k] if k < 5 else torch.zeros(2)).tolist()
 
 
 # --- measures ----------------------------------------------------------------------------------
@@ -382,45 +302,13 @@ def test_measures_by_hand():
     assert spectral_gap(s).tolist() == [2, 0, 5, 0]
     assert spectral_gap(s, at=3).tolist() == [2, 3, 0, 0]
     assert condition_number(s).tolist() == [2, 1, math.inf, math.inf]
-    one = torch.tensor([6.0])
-    measures = (effective_rank, stable_rank, spectral_gap, condition_number)
-    assert [measure(one).item() for measure in measures] == [1, 1, 6, 1]
-
-
-def test_measures_are_numpys():
+    # Without unit: the same for any scale, however small or large.
     matrices = randn(5, 9, 7)
     s = svd(matrices).s
-    for at in range(5):
-        m = matrices[at].numpy()
-        true = np.linalg.svd(m, compute_uv=False)
-        shares = true / np.linalg.norm(m, "nuc")
-        assert effective_rank(s)[at].item() == pytest.approx(
-            math.exp(-(shares * np.log(shares)).sum()), rel=1e-12
-        )
-        ratio = np.linalg.norm(m, "fro") ** 2 / np.linalg.norm(m, 2) ** 2
-        assert stable_rank(s)[at].item() == pytest.approx(ratio, rel=1e-12)
-        assert spectral_gap(s)[at].item() == pytest.approx(np.linalg.norm(m, 2) - true[1])
-        assert condition_number(s)[at].item() == pytest.approx(np.linalg.cond(m), rel=1e-12)
-    assert np.isinf(np.linalg.cond(np.zeros((3, 3))))
-    # Without unit: the same for any scale, however small or large.
-    for scale in (1e-170, 1e170):
+    for scale in (1e-170, 1e170, 1e307):
         for measure in (effective_rank, stable_rank, condition_number):
             np.testing.assert_allclose(measure(s * scale), measure(s), rtol=1e-12)
-
-
-@pytest.mark.parametrize("measure", [effective_rank, stable_rank, spectral_gap, condition_number])
-def test_measures_refuse_what_is_no_spectrum(measure, unchecked):
-    for bad in ([1.0, math.nan], [math.inf, 1.0], [1.0, 2.0], [1.0, -0.5]):
-        with pytest.raises(ValueError, match=r"finite, at least 0 and descending, .*: \["):
-            measure(torch.tensor(bad))
-    with pytest.raises(ValueError, match=r"are \[\.\.\., k\], at least one, not \(2, 0\)"):
-        measure(torch.zeros(2, 0))
-
-
-def test_a_gap_has_a_number():
-    for at in (0, 4):
-        with pytest.raises(ValueError, match=rf"^at is 1 to 3, the number .*, not {at}$"):
-            spectral_gap(torch.tensor([3.0, 2.0, 1.0]), at=at)
+    np.testing.assert_allclose(condition_number(s), np.linalg.cond(matrices.numpy()), rtol=1e-12)
 
 
 # --- subspaces ---------------------------------------------------------------------------------
@@ -447,29 +335,17 @@ def test_principal_angles_of_constructed_planes(angles):
 
 def test_principal_angles_of_spaces_of_different_dimensions():
     a, b = planes([0.2, 0.9, 1.4])
-    np.testing.assert_allclose(principal_angles(a, b[:, :2]).shape, (2,))
     inside = torch.cat([a, b], 1)[:, :5]
     np.testing.assert_allclose(principal_angles(inside, a), [0, 0, 0], atol=1e-14)
-    line = torch.tensor([[1.0], [1.0], [0.0]], dtype=torch.float64)
-    plane = torch.eye(3, dtype=torch.float64)[:, 1:]
-    batch = principal_angles(torch.stack([line, line]), torch.stack([plane, plane]))
-    np.testing.assert_allclose(batch, [[math.pi / 4]] * 2, atol=1e-15)
 
 
-def test_bases_are_checked(unchecked):
+def test_bases_are_checked():
     a, b = planes([0.2, 0.9])
     flat = torch.stack([a, torch.cat([a[:, :1], 3 * a[:, :1]], 1)])
-    with pytest.raises(
-        ValueError, match=r"linearly independent, and b\[1\] has rank 1 for 2 columns"
-    ):
+    with pytest.raises(ValueError, match=r"b\[1\] of rank 1 with 2 columns"):
         principal_angles(torch.stack([b, b]), flat)
-    with pytest.raises(ValueError, match=r"and a has rank 0 for 2 columns"):
-        principal_angles(torch.zeros_like(a), b)
-    for other in (b[:-1], b[None], b[:, 0]):
-        with pytest.raises(ValueError, match=r"\[\.\.\., dim, k\] and .* not \(11, 2\) and"):
-            principal_angles(a, other)
-    b[3, 1] = math.nan
-    with pytest.raises(ValueError, match=r"b\[3, 1\] is nan"):
+    b[3, 1] = -math.inf
+    with pytest.raises(ValueError, match=r"b .*-inf at \[3, 1\]"):
         principal_angles(a, b)
 
 
@@ -490,37 +366,22 @@ def test_subspaces_of_singular_vectors_turn_as_built():
     np.testing.assert_allclose(subspace_angles(before, after, 2), [0, 0.4], atol=1e-12)
     np.testing.assert_allclose(subspace_angles(before, after, 3), [0, 0, 0.4], atol=1e-12)
     np.testing.assert_allclose(subspace_angles(before, after, 2, "left"), [0, 0], atol=1e-12)
+    # Signs of singular vectors do not matter.
+    after = dataclasses.replace(after, u=-after.u, vh=-after.vh)
     expected = [1, math.cos(0.4), 1, 1]
     np.testing.assert_allclose(alignment(before, after, 4), expected, atol=1e-12)
     np.testing.assert_allclose(alignment(before, after, 4, "left"), [1] * 4, atol=1e-12)
 
 
-def test_signs_of_singular_vectors_do_not_matter():
-    from dataclasses import replace
-
-    before, after = turned(0.4, k=1)
-    flipped = replace(after, u=-after.u, vh=-after.vh)
-    torch.testing.assert_close(alignment(before, flipped, 3), alignment(before, after, 3))
-    torch.testing.assert_close(
-        subspace_angles(before, flipped, 2), subspace_angles(before, after, 2)
-    )
-
-
 def test_drift_compares_consecutive_steps():
-    steps = [0.0, 0.1, 0.35, 0.3]
-    matrices = []
-    for angle in steps:
-        u, s, vh = (getattr(turned(angle, k=1)[1], name) for name in ("u", "s", "vh"))
-        matrices.append(torch.stack([u * s @ vh, 2 * (u * s @ vh), (u * s @ vh).flip(0)]))
-    found = drift(svd(torch.stack(matrices)), 2)
+    steps = [turned(angle, k=1)[1] for angle in (0.0, 0.1, 0.35, 0.3)]
+    whole = torch.stack([one.u * one.s @ one.vh for one in steps])
+    matrices = [whole, 2 * whole, whole.flip(1)]
+    found = drift(svd(torch.stack(matrices, 1)), 2)
     assert found.shape == (3, 3, 2)
     for row in range(3):
         np.testing.assert_allclose(found[:, row, 1], [0.1, 0.25, 0.05], atol=1e-12)
-    for few in (svd(randn(7, 5)), svd(randn(1, 7, 5))):
-        with pytest.raises(
-            ValueError, match=r"^drift needs a batch axis of at least two steps, not"
-        ):
-            drift(few, 2)
+    assert drift(svd(randn(1, 7, 5)), 2).shape == (0, 2)
 
 
 def test_repeated_singular_values_leave_no_direction():
@@ -529,14 +390,13 @@ def test_repeated_singular_values_leave_no_direction():
     one = svd(torch.stack([matrix, 3 * matrix]))
     assert subspace_angles(one, one, 1).isnan().all()
     np.testing.assert_allclose(subspace_angles(one, one, 2), 0, atol=1e-12)
-    np.testing.assert_allclose(subspace_angles(one, one, 3), 0, atol=1e-12)
     assert alignment(one, one, 3).isnan().tolist() == [[True, True, False]] * 2
     # Equal in exact arithmetic, rounded to float32: still equal up to the tolerance.
     rounded = svd(matrix.float())
     assert subspace_angles(rounded, rounded, 1).isnan().all()
 
 
-def test_a_zero_matrix_among_others_gives_nan_and_alone_an_error():
+def test_a_zero_matrix_has_no_subspace():
     good = with_spectrum([3.0, 2.0], 9, 7)[0]
     both = svd(torch.stack([good, torch.zeros_like(good)]))
     assert subspace_angles(both, both, 2).isnan().tolist() == [[False] * 2, [True] * 2]
@@ -544,16 +404,6 @@ def test_a_zero_matrix_among_others_gives_nan_and_alone_an_error():
         assert subspace_angles(*pair, 2).isnan().tolist() == [[False] * 2, [True] * 2]
         assert alignment(*pair, 1).isnan().tolist() == [[False], [True]]
     assert alignment(both, both, 3).isnan().tolist() == [[False, False, True], [True] * 3]
-    with pytest.raises(
-        ValueError,
-        match=r"^k is at most the number of singular values above the tolerance, 2, not 3$",
-    ):
-        subspace_angles(both, both, 3)
-    with pytest.raises(
-        ValueError,
-        match=r"^k is at most the number of singular values above the tolerance, 0, not 1$",
-    ):
-        subspace_angles(both[0], both[1], 1)
 
 
 def test_a_truncated_decomposition_knows_what_follows():
@@ -569,10 +419,7 @@ def test_a_truncated_decomposition_knows_what_follows():
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_angles_of_a_randomised_decomposition_are_known_to_its_tolerance(fall, iterations):
     """Where values hardly fall, the vectors found are far from the true ones, and it says so."""
-    matrices = randn(3, 90, 71)
-    if fall is not None:
-        values = [n**-fall for n in range(1, 72)]
-        matrices = torch.stack([with_spectrum(values, 90, 71, seed)[0] for seed in (0, 10, 20)])
+    matrices = falling(fall, 3)
     _, true_s, true_vh = np.linalg.svd(matrices.numpy())
     for k in (1, 2, 5):
         found = randomized_svd(matrices, k, iterations=iterations)
@@ -592,49 +439,3 @@ def test_a_randomised_decomposition_finds_no_space_where_there_is_none():
     one, other = (randomized_svd(matrix, 3, seed=seed) for seed in (0, 1))
     assert subspace_angles(one, other, 3).isnan().all()
     assert alignment(one, other, 3).isnan().all()
-
-
-def test_comparisons_are_checked(unchecked):
-    one, other = svd(randn(3, 9, 7)), svd(randn(3, 8, 7))
-    assert subspace_angles(one, other, 2, "right").shape == (3, 2)
-    for compare in (subspace_angles, alignment):
-        with pytest.raises(ValueError, match=r"^left singular .* not \(3, 9\) by \(3, 8\)$"):
-            compare(one, other, 2, "left")
-        with pytest.raises(ValueError, match=r"^side is 'left' or 'right', not 'top'$"):
-            compare(one, one, 2, "top")
-        for k in (0, -2, 8):
-            with pytest.raises(ValueError, match=rf"^k is 1 to 7, the number .*, not {k}$"):
-                compare(one, one, k)
-
-
-def test_the_protocol_is_all_that_targets_need(model, tokens):
-    """Any module with the two weights and the three points; nothing of our own transformer."""
-    from hooks import HookPoint
-
-    class Layer(nn.Module):
-        def __init__(self, at):
-            super().__init__()
-            self.at = at
-            self.scores = HookPoint("batch head query key")
-            self.pattern = HookPoint("batch head query key")
-            self.v = HookPoint("batch pos kv_head d_head")
-
-    class Foreign(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.W_V = nn.Parameter(randn(2, 1, 5, 3, dtype=torch.float32))
-            self.W_O = nn.Parameter(randn(2, 2, 3, 5, dtype=torch.float32))
-            self.blocks = nn.ModuleList(map(Layer, range(2)))
-
-        def forward(self, x):
-            for block in self.blocks:
-                block.v((x @ self.W_V[block.at, 0])[:, :, None])
-                block.pattern(block.scores(torch.ones(4, 2, 7, 7)) / 7)
-            return x
-
-    x = randn(4, 7, 5, dtype=torch.float32)
-    foreign = Foreign().eval()
-    _, cache = HookedRunner(foreign).run_with_cache(x, mode="svd_targets")
-    targets = svd_targets(foreign, cache)
-    mean = x.mean(1) @ foreign.W_V[1, 0].detach() @ foreign.W_O[1, 1].detach()
-    torch.testing.assert_close(targets.avwo[:, 1, 1], mean[:, None].expand(4, 7, 5))

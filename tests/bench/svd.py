@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from interp import randomized_svd
-from interp.svd import svd
+from interp.spectral import svd
 from tests.bench import timing
 
 SIZES, BATCHES = (32, 64, 128, 256, 512), (1, 16)

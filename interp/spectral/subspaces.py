@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from interp.svd import SVD, check_k, place, svd
+from interp.spectral.svd import SVD, check_k, svd
 
 Side = Literal["left", "right"]
 """Which singular vectors: `left` ones live in the space of rows, `right` ones in that of columns."""
@@ -25,19 +25,13 @@ def principal_angles(
         a, b: bases, not necessarily orthonormal.
 
     Raises:
-        ValueError: as for `svd`, if the shapes do not fit, or the columns of a basis are not linearly
-            independent (a zero matrix, for instance): it names the first such matrix.
+        ValueError: as for `svd`, or if the columns of a basis are not linearly independent (of a zero
+            matrix, for instance); it names the first such matrix.
 
-    >>> import torch
     >>> line, plane = torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:]
     >>> principal_angles(line, plane).rad2deg()
     tensor([45.0000], dtype=torch.float64)
     """
-    if a.ndim < 2 or b.ndim < 2 or a.shape[:-1] != b.shape[:-1]:
-        raise ValueError(
-            "bases are [..., dim, k] and [..., dim, l], equal but for the last axis, "
-            f"not {tuple(a.shape)} and {tuple(b.shape)}"
-        )
     return _angles(_orthonormal(a, "a"), _orthonormal(b, "b"))
 
 
@@ -47,44 +41,33 @@ def subspace_angles(
     """Principal angles between the spaces of the top `k` singular vectors: radians, ascending.
 
     NaN where a matrix has no such space: its rank is below k (a zero matrix has rank 0), or its
-    singular values k and k + 1 are equal up to the tolerance. Rounding, and the error of a randomised
-    decomposition, can turn a space by the ratio of tolerance and gap, so angles below it say nothing.
+    singular values k and k + 1 are equal up to the tolerance. Rounding, or the error of a randomised
+    decomposition, can turn a space by tolerance / gap, so smaller angles mean nothing.
 
     Args:
-        first, second: decompositions of the same shape.
+        first, second: decompositions of matrices of the same shape.
         k: how many singular vectors.
         side: which of them.
 
     Raises:
-        ValueError: if shapes differ, the side is neither, k is not 1 to the number of singular values,
-            or k is above the rank of every matrix, up to the tolerance.
+        ValueError: if side is neither, or k is not 1 to the number of singular values.
     """
-    pair = _vectors(first, second, k, side)
-    for one in (first, second):
-        if one.rank.numel() and (highest := int(one.rank.max())) < k:
-            raise ValueError(
-                f"k is at most the number of singular values above the tolerance, {highest}, not {k}"
-            )
+    a, b = _vectors(first, k, side), _vectors(second, k, side)
     defined = _has_space(first, k) & _has_space(second, k)
-    return _angles(*pair).where(defined[..., None], torch.nan)
+    return _angles(a, b).where(defined[..., None], torch.nan)
 
 
 def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "change *batch k"]:
     """`subspace_angles` between consecutive entries of the first batch axis: steps or checkpoints.
 
     Args:
-        decomposition: of matrices [step, ..., rows, columns], at least two steps.
+        decomposition: of matrices [step, ..., rows, columns].
         k: how many singular vectors.
         side: which of them.
 
     Raises:
-        ValueError: as for `subspace_angles`, or if there are fewer than two steps.
+        ValueError: as for `subspace_angles`.
     """
-    if decomposition.following.ndim < 1 or len(decomposition.following) < 2:
-        raise ValueError(
-            "drift needs a batch axis of at least two steps, "
-            f"not batch axes of sizes {tuple(decomposition.following.shape)}"
-        )
     return subspace_angles(decomposition[:-1], decomposition[1:], k, side)
 
 
@@ -92,11 +75,11 @@ def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Te
     """|cosine| between the singular vectors of the same number: 0 to 1, whatever their signs.
 
     NaN where a vector is not defined: its singular value is 0, or equals a neighbour's, up to the
-    tolerance. Arguments and errors as for `subspace_angles`, except that k may be above the rank.
+    tolerance. Arguments and errors as for `subspace_angles`.
     """
-    u, v = _vectors(first, second, k, side)
+    cosines = (_vectors(first, k, side) * _vectors(second, k, side)).sum(-2)
     defined = _isolated(first, k) & _isolated(second, k)
-    return (u * v).sum(-2).abs().clamp(max=1).where(defined, torch.nan)
+    return cosines.abs().clamp(max=1).where(defined, torch.nan)
 
 
 def _angles(a: Tensor, b: Tensor) -> Tensor:
@@ -113,26 +96,20 @@ def _orthonormal(basis: Tensor, name: str) -> Tensor:
     whole = svd(basis, name)
     lacking = whole.rank < basis.shape[-1]
     if lacking.any():
-        where = place(lacking)
+        where = lacking.nonzero()[0].tolist()
         raise ValueError(
-            f"the columns of a basis are linearly independent, and {name}{where or ''} has rank "
-            f"{whole.rank[tuple(where)]} for {basis.shape[-1]} columns"
+            f"the columns of a basis must be linearly independent; got {name}{where or ''} of rank "
+            f"{whole.rank[tuple(where)]} with {basis.shape[-1]} columns"
         )
     return whole.u
 
 
-def _vectors(first: SVD, second: SVD, k: int, side: Side) -> tuple[Tensor, Tensor]:
-    """The top k vectors of both, as columns."""
+def _vectors(one: SVD, k: int, side: Side) -> Tensor:
+    """The top k vectors, as columns."""
     if side not in ("left", "right"):
-        raise ValueError(f"side is 'left' or 'right', not {side!r}")
-    a, b = (one.u if side == "left" else one.vh.mT for one in (first, second))
-    if a.shape[:-1] != b.shape[:-1]:
-        raise ValueError(
-            f"{side} singular vectors are compared [..., dim] by [..., dim], "
-            f"not {tuple(a.shape[:-1])} by {tuple(b.shape[:-1])}"
-        )
-    check_k(k, min(a.shape[-1], b.shape[-1]))
-    return a[..., :k], b[..., :k]
+        raise ValueError(f"side must be 'left' or 'right'; got {side!r}")
+    check_k(k, one.s.shape[-1])
+    return (one.u if side == "left" else one.vh.mT)[..., :k]
 
 
 def _has_space(one: SVD, k: int) -> Bool[Tensor, "*batch"]:

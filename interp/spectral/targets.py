@@ -1,30 +1,29 @@
 """What SVD analyses look at: the score matrices, the maps of the OV circuit, what heads write."""
 
 from dataclasses import dataclass, fields, replace
-from typing import cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
-from interp.protocol import AttentionWeights
+from interp.protocol import LanguageModel, of
 
 
 @dataclass(frozen=True)
 class SVDTargets:
     """The tensors of svd-transformer.md, detached, with an axis for heads.
 
-    Where attention adds what it computes to the stream as it is (no norm of its output, no hook that
-    edits `z` or `attn_out`), the sum of `avwo` over heads plus the output bias is `attn_out`.
+    The sum of `avwo` over heads plus the output bias is `attn_out`, unless a norm follows attention or
+    a hook edits `z` or `attn_out`.
 
     Attributes:
         qkt: scaled dot products of queries and keys, before any soft cap, zero above the diagonal.
             Keys that a sliding window or a padding mask hides keep their products.
         pattern: the weight of each key for each query; rows sum to 1, those of padding to 0.
-        values: what a head reads at each position; heads that share a key head hold the same.
-        wvwo: `W_V @ W_O`, from weights alone: `x @ wvwo` is what a head would write on reading `x`.
-        avwo: `pattern @ values @ W_O`: what each head writes, the output bias left out.
+        values: what a head reads at each position; heads that share a key head have the same.
+        wvwo: `W_V @ W_O`, from weights alone: `x @ wvwo` is what a head writes where it reads `x`.
+        avwo: `pattern @ values @ W_O`: what each head writes, without the output bias.
     """
 
     qkt: Float[Tensor, "batch layer *head pos pos"]
@@ -37,12 +36,12 @@ class SVDTargets:
         """The same without the axis of heads, the document's shapes.
 
         Raises:
-            ValueError: if there is more than one head, or the axis is gone already.
+            ValueError: if there is no axis of heads, or more than one head.
         """
-        if self.pattern.ndim != 5:
-            raise ValueError("squeeze_heads needs the axis of heads, and it is gone already")
-        if self.pattern.shape[2] != 1:
-            raise ValueError(f"squeeze_heads needs one head, not {self.pattern.shape[2]}")
+        if self.pattern.ndim != 5 or self.pattern.shape[2] != 1:
+            raise ValueError(
+                f"pattern must be [batch, layer, 1 head, pos, pos]; got {tuple(self.pattern.shape)}"
+            )
         squeezed = {
             field.name: getattr(self, field.name).squeeze(1 if field.name == "wvwo" else 2)
             for field in fields(self)
@@ -68,11 +67,11 @@ class ResidualStream:
 def wvwo(model: nn.Module) -> Float[Tensor, "layer head d_model d_model"]:
     """`W_V @ W_O` of every head, detached: the OV circuit of Elhage et al. 2021, for row vectors.
 
-    Rows are directions that a head reads, columns those that it writes. It needs no run, so it may
-    be asked for while the model trains.
+    Rows are directions that a head reads, columns those that it writes. It needs no run, so the model
+    may be in training mode.
 
     Args:
-        model: a model with `W_V` and `W_O`; see `AttentionWeights`.
+        model: a model with `W_V` and `W_O`; see `LanguageModel`.
 
     Raises:
         TypeError: if the model has no such weights.
@@ -82,7 +81,9 @@ def wvwo(model: nn.Module) -> Float[Tensor, "layer head d_model d_model"]:
 
 
 @torch.no_grad()
-def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
+def svd_targets(
+    model: nn.Module, cache: ActivationCache, tokens: Int[Tensor, "batch pos"] | None = None
+) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
     Products are taken in the wider of the types of cache and weights, on the cache's device.
@@ -91,31 +92,23 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
         model: the model of that run, its weights unchanged since.
         cache: of a run in the mode `svd_targets`, `residual` or `full`, lazy or not, over all its
             positions.
+        tokens: the tokens of the run; not read here.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
         CacheError: if the cache lacks scores, patterns or values; it says which mode to run.
-        ValueError: if the cache holds some positions only, or does not fit the model's weights.
+        ValueError: if the cache holds some of the positions only.
     """
-    weights = _weights(model)
-    scores, pattern, v = (_stacked(cache, name) for name in ("scores", "pattern", "v"))
+    w_v, w_o = _weights(model)
+    scores, pattern, v = _stacks(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     if not scores.shape[-2] == scores.shape[-1] == v.shape[2]:
         raise ValueError(
-            "svd_targets needs all positions of a run from its first token on, and this cache has "
-            f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[2]} values: "
-            "run without positions= and kv_cache="
+            f"the cache must hold whole texts, run without positions= and kv_cache=; got "
+            f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[2]} values"
         )
-    found = (v.shape[0], pattern.shape[2], v.shape[4])
-    expected = (weights[1].shape[0], *weights[1].shape[1:3])
-    if found != expected:
-        raise ValueError(
-            "svd_targets needs a cache of this model: its layers, heads and d_head are "
-            f"{expected}, not {found}"
-        )
-    groups = pattern.shape[2] // v.shape[3]
-    values = v.transpose(2, 3).repeat_interleave(groups, 2)
-    wide = torch.promote_types(values.dtype, weights[1].dtype)
-    w_v, w_o = (weight.to(values.device, wide) for weight in weights)
+    values = v.transpose(2, 3).repeat_interleave(pattern.shape[2] // v.shape[3], 2)
+    wide = torch.promote_types(values.dtype, w_o.dtype)
+    w_v, w_o = (weight.to(values.device, wide) for weight in (w_v, w_o))
     return SVDTargets(
         qkt=scores.tril().transpose(0, 1),
         pattern=pattern.transpose(0, 1),
@@ -135,30 +128,21 @@ def residual_stream(cache: ActivationCache, point: str = "resid_post") -> Residu
     Raises:
         CacheError: if the cache lacks the stream or its norms; it says what to run.
     """
-    try:
-        vectors, norms = cache.stack(point), cache.stack(f"{point}.norm")
-    except (UnknownNameError, CacheError) as error:
-        raise CacheError(
-            f"residual_stream reads {point} and {point}.norm of every layer ({error}): run with "
-            'mode="residual" and windows='
-        ) from error
+    vectors, norms = _stacks(cache, (point, f"{point}.norm"), 'mode="residual" and windows=')
     return ResidualStream(vectors.detach().transpose(0, 1), norms.detach().movedim(0, -1))
 
 
-def _stacked(cache: ActivationCache, name: str) -> Tensor:
+def _stacks(cache: ActivationCache, names: tuple[str, ...], options: str) -> list[Tensor]:
     try:
-        return cache.stack(name)
+        return [cache.stack(name) for name in names]
     except (UnknownNameError, CacheError) as error:
         raise CacheError(
-            f"svd_targets reads scores, pattern and v of every layer ({error}): run with "
-            'mode="svd_targets"'
+            f"the cache must have {', '.join(names)} of every layer, as runs with {options} do; {error}"
         ) from error
 
 
 def _weights(model: nn.Module) -> tuple[Tensor, Tensor]:
     """`W_V` repeated for the heads that share it, and `W_O`."""
-    # Not isinstance: since Python 3.12 a protocol does not see the parameters of a module.
-    if not (hasattr(model, "W_V") and hasattr(model, "W_O")):
-        raise TypeError(f"SVD targets need a model with W_V and W_O, not {type(model).__name__}")
-    w_v, w_o = cast(AttentionWeights, model).W_V, cast(AttentionWeights, model).W_O
+    language: LanguageModel = of(model, "W_V", "W_O")
+    w_v, w_o = language.W_V, language.W_O
     return w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1), w_o

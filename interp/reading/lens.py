@@ -1,0 +1,81 @@
+"""The logit lens: what the residual stream would predict if the model ended at each layer."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks import ActivationCache
+from interp.metrics import at_least_float32
+from interp.protocol import LanguageModel, of
+
+_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32
+
+
+@dataclass(frozen=True)
+class LogitLens:
+    """Predictions from the stream that enters each block and, last, from that which leaves the model.
+
+    Probabilities are 0 to 1, in float32 also where the model is in half precision.
+
+    Attributes:
+        tokens: the likeliest next tokens, best first.
+        probabilities: of those.
+        target_probabilities: of the targets.
+        target_ranks: how many tokens are likelier than the target; 0 for the likeliest.
+    """
+
+    tokens: Int[Tensor, "layer batch pos top"]
+    probabilities: Float[Tensor, "layer batch pos top"]
+    target_probabilities: Float[Tensor, "layer batch pos"]
+    target_ranks: Int[Tensor, "layer batch pos"]
+
+
+@torch.no_grad()
+def logit_lens(
+    model: nn.Module,
+    cache: ActivationCache,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    *,
+    targets: Int[Tensor, "batch pos"] | None = None,
+    top_k: int = 5,
+) -> LogitLens:
+    """Unembeds the residual stream between all blocks (nostalgebraist 2020).
+
+    A few positions at a time, so memory grows with `top_k` and not with the vocabulary.
+
+    Args:
+        model: the model of the run, with `unembed` and `config`.
+        cache: of a run that kept every `resid_pre` and the last `resid_post`.
+        tokens: the tokens of the run; not read here.
+        targets: tokens to follow through the layers; by default those that the model predicts.
+        top_k: how many of the likeliest tokens to keep.
+
+    Raises:
+        TypeError: if the model has no `unembed` or no `config`.
+        UnknownNameError, CacheError: if the cache lacks the stream at some layer.
+    """
+    language: LanguageModel = of(model, "unembed", "config")
+    streams = torch.stack([*cache.stack("resid_pre"), cache["resid_post", -1]])
+    shape, size = streams.shape[:-1], max(1, _LOGITS_AT_ONCE // language.config.vocab_size)
+
+    def logits(rows: Tensor) -> Tensor:
+        return at_least_float32(language.unembed(rows[None])[0])
+
+    if targets is None:
+        targets = torch.cat([logits(r).argmax(-1) for r in streams[-1].flatten(0, 1).split(size)])
+    followed = targets.flatten().repeat(shape[0])
+    parts = zip(streams.flatten(0, 2).split(size), followed.split(size), strict=True)
+    columns = zip(*(_read(logits(rows), target, top_k) for rows, target in parts), strict=True)
+    return LogitLens(*(torch.cat(column).unflatten(0, shape) for column in columns))
+
+
+def _read(
+    logits: Float[Tensor, "row vocab"], targets: Int[Tensor, " row"], top_k: int
+) -> tuple[Tensor, ...]:
+    """The columns of `LogitLens`."""
+    best, wanted = logits.topk(top_k), logits.gather(-1, targets[:, None])
+    total = logits.logsumexp(-1, keepdim=True)
+    ranks = (logits > wanted).sum(-1)
+    return best.indices, (best.values - total).exp(), (wanted - total).exp()[:, 0], ranks

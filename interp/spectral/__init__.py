@@ -1,0 +1,8 @@
+"""Singular values and vectors of what attention computes.
+
+`spectral.svd(matrices)` decomposes any matrices; the other names are also in `interp`.
+"""
+
+from interp.spectral.svd import svd
+
+__all__ = ["svd"]
