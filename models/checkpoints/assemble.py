@@ -38,13 +38,19 @@ class Source:
 
 @runtime_checkable
 class Reader(Protocol):
-    """Tensors by name, read one at a time, so that a file is never in memory twice."""
+    """Tensors by name, read one at a time, so that a file is never in memory twice.
+
+    Attributes:
+        keep: whether a tensor that was read may become a parameter; else it is copied.
+    """
+
+    keep: bool
 
     def keys(self) -> Collection[str]:
         """The names of all tensors."""
 
     def read(self, key: str) -> Tensor:
-        """The tensor of a name, asked for once; the model may keep it as a parameter."""
+        """The tensor of a name, asked for once."""
 
 
 @torch.no_grad()
@@ -91,10 +97,13 @@ def assemble(
         found = (f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in wrong.items() if keys)
         raise ValueError(f"{where} must hold the tensors of its config; got {'; '.join(found)}")
     values: dict[str, Tensor] = {}
-    taken: set[int] = set()  # addresses of the model's memory
+    taken: set[int] = set()  # addresses of memory that is in use
     # The largest first: when the last ones are read, file and model hold the rest together.
     for name in sorted(sources, key=lambda name: -shapes[name].numel()):
-        value = _converted(sources[name], reader, shapes[name], where, dtype)
+        tensors = [reader.read(key) for key in sources[name].keys]
+        if not reader.keep:
+            taken.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        value = _converted(sources[name], tensors, shapes[name], where, dtype)
         if config.tied_unembed and name in _TIED and (other := values.keys() & set(_TIED)):
             first = other.pop()
             if differ(values[first], value.to(dtype or value.dtype)):
@@ -118,12 +127,11 @@ def without_values(config: TransformerConfig) -> Transformer:
 
 def _converted(
     source: Source,
-    reader: Reader,
+    tensors: list[Tensor],
     shape: torch.Size,
     where: str,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    tensors = [reader.read(key) for key in source.keys]
     held = ", ".join(
         f"{key} {tensor.dtype} {list(tensor.shape)}"
         for key, tensor in zip(source.keys, tensors, strict=True)

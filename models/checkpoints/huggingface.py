@@ -52,14 +52,16 @@ def from_hf(
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
         raise TypeError(f"from_hf needs a model of transformers, with its config; got a {what}")
     family, config = translated(to_dict(), f"{what}.config")
-    reader = _Copies(model.state_dict())
+    reader = _InUse(model.state_dict())
     table = family.table(config, reader.keys())
     device = next(model.parameters()).device if device is None else device
     return assemble(config, table, reader, what, family.is_ignored, dtype, device)
 
 
-class _Copies:
-    """Copies of the tensors of a state dict that is in use."""
+class _InUse:
+    """The tensors of a state dict that is in use."""
+
+    keep = False
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
@@ -68,4 +70,4 @@ class _Copies:
         return self._state.keys()
 
     def read(self, key: str) -> Tensor:
-        return self._state[key].clone()
+        return self._state[key]

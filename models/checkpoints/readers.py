@@ -27,6 +27,8 @@ class SafetensorsReader:
         files: which file each tensor is in, by the tensor's name.
     """
 
+    keep = False  # it is the file's own memory
+
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
 
@@ -37,7 +39,7 @@ class SafetensorsReader:
     def read(self, key: str) -> Tensor:
         """The tensor of a name."""
         with _naming(self._files[key]), safe_open(self._files[key], "pt") as file:
-            return file.get_tensor(key).clone()
+            return file.get_tensor(key)
 
 
 class StateReader:
@@ -46,6 +48,8 @@ class StateReader:
     Args:
         state: tensors by name; it is emptied.
     """
+
+    keep = True
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
@@ -107,7 +111,7 @@ def _naming(path: Path) -> Iterator[None]:
     """Says which file it was that safetensors or torch could not read."""
     try:
         yield
-    except OSError:  # which names the file
+    except FileNotFoundError:  # which names the file
         raise
     except pickle.UnpicklingError as error:
         # Not the rest of torch's message, which says how to run the code all the same.

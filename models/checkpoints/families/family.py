@@ -49,14 +49,14 @@ _BOOKKEEPING = """
 """
 IDLE = frozenset(f"{_TOKENS} {_GENERATION} {_OTHER_TASKS} {_TRAINING} {_BOOKKEEPING}".split())
 
-# Attributes that any family may have, and the one value that can be expressed.
-FIXED: Mapping[str, Any] = {
-    "add_cross_attention": False,
-    "cross_attention_hidden_size": None,
-    "is_encoder_decoder": False,
-    "per_layer_config": None,
-    "pruned_heads": {},
-    "quantization_config": None,
+# Attributes that any family may have, and the values that can be expressed.
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "is_encoder_decoder": (False, None),
+    "per_layer_config": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
 }
 
 
@@ -174,8 +174,8 @@ class Attributes:
         Raises:
             ValueError: naming those of unknown meaning.
         """
-        for name, value in FIXED.items():
-            self.only(name, value, None)
+        for name, allowed in FIXED.items():
+            self.only(name, *allowed)
         if left := sorted(self._given.keys() - self._taken - IDLE):
             got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
             raise ValueError(
