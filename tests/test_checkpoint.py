@@ -37,17 +37,16 @@ def test_what_is_saved_is_loaded(model, saved, tokens):
     assert "unembedding.weight" not in load_file(saved / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(tied_unembed=False, unembed_bias=True),
-        dict(positions="sinusoidal", norm_place="post", embed_norm=True, n_kv_heads=1),
-        dict(norm="rmsnorm", mlp="gated", window=3, window_layers=(1,), norm_place="sandwich")
-        | dict(positions="rotary", rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
-        dict(norm="none", mlp="none", positions="rotary", qk_norm="all")
-        | dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0))),
-    ],
-)
+KINDS = [
+    dict(tied_unembed=False, unembed_bias=True, positions="sinusoidal", n_kv_heads=1),
+    dict(norm="rmsnorm", mlp="gated", window=3, window_layers=(1,), norm_place="sandwich")
+    | dict(positions="rotary", rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
+    dict(norm="none", mlp="none", positions="rotary", qk_norm="all")
+    | dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0))),
+]
+
+
+@pytest.mark.parametrize("fields", KINDS)
 def test_every_kind_of_config_is_saved(fields, tokens, tmp_path):
     model = Transformer(TransformerConfig(**SIZES, **fields)).eval()
     save(tmp_path, model)
