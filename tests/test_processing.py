@@ -181,24 +181,6 @@ def test_points_of_a_folded_model(tokens):
         torch.testing.assert_close(old[name], expected, atol=1e-11, rtol=0, msg=name)
 
 
-def test_gradients_of_a_folded_model(tokens):
-    """With W' = W * gain and b' = b + W bias, dL/dW = dL/dW' * gain + outer(dL/db', bias)."""
-    model = built(tied_unembed=False)
-    folded = fold_norms(model)
-    for each in (model, folded):
-        torch.log_softmax(each(tokens), -1)[..., 4].sum().backward()
-    pairs = {"unembedding": "ln_final"}
-    for layer in range(LAYERS):
-        pairs[f"blocks.{layer}.attn.qkv"] = f"blocks.{layer}.ln1"
-        pairs[f"blocks.{layer}.mlp.input"] = f"blocks.{layer}.ln2"
-    for linear, norm in pairs.items():
-        new, ln = folded.get_submodule(linear), model.get_submodule(norm)
-        expected = new.weight.grad * ln.weight + torch.outer(new.bias.grad, ln.bias)
-        found = model.get_submodule(linear).weight.grad
-        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
-        assert found.abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("form", CENTRED)
 def test_centred_weights_are_projections(form):
     model = built(**FORMS[form][0])
@@ -245,8 +227,6 @@ def test_centring_a_norm_of_the_embeddings_that_learned_nothing(tokens):
     new = center(model)
     expected = log_probabilities(model, tokens)
     np.testing.assert_allclose(log_probabilities(new, tokens), expected, atol=1e-11, rtol=0)
-    _, cache = HookedRunner(new).run_with_cache(tokens, names="blocks.*.resid_*")
-    assert max(value.mean(-1).abs().max() for value in cache.values()) < 1e-13
 
 
 REFUSED = [
@@ -271,15 +251,14 @@ def test_what_would_change_the_probabilities_is_refused(process, fields, words):
         process(built(**fields))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(norm="rmsnorm"),
-        dict(norm_place="sandwich", norm="rmsnorm"),
-        dict(norm_place="post"),
-        dict(embed_norm=True),
-    ],
-)
+UNLEARNED = [
+    dict(norm="rmsnorm", norm_place="sandwich"),
+    dict(norm_place="post"),
+    dict(embed_norm=True),
+]
+
+
+@pytest.mark.parametrize("fields", UNLEARNED)
 def test_norms_that_learned_nothing_are_copied(fields):
     model = built(norm_learned=False, **fields)
     copy = fold_norms(model)
@@ -338,18 +317,6 @@ def test_a_model_that_is_not_its_config_is_noticed(process, monkeypatch):
     monkeypatch.setattr(model.blocks[1].mlp, "forward", lambda x: plain(x) * 1.01)
     with pytest.raises(RuntimeError, match=process.__name__):
         process(model)
-
-
-def test_the_difference_is_that_of_the_log_probabilities(monkeypatch):
-    """A cap on logits that the config does not know of, and its effect on the proof's tokens."""
-    from models.verification import random_tokens
-
-    model = built()
-    good = log_probabilities(fold_norms(model), random_tokens(model))
-    monkeypatch.setattr(model, "logit_cap", torch.nn.Tanh())
-    largest = np.abs(log_probabilities(model, random_tokens(model)) - good).max()
-    with pytest.raises(RuntimeError, match=f"{largest:.3g}"):
-        fold_norms(model)
 
 
 @pytest.mark.parametrize("process", [fold_norms, center])

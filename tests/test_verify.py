@@ -23,17 +23,14 @@ FORMS = {
     "gemma2": LLAMA
     | dict(norm_place="sandwich", attn_cap=2.0, logit_cap=3.0, window=5, window_layers=(0, 2)),
     "post": dict(norm_place="post"),
-    "post rmsnorm": LLAMA | dict(norm_place="post"),
     "parallel sandwich": dict(parallel=True, norm_place="sandwich"),
     "attention only": dict(mlp="none"),
     "attention only, output norm": dict(mlp="none", norm_place="output"),
     # Smaller, as without norms values explode, and rounding with them.
     "no norm": dict(norm="none", qkv_bias=False, out_bias=False, scale=0.2),
-    "no norm, parallel": dict(norm="none", parallel=True, scale=0.2),
     "embeddings normalized": dict(embed_norm=True, norm="rmsnorm", positions="sinusoidal"),
     "no positions": dict(positions="none", final_norm=False),
     "one position": dict(n_ctx=1),
-    "two positions": dict(n_ctx=2),
     "three positions": dict(n_ctx=3, n_layers=1),
 }
 

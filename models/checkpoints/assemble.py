@@ -91,11 +91,7 @@ def assemble(
         absent = [name for name in _TIED if held.isdisjoint(sources[name].keys)]
         for name in absent[:1]:
             del sources[name]
-    needed = {key for source in sources.values() for key in source.keys}
-    wrong = {"missing": sorted(needed - held), "unexpected": sorted(held - needed)}
-    if any(wrong.values()):
-        found = (f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in wrong.items() if keys)
-        raise ValueError(f"{where} must hold the tensors of its config; got {'; '.join(found)}")
+    _check_keys({key for source in sources.values() for key in source.keys}, held, where)
     values: dict[str, Tensor] = {}
     taken: set[int] = set()  # addresses of memory that is in use
     # The largest first: when the last ones are read, file and model hold the rest together.
@@ -123,6 +119,15 @@ def without_values(config: TransformerConfig) -> Transformer:
     """A model whose parameters are on the device meta, where they need no memory."""
     with torch.device("meta"), _Undrawn():
         return Transformer(config)
+
+
+def _check_keys(needed: set[str], held: set[str], where: str) -> None:
+    missing, unexpected = sorted(needed - held), sorted(held - needed)
+    if missing or unexpected:
+        raise ValueError(
+            f"{where} must hold the tensors of its config; got {len(missing)} missing: "
+            f"{', '.join(missing)}; {len(unexpected)} unexpected: {', '.join(unexpected)}"
+        )
 
 
 def _converted(
