@@ -382,14 +382,6 @@ def test_importing_models_brings_no_library_of_checkpoints():
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_a_model_is_verified_on_request(saved, monkeypatch):
-    verified = []
-    monkeypatch.setattr("models.verification.verify", verified.append)
-    assert verified == [load(saved, verify=True)]
-    load(saved)
-    assert len(verified) == 1
-
-
 def test_the_bundled_model_is_small_and_described():
     assert bundled() == ["pydoc-4l"]
     directory = BUNDLED / "pydoc-4l"
