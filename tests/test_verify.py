@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from models import Transformer, TransformerConfig
+from models import Transformer
 from models.checkpoints import load
 from models.kvcache import LayerCache
 from models.verification import VerificationError, verify
-from tests.reference import randomised
+from tests.test_processing import built
 
-LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 3, 6, 14, 4, 11, 23, 17
 ROTARY = dict(positions="rotary", n_kv_heads=2)
 LLAMA = ROTARY | dict(norm="rmsnorm", mlp="gated", activation="silu", mlp_bias=False)
 FORMS = {
@@ -35,17 +34,6 @@ FORMS = {
 }
 
 
-def built(dtype=torch.float32, scale=0.5, **fields):
-    """A model of the form, each parameter of which is random: gains around 1, biases around 0."""
-    sizes = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL)
-    config = TransformerConfig(**(sizes | dict(d_head=D_HEAD) | fields))
-    if config.norm != "none":
-        config = config.replace(norm_eps=1e-3)
-    if config.mlp != "none":
-        config = config.replace(d_mlp=D_MLP)
-    return randomised(config, seed=5, scale=scale).to(dtype)
-
-
 def refused(model, *said):
     """`verify` refuses the model and says what and where."""
     with pytest.raises(VerificationError) as caught:
@@ -55,7 +43,7 @@ def refused(model, *said):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sound_models_pass(form):
-    assert verify(built(**FORMS[form])) is None
+    assert verify(built(torch.float32, **FORMS[form])) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -168,7 +156,7 @@ def test_attn_out_is_what_attention_or_its_norm_gives(form, monkeypatch):
 
 
 def test_rounding_is_no_failure_and_a_thousandth_is(monkeypatch):
-    model = built()
+    model = built(torch.float32)
     output = model.blocks[0].attn.output
     for factor, fails in ((1 + 1e-6, False), (1 + 1e-3, True)):
         monkeypatch.setattr(
@@ -206,7 +194,7 @@ def test_padding_that_is_seen_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("positions", ["learned", "rotary", "sinusoidal"])
 def test_positions_that_padding_changes_are_noticed(positions, monkeypatch):
-    model = built(positions=positions)
+    model = built(torch.float32, positions=positions)
     place = Transformer.context
 
     def counting(tokens, mask, cache):
