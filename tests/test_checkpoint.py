@@ -345,6 +345,9 @@ def test_hub_models_are_fetched(model, saved, tokens, monkeypatch):
     with pytest.raises(FileNotFoundError, match="pytorch_model.bin"):
         load("some/model")
     assert "pytorch_model*.bin" in asked[-1][1]
+    asked.clear()
+    load_tokenizer("some/model")
+    assert len(asked) == 1  # nothing else is fetched for it
     (saved / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json"):
         load("some/model")
