@@ -1,22 +1,19 @@
 """Other weights, the same probabilities: `fold_norms` and `center`, each of which proves itself."""
 
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.checkpoints.assemble import Source, assemble
+from models.checkpoints.assemble import without_values
 from models.checks import mode
 from models.config import TransformerConfig
 from models.transformer import Transformer
 from models.verification import deviation, random_tokens
 
-Values = dict[str, Callable[[], Tensor]]
-"""Parameters by name, each made when it is asked for: a model is never in memory three times."""
 
-
+@torch.no_grad()
 def fold_norms(model: Transformer) -> Transformer:
     """A new model whose norms only normalize: what they learned is in the maps that read them.
 
@@ -41,21 +38,20 @@ def fold_norms(model: Transformer) -> Transformer:
     >>> folded.config.norm_learned, folded.blocks[0].ln1.weight
     (False, None)
     """
-    config, values = model.config, _values(model)
-    refuse = partial(_require, "fold_norms", config)
-    refuse("norm", ("layernorm", "rmsnorm"), "there is nothing to fold")
+    config, values = model.config, _copied(model)
+    _require("norm", config.norm, ("layernorm", "rmsnorm"), "fold_norms needs norms")
     if not config.norm_learned:
         return _proven("fold_norms", model, config, values)
-    refuse("norm_place", ("pre",), "no linear map alone reads a gain that follows a sublayer")
-    refuse("embed_norm", (False,), "no linear map alone reads the stream, which has its gain")
+    _require("norm_place", config.norm_place, ("pre",), "maps must read the gain to take it in")
+    _require("embed_norm", config.embed_norm, (False,), "its gain is in the residual stream")
     biased = config.norm == "layernorm" and config.norm_bias
     for norm, linear in _readers(config):
-        weight = model.get_parameter(f"{linear}.weight")
-        gain = model.get_parameter(f"{norm}.weight")
-        values[f"{linear}.weight"] = partial(_scaled, weight, gain)
+        weight, gain = values[f"{linear}.weight"], model.get_parameter(f"{norm}.weight")
+        values[f"{linear}.weight"] = weight * gain
         if biased:
-            shift, bias = model.get_parameter(f"{norm}.bias"), values.get(f"{linear}.bias")
-            values[f"{linear}.bias"] = partial(_shifted, weight, shift, bias)
+            bias = values.get(f"{linear}.bias", weight.new_zeros(()))
+            moved = _wide(weight) @ _wide(model.get_parameter(f"{norm}.bias")) + _wide(bias)
+            values[f"{linear}.bias"] = moved.to(weight.dtype)
         for kind in ("weight", "bias"):
             values.pop(f"{norm}.{kind}", None)
     changes = {"norm_learned": False, "tied_unembed": config.tied_unembed and not config.final_norm}
@@ -65,11 +61,12 @@ def fold_norms(model: Transformer) -> Transformer:
         changes["unembed_bias"] = config.unembed_bias or config.final_norm
         for layer in range(config.n_layers if config.mlp != "none" else 0):
             # `mlp_bias` is one switch for what goes in and what comes out.
-            zeros = partial(model.W_E.new_zeros, config.d_model)
+            zeros = model.W_E.new_zeros(config.d_model)
             values.setdefault(f"blocks.{layer}.mlp.output.bias", zeros)
     return _proven("fold_norms", model, config.replace(**changes), values)
 
 
+@torch.no_grad()
 def center(model: Transformer) -> Transformer:
     """A new model that writes vectors of mean zero to the residual stream, and gives such logits.
 
@@ -96,56 +93,45 @@ def center(model: Transformer) -> Transformer:
     >>> bool(center(Transformer(config)).W_O.mean(-1).abs().max() < 1e-6)
     True
     """
-    config, values = model.config, _values(model)
-    refuse = partial(_require, "center", config)
-    reader = "RMSNorm" if config.norm == "rmsnorm" else "what reads the stream"
-    refuse("norm", ("layernorm",), f"{reader} does not subtract the mean")
-    refuse("norm_place", ("pre",), "sublayers read the stream's mean, or norms write to it")
-    refuse("final_norm", (True,), "the unembedding reads the stream's mean")
+    config, values = model.config, _copied(model)
+    _require("norm", config.norm, ("layernorm",), "only LayerNorm subtracts the mean")
+    _require("norm_place", config.norm_place, ("pre",), "else the stream's mean is read or written")
+    _require("final_norm", config.final_norm, (True,), "the unembedding reads the stream's mean")
     if config.norm_learned:
-        refuse("embed_norm", (False,), "its gain and bias write a mean to the stream")
+        _require("embed_norm", config.embed_norm, (False,), "its gain and bias write a mean")
     axes = {"token_embedding": 1, "position_embedding": 1, "attn.output": 0, "mlp.output": 0}
     if not config.logit_cap:
         axes["unembedding"] = 0
-    for name in values:
-        for end, axis in axes.items():
-            if name.rpartition(".")[0].endswith(end):
-                values[name] = partial(_without_mean, model.get_parameter(name), axis)
+    for name, value in values.items():
+        for part, axis in axes.items():
+            if name.rpartition(".")[0].endswith(part):
+                wide = _wide(value)
+                values[name] = (wide - wide.mean(axis, keepdim=True)).to(value.dtype)
     return _proven("center", model, config.replace(tied_unembed=False), values)
 
 
-class _Computed:
-    """A `Reader` of values; it lends, as some of them are the given model's own."""
-
-    lends = True
-
-    def __init__(self, values: Values) -> None:
-        self.values = values
-
-    def keys(self) -> Collection[str]:
-        return self.values.keys()
-
-    def read(self, key: str) -> Tensor:
-        return self.values[key]()
+def _copied(model: Transformer) -> dict[str, Tensor]:
+    """Copies of all parameters; of a weight that is tied, one for each name."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.clone() for name, parameter in named}
 
 
 def _proven(
-    function: str, model: Transformer, config: TransformerConfig, values: Values
+    function: str, model: Transformer, config: TransformerConfig, values: dict[str, Tensor]
 ) -> Transformer:
     """The model of a config and values, once it gave some tokens the given model's probabilities."""
-    table = {name: Source((name,)) for name in values}
-    device = model.W_E.device
-    made = assemble(config, table, _Computed(values), "the new model", device=device)
+    made = without_values(config)
+    made.load_state_dict(values, assign=True)
     tokens = random_tokens(model)
-    exactly = torch.autocast(device.type, enabled=False)
-    with torch.no_grad(), exactly, mode(model, training=False):
-        expected, found = (F.log_softmax(_wide(m(tokens)), -1) for m in (model, made))
+    exactly = torch.autocast(model.W_E.device.type, enabled=False)
+    with exactly, mode(model, training=False):
+        expected, found = (F.log_softmax(_wide(m(tokens)), -1) for m in (model, made.eval()))
     largest, allowed = deviation(found, expected, model.W_E.dtype)
     if not largest <= allowed:  # NaN is not
         raise RuntimeError(
-            f"{function} leaves log-probabilities as they are, and here they differ by up to "
-            f"{largest:.3g}, where {allowed:.3g} may be rounding in {model.W_E.dtype}: the model does "
-            "not compute what its config says, or its weights leave the range of their dtype"
+            f"{function} must keep log-probabilities within {allowed:.3g}, what may be rounding in "
+            f"{model.W_E.dtype}; got a difference of {largest:.3g}: the model does not compute what "
+            "its config says, or its weights leave the range of their dtype"
         )
     given = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in made.named_parameters():
@@ -153,10 +139,6 @@ def _proven(
         like = name if name in given else name.removesuffix("bias") + "weight"
         parameter.requires_grad_(given[like].requires_grad)
     return made.train(model.training)
-
-
-def _values(model: Transformer) -> Values:
-    return {name: p.detach for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
@@ -171,28 +153,11 @@ def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
         yield "ln_final", "unembedding"
 
 
-def _scaled(weight: Tensor, gain: Tensor) -> Tensor:
-    return (weight * gain).to(weight.dtype)
-
-
-def _shifted(weight: Tensor, shift: Tensor, bias: Callable[[], Tensor] | None) -> Tensor:
-    moved = _wide(weight) @ _wide(shift)
-    return (moved if bias is None else moved + _wide(bias())).to(weight.dtype)
-
-
-def _without_mean(value: Tensor, axis: int) -> Tensor:
-    wide = _wide(value)
-    return (wide - wide.mean(axis, keepdim=True)).to(value.dtype)
-
-
 def _wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _require(
-    function: str, config: TransformerConfig, field: str, allowed: tuple[object, ...], reason: str
-) -> None:
-    value = getattr(config, field)
+def _require(field: str, value: object, allowed: tuple[object, ...], reason: str) -> None:
     if value not in allowed:
-        rule = " or ".join(repr(each) for each in allowed)
-        raise ValueError(f"{function} needs {field} to be {rule}, not {value!r}: {reason}")
+        rule = " or ".join(map(repr, allowed))
+        raise ValueError(f"{field} must be {rule}, as {reason}; got {value!r}")

@@ -1,8 +1,8 @@
 """`verify`: the identities that a model's activations promise, checked on the model itself."""
 
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from itertools import pairwise
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Int
@@ -49,17 +49,14 @@ def verify(model: Transformer) -> None:
     >>> from models import TransformerConfig
     >>> verify(Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)))
     """
-    device = model.W_E.device.type
-    with mode(model, training=False), torch.autocast(device, enabled=False):
+    exactly = torch.autocast(model.W_E.device.type, enabled=False)
+    with mode(model, training=False), exactly:
         for identity, where, found, expected in _identities(model):
             largest, allowed = deviation(found, expected, model.W_E.dtype)
-            if math.isnan(largest):
-                raise VerificationError(f"{identity}: not at {where}, where values are no numbers")
-            if largest > allowed:
+            if not largest <= allowed:  # NaN is not
                 raise VerificationError(
-                    f"{identity}: not at {where}, where the two differ by up to {largest:.3g}; "
-                    f"rounding in {model.W_E.dtype} is at most {allowed:.3g}, "
-                    f"{TOLERANCE[model.W_E.dtype]:g} of the largest value"
+                    f"'{identity}' must hold at {where} within {allowed:.3g}, which is rounding in "
+                    f"{model.W_E.dtype}; got a difference of {largest:.3g}"
                 )
 
 
@@ -83,7 +80,7 @@ def _identities(model: Transformer) -> Iterator[Identity]:
     yield from _sums(model, runner, tokens)
     real = torch.ones_like(tokens, dtype=torch.bool)
     yield from _rows(runner, tokens, real, "a row of a batch is that row alone")
-    yield from _pieces(runner, tokens, None, "a text read in pieces is the whole text")
+    yield from _pieces(runner, tokens, real, "a text read in pieces is the whole text")
     if (width := tokens.shape[1]) > 1:
         padding = max(1, width // 3)
         left, right = real.clone(), real.clone()
@@ -94,16 +91,11 @@ def _identities(model: Transformer) -> Iterator[Identity]:
 
 
 def _sums(model: Transformer, runner: HookedRunner, tokens: Tensor) -> Iterator[Identity]:
-    names = {
-        layer: [point for point in POINTS if hasattr(block, point.partition(".")[0])]
-        for layer, block in enumerate(model.blocks)
-    }
-    chosen = [f"blocks.{layer}.{point}" for layer, points in names.items() for point in points]
-    _, cache = runner.run_with_cache(tokens, names=chosen)
-    for layer, points in names.items():
+    points = [point for point in POINTS if hasattr(model.blocks[0], point.partition(".")[0])]
+    _, cache = runner.run_with_cache(tokens, names=[f"blocks.*.{point}" for point in points])
+    for layer, block in enumerate(model.blocks):
         values = {point: cache[f"blocks.{layer}.{point}"] for point in points}
-        block = cast(Block, model.blocks[layer])
-        for identity, point, expected in _sums_of_block(model.config, block, values):
+        for identity, point, expected in _sums_of_block(model.config, cast(Block, block), values):
             yield identity, f"blocks.{layer}.{point}", values[point], expected
 
 
@@ -115,7 +107,7 @@ def _sums_of_block(
     wide = torch.promote_types(resid.dtype, torch.float32)
     z, W_O = values["attn.z"].to(wide), block.attn.W_O.to(wide)
     heads = torch.einsum("b p h d, h d m -> b p m", z, W_O) + block.attn.b_O
-    yield "attention gives the sum over heads of z @ W_O + b_O", "attn", heads
+    yield "attn = sum over heads of z @ W_O + b_O", "attn", heads
     yield "attn_out = ln1_post(attn)", "attn_out", block.ln1_post(values["attn"])
     if config.mlp == "none":
         yield "resid_post = resid_pre + attn_out", "resid_post", resid + attn_out
@@ -135,30 +127,33 @@ def _sums_of_block(
 def _rows(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
 ) -> Iterator[Identity]:
-    mask = None if real.all() else real
-    together = _stream(runner, tokens, attention_mask=mask)
+    together = _stream(runner, tokens, real)
     for row, keep in enumerate(real):
         for name, alone in _stream(runner, tokens[row, keep][None]).items():
             yield identity, name, together[name][row, keep], alone[0]
 
 
 def _pieces(
-    runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"] | None, identity: str
+    runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
 ) -> Iterator[Identity]:
-    width, cache, pieces = tokens.shape[1], KVCache(), []
+    width, cache = tokens.shape[1], KVCache()
     # Several positions first, several more, then one.
-    for start, end in ((0, width // 2), (width // 2, width - 1), (width - 1, width)):
-        if start < end:
-            mask = None if real is None else real[:, :end]
-            piece = tokens[:, start:end]
-            pieces.append(_stream(runner, piece, attention_mask=mask, kv_cache=cache))
-    keep = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-    for name, whole in _stream(runner, tokens, attention_mask=real).items():
+    pieces = [
+        _stream(runner, tokens[:, start:end], real[:, :end], cache)
+        for start, end in pairwise((0, width // 2, width - 1, width))
+        if start < end
+    ]
+    for name, whole in _stream(runner, tokens, real).items():
         joined = torch.cat([piece[name] for piece in pieces], 1)
-        yield identity, name, joined[keep], whole[keep]
+        yield identity, name, joined[real], whole[real]
 
 
-def _stream(runner: HookedRunner, tokens: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+def _stream(
+    runner: HookedRunner, tokens: Tensor, real: Tensor | None = None, cache: KVCache | None = None
+) -> dict[str, Tensor]:
     """What leaves each block, and then the logits: by name, [batch, pos, ...]."""
-    logits, cache = runner.run_with_cache(tokens, names="blocks.*.resid_post", **kwargs)
-    return {**cache, "logits": logits}
+    mask = None if real is None or real.all() else real
+    logits, values = runner.run_with_cache(
+        tokens, names="blocks.*.resid_post", attention_mask=mask, kv_cache=cache
+    )
+    return {**values, "logits": logits}

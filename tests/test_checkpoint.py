@@ -37,17 +37,16 @@ def test_what_is_saved_is_loaded(model, saved, tokens):
     assert "unembedding.weight" not in load_file(saved / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(tied_unembed=False, unembed_bias=True),
-        dict(positions="sinusoidal", norm_place="post", embed_norm=True, n_kv_heads=1),
-        dict(norm="rmsnorm", mlp="gated", window=3, window_layers=(1,), norm_place="sandwich")
-        | dict(positions="rotary", rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
-        dict(norm="none", mlp="none", positions="rotary", qk_norm="all")
-        | dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0))),
-    ],
-)
+KINDS = [
+    dict(tied_unembed=False, unembed_bias=True, positions="sinusoidal", n_kv_heads=1),
+    dict(norm="rmsnorm", mlp="gated", window=3, window_layers=(1,), norm_place="sandwich")
+    | dict(positions="rotary", rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
+    dict(norm="none", mlp="none", positions="rotary", qk_norm="all")
+    | dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0))),
+]
+
+
+@pytest.mark.parametrize("fields", KINDS)
 def test_every_kind_of_config_is_saved(fields, tokens, tmp_path):
     model = Transformer(TransformerConfig(**SIZES, **fields)).eval()
     save(tmp_path, model)
@@ -60,15 +59,8 @@ def test_every_kind_of_config_is_saved(fields, tokens, tmp_path):
 def test_a_model_without_a_tokenizer(model, tmp_path):
     save(tmp_path, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_other_tokenizers_are_not_saved(model, tmp_path):
-    with pytest.raises(TypeError, match="save writes a CharTokenizer, not a object"):
-        save(tmp_path / "m", model, object())
-    assert not (tmp_path / "m").exists()
 
 
 def test_a_save_that_fails_changes_nothing(model, saved, tokens, monkeypatch):
@@ -111,31 +103,14 @@ def test_the_type_of_the_weights(model, saved, tokens):
             assert torch.equal(loaded.get_parameter(key), value.to(expected))
 
 
-def test_quantised_weights_are_not_read(saved):
-    path = saved / "model.safetensors"
-    save_file(load_file(path) | {"ln_final.bias": torch.zeros(10, dtype=torch.int8)}, path)
-    with pytest.raises(
-        ValueError, match="ln_final.bias holds torch.int8, not one of float64, float32"
-    ):
-        load(saved)
-
-
-def test_an_unknown_model_lists_what_is_there(monkeypatch):
+def test_an_unknown_model_lists_what_is_there(monkeypatch, tmp_path):
     offline(monkeypatch)
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"no model is named 'pydoc-5l', .*did you mean 'pydoc-4l'\? available: pydoc-4l",
-    ):
+    with pytest.raises(FileNotFoundError, match=r"'pydoc-5l'.*'pydoc-4l'.*available: pydoc-4l"):
         load("pydoc-5l")
-    for nothing in ("nothing", "", "no/such/directory", Path("nothing")):
+    for nothing in ("nothing", "no/such/directory", Path("nothing")):
         with pytest.raises(FileNotFoundError, match="available: pydoc-4l"):
             load_tokenizer(nothing)
-
-
-def test_a_directory_without_a_config_is_named_as_such(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="and the directory of that name holds no config.json"
-    ):
+    with pytest.raises(FileNotFoundError, match="config.json"):
         load(tmp_path)
 
 
@@ -148,75 +123,54 @@ def test_a_path_is_never_a_bundled_model(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("dtype", ["float16", torch.int32, torch.complex64, torch.float8_e4m3fn])
-def test_weights_are_of_a_type_that_models_run_in(dtype):
-    with pytest.raises(
-        ValueError, match=r"dtype is one of torch.float64, .* not .*" + str(dtype)[-3:]
-    ):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_weights_are_of_a_type_that_models_run_in(saved, dtype):
+    with pytest.raises(ValueError, match=str(dtype)):
         load("pydoc-4l", dtype=dtype)
-
-
-def test_other_files_are_not_read(saved):
-    with pytest.raises(FileNotFoundError, match="of files only GGUF is read; .*available"):
-        load(saved / "model.safetensors")
+    path = saved / "model.safetensors"
+    save_file(load_file(path) | {"ln_final.bias": torch.zeros(10).to(dtype)}, path)
+    with pytest.raises(ValueError, match=f"ln_final.bias {dtype}"):
+        load(saved)
 
 
 def test_damaged_weights_are_errors(saved):
     path = saved / "model.safetensors"
-    whole = path.read_bytes()
+    whole, weights = path.read_bytes(), load_file(path)
     for length in (0, 100, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="not a whole safetensors file"):
+        with pytest.raises(ValueError, match="model.safetensors"):
             load(saved)
-    path.write_bytes(whole)
-    weights = load_file(path)
-    weights["blocks.0.attn.qkv.weight"] = torch.zeros(2, 3)
-    del weights["ln_final.bias"]
+    for shape in ((2, 3), (10, 30), (300,)):
+        save_file(weights | {"blocks.0.attn.qkv.weight": torch.zeros(shape)}, path)
+        with pytest.raises(ValueError, match=r"\[30, 10\] .*blocks.0.attn.qkv.weight") as caught:
+            load(saved)
+        assert str(list(shape)) in str(caught.value)
+    del weights["ln_final.bias"], weights["ln_final.weight"]
     save_file(weights | {f"extra.{n}": torch.zeros(1) for n in range(11)}, path)
-    with pytest.raises(ValueError, match="model.safetensors does not fit its config") as caught:
+    with pytest.raises(ValueError, match="model.safetensors") as caught:
         load(saved)
-    for part in (
-        "1 missing: ln_final.bias;",
-        "11 unexpected: extra.0, extra.1, extra.10, extra.2, extra.3, extra.4, extra.5, extra.6, "
-        "extra.7, extra.8, extra.9; 1 wrong: blocks.0.attn.qkv.weight [2, 3] in the file, [30, 10] in the config",
-    ):
-        assert part in str(caught.value)
+    assert "2 missing: ln_final.bias, ln_final.weight" in str(caught.value)
+    assert "11 unexpected: extra.0, extra.1, extra.10, extra.2" in str(caught.value)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors"):
+        load(saved)
 
 
 def test_damaged_configs_are_errors(saved, unchecked):
     path = saved / "config.json"
     described = json.loads(path.read_text())
     for text, message in (
-        ("{", "config.json is not JSON"),
-        ("[]", "config.json is not a JSON object"),
-        (json.dumps(described | {"n_experts": 3}), "config.json is not a config: .*n_experts"),
-        (json.dumps(described | {"n_heads": 3}), "config.json: n_kv_heads is a divisor"),
+        ("{", "config.json"),
+        ("[]", "config.json"),
+        (json.dumps(described | {"n_experts": 3}), "config.json: .*n_experts"),
+        (json.dumps(described | {"n_heads": 3}), "config.json: n_kv_heads"),
         (json.dumps(described | {"rotary_scaling": {"kind": "ntk"}}), "rotary_scaling.kind"),
-        ("[" * 100_000, "config.json is nested at most 100 deep, and not more$"),
-        ('{"model_type": "gpt2", "n_layer": ' + "[" * 101 + "]" * 101 + "}", "nested at most 100"),
-        ('{"model_type": ' + "[" * 90 + "]" * 90 + "}", "config.json: model_type is one of"),
-        ("{}", "config.json: model_type is missing; it is one of gpt2, .*, gemma2$"),
-        ('{"hidden_size": 8, "num_hidden_layers": 2}', "config.json: model_type is missing"),
+        ("{}", "config.json: model_type .*gemma2"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message) as caught:
             load(saved)
         assert "\n" not in str(caught.value)
-
-
-def test_the_number_of_blocks_is_found_before_they_are_built(saved):
-    """A billion of them would not be built in a day."""
-    path = saved / "config.json"
-    described = json.loads(path.read_text())
-    path.write_text(json.dumps(described | {"n_layers": 10**9}))
-    with pytest.raises(ValueError, match=r"holds \d\d tensors, for 1000000000 layers$"):
-        load(saved)
-
-
-def test_missing_weights_are_an_error(saved):
-    (saved / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no weights: it has no model.safetensors"):
-        load(saved)
 
 
 # Shards and .bin files, of our own format as of any other.
@@ -243,20 +197,12 @@ def test_shards(model, saved, tokens, suffix):
     assert torch.equal(load(saved)(tokens), model(tokens))
     described = json.loads(index.read_text())
     key = next(iter(described["weight_map"]))
-    for change, error, message in (
-        ({key: files[1].name}, ValueError, f"{files[1].name} does not hold {key}; .*not name"),
-        ({key: "../" + files[0].name}, ValueError, r"names files of its own directory, not '\.\./"),
-        ({key: 3}, ValueError, "has no weight_map of tensors to files"),
-    ):
-        altered = described | {"weight_map": described["weight_map"] | change}
-        index.write_text(json.dumps(altered))
-        with pytest.raises(error, match=message):
-            load(saved)
+    described["weight_map"][key] = files[1].name  # it is in the other
     index.write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=f"index.json .*1 missing: {key}"):
+        load(saved)
     files[1].unlink()
-    with pytest.raises(
-        FileNotFoundError, match=f"2 files, of which 1 are not there: {files[1].name}"
-    ):
+    with pytest.raises(FileNotFoundError, match=files[1].name):
         load(saved)
 
 
@@ -305,9 +251,7 @@ def test_a_bin_file_runs_nothing(saved, tmp_path):
     trap.marker = str(tmp_path / "it ran")
     for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))):
         write({"ln_final.bias": trap}, path)
-        with pytest.raises(
-            ValueError, match=r"pytorch_model.bin is not opened: .* any code; it calls \S+$"
-        ):
+        with pytest.raises(ValueError, match=r"pytorch_model.bin .* any code; got GLOBAL \S+$"):
             load(saved)
     assert not Path(trap.marker).exists()
 
@@ -319,71 +263,51 @@ def test_damaged_bin_files_are_errors(saved):
     whole = path.read_bytes()
     for content in (b"", whole[:50], whole[:-1000], b"no pickle at all"):
         path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"pytorch_model.bin is not (opened: .* it is damaged|a whole file)"
-        ):
+        with pytest.raises(ValueError, match="pytorch_model.bin"):
             load(saved)
-    for value, message in (
-        ([torch.zeros(1)], "holds a list, not tensors by name"),
-        ({"step": 3}, "holds tensors by name, but 'step' is not one"),
-    ):
-        torch.save(value, path)
-        with pytest.raises(ValueError, match=message):
-            load(saved)
+    torch.save([torch.zeros(1)], path)
+    with pytest.raises(ValueError, match="pytorch_model.bin"):
+        load(saved)
 
 
-# Memory: a checkpoint of 147 MiB, read in a process of its own.
+# Memory: a checkpoint of 100 MiB, read in a process of its own.
 
 LOADS = """
-import sys, torch
+import sys
 from models.checkpoints import load
 from tests.bench.timing import peak_in_this_process
 print(peak_in_this_process(lambda: load(sys.argv[1])))
 """
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """Directories of one GPT-2 in three forms, all of whose matrices are transposed when loaded."""
-    d, layers, vocab = 512, 9, 20011
-    shapes = {
-        "wte.weight": (vocab, d),
-        "wpe.weight": (64, d),
-        "ln_f.weight": (d,),
-        "ln_f.bias": (d,),
-    }
-    for n in range(layers):
-        for name, wide in (("attn.c_attn", 3 * d), ("attn.c_proj", d), ("mlp.c_fc", 4 * d)):
-            shapes |= {f"h.{n}.{name}.weight": (d, wide), f"h.{n}.{name}.bias": (wide,)}
-        shapes |= {f"h.{n}.mlp.c_proj.weight": (4 * d, d), f"h.{n}.mlp.c_proj.bias": (d,)}
-        shapes |= {
-            f"h.{n}.{ln}.{kind}": (d,) for ln in ("ln_1", "ln_2") for kind in ("weight", "bias")
-        }
-    state = {f"transformer.{key}": torch.full(shape, 0.01) for key, shape in shapes.items()}
-    described = dict(model_type="gpt2", vocab_size=vocab, n_positions=64, n_embd=d, n_layer=layers)
-    directories = {}
-    for form in ("safetensors", "shards", "bin"):
-        directories[form] = directory = tmp_path_factory.mktemp(form)
-        (directory / "config.json").write_text(json.dumps(described | {"n_head": 8}))
-        if form == "bin":
-            state["lm_head.weight"] = state["transformer.wte.weight"]
-            torch.save(state, directory / "pytorch_model.bin")
-        else:
-            save_file(state, directory / "model.safetensors")
-    in_shards(directories["shards"])
-    yield directories
-    for directory in directories.values():
-        for file in directory.iterdir():
-            file.unlink()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 @pytest.mark.parametrize("form", ["safetensors", "shards", "bin"])
-def test_loading_takes_little_more_memory_than_the_model(large, form):
-    size = sum(file.stat().st_size for file in large[form].iterdir()) / 2**20
-    assert size > 140
-    command = [sys.executable, "-c", LOADS, str(large[form])]
+def test_loading_takes_little_more_memory_than_the_model(tmp_path, form):
+    """Of a GPT-2, whose matrices are all transposed when it is loaded."""
+    d, layers, vocab = 512, 6, 14009
+    shapes = {"wte.weight": (vocab, d), "wpe.weight": (64, d)}
+    shapes |= {f"ln_f.{kind}": (d,) for kind in ("weight", "bias")}
+    maps = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "mlp.c_fc": (d, 4 * d)}
+    for n in range(layers):
+        for name, shape in (maps | {"mlp.c_proj": (4 * d, d)}).items():
+            shapes |= {f"h.{n}.{name}.weight": shape, f"h.{n}.{name}.bias": shape[1:]}
+        shapes |= {f"h.{n}.ln_{i}.{kind}": (d,) for i in (1, 2) for kind in ("weight", "bias")}
+    state = {f"transformer.{key}": torch.full(shape, 0.01) for key, shape in shapes.items()}
+    described = dict(model_type="gpt2", vocab_size=vocab, n_positions=64, n_embd=d, n_layer=layers)
+    (tmp_path / "config.json").write_text(json.dumps(described | {"n_head": 8}))
+    if form == "bin":
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    if form == "shards":
+        in_shards(tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.iterdir()) / 2**20
+    assert size > 95
+    command = [sys.executable, "-c", LOADS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    for file in tmp_path.iterdir():
+        file.unlink()
     assert float(done.stdout) <= 1.15 * size
 
 
@@ -418,25 +342,15 @@ def test_hub_models_are_fetched(model, saved, tokens, monkeypatch):
     assert load_tokenizer("model").decode([1]) == "b"
     assert not any("model" in pattern.partition(".")[0] for pattern in asked.pop()[1])
     (saved / "model.safetensors").rename(saved / "other")
-    with pytest.raises(FileNotFoundError, match="holds no weights"):
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin"):
         load("some/model")
     assert "pytorch_model*.bin" in asked[-1][1]
+    asked.clear()
+    load_tokenizer("some/model")
+    assert len(asked) == 1  # nothing else is fetched for it
     (saved / "config.json").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"no model is named 'some/model', .* has no config.json"
-    ):
+    with pytest.raises(FileNotFoundError, match="config.json"):
         load("some/model")
-
-
-def test_without_a_network(monkeypatch):
-    pytest.importorskip("huggingface_hub")
-    offline(monkeypatch)
-    with pytest.raises(FileNotFoundError) as caught:
-        load("gpt2")
-    assert str(caught.value) == (
-        "no model is named 'gpt2', no directory of that name holds a config.json, and the hub gives no "
-        "'gpt2': outgoing traffic has been disabled; available: pydoc-4l"
-    )
 
 
 def test_offline_the_hub_is_not_asked():
@@ -453,13 +367,13 @@ def test_offline_the_hub_is_not_asked():
         timeout=60,
     )
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("FileNotFoundError: no model is named 'no-such/model', no directory")
-    assert last.endswith("available: pydoc-4l")
+    assert last.startswith("FileNotFoundError: ")
+    assert "'no-such/model'" in last
 
 
 def test_without_the_hub_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r'pip install "hookscope\[hf\]"; available: pydoc-4l'):
+    with pytest.raises(ImportError, match=r'available: pydoc-4l.*pip install "hookscope\[hf\]"'):
         load("gpt2")
     assert load("pydoc-4l").config.n_layers == 4
 
@@ -469,37 +383,6 @@ def test_importing_models_brings_no_library_of_checkpoints():
     code = f"import sys, models.checkpoints; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
-def test_a_model_is_verified_on_request(saved, monkeypatch):
-    verified = []
-    monkeypatch.setattr("models.verification.verify", verified.append)
-    assert verified == [load(saved, verify=True)]
-    load(saved)
-    assert len(verified) == 1
-
-
-@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
-def test_what_has_no_weights_is_not_verified(saved, device):
-    assert all(parameter.is_meta for parameter in load(saved, device=device).parameters())
-    with pytest.raises(ValueError, match="on the device meta there are none") as caught:
-        load(saved, device=device, verify=True)
-    assert str(caught.value).startswith("verify=True computes with weights")
-
-
-def test_characters_there_and_back():
-    tokenizer = CharTokenizer.of("banana cab")
-    assert tokenizer.characters == (" ", "a", "b", "c", "n")
-    assert tokenizer.encode("cab") == [3, 1, 2]
-    assert tokenizer.decode([4, 1, 0]) == "na "
-    assert tokenizer.tokens_as_text([3, 0]) == ["c", " "]
-    with pytest.raises(ValueError, match="no token for '!', 'z'; its 5 characters are ' abcn'"):
-        tokenizer.encode("zab!")
-    with pytest.raises(ValueError, match=r"5 tokens are within 0 to 4, and not \[5, -1\]"):
-        tokenizer.decode([1, 5, -1])
-    for wrong in ("aa", ["ab"], [""]):
-        with pytest.raises(ValueError, match="distinct single characters"):
-            CharTokenizer(wrong)
 
 
 def test_the_bundled_model_is_small_and_described():
@@ -530,9 +413,3 @@ def test_the_bundled_model_copies_in_context():
         log_probs = model(once.repeat(1, 2)).log_softmax(-1)
     losses = -log_probs[:, :-1].gather(2, once.repeat(1, 2)[:, 1:, None]).squeeze(2)
     assert losses[:, 39:].mean() <= 0.6 * losses[:, :39].mean()
-
-
-def test_the_bundled_model_predicts_prose():
-    tokenizer = load_tokenizer("pydoc-4l")
-    tokens = torch.tensor([tokenizer.encode("The current implementati")])
-    assert tokenizer.decode(load("pydoc-4l")(tokens)[0, -1:].argmax(-1).tolist()) == "o"

@@ -11,270 +11,121 @@ from models.checkpoints import from_hf, load
 from models.checkpoints.families import FAMILIES, translated
 from models.config import RotaryScaling, TransformerConfig
 
-COMMON = {"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
-COMMON |= {"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2}
-
-GPT2 = {
-    "activation_function": "gelu_new",
-    "architectures": ["GPT2LMHeadModel"],
-    "attn_pdrop": 0.1,
-    "bos_token_id": 50256,
-    "embd_pdrop": 0.1,
-    "eos_token_id": 50256,
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-05,
-    "model_type": "gpt2",
-    "n_ctx": 1024,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "resid_pdrop": 0.1,
-    "summary_activation": None,
-    "summary_first_dropout": 0.1,
-    "summary_proj_to_labels": True,
-    "summary_type": "cls_index",
-    "summary_use_proj": True,
-    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-    "vocab_size": 50257,
-}
-TINY_STARCODER = {
-    "activation_function": "gelu_pytorch_tanh",
-    "architectures": ["GPTBigCodeForCausalLM"],
-    "attention_softmax_in_fp32": True,
-    "attn_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "inference_runner": 0,
-    "layer_norm_epsilon": 1e-05,
-    "max_batch_size": None,
-    "max_sequence_length": None,
-    "model_type": "gpt_bigcode",
-    "multi_query": True,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_inner": 3072,
-    "n_layer": 20,
-    "n_positions": 8192,
-    "pad_key_length": True,
-    "pre_allocate_kv_cache": False,
-    "resid_pdrop": 0.1,
-    "scale_attention_softmax_in_fp32": True,
-    "scale_attn_weights": True,
-    "summary_activation": None,
-    "validate_runner_input": True,
-    "vocab_size": 49152,
-    **COMMON,
-}
-PYTHIA_70M = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "hidden_act": "gelu",
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048,
-    "model_type": "gpt_neox",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 6,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 0.25,
-    "tie_word_embeddings": False,
-    "use_parallel_residual": True,
-    "vocab_size": 50304,
-    **COMMON,
-}
-LLAMA_3_2_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 128256,
-    **COMMON,
-}
-MISTRAL_7B = {
-    "architectures": ["MistralForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-    **COMMON,
-}
-QWEN_2_5 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-    **COMMON,
-}
-QWEN_3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-    **COMMON,
-}
-OLMO_2_1B = {
-    "architectures": ["Olmo2ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "model_type": "olmo2",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 16,
-    "pad_token_id": 100277,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 500000,
-    "tie_word_embeddings": False,
-    "vocab_size": 100352,
-    **COMMON,
-}
-GEMMA_2_2B = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_logit_softcapping": 50.0,
-    "cache_implementation": "hybrid",
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma2",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "vocab_size": 256000,
-    **COMMON,
-}
+# config.json of published models.
+GPT2 = json.loads("""{
+"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id":
+50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+"resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels":
+true, "summary_type": "cls_index", "summary_use_proj": true, "task_specific_params": {"text-generation":
+{"do_sample": true, "max_length": 50}}, "vocab_size": 50257
+}""")
+TINY_STARCODER = json.loads("""{
+"activation_function": "gelu_pytorch_tanh", "architectures": ["GPTBigCodeForCausalLM"],
+"attention_softmax_in_fp32": true, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "inference_runner": 0,
+"layer_norm_epsilon": 1e-05, "max_batch_size": null, "max_sequence_length": null, "model_type":
+"gpt_bigcode", "multi_query": true, "n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 20,
+"n_positions": 8192, "pad_key_length": true, "pre_allocate_kv_cache": false, "resid_pdrop": 0.1,
+"scale_attention_softmax_in_fp32": true, "scale_attn_weights": true, "summary_activation": null,
+"validate_runner_input": true, "vocab_size": 49152, "torch_dtype": "bfloat16", "transformers_version":
+"4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
+}""")
+PYTHIA_70M = json.loads("""{
+"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "hidden_size": 512, "intermediate_size":
+2048, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox",
+"num_attention_heads": 8, "num_hidden_layers": 6, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+"tie_word_embeddings": false, "use_parallel_residual": true, "vocab_size": 50304, "torch_dtype": "bfloat16",
+"transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1,
+"eos_token_id": 2
+}""")
+LLAMA_3_2_1B = json.loads("""{
+"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 64,
+"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072,
+"mlp_bias": false, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+"num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0,
+"high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type":
+"llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": true, "vocab_size": 128256, "torch_dtype":
+"bfloat16", "transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id":
+1, "eos_token_id": 2
+}""")
+MISTRAL_7B = json.loads("""{
+"architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size":
+14336, "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+"num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+"sliding_window": 4096, "tie_word_embeddings": false, "vocab_size": 32000, "torch_dtype": "bfloat16",
+"transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1,
+"eos_token_id": 2
+}""")
+QWEN_2_5 = json.loads("""{
+"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896,
+"intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+"num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+"rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true, "use_mrope": false,
+"use_sliding_window": false, "vocab_size": 151936, "torch_dtype": "bfloat16", "transformers_version":
+"4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
+}""")
+QWEN_3 = json.loads("""{
+"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 128,
+"hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+"max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
+"sliding_window": null, "tie_word_embeddings": true, "use_sliding_window": false, "vocab_size": 151936,
+"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02,
+"bos_token_id": 1, "eos_token_id": 2
+}""")
+OLMO_2_1B = json.loads("""{
+"architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "hidden_act":
+"silu", "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type":
+"olmo2", "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16, "pad_token_id":
+100277, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false,
+"vocab_size": 100352, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": true,
+"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
+}""")
+GEMMA_2_2B = json.loads("""{
+"architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
+"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size":
+2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2",
+"num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0,
+"query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+"vocab_size": 256000, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": true,
+"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
+}""")
 RMS = dict(norm="rmsnorm", mlp="gated", positions="rotary", mlp_bias=False)
 UNBIASED = RMS | dict(activation="silu", qkv_bias=False, out_bias=False)
 LLAMA3 = RotaryScaling(kind="llama3", factor=32.0, original_n_ctx=8192, low=1.0, high=4.0)
 
-PUBLISHED = {
-    "gpt2": (
-        GPT2,
-        dict(vocab_size=50257, n_ctx=1024, n_layers=12, n_heads=12, d_model=768, dropout=0.1),
-    ),
-    "tiny_starcoder": (
-        TINY_STARCODER,
-        dict(vocab_size=49152, n_ctx=8192, n_layers=20, n_heads=12, d_model=768, dropout=0.1)
-        | dict(n_kv_heads=1),
-    ),
-    "pythia-70m": (
-        PYTHIA_70M,
-        dict(vocab_size=50304, n_ctx=2048, n_layers=6, n_heads=8, d_model=512, activation="gelu")
-        | dict(positions="rotary", rotary_fraction=0.25, parallel=True, tied_unembed=False),
-    ),
-    "Llama-3.2-1B": (
-        LLAMA_3_2_1B,
-        dict(vocab_size=128256, n_ctx=131072, n_layers=16, n_heads=32, d_model=2048, d_head=64)
-        | dict(UNBIASED, n_kv_heads=8, d_mlp=8192, rotary_theta=5e5, rotary_scaling=LLAMA3),
-    ),
-    "Mistral-7B-v0.1": (
-        MISTRAL_7B,
-        dict(vocab_size=32000, n_ctx=32768, n_layers=32, n_heads=32, d_model=4096, d_head=128)
-        | dict(UNBIASED, n_kv_heads=8, d_mlp=14336, window=4096, tied_unembed=False),
-    ),
-    "Qwen2.5-0.5B": (
-        QWEN_2_5,
-        dict(vocab_size=151936, n_ctx=32768, n_layers=24, n_heads=14, d_model=896, d_head=64)
-        | dict(UNBIASED, n_kv_heads=2, d_mlp=4864, rotary_theta=1e6, norm_eps=1e-6, qkv_bias=True),
-    ),
-    "Qwen3-0.6B": (
-        QWEN_3,
-        dict(vocab_size=151936, n_ctx=40960, n_layers=28, n_heads=16, d_model=1024, d_head=128)
-        | dict(UNBIASED, n_kv_heads=8, d_mlp=3072, rotary_theta=1e6, norm_eps=1e-6, qk_norm="head"),
-    ),
-    "OLMo-2-0425-1B": (
-        OLMO_2_1B,
-        dict(vocab_size=100352, n_ctx=4096, n_layers=16, n_heads=16, d_model=2048, d_mlp=8192)
-        | dict(UNBIASED, rotary_theta=5e5, norm_eps=1e-6, norm_place="output", qk_norm="all")
-        | dict(tied_unembed=False),
-    ),
-    "gemma-2-2b": (
-        GEMMA_2_2B,
-        dict(vocab_size=256000, n_ctx=8192, n_layers=26, n_heads=8, d_model=2304, d_head=256)
-        | dict(UNBIASED, n_kv_heads=4, d_mlp=9216, norm_eps=1e-6, norm_place="sandwich")
-        | dict(activation="gelu_tanh", embed_scale=48.0, attn_scale=1 / 16)
-        | dict(attn_cap=50.0, logit_cap=30.0, window=4096, window_layers=tuple(range(0, 26, 2))),
-    ),
-}
+
+def sizes(vocab_size, n_ctx, n_layers, n_heads, d_model, **others):
+    first = dict(vocab_size=vocab_size, n_ctx=n_ctx, n_layers=n_layers, n_heads=n_heads)
+    return first | dict(d_model=d_model) | others
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name):
-    described, expected = PUBLISHED[name]
-    assert translated(described, "config.json")[1] == TransformerConfig(**expected)
+PUBLISHED = [
+    (GPT2, sizes(50257, 1024, 12, 12, 768, dropout=0.1)),
+    (TINY_STARCODER, sizes(49152, 8192, 20, 12, 768, dropout=0.1, n_kv_heads=1)),
+    (PYTHIA_70M, sizes(50304, 2048, 6, 8, 512, activation="gelu", positions="rotary")
+        | dict(rotary_fraction=0.25, parallel=True, tied_unembed=False)),
+    (LLAMA_3_2_1B, sizes(128256, 131072, 16, 32, 2048, d_head=64, n_kv_heads=8, d_mlp=8192)
+        | UNBIASED | dict(rotary_theta=5e5, rotary_scaling=LLAMA3)),
+    (MISTRAL_7B, sizes(32000, 32768, 32, 32, 4096, d_head=128, n_kv_heads=8, d_mlp=14336)
+        | UNBIASED | dict(window=4096, tied_unembed=False)),
+    (QWEN_2_5, sizes(151936, 32768, 24, 14, 896, d_head=64, n_kv_heads=2, d_mlp=4864)
+        | UNBIASED | dict(rotary_theta=1e6, norm_eps=1e-6, qkv_bias=True)),
+    (QWEN_3, sizes(151936, 40960, 28, 16, 1024, d_head=128, n_kv_heads=8, d_mlp=3072)
+        | UNBIASED | dict(rotary_theta=1e6, norm_eps=1e-6, qk_norm="head")),
+    (OLMO_2_1B, sizes(100352, 4096, 16, 16, 2048, d_mlp=8192, norm_place="output", qk_norm="all")
+        | UNBIASED | dict(rotary_theta=5e5, norm_eps=1e-6, tied_unembed=False)),
+    (GEMMA_2_2B, sizes(256000, 8192, 26, 8, 2304, d_head=256, n_kv_heads=4, d_mlp=9216)
+        | UNBIASED | dict(norm_eps=1e-6, norm_place="sandwich", activation="gelu_tanh")
+        | dict(embed_scale=48.0, attn_scale=1 / 16, attn_cap=50.0, logit_cap=30.0)
+        | dict(window=4096, window_layers=tuple(range(0, 26, 2)))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("described", "expected"), PUBLISHED)
+def test_published_configs(described, expected):
+    assert config_of(described) == TransformerConfig(**expected)
 
 
 def config_of(described, **changes):
@@ -332,83 +183,65 @@ def test_windows():
     assert (gemma.window, gemma.logit_cap) == (0, 0.0)
 
 
+WITHOUT_EFFECT = [
+    (GPT2, dict(n_special=0, predict_special_tokens=True, output_past=True, n_ctx=3)),
+    (PYTHIA_70M, dict(attention_probs_dropout_prob=0, hidden_dropout_prob=0, custom_pipelines={})),
+    (LLAMA_3_2_1B, dict(is_llama_config=True, rope_interleaved=False, pretraining_tp=2)),
+    (LLAMA_3_2_1B, {"transformers.js_config": {"dtype": "q4"}, "max_sequence_length": 2048}),
+    (MISTRAL_7B, dict(attention_bias=False, mask_token_id=None)),
+    (OLMO_2_1B, dict(clip_qkv=None)),
+    (GEMMA_2_2B, dict(sliding_window_size=4096, hidden_act="gelu")),
+]
+
+
 def test_attributes_of_some_files_that_change_nothing():
-    for described, more in (
-        (GPT2, dict(n_special=0, predict_special_tokens=True, output_past=True)),
-        (PYTHIA_70M, dict(attention_probs_dropout_prob=0, hidden_dropout_prob=0)),
-        (LLAMA_3_2_1B, {"is_llama_config": True, "rope_interleaved": False}),
-        (LLAMA_3_2_1B, {"transformers.js_config": {"dtype": "q4"}, "max_sequence_length": 2048}),
-        (GEMMA_2_2B, dict(sliding_window_size=4096, hidden_act="gelu")),
-    ):
+    for described, more in WITHOUT_EFFECT:
         assert config_of(described, **more) == config_of(described)
 
 
+ROPE = "rope_scaling"
 REFUSED = [
-    (LLAMA_3_2_1B, dict(rope_interleaved=True), "rope_interleaved is True"),
-    (PYTHIA_70M, dict(hidden_dropout_prob=0.1), "hidden_dropout_prob is 0.1"),
-    (GEMMA_2_2B, dict(sliding_window_size=512), "sliding_window_size is 512"),
-    (GPT2, dict(add_cross_attention=True), "add_cross_attention is True"),
-    (GPT2, dict(is_encoder_decoder=True), "is_encoder_decoder is True"),
-    (GPT2, dict(embd_pdrop=0.0), "embd_pdrop 0.0, attn_pdrop 0.1, resid_pdrop 0.1"),
-    (
-        GPT2,
-        dict(activation_function="quick_gelu"),
-        "activation_function is 'quick_gelu', .*gelu_new",
-    ),
-    (GPT2, dict(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}"),
+    (LLAMA_3_2_1B, dict(rope_interleaved=True), "rope_interleaved"),
+    (PYTHIA_70M, dict(hidden_dropout_prob=0.1), "hidden_dropout_prob"),
+    (GEMMA_2_2B, dict(sliding_window_size=512), "512"),
+    (GPT2, dict(add_cross_attention=True), "add_cross_attention"),
+    (GPT2, dict(is_encoder_decoder=True), "is_encoder_decoder"),
+    (GPT2, dict(embd_pdrop=0.0), "embd_pdrop, attn_pdrop"),
+    (GPT2, dict(activation_function="quick_gelu"), "activation_function .*gelu_new.*'quick_gelu'"),
+    (GPT2, dict(quantization_config={"bits": 4}), "quantization_config"),
     (GPT2, dict(n_embd="768"), "d_model"),
-    (GPT2, dict(n_head=5), "d_model is a multiple of n_heads"),
-    (
-        GPT2,
-        dict(spectral_gate=3, auto_map={}),
-        r"no attribute called auto_map \({}\), spectral_gate",
-    ),
-    (TINY_STARCODER, dict(num_key_value_heads=2), "num_key_value_heads is 2"),
-    (PYTHIA_70M, dict(attention_dropout=0.1), "attention_dropout 0.1, hidden_dropout 0.0"),
-    (PYTHIA_70M, dict(rope_theta=500.0), "rope_theta is .*, and .* is given as well"),
-    (LLAMA_3_2_1B, dict(attention_dropout=0.1), "attention_dropout is 0.1"),
-    (LLAMA_3_2_1B, dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "longrope"}), "default, linear, llama3, yarn"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "linear"}), "express linear with factor"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "linear", "factor": 2.0, "fast": 1}), "'fast': 1"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "linear", "rope_type": "yarn"}), "only one value"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "truncate": False}), "truncate is False"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "attention_factor": 0.0}), "above 0"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"full_attention": {}}), "one set of numbers for all layers"),
-    (LLAMA_3_2_1B, dict(rope_scaling="linear"), "one set of numbers for all layers"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": ["a"]}), r"rope_type is \['a'\], .*express default"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"rope_type": "default", "factor": 2.0}), "'factor': 2.0"),
-    (
-        LLAMA_3_2_1B,
-        dict(rope_scaling={"type": "linear", "factor": 2.0, "attn_factor": 0.5}),
-        "'attn_factor': 0.5",
-    ),
-    (
-        LLAMA_3_2_1B,
-        dict(original_max_position_embeddings=4096),
-        "original_max_position_embeddings is 4096, .* 8192 is given as well",
-    ),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "mscale": "a"}), "mscale is 'a', .*numbers"),
-    (LLAMA_3_2_1B, dict(rope_scaling={"type": "yarn", "factor": 1e308}), "infinity"),
-    (LLAMA_3_2_1B, dict(max_position_embeddings="8"), "max_position_embeddings is '8', .*whole"),
-    (LLAMA_3_2_1B, dict(hidden_act=["silu"]), r"hidden_act is \['silu'\], .*express gelu, "),
-    (LLAMA_3_2_1B, dict(num_hidden_layers="16"), "num_hidden_layers is a whole number .*not '16'"),
-    (LLAMA_3_2_1B, dict(num_hidden_layers=2**16), "a whole number below 65536, not 65536"),
-    (GPT2, dict(n_layer=10**9), "n_layer is a whole number below 65536, not 1000000000"),
-    (GPT2, dict(embd_pdrop=[0.1]), r"embd_pdrop \[0.1\], attn_pdrop 0.1"),
+    (GPT2, dict(n_head=5), "d_model"),
+    (GPT2, dict(spectral_gate=3, auto_map={}), "auto_map .*spectral_gate .3"),
+    (TINY_STARCODER, dict(num_key_value_heads=2), "num_key_value_heads"),
     (TINY_STARCODER, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
-    (MISTRAL_7B, dict(attention_bias=True), "attention_bias is True"),
-    (OLMO_2_1B, dict(clip_qkv=8.0), "clip_qkv is 8.0"),
-    (LLAMA_3_2_1B, dict(sliding_window=4096), r"no attribute called sliding_window \(4096\)"),
-    (MISTRAL_7B, dict(sliding_window=0), "sliding_window is 0"),
-    (QWEN_2_5, dict(use_mrope=True), "use_mrope is True"),
-    (QWEN_2_5, dict(layer_types=["sliding_attention"] * 24), "sliding_window is None"),
-    (QWEN_2_5, dict(layer_types=["full_attention"]), "one for each of 24 layers"),
-    (QWEN_3, dict(layer_types=["linear_attention"] * 28), "layer_types is 'linear_attention'"),
-    (QWEN_3, dict(layer_types=[["full_attention"]] * 28), r"layer_types is \['full_attention'\]"),
-    (QWEN_3, dict(layer_types=28), "layer_types is 28, .*one for each of 28 layers"),
-    (GEMMA_2_2B, dict(use_bidirectional_attention=True), "use_bidirectional_attention is True"),
+    (PYTHIA_70M, dict(attention_dropout=0.1), "attention_dropout"),
+    (PYTHIA_70M, dict(rope_theta=500.0), "rope_theta .*500.0"),
+    (LLAMA_3_2_1B, dict(attention_dropout=0.1), "attention_dropout"),
+    (LLAMA_3_2_1B, dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "dynamic", "factor": 2.0}}, "rope_type .*'dynamic'"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "linear"}}, "'factor'"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "llama3", "factor": 2.0}}, "'low_freq_factor'"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "linear", "factor": 2.0, "fast": 1}}, "'fast': 1"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "linear", "rope_type": "yarn"}}, "rope_type .*'linear'"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "yarn", "truncate": False}}, "truncate"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "yarn", "attention_factor": 0.0}}, "attention_factor"),
+    (LLAMA_3_2_1B, {ROPE: {"type": "yarn", "beta_fast": "a"}}, "rotary_scaling.high"),
+    (LLAMA_3_2_1B, {ROPE: {"full_attention": {}}}, "full_attention"),
+    (LLAMA_3_2_1B, {ROPE: {"rope_type": "default", "factor": 2.0}}, "'factor': 2.0"),
+    (LLAMA_3_2_1B, dict(original_max_position_embeddings=4096), "4096"),
+    (LLAMA_3_2_1B, dict(hidden_act=["silu"]), "hidden_act"),
+    (LLAMA_3_2_1B, dict(num_hidden_layers="16"), "n_layers"),
+    (LLAMA_3_2_1B, dict(sliding_window=4096), "sliding_window .4096"),
+    (MISTRAL_7B, dict(attention_bias=True), "attention_bias"),
+    (MISTRAL_7B, dict(sliding_window=0), "sliding_window"),
+    (OLMO_2_1B, dict(clip_qkv=8.0), "clip_qkv"),
+    (QWEN_2_5, dict(use_mrope=True), "use_mrope"),
+    (QWEN_2_5, dict(layer_types=["sliding_attention"] * 24), "sliding_window .*None"),
+    (QWEN_2_5, dict(layer_types=["full_attention"]), "layer_types"),
+    (QWEN_3, dict(layer_types=["linear_attention"] * 28), "layer_types .*'linear_attention'"),
+    (GEMMA_2_2B, dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    (GPT2, dict(model_type="gpt3"), "'gpt3'.* 'gpt2'"),
+    (GPT2, dict(model_type=7), "model_type .*7"),
 ]
 
 
@@ -418,13 +251,6 @@ def test_what_cannot_be_expressed_is_named(described, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         translated(described | changes, "here/config.json")
     assert str(caught.value).startswith("here/config.json: ")
-
-
-def test_an_unknown_family_lists_close_ones():
-    with pytest.raises(ValueError, match=r"model_type is one of gpt2, .* not 'gpt3'; did you mean"):
-        translated({"model_type": "gpt3"}, "config.json")
-    with pytest.raises(ValueError, match="not 7$"):
-        translated({"model_type": 7}, "config.json")
 
 
 def test_contexts_that_scaling_stretches():
@@ -446,10 +272,10 @@ def test_contexts_that_scaling_stretches():
 # Files: keys as other versions of transformers and other tools write them.
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=10, n_positions=7, vocab_size=11, n_inner=13)
-OLD_NEOX = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
-OLD_NEOX |= dict(vocab_size=11, max_position_embeddings=7, rotary_pct=0.5)
-OLD_LLAMA = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
-OLD_LLAMA |= dict(vocab_size=11, max_position_embeddings=7, num_key_value_heads=2)
+NEOX = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
+NEOX |= dict(vocab_size=11, max_position_embeddings=7, rotary_pct=0.5)
+LLAMA = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
+LLAMA |= dict(vocab_size=11, max_position_embeddings=7, num_key_value_heads=2)
 
 
 @pytest.fixture
@@ -458,9 +284,10 @@ def made(tmp_path):
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
 
-    def make(family, **sizes):
+    def make(family, **changes):
+        small = {"gpt2": SMALL, "gpt_bigcode": SMALL, "gpt_neox": NEOX}.get(family, LLAMA)
         ids = dict(bos_token_id=1, eos_token_id=2)
-        config = transformers.AutoConfig.for_model(family, **sizes, **ids)
+        config = transformers.AutoConfig.for_model(family, **small | changes, **ids)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         model.save_pretrained(tmp_path)
         return tmp_path, model
@@ -469,54 +296,29 @@ def made(tmp_path):
 
 
 # Attributes that files have beside those that `transformers` writes, and a length to run.
-YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=7)
-PIPELINE = {"text-generation": {"impl": "instruct_pipeline.InstructionTextGenerationPipeline"}}
-READ = {
-    "by layer": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), 7),
-    "by layer alone": (
-        "gpt2",
-        dict(scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False),
-        7,
-    ),
-    "another n_ctx": ("gpt2", dict(n_ctx=3, xla_device=None), 7),
-    "custom_pipelines": ("gpt_neox", dict(custom_pipelines=PIPELINE), 7),
-    "pretraining_tp": ("llama", dict(pretraining_tp=2), 7),
-    "idle": ("llama", dict(mask_token_id=None, _flash_attn_2_enabled=True), 7),
-    "attention_bias": ("mistral", dict(attention_bias=False), 7),
-    "clip_qkv": ("olmo2", dict(clip_qkv=None), 7),
-    "default by 1": ("llama", dict(rope_scaling=dict(rope_type="default", factor=1.0)), 7),
-    "yarn finetuned": ("llama", dict(rope_scaling=YARN | dict(finetuned=True)), 28),
-    "yarn attn_factor": ("llama", dict(rope_scaling=YARN | dict(attn_factor=0.7)), 28),
-    "yarn neox": ("gpt_neox", dict(rope_scaling=YARN, rotary_pct=0.5), 28),
-    "yarn original beside": (
-        "llama",
-        dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=5),
-        20,
-    ),
-    "yarn original twice": (
-        "llama",
-        dict(rope_scaling=YARN, original_max_position_embeddings=7),
-        28,
-    ),
-    "yarn without original": ("llama", dict(rope_scaling=dict(type="yarn", factor=3.0)), 21),
-    "linear original beside": (
-        "llama",
-        dict(rope_scaling=dict(type="linear", factor=3.0), original_max_position_embeddings=5),
-        7,
-    ),
-    "linear long": (
-        "llama",
-        dict(rope_scaling=dict(type="linear", factor=3.0), max_sequence_length=21),
-        21,
-    ),
-}
+def rope(kind="yarn", beside=None, **numbers):
+    given = {"original_max_position_embeddings": beside} if beside else {}
+    return given | {"rope_scaling": {"type": kind, **numbers}}
 
 
-@pytest.mark.parametrize("row", READ)
-def test_other_attributes_are_read_as_in_transformers(made, row):
-    family, attributes, length = READ[row]
-    sizes = {"gpt2": SMALL, "gpt_neox": OLD_NEOX}.get(family, OLD_LLAMA)
-    directory, model = made(family, **sizes)
+ORIGINAL = dict(factor=4.0, original_max_position_embeddings=7)
+BY_LAYER = dict(scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False)
+READ = [
+    ("gpt2", BY_LAYER, 7),
+    ("llama", rope("default", factor=1.0), 7),
+    ("llama", rope(**ORIGINAL, finetuned=True), 28),
+    ("llama", rope(**ORIGINAL, attn_factor=0.7), 28),
+    ("gpt_neox", dict(rope(**ORIGINAL), rotary_pct=0.5), 28),
+    ("llama", rope(beside=5, factor=4.0), 20),
+    ("llama", rope(factor=3.0), 21),
+    ("llama", rope("linear", beside=5, factor=3.0), 7),
+    ("llama", dict(rope("linear", factor=3.0), max_sequence_length=21), 21),
+]
+
+
+@pytest.mark.parametrize(("family", "attributes", "length"), READ)
+def test_other_attributes_are_read_as_in_transformers(made, family, attributes, length):
+    directory, model = made(family)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
@@ -551,50 +353,34 @@ def parameters_equal(one, other):
     return all(torch.equal(value, theirs[name]) for name, value in one.named_parameters())
 
 
-def test_the_original_keys_of_gpt2(made):
-    directory, _ = made("gpt2", **SMALL)
-    expected = load(directory)
-    buffers = {f"h.{n}.attn.bias": torch.ones(1, 1, 7, 7) for n in range(2)}
-    buffers |= {f"h.{n}.attn.masked_bias": torch.tensor(-1e4) for n in range(2)}
-
-    def original(state):
-        return {k.removeprefix("transformer."): v for k, v in state.items()} | buffers
-
-    assert parameters_equal(rewritten(directory, original), expected)
-    prefixed = {f"transformer.{key}": value for key, value in buffers.items()}
-    assert parameters_equal(rewritten(directory, lambda state: state | prefixed), expected)
+MASKS = ["bias", "masked_bias"]
+BUFFERS = [
+    ("gpt2", "transformer.h.1.attn", MASKS),
+    ("gpt_neox", "gpt_neox.layers.1.attention", [*MASKS, "rotary_emb.inv_freq"]),
+    ("llama", "model.layers.1.self_attn", ["rotary_emb.inv_freq"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "module", "buffers"),
-    [
-        (
-            "gpt_neox",
-            OLD_NEOX,
-            "gpt_neox.layers.1.attention",
-            ["bias", "masked_bias", "rotary_emb.inv_freq"],
-        ),
-        ("llama", OLD_LLAMA, "model.layers.1.self_attn", ["rotary_emb.inv_freq"]),
-    ],
-)
-def test_buffers_of_old_versions(made, family, sizes, module, buffers):
-    directory, _ = made(family, **sizes)
+@pytest.mark.parametrize(("family", "module", "buffers"), BUFFERS)
+def test_keys_of_old_versions(made, family, module, buffers):
+    directory, _ = made(family)
     expected = load(directory)
     old = {f"{module}.{name}": torch.ones(3) for name in buffers}
     assert parameters_equal(rewritten(directory, lambda state: state | old), expected)
+    if family == "gpt2":  # as first published
+        bare = lambda state: {k.removeprefix("transformer."): v for k, v in state.items()}  # noqa: E731
+        assert parameters_equal(rewritten(directory, bare), expected)
     other = {f"{module}.{buffers[0]}es": torch.ones(3)}
-    with pytest.raises(ValueError, match=f"1 unexpected: {module}.{buffers[0]}es$"):
+    with pytest.raises(ValueError, match=f"1 unexpected: .*{buffers[0]}es"):
         rewritten(directory, lambda state: state | other)
 
 
 def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(made):
-    directory, model = made("gpt2", **SMALL)
+    directory, model = made("gpt2")
     head = model.lm_head.weight.detach()
     loaded = rewritten(directory, lambda state: state | {"lm_head.weight": head})
     assert loaded.unembedding.weight is loaded.token_embedding.weight
-    with pytest.raises(
-        ValueError, match=r"lm_head.weight is not transformer.wte.weight, tied to it"
-    ):
+    with pytest.raises(ValueError, match=r"transformer.wte.weight and lm_head.weight"):
         rewritten(directory, lambda state: state | {"lm_head.weight": head + 1})
     rest = lambda state: {k: v for k, v in state.items() if "wte" not in k}  # noqa: E731
     only_head = rewritten(directory, lambda state: rest(state) | {"lm_head.weight": head})
@@ -602,7 +388,7 @@ def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(made):
 
 
 def test_a_tied_head_may_be_of_another_type_or_hold_no_numbers(made):
-    directory, model = made("gpt2", **SMALL)
+    directory, model = made("gpt2")
     head = model.lm_head.weight.detach().bfloat16()
 
     def tied(one, other):
@@ -617,112 +403,66 @@ def test_a_tied_head_may_be_of_another_type_or_hold_no_numbers(made):
     holed[3, 4], holed[5, 6] = torch.nan, torch.inf
     assert tied(holed, holed.float()).unembedding.weight.isnan().nonzero().tolist() == [[3, 4]]
     for wrong in (holed.float() + 1e-3, holed.nan_to_num(nan=0, posinf=torch.inf), head):
-        with pytest.raises(ValueError, match="is not transformer.wte.weight, tied to it"):
+        with pytest.raises(ValueError, match="transformer.wte.weight and lm_head.weight"):
             tied(holed, wrong)
 
 
 def test_models_without_values(made):
-    _, model = made("gpt2", **SMALL)
-    model = model.to("meta")
-    model.tie_weights()
-    copied = from_hf(model)
+    _, model = made("gpt2")
+    copied = from_hf(model.to("meta"))
     assert {parameter.device.type for parameter in copied.parameters()} == {"meta"}
     assert copied.unembedding.weight is copied.token_embedding.weight
-    with pytest.raises(
-        ValueError, match="wte.weight is on the device meta, where it has no values"
-    ):
-        from_hf(model, device="cpu")
-    model.lm_head.weight = torch.nn.Parameter(torch.empty(11, 10, device="meta"))
-    with pytest.raises(
-        ValueError,
-        match="lm_head.weight on the device meta cannot be compared to transformer.wte.weight, tied",
-    ):
-        from_hf(model)
 
 
 def test_the_number_of_layers_is_that_of_the_weights(made):
-    directory, _ = made("llama", **OLD_LLAMA)
+    directory, _ = made("llama")
     path = directory / "config.json"
     described = json.loads(path.read_text())
-    path.write_text(json.dumps(described | {"num_hidden_layers": 60_000}))
-    # 9 of each of two layers; embedding, norm and unembedding.
-    with pytest.raises(ValueError, match="config: it holds 21 tensors, for 60000 layers$"):
-        load(directory)
     for n_layers, wrong in ((1, "9 unexpected: "), (3, "9 missing: ")):
         path.write_text(json.dumps(described | {"num_hidden_layers": n_layers}))
         with pytest.raises(ValueError, match=wrong) as caught:
             load(directory)
-        layer = min(n_layers, 2)
-        assert str(caught.value).count(f"model.layers.{layer}.") == 9
+        assert str(caught.value).count(f"model.layers.{min(n_layers, 2)}.") == 9
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("indexed", [True, False])
-def test_an_index_may_err_about_what_is_ignored(made, suffix, indexed):
-    directory, _ = made("llama", **OLD_LLAMA)
+def test_an_index_may_err_about_what_is_ignored(made, suffix):
+    directory, _ = made("llama")
     expected, state = load(directory), load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     stem = "model" if suffix == "safetensors" else "pytorch_model"
     write = save_file if suffix == "safetensors" else torch.save
-    buffer, keys = "model.layers.1.self_attn.rotary_emb.inv_freq", sorted(state)
-    places = {key: f"{stem}-{n % 2}.{suffix}" for n, key in enumerate(keys)}
-    for name in set(places.values()):
-        part = {key: state[key] for key in keys if places[key] == name}
-        write(part if indexed else part | {buffer: torch.ones(2)}, directory / name)
+    buffers = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in (0, 1)]
+    places = {key: f"{stem}-{n % 2}.{suffix}" for n, key in enumerate(sorted(state))}
+    for name in set(places.values()):  # one buffer that the index names elsewhere, one not at all
+        part = {key: state[key] for key in state if places[key] == name}
+        write(part | {buffers[0]: torch.ones(2)}, directory / name)
     index = directory / f"{stem}.{suffix}.index.json"
-    more = {buffer: f"{stem}-absent.{suffix}"} if indexed else {}
-    index.write_text(json.dumps({"weight_map": places | more}))
+    index.write_text(json.dumps({"weight_map": places | {buffers[1]: f"{stem}-0.{suffix}"}}))
     assert parameters_equal(load(directory), expected)
-    index.write_text(json.dumps({"weight_map": places | {"model.more": places[keys[0]]}}))
-    with pytest.raises(ValueError, match="does not hold model.more"):
-        load(directory)
-
-
-def test_fused_rows_are_put_in_order(made):
-    """By numbers: row r of the file's fused matrix is r throughout."""
-    directory, _ = made("gpt_neox", **OLD_NEOX)
-    key = "gpt_neox.layers.0.attention.query_key_value"
-
-    def numbered(state):
-        rows = torch.arange(24.0)
-        return state | {f"{key}.weight": rows[:, None].repeat(1, 8), f"{key}.bias": rows}
-
-    qkv = rewritten(directory, numbered).blocks[0].attn.qkv
-    by_head = [[0, 1, 2, 3], [12, 13, 14, 15]]  # queries of both heads; keys 4 later, values 8
-    rows = [row + 4 * kind for kind in range(3) for head in by_head for row in head]
-    assert qkv.bias.tolist() == rows
-    assert qkv.weight[:, 5].tolist() == rows
-
-
-def test_norms_stored_around_zero(made):
-    gemma = dict(OLD_LLAMA, num_key_value_heads=1, head_dim=4)
-    _, model = made("gemma2", **gemma)
-    model.model.norm.weight.data[:] = torch.arange(8.0)
-    loaded = from_hf(model)
-    assert loaded.ln_final.weight.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert loaded.config.window_layers == (0,)
-    assert loaded.token_embedding.scale == pytest.approx(8**0.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_is_needed(made, family):
-    """Each tensor of a file, left out, is missed by its name."""
-    sizes = {"gpt2": SMALL, "gpt_bigcode": SMALL, "gpt_neox": OLD_NEOX}.get(family, OLD_LLAMA)
-    path = made(family, **sizes)[0] / "model.safetensors"
-    state = load_file(path)
+    """Each tensor of a model, left out, is missed by its name."""
+    model = made(family)[1]
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
     for key in state:
-        save_file({k: v for k, v in state.items() if k != key}, path)
-        with pytest.raises(ValueError, match=f"1 missing: {re.escape(key)}$"):
-            load(path.parent)
+        model.state_dict = lambda left_out=key: {k: v for k, v in state.items() if k != left_out}
+        filed = key.replace("lm_head", "embed_out") if family == "gpt_neox" else key
+        with pytest.raises(ValueError, match=f"1 missing: {re.escape(filed)}; 0"):
+            from_hf(model)
 
 
 def test_only_models_of_transformers_are_taken():
-    with pytest.raises(TypeError, match="a model of transformers, with a config, not a Linear"):
+    with pytest.raises(TypeError, match="Linear"):
         from_hf(torch.nn.Linear(2, 3))
 
 
 def test_the_type_of_a_model_in_memory_is_kept(made):
-    _, model = made("llama", **OLD_LLAMA)
+    _, model = made("llama")
     for dtype, wanted in ((torch.bfloat16, None), (torch.float64, torch.float32)):
         copied = from_hf(model.to(dtype), dtype=wanted)
         assert {parameter.dtype for parameter in copied.parameters()} == {wanted or dtype}
@@ -731,12 +471,10 @@ def test_the_type_of_a_model_in_memory_is_kept(made):
 
 def test_a_model_without_its_head(made):
     transformers = pytest.importorskip("transformers")
-    _, model = made("gpt2", **SMALL)
+    _, model = made("gpt2")
     assert parameters_equal(from_hf(model.transformer), from_hf(model))
     neox = transformers.AutoModel.from_config(
-        transformers.AutoConfig.for_model("gpt_neox", **OLD_NEOX, bos_token_id=1)
+        transformers.AutoConfig.for_model("gpt_neox", **NEOX, bos_token_id=1)
     )
-    with pytest.raises(
-        ValueError, match="GPTNeoXModel does not fit its config: 1 missing: embed_out"
-    ):
+    with pytest.raises(ValueError, match="GPTNeoXModel .*1 missing: embed_out"):
         from_hf(neox)

@@ -8,11 +8,10 @@ import torch
 
 from hooks import HookedRunner
 from models import TransformerConfig
-from models.checkpoints import load, save
 from models.processing import center, fold_norms
 from tests.reference import randomised
 
-LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 2, 6, 14, 4, 11, 23, 17
+LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 3, 6, 14, 4, 11, 23, 17
 GROUPED = dict(n_kv_heads=3)
 BARE = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
 LLAMA = dict(norm="rmsnorm", positions="rotary", mlp="gated", activation="silu") | BARE | GROUPED
@@ -24,31 +23,26 @@ FORMS = {
     "gpt2 untied": (dict(tied_unembed=False, dropout=0.3), True),
     "gpt_bigcode": (dict(n_kv_heads=1), True),
     "neox": (NEOX, True),
-    "neox sequential": (NEOX | dict(parallel=False, qkv_bias=False, out_bias=False), True),
     "llama": (LLAMA | dict(tied_unembed=False), False),
-    "qwen2": (LLAMA | dict(qkv_bias=True), False),
     "qwen3": (LLAMA | dict(qk_norm="head", window=3), False),
     "mistral": (LLAMA | dict(window=3, window_layers=(1,)), False),
     "layernorm without bias": (dict(norm_bias=False), True),
     "layernorm, maps without bias": (BARE, True),
     "layernorm gated": (dict(mlp="gated") | BARE, True),
     "attention only": (dict(mlp="none") | BARE, True),
-    "attention only, rmsnorm": (dict(mlp="none", norm="rmsnorm"), False),
     "parallel rmsnorm": (dict(norm="rmsnorm", parallel=True), False),
     "grouped, all queries normalized": (GROUPED | dict(qk_norm="all"), True),
     "sinusoidal": (dict(positions="sinusoidal", embed_scale=3.0), True),
     "no positions": (dict(positions="none", unembed_bias=True, tied_unembed=False), True),
-    "no final norm": (dict(final_norm=False), False),
     "no final norm, biased": (dict(final_norm=False, unembed_bias=True), False),
     "no final norm, rmsnorm": (dict(final_norm=False, norm="rmsnorm"), False),
-    "capped": (dict(logit_cap=2.0, attn_cap=1.5), True),
-    "capped, unembedding biased": (dict(logit_cap=2.0, unembed_bias=True), True),
+    "capped, unembedding biased": (dict(logit_cap=2.0, attn_cap=1.5, unembed_bias=True), True),
 }
-SEVERAL = ["gpt2", "neox", "qwen3", "attention only", "no final norm", "capped"]
+SEVERAL = ["gpt2", "neox", "qwen3", "attention only", "no final norm, biased"]
 CENTRED = [form for form, (_, centred) in FORMS.items() if centred]
 
 
-def built(dtype=torch.float64, scale=0.6, **fields):
+def built(dtype=torch.float64, scale=0.5, **fields):
     """A model of the form, each parameter of which is random: gains around 1, biases around 0."""
     sizes = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL)
     config = TransformerConfig(**(sizes | dict(d_head=D_HEAD) | fields))
@@ -79,39 +73,25 @@ def array(value):
     return value.detach().numpy()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_folding_leaves_the_probabilities_as_they_are(form, tokens):
-    model = built(**FORMS[form][0])
-    folded = fold_norms(model)
-    expected = log_probabilities(model, tokens)
-    np.testing.assert_allclose(log_probabilities(folded, tokens), expected, atol=1e-11, rtol=0)
-
-
-@pytest.mark.parametrize("form", CENTRED)
-def test_centring_leaves_the_probabilities_as_they_are(form, tokens):
-    model = built(**FORMS[form][0])
-    expected = log_probabilities(model, tokens)
-    found = log_probabilities(center(model), tokens)
-    np.testing.assert_allclose(found, expected, atol=1e-11, rtol=0)
-
-
-@pytest.mark.parametrize("form", ["gpt2", "neox", "capped"])
-def test_the_two_compose(form, tokens):
-    model = built(**FORMS[form][0])
-    expected = log_probabilities(model, tokens)
-    for both in (center(fold_norms(model)), fold_norms(center(model))):
-        np.testing.assert_allclose(log_probabilities(both, tokens), expected, atol=1e-11, rtol=0)
-        assert not both.config.norm_learned
-
-
-@pytest.mark.parametrize("form", SEVERAL)
-def test_in_float32_they_are_equal_to_five_digits(form, tokens):
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((f, torch.float64) for f in FORMS), *((f, torch.float32) for f in SEVERAL)],
+    ids=str,
+)
+def test_the_probabilities_stay_as_they_are(form, dtype, tokens):
     fields, can_be_centred = FORMS[form]
-    model = built(torch.float32, scale=0.3, **fields)
+    single = dtype == torch.float32
+    model = built(dtype, scale=0.3 if single else 0.5, **fields)
     expected = log_probabilities(model, tokens)
-    for process in (fold_norms, center) if can_be_centred else (fold_norms,):
+    for process in (fold_norms, center, both) if can_be_centred else (fold_norms,):
         found = log_probabilities(process(model), tokens)
-        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(found, expected, atol=1e-5 if single else 1e-11, rtol=0)
+
+
+def both(model):
+    folded, centred = center(fold_norms(model)), fold_norms(center(model))
+    assert folded.config == centred.config
+    return folded
 
 
 @pytest.mark.parametrize("form", SEVERAL)
@@ -156,9 +136,7 @@ def test_folded_norms_have_learned_nothing(form):
         assert torch.equal(folded.get_parameter(name), model.get_parameter(name))
 
 
-@pytest.mark.parametrize(
-    "form", ["gpt2", "gpt_bigcode", "neox", "llama", "qwen2", "layernorm gated"]
-)
+@pytest.mark.parametrize("form", ["gpt2", "gpt_bigcode", "neox", "llama", "layernorm gated"])
 def test_folded_weights_are_products(form):
     """As matrices that multiply from the right: `(x * gain + bias) @ W + b`, said by numpy."""
     model = built(**FORMS[form][0])
@@ -203,24 +181,6 @@ def test_points_of_a_folded_model(tokens):
         torch.testing.assert_close(old[name], expected, atol=1e-11, rtol=0, msg=name)
 
 
-def test_gradients_of_a_folded_model(tokens):
-    """With W' = W * gain and b' = b + W bias, dL/dW = dL/dW' * gain + outer(dL/db', bias)."""
-    model = built(tied_unembed=False)
-    folded = fold_norms(model)
-    for each in (model, folded):
-        torch.log_softmax(each(tokens), -1)[..., 4].sum().backward()
-    pairs = {"unembedding": "ln_final"}
-    for layer in range(LAYERS):
-        pairs[f"blocks.{layer}.attn.qkv"] = f"blocks.{layer}.ln1"
-        pairs[f"blocks.{layer}.mlp.input"] = f"blocks.{layer}.ln2"
-    for linear, norm in pairs.items():
-        new, ln = folded.get_submodule(linear), model.get_submodule(norm)
-        expected = new.weight.grad * ln.weight + torch.outer(new.bias.grad, ln.bias)
-        found = model.get_submodule(linear).weight.grad
-        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
-        assert found.abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("form", CENTRED)
 def test_centred_weights_are_projections(form):
     model = built(**FORMS[form][0])
@@ -242,77 +202,43 @@ def test_centred_weights_are_projections(form):
             assert torch.equal(new.get_parameter(name), parameter), name
 
 
-@pytest.mark.parametrize("form", CENTRED)
-def test_a_centred_stream_is_the_old_one_less_its_mean(form, tokens):
-    model = built(**FORMS[form][0])
-    points = ["blocks.*.resid_*", "blocks.*.attn_out", "embed"]
-    points += ["blocks.*.mlp_out"] * (model.config.mlp != "none")
-    points += ["pos_embed"] * (model.config.positions == "learned")
-    _, old = HookedRunner(model).run_with_cache(tokens, names=points)
-    _, new = HookedRunner(center(model)).run_with_cache(tokens, names=points)
-    sinusoids = model.config.positions == "sinusoidal"
-    for name in old:
-        expected = old[name] - old[name].mean(-1, keepdim=True)
-        found = new[name]
-        if sinusoids and "resid" in name:  # they keep their mean
-            found = found - found.mean(-1, keepdim=True)
-        else:
-            assert found.mean(-1).abs().max() < 1e-13, name
-        assert old[name].mean(-1).abs().max() > 1e-2, name
-        torch.testing.assert_close(found, expected, atol=1e-11, rtol=0, msg=name)
-
-
 def test_centring_a_norm_of_the_embeddings_that_learned_nothing(tokens):
     model = built(embed_norm=True, norm_learned=False)
     new = center(model)
     expected = log_probabilities(model, tokens)
     np.testing.assert_allclose(log_probabilities(new, tokens), expected, atol=1e-11, rtol=0)
-    _, cache = HookedRunner(new).run_with_cache(tokens, names="blocks.*.resid_*")
-    assert max(value.mean(-1).abs().max() for value in cache.values()) < 1e-13
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (dict(norm="none"), "norm to be 'layernorm' or 'rmsnorm', not 'none': there is nothing"),
-        (dict(norm_place="post"), "norm_place to be 'pre', not 'post': no linear map alone"),
-        # OLMo 2 and Gemma 2
-        (LLAMA | dict(norm_place="output", qk_norm="all"), "to be 'pre', not 'output': no linear"),
-        (LLAMA | dict(norm_place="sandwich", attn_cap=3.0), "to be 'pre', not 'sandwich': no"),
-        (dict(embed_norm=True), "embed_norm to be False, not True: no linear map alone reads"),
-    ],
-)
-def test_folding_is_refused_with_a_reason(fields, words):
-    with pytest.raises(ValueError, match=f"fold_norms needs .*{re.escape(words)}"):
-        fold_norms(built(**fields))
+REFUSED = [
+    (fold_norms, dict(norm="none"), "norm must be 'layernorm' or 'rmsnorm'"),
+    (fold_norms, dict(norm_place="post"), "norm_place"),
+    (fold_norms, LLAMA | dict(norm_place="output", qk_norm="all"), "norm_place"),  # OLMo 2
+    (fold_norms, LLAMA | dict(norm_place="sandwich", attn_cap=3.0), "norm_place"),  # Gemma 2
+    (fold_norms, dict(embed_norm=True), "embed_norm"),
+    (center, dict(norm="none"), "norm must be 'layernorm'"),
+    (center, LLAMA, "got 'rmsnorm'"),
+    (center, dict(norm_place="post"), "norm_place"),
+    (center, dict(norm_place="output"), "norm_place"),
+    (center, dict(norm_place="sandwich"), "norm_place"),
+    (center, dict(final_norm=False), "final_norm"),
+    (center, dict(embed_norm=True), "embed_norm"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (dict(norm="none"), "norm to be 'layernorm', not 'none': what reads the stream does not"),
-        (LLAMA, "norm to be 'layernorm', not 'rmsnorm': RMSNorm does not subtract the mean"),
-        (dict(norm_place="post"), "norm_place to be 'pre', not 'post': sublayers read"),
-        (dict(norm_place="output"), "norm_place to be 'pre', not 'output': sublayers read"),
-        (dict(norm_place="sandwich"), "norm_place to be 'pre', not 'sandwich': sublayers read"),
-        (dict(final_norm=False), "final_norm to be True, not False: the unembedding reads"),
-        (dict(embed_norm=True), "embed_norm to be False, not True: its gain and bias"),
-    ],
-)
-def test_centring_is_refused_with_a_reason(fields, words):
-    with pytest.raises(ValueError, match=f"center needs .*{re.escape(words)}"):
-        center(built(**fields))
+@pytest.mark.parametrize(("process", "fields", "words"), REFUSED)
+def test_what_would_change_the_probabilities_is_refused(process, fields, words):
+    with pytest.raises(ValueError, match=words):
+        process(built(**fields))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(norm="rmsnorm"),
-        dict(norm_place="sandwich", norm="rmsnorm"),
-        dict(norm_place="post"),
-        dict(embed_norm=True),
-    ],
-)
+UNLEARNED = [
+    dict(norm="rmsnorm", norm_place="sandwich"),
+    dict(norm_place="post"),
+    dict(embed_norm=True),
+]
+
+
+@pytest.mark.parametrize("fields", UNLEARNED)
 def test_norms_that_learned_nothing_are_copied(fields):
     model = built(norm_learned=False, **fields)
     copy = fold_norms(model)
@@ -348,8 +274,7 @@ def test_half_precision_is_rounded_once():
     torch.testing.assert_close(center(model).W_E, expected, atol=1e-7, rtol=2**-8)
 
 
-@pytest.mark.parametrize("process", [fold_norms, center])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("process", "training"), [(fold_norms, True), (center, False)])
 def test_the_mode_and_what_is_frozen_are_kept(process, training):
     model = built(**BARE, dropout=0.4).train(training)
     model.blocks[0].eval()
@@ -366,33 +291,12 @@ def test_the_mode_and_what_is_frozen_are_kept(process, training):
 
 
 @pytest.mark.parametrize("process", [fold_norms, center])
-def test_a_new_model_can_be_saved_and_loaded(process, tmp_path, tokens):
-    new = process(built(torch.float32, scale=0.3))
-    save(tmp_path, new)
-    again = load(tmp_path)
-    assert again.config == new.config
-    assert torch.equal(again(tokens), new(tokens))
-
-
-@pytest.mark.parametrize("process", [fold_norms, center])
 def test_a_model_that_is_not_its_config_is_noticed(process, monkeypatch):
     model = built()
     plain = model.blocks[1].mlp.forward
     monkeypatch.setattr(model.blocks[1].mlp, "forward", lambda x: plain(x) * 1.01)
-    with pytest.raises(RuntimeError, match=r"differ by up to \d[\d.e-]*, where \S+ may be roundi"):
+    with pytest.raises(RuntimeError, match=process.__name__):
         process(model)
-
-
-def test_the_difference_is_that_of_the_log_probabilities(monkeypatch):
-    """A cap on logits that the config does not know of, and its effect on the proof's tokens."""
-    from models.verification import random_tokens
-
-    model = built()
-    good = log_probabilities(fold_norms(model), random_tokens(model))
-    monkeypatch.setattr(model, "logit_cap", torch.nn.Tanh())
-    largest = np.abs(log_probabilities(model, random_tokens(model)) - good).max()
-    with pytest.raises(RuntimeError, match=f"fold_norms leaves .* up to {largest:.3g}, where"):
-        fold_norms(model)
 
 
 @pytest.mark.parametrize("process", [fold_norms, center])
@@ -400,14 +304,12 @@ def test_what_is_not_a_number_is_noticed(process):
     model = built()
     with torch.no_grad():
         model.blocks[1].mlp.output.bias[0] = torch.nan
-    with pytest.raises(RuntimeError, match="differ by up to nan"):
+    with pytest.raises(RuntimeError, match="nan"):
         process(model)
 
 
-@pytest.mark.parametrize("n_ctx", [1, 2])
-def test_short_contexts_and_single_layers(n_ctx):
-    model = built(n_ctx=n_ctx, n_layers=1)
-    assert center(fold_norms(model)).config.n_ctx == n_ctx
+def test_short_contexts_and_single_layers():
+    assert center(fold_norms(built(n_ctx=1, n_layers=1))).config.n_ctx == 1
 
 
 @pytest.mark.parametrize("process", [fold_norms, center])

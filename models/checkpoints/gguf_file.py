@@ -50,7 +50,7 @@ class GGUFFile:
     """A GGUF file, checked when it is opened, its tensors then read one at a time.
 
     Attributes:
-        lends: False, as what `read` gives is the caller's own.
+        keep: True, as what `read` gives is the caller's own.
         metadata: the header's values by key; arrays are tuples.
         tensors: where each tensor is.
 
@@ -62,7 +62,7 @@ class GGUFFile:
         ValueError: if this is no such file, it is damaged, or a tensor is not of `TYPES`.
     """
 
-    lends: bool = False
+    keep: bool = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path

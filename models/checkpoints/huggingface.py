@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.checkpoints.assemble import Reader, assemble, check_layers
-from models.checkpoints.families import Family, translated
+from models.checkpoints.assemble import assemble
+from models.checkpoints.families import translated
 from models.checkpoints.readers import reader_of
-from models.config import TransformerConfig
 from models.transformer import Transformer
 
 
@@ -27,8 +26,9 @@ def load_huggingface(
         ValueError: if a file is damaged, the config cannot be expressed, or the weights are not its own.
     """
     family, config = translated(described, str(directory / "config.json"))
-    reader, path = reader_of(directory, family.is_ignored)
-    return _assembled(family, config, reader, str(path), dtype, device)
+    reader, path = reader_of(directory)
+    table = family.table(config, reader.keys())
+    return assemble(config, table, reader, str(path), family.is_ignored, dtype, device)
 
 
 def from_hf(
@@ -50,30 +50,18 @@ def from_hf(
     """
     what = type(model).__name__
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
-        raise TypeError(f"from_hf takes a model of transformers, with a config, not a {what}")
+        raise TypeError(f"from_hf needs a model of transformers, with its config; got a {what}")
     family, config = translated(to_dict(), f"{what}.config")
-    reader = _InUse(model.state_dict(keep_vars=True))  # where tied weights are one object
+    reader = _InUse(model.state_dict())
+    table = family.table(config, reader.keys())
     device = next(model.parameters()).device if device is None else device
-    return _assembled(family, config, reader, what, dtype, device)
-
-
-def _assembled(
-    family: Family,
-    config: TransformerConfig,
-    reader: Reader,
-    where: str,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> Transformer:
-    check_layers(config, reader, where)  # first, as the table has rows for each layer
-    table = family.table(config, set(reader.keys()))
-    return assemble(config, table, reader, where, family.is_ignored, dtype, device)
+    return assemble(config, table, reader, what, family.is_ignored, dtype, device)
 
 
 class _InUse:
     """The tensors of a state dict that is in use."""
 
-    lends = True
+    keep = False
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state

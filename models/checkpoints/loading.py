@@ -2,19 +2,33 @@
 
 import difflib
 import os
+import re
 from pathlib import Path
 
 import torch
 
 from models import verification
-from models.checkpoints.assemble import DTYPES
-from models.checkpoints.hub import download, is_hub_name
 from models.checkpoints.huggingface import load_huggingface
-from models.checkpoints.own import BUNDLED, CONFIG, bundled, is_own, load_own
+from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
+from models.files import library, read_object
 from models.tokenizers import Tokenizer, tokenizer_from
 from models.tokenizers.tokenizer_json import JsonTokenizer
-from models.tokenizers.vocabulary import read_object
 from models.transformer import Transformer
+
+# What is fetched from the hub. Names there are "gpt2" or "org/name".
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+_WEIGHTS_BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+_DESCRIPTION = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+]
 
 
 def load(
@@ -44,14 +58,12 @@ def load(
         FileNotFoundError: if there is no such model; it lists those that ship with the package.
         ImportError: if a library that the format needs is not installed.
         ValueError: naming the file, if it is damaged, holds what cannot be expressed, or its
-            weights are not those of its config; no model is then made. Or if `dtype` is another one,
-            or a model on the device meta is to be verified.
+            weights are not those of its config; no model is then made. Or if `dtype` is another one.
+
+    >>> model = load("pydoc-4l")
+    >>> model.config.n_layers, model.W_E.dtype
+    (4, torch.float32)
     """
-    if dtype is not None and dtype not in DTYPES:
-        kinds = ", ".join(map(str, DTYPES))
-        raise ValueError(f"dtype is one of {kinds}, not {dtype!r}")
-    if verify and device is not None and torch.device(device).type == "meta":
-        raise ValueError("verify=True computes with weights, and on the device meta there are none")
     path = locate(name_or_path)
     if path.is_file():
         from models.checkpoints.gguf import load_gguf
@@ -59,8 +71,8 @@ def load(
         model = load_gguf(path, dtype, device)
     else:
         described = read_object(path / CONFIG)
-        read = load_own if is_own(described) else load_huggingface
-        model = read(path, described, dtype, device)
+        ours = "model_type" not in described and "n_layers" in described
+        model = (load_own if ours else load_huggingface)(path, described, dtype, device)
     if verify:
         verification.verify(model)
     return model
@@ -75,23 +87,19 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
         ValueError: naming the file, if it is damaged or of an unknown kind.
     """
     path = locate(name_or_path, weights=False)
-    if path.is_file() and path.suffix == ".json":
-        return JsonTokenizer(path)
-    if path.is_file():
+    if path.suffix == ".gguf":
         raise ValueError(
-            f"{path}: the tokenizer of a GGUF file is not read; load one from the directory of the "
-            "model that the file was made from"
+            f"{path}: a GGUF file's tokenizer is not read; load that of the model it was made from"
         )
-    return tokenizer_from(path)
+    return JsonTokenizer(path) if path.is_file() else tokenizer_from(path)
 
 
 def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
-    """The directory with a config.json, or the file, that a name or a path stands for.
+    """The directory or the file that a name or a path stands for.
 
     Args:
         name_or_path: see `load`.
-        weights: whether a model is needed; else any directory will do, or a tokenizer.json, and a hub
-            model's weights are not downloaded.
+        weights: whether those of a hub model are downloaded.
 
     Raises:
         FileNotFoundError: if there is none; it lists the models that ship with the package.
@@ -100,34 +108,25 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
     name, path = os.fspath(name_or_path), Path(name_or_path)
     if isinstance(name_or_path, str) and name in bundled():
         return BUNDLED / name
-    if name and (path / CONFIG).is_file():
+    if path.exists():
         return path
-    suffixes = (".gguf",) if weights else (".gguf", ".json")
-    if (path.is_file() and path.suffix in suffixes) or (name and path.is_dir() and not weights):
-        return path
-    reason = "no directory of that name holds a config.json"
-    if path.is_file():
-        reason = "of files only GGUF is read"
-    elif name and path.is_dir():
-        reason = f"and the directory of that name holds no {CONFIG}"
-    elif not isinstance(name_or_path, Path) and is_hub_name(name):
-        try:
-            found = download(name, weights)
-            return _described(found) if weights else found
-        except FileNotFoundError as error:
-            reason = f"{reason}, and {error}"
-        except ImportError as error:
-            raise ImportError(_none(name, f"{reason}, and {error}")) from None
-    raise FileNotFoundError(_none(name, reason))
-
-
-def _described(directory: Path) -> Path:
-    if not (directory / CONFIG).is_file():
-        raise FileNotFoundError(f"the hub's model of that name has no {CONFIG}")
-    return directory
-
-
-def _none(name: str, reason: str) -> str:
     close = difflib.get_close_matches(name, bundled(), n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"no model is named {name!r}, {reason}; {hint}available: {', '.join(bundled())}"
+    missing = f"no file or model is named {name!r}; {hint}available: {', '.join(bundled())}"
+    if not (isinstance(name_or_path, str) and _HUB_NAME.fullmatch(name)):
+        raise FileNotFoundError(missing)
+    try:
+        return _download(name, weights)
+    except Exception as error:  # of many kinds: of the hub, of HTTP, of the network, of the disk
+        kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
+        raise kind(f"{missing}; from the hub: {' '.join(str(error).split())}") from error
+
+
+def _download(name: str, weights: bool) -> Path:
+    """The directory of a hub model's files, in the hub's own cache; fetched unless they are there."""
+    fetch = library("huggingface_hub").snapshot_download
+    wanted = _DESCRIPTION + _WEIGHTS if weights else _DESCRIPTION
+    directory = Path(fetch(name, allow_patterns=wanted))
+    if weights and not any(directory.glob("*.safetensors")):
+        fetch(name, allow_patterns=_DESCRIPTION + _WEIGHTS_BIN)
+    return directory

@@ -1,15 +1,13 @@
 """What a family of Hugging Face checkpoints is: a translation of its config, a table of its keys."""
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from models.checkpoints.assemble import Source
-from models.checkpoints.attributes import Attributes
-from models.config import TransformerConfig
+from models.config import RotaryScaling, TransformerConfig
 
 Rows = Mapping[str, str | Source]
 
@@ -24,6 +22,43 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
+# Attributes that say nothing about the function from tokens to logits.
+_TOKENS = """
+    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id
+    sep_token_id
+"""
+_GENERATION = """
+    bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_past output_scores
+    prefix remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
+    task_specific_params temperature top_k top_p typical_p use_cache
+"""
+_OTHER_TASKS = """
+    _num_labels classifier_dropout finetuning_task id2label is_decoder label2id num_labels
+    problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj tie_encoder_decoder
+"""
+_TRAINING = "gradient_checkpointing initializer_range"
+_BOOKKEEPING = """
+    _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
+    chunk_size_feed_forward custom_pipelines dtype model_type name_or_path output_attentions
+    output_hidden_states return_dict tf_legacy_loss tokenizer_class torch_dtype torchscript
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_return_dict xla_device
+"""
+IDLE = frozenset(f"{_TOKENS} {_GENERATION} {_OTHER_TASKS} {_TRAINING} {_BOOKKEEPING}".split())
+
+# Attributes that any family may have, and the values that can be expressed.
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "is_encoder_decoder": (False, None),
+    "per_layer_config": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -32,28 +67,27 @@ class Family:
     Attributes:
         config: our config, from the attributes of config.json.
         rows: where our parameters come from: keys by our names; `N` stands for each layer, and `*`
-            for `weight` and `bias`. Rows of parameters that a config does not have are idle.
+            for `weight` and `bias`. Rows of parameters that a config does not have are not used.
         prefix: what keys start with, unless the model was saved without its head.
         renamed: the names that other versions of transformers have for keys of the table.
         ignored: patterns of keys, without the prefix, that hold no weights: buffers of old versions.
     """
 
-    config: Callable[[Attributes], TransformerConfig]
+    config: Callable[["Attributes"], TransformerConfig]
     rows: Callable[[TransformerConfig], Rows]
     prefix: str
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
-    def table(self, config: TransformerConfig, keys: set[str]) -> dict[str, Source]:
+    def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, Source]:
         """The source of each parameter, with the keys as a file with these keys spells them."""
         table: dict[str, Source] = {}
         for ours, theirs in self.rows(config).items():
             source = theirs if isinstance(theirs, Source) else Source((theirs,))
             for kind in ("weight", "bias") if ours.endswith("*") else ("",):
                 for layer in range(config.n_layers) if ".N." in ours else (0,):
-                    name = _filled(ours, layer, kind)
                     spelled = (self._spelled(_filled(k, layer, kind), keys) for k in source.keys)
-                    table[name] = Source(tuple(spelled), source.convert)
+                    table[_filled(ours, layer, kind)] = Source(tuple(spelled), source.convert)
         return table
 
     def is_ignored(self, key: str) -> bool:
@@ -61,7 +95,7 @@ class Family:
         bare = key.removeprefix(self.prefix)
         return any(re.fullmatch(pattern, bare) for pattern in self.ignored)
 
-    def _spelled(self, key: str, keys: set[str]) -> str:
+    def _spelled(self, key: str, keys: Collection[str]) -> str:
         others = (key.removeprefix(self.prefix), self.renamed.get(key, key))
         return next((spelled for spelled in (key, *others) if spelled in keys), key)
 
@@ -70,39 +104,176 @@ def _filled(name: str, layer: int, kind: str) -> str:
     return name.replace(".N.", f".{layer}.").replace("*", kind)
 
 
-def transposed(weight: Tensor) -> Tensor:
-    """A matrix that is stored as [in, out], as [out, in]."""
-    return weight.T if weight.ndim == 2 else weight
+class Attributes:
+    """The attributes that a config.json gives, with a record of which have been used.
 
+    A family's translation takes each attribute it knows. `finish` then refuses those that nobody
+    took: an attribute of unknown meaning may change what the model computes.
 
-def plus_one(weight: Tensor) -> Tensor:
-    """The gain of a norm that is stored as its distance from one.
-
-    Kept in half precision the sum is rounded, which transformers, that adds in float32, does not do.
+    Args:
+        given: attributes by name.
     """
-    return weight + 1
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self._taken: set[str] = set()
+
+    def take(self, name: str, default: Any) -> Any:
+        """The value of an attribute; the default, which is the family's, where the file has none.
+
+        JSON has one kind of number, and files write 10000 for 10000.0: a whole number is a float where
+        the default is.
+        """
+        self._taken.add(name)
+        value = self._given.get(name, default)
+        return float(value) if type(value) is int and type(default) is float else value
+
+    def idle(self, *names: str) -> None:
+        """Accepts attributes, whatever their values, as without effect on the logits."""
+        self._taken.update(names)
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Accepts an attribute that is absent or has one of these values.
+
+        Raises:
+            ValueError: naming the attribute, its value and those that can be expressed.
+        """
+        value = self.take(name, allowed[0])
+        if value not in allowed:
+            raise self.error(name, value, " or ".join(map(repr, allowed)))
+
+    def activation(self, name: str, default: str) -> Any:
+        """Our name of the activation that an attribute says.
+
+        Raises:
+            ValueError: if it is none of ours.
+        """
+        value = self.take(name, default)
+        if str(value) not in ACTIVATIONS:
+            raise self.error(name, value, f"one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[value]
+
+    def dropout(self, defaults: Mapping[str, float]) -> float:
+        """The one probability that several attributes, given with their defaults, have to share.
+
+        Raises:
+            ValueError: naming them, if their values differ.
+        """
+        values = [self.take(name, default) for name, default in defaults.items()]
+        if values.count(values[0]) < len(values):
+            raise ValueError(f"{', '.join(defaults)} must be equal; got {values}")
+        return values[0]
+
+    def error(self, name: str, value: Any, rule: str) -> ValueError:
+        """The error for a value that the model cannot express."""
+        return ValueError(f"{name} must be {rule}; got {value!r}")
+
+    def finish(self) -> None:
+        """Checks the attributes that all families share, and that none is left.
+
+        Raises:
+            ValueError: naming those of unknown meaning.
+        """
+        for name, allowed in FIXED.items():
+            self.only(name, *allowed)
+        if left := sorted(self._given.keys() - self._taken - IDLE):
+            got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
+            raise ValueError(
+                f"attributes must be known, as others may change the logits; got {got}"
+            )
 
 
-def by_kind(n_heads: int) -> Callable[[Tensor], Tensor]:
-    """Queries, keys and values that are stored head by head, as all queries, all keys, all values."""
+def rotary(
+    a: Attributes, n_ctx: int, spelled: Mapping[str, str] | None = None, fraction: float = 1.0
+) -> dict[str, Any]:
+    """Our rotary fields, from `rope_parameters`, or from `rope_scaling` and attributes beside it.
 
-    def convert(fused: Tensor) -> Tensor:
-        return fused.unflatten(0, (n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    The context is among them, as scaling may stretch it.
 
-    return convert
+    Args:
+        a: the attributes.
+        n_ctx: `max_position_embeddings`, which in some files is the context before it is stretched.
+        spelled: what the family calls `rope_theta` and `partial_rotary_factor`, if something else.
+        fraction: the share of a head that is rotated where the file does not say it.
+
+    Raises:
+        ValueError: if there is a form that cannot be expressed, or two places disagree.
+    """
+    given: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        for key, value in dict(a.take(name, None) or {}).items():
+            _agree(a, given, "rope_type" if key == "type" else key, value)
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        for key in {name, (spelled or {}).get(name, name)}:
+            _agree(a, given, name, a.take(key, None))
+    theta = given.pop("rope_theta", 10_000.0)
+    fraction = given.pop("partial_rotary_factor", fraction)
+    scaling = _scaling(a, given, n_ctx)
+    longest = a.take("max_sequence_length", None)
+    if scaling and scaling.kind == "yarn":
+        n_ctx = max(n_ctx, int(scaling.factor * scaling.original_n_ctx))
+    elif scaling and scaling.kind == "linear" and longest:  # Vicuna's 16k
+        n_ctx = max(n_ctx, longest)
+    return {
+        "n_ctx": n_ctx,
+        "positions": "rotary",
+        "rotary_theta": theta,
+        "rotary_fraction": fraction,
+        "rotary_scaling": scaling,
+    }
 
 
-def window_fields(a: Attributes, window: int | None, types: Sequence[str]) -> dict[str, Any]:
-    """Our window fields, from the kind of attention that each layer has."""
-    n_layers = a.take("num_hidden_layers", None)
-    if not isinstance(types, list) or n_layers not in (None, len(types)):
-        raise a.error("layer_types", types, f"one for each of {n_layers or 'its'} layers")
-    unknown = [kind for kind in types if kind not in ("sliding_attention", "full_attention")]
-    if unknown:
-        raise a.error("layer_types", unknown[0], "sliding_attention and full_attention")
-    sliding = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
-    if not sliding:
-        return {}
-    if window is None or window < 1:
-        raise a.error("sliding_window", window, "at least 1 where there is sliding_attention")
-    return {"window": window, "window_layers": () if len(sliding) == len(types) else sliding}
+def _agree(a: Attributes, given: dict[str, Any], name: str, value: Any) -> None:
+    if type(value) is int and name != "original_max_position_embeddings":
+        value = float(value)
+    if value is not None and given.setdefault(name, value) != value:
+        raise a.error(name, value, f"{given[name]!r}, which is given as well")
+
+
+def _scaling(a: Attributes, given: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
+    """The scaling that a file gives, whose numbers have then all been taken from `given`."""
+    kind = given.pop("rope_type", "default")
+    original = given.pop("original_max_position_embeddings", n_ctx)
+    given.pop("finetuned", None)  # how the weights were trained; transformers never reads it
+    scaling = None
+    if kind == "linear":
+        scaling = RotaryScaling(kind="linear", factor=given.pop("factor"))
+    elif kind == "llama3":
+        scaling = RotaryScaling(
+            kind="llama3",
+            factor=given.pop("factor"),
+            original_n_ctx=original,
+            low=given.pop("low_freq_factor"),
+            high=given.pop("high_freq_factor"),
+        )
+    elif kind == "yarn":
+        scaling = _yarn(a, given, n_ctx, original)
+    elif kind != "default":
+        raise a.error("rope_type", kind, "default, linear, llama3 or yarn")
+    elif given.get("factor") == 1:  # which divides nothing
+        del given["factor"]
+    if given:
+        raise a.error("rope_parameters", given, f"only what {kind} needs")
+    return scaling
+
+
+def _yarn(a: Attributes, given: dict[str, Any], n_ctx: int, original: int) -> RotaryScaling:
+    if (truncate := given.pop("truncate", True)) is not True:
+        raise a.error("truncate", truncate, "True")
+    given.pop("attn_factor", None)  # llama.cpp's; transformers reads attention_factor alone
+    factor = given.pop("factor", n_ctx / original)
+    above, below = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+    length = given.pop("attention_factor", None)
+    if length is None and above and below and factor > 1:  # DeepSeek's form
+        length = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
+    if length == 0:  # which stands for the usual form in our config
+        raise a.error("attention_factor", length, "above 0")
+    return RotaryScaling(
+        kind="yarn",
+        factor=factor,
+        original_n_ctx=original,
+        # 0 stands for the published values, there as here
+        low=given.pop("beta_slow", 0.0),
+        high=given.pop("beta_fast", 0.0),
+        attention_factor=length or 0.0,
+    )

@@ -1,11 +1,13 @@
 """GPT-2, GPT-BigCode (StarCoder) and GPT-NeoX (Pythia): LayerNorm, biases, fused attention weights."""
 
+from collections.abc import Callable
 from typing import Any
 
-from models.checkpoints.assemble import Source
-from models.checkpoints.attributes import Attributes
-from models.checkpoints.families.family import ACTIVATIONS, Rows, by_kind, transposed
-from models.checkpoints.families.rope import rotary
+import torch
+from torch import Tensor
+
+from models.checkpoints.assemble import Source, concatenated
+from models.checkpoints.families.family import Attributes, Rows, rotary
 from models.config import TransformerConfig
 
 
@@ -43,9 +45,9 @@ def _learned_positions(a: Attributes, activation: str, **others: Any) -> Transfo
         d_mlp=a.take("n_inner", None) or 0,
         norm_eps=a.take("layer_norm_epsilon", 1e-5),
         attn_scale=0.0 if a.take("scale_attn_weights", True) else 1.0,
-        activation=a.choice("activation_function", activation, ACTIVATIONS),
+        activation=a.activation("activation_function", activation),
         tied_unembed=a.take("tie_word_embeddings", True),
-        dropout=a.same({"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}),
+        dropout=a.dropout({"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}),
         **others,
     )
 
@@ -66,46 +68,38 @@ def neox_config(a: Attributes) -> TransformerConfig:
         norm_eps=a.take("layer_norm_eps", 1e-5),
         **rotary(a, a.take("max_position_embeddings", 2048), spelled, fraction=0.25),
         parallel=a.take("use_parallel_residual", True),
-        activation=a.choice("hidden_act", "gelu", ACTIVATIONS),
+        activation=a.activation("hidden_act", "gelu"),
         qkv_bias=biased,
         out_bias=biased,
         tied_unembed=a.take("tie_word_embeddings", False),
-        dropout=a.same({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
+        dropout=a.dropout({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
     )
 
 
 def gpt2_rows(config: TransformerConfig) -> Rows:
     """GPT-2's keys; its matrices are stored as [in, out]."""
-    layer = "transformer.h.N"
-    return {
-        "token_embedding.weight": "transformer.wte.weight",
-        "position_embedding.weight": "transformer.wpe.weight",
-        "blocks.N.ln1.*": f"{layer}.ln_1.*",
-        "blocks.N.attn.qkv.*": Source((f"{layer}.attn.c_attn.*",), transposed),
-        "blocks.N.attn.output.*": Source((f"{layer}.attn.c_proj.*",), transposed),
-        "blocks.N.ln2.*": f"{layer}.ln_2.*",
-        "blocks.N.mlp.input.*": Source((f"{layer}.mlp.c_fc.*",), transposed),
-        "blocks.N.mlp.output.*": Source((f"{layer}.mlp.c_proj.*",), transposed),
-        "ln_final.*": "transformer.ln_f.*",
-        "unembedding.weight": "lm_head.weight",
-    }
+    return _gpt_rows(qkv=torch.t, others=torch.t)
 
 
 def bigcode_rows(config: TransformerConfig) -> Rows:
     """GPT-BigCode's keys. With one key head, queries, keys and values stand as ours; else by head."""
+    multi_query = config.n_kv_heads < config.n_heads
+    return _gpt_rows(qkv=concatenated if multi_query else _by_kind(config.n_heads))
+
+
+def _gpt_rows(
+    qkv: Callable[..., Tensor], others: Callable[..., Tensor] = concatenated
+) -> dict[str, str | Source]:
     layer = "transformer.h.N"
-    qkv = Source((f"{layer}.attn.c_attn.*",))
-    if config.n_kv_heads == config.n_heads > 1:
-        qkv = Source((f"{layer}.attn.c_attn.*",), by_kind(config.n_heads))
     return {
         "token_embedding.weight": "transformer.wte.weight",
         "position_embedding.weight": "transformer.wpe.weight",
         "blocks.N.ln1.*": f"{layer}.ln_1.*",
-        "blocks.N.attn.qkv.*": qkv,
-        "blocks.N.attn.output.*": f"{layer}.attn.c_proj.*",
+        "blocks.N.attn.qkv.*": Source((f"{layer}.attn.c_attn.*",), qkv),
+        "blocks.N.attn.output.*": Source((f"{layer}.attn.c_proj.*",), others),
         "blocks.N.ln2.*": f"{layer}.ln_2.*",
-        "blocks.N.mlp.input.*": f"{layer}.mlp.c_fc.*",
-        "blocks.N.mlp.output.*": f"{layer}.mlp.c_proj.*",
+        "blocks.N.mlp.input.*": Source((f"{layer}.mlp.c_fc.*",), others),
+        "blocks.N.mlp.output.*": Source((f"{layer}.mlp.c_proj.*",), others),
         "ln_final.*": "transformer.ln_f.*",
         "unembedding.weight": "lm_head.weight",
     }
@@ -114,7 +108,7 @@ def bigcode_rows(config: TransformerConfig) -> Rows:
 def neox_rows(config: TransformerConfig) -> Rows:
     """GPT-NeoX's keys; queries, keys and values are stored head by head."""
     layer = "gpt_neox.layers.N"
-    qkv = Source((f"{layer}.attention.query_key_value.*",), by_kind(config.n_heads))
+    qkv = Source((f"{layer}.attention.query_key_value.*",), _by_kind(config.n_heads))
     return {
         "token_embedding.weight": "gpt_neox.embed_in.weight",
         "blocks.N.ln1.*": f"{layer}.input_layernorm.*",
@@ -126,3 +120,12 @@ def neox_rows(config: TransformerConfig) -> Rows:
         "ln_final.*": "gpt_neox.final_layer_norm.*",
         "unembedding.weight": "embed_out.weight",
     }
+
+
+def _by_kind(n_heads: int) -> Callable[[Tensor], Tensor]:
+    """Queries, keys and values that are stored head by head, as all queries, all keys, all values."""
+
+    def convert(fused: Tensor) -> Tensor:
+        return fused.unflatten(0, (n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+    return convert
