@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hooks import UnknownNameError
-from models.training.files import CHECKPOINT
+from models.training.run import CHECKPOINT
 
 
 def attempt(work: Callable[[], None]) -> int:
