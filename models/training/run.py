@@ -236,9 +236,9 @@ class Run:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             theirs, records = state["run"], state["records"]
-        except OSError:
+        except FileNotFoundError:
             raise
-        except Exception as error:  # of zip, pickle or torch, depending on the damage
+        except Exception as error:  # of the system, zip, pickle or torch, by the damage
             reason = " ".join(str(error).split())[:100]
             raise ValueError(f"{path} must be a whole checkpoint; got: {reason}") from error
         different = [
