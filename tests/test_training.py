@@ -23,7 +23,6 @@ from models import (
     generate,
     next_token_loss,
     sample_batch,
-    split,
     train,
 )
 from models.training import run as run_module
@@ -68,12 +67,6 @@ def test_loss_is_the_cross_entropy_of_the_next_token(model, tokens):
     expected = logits[2, 3].double().exp()
     expected = -math.log(expected[tokens[2, 4]] / expected.sum())
     assert loss[2, 3].item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_split_is_contiguous():
-    first, second = split(torch.arange(20), 0.75)
-    assert first.tolist() == list(range(15))
-    assert second.tolist() == [15, 16, 17, 18, 19]
 
 
 def test_samples_are_stretches_of_the_text_and_reach_its_end():
@@ -194,8 +187,7 @@ def test_the_rate_warms_up_and_falls():
 # The run.
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_training_is_decided_by_its_seed_alone_and_leaves_torchs_own_generator(deterministic):
+def test_training_is_decided_by_its_seed_alone_and_leaves_torchs_own_generator():
     def run(seed):
         model = tiny(dropout=0.3)
         torch.manual_seed(len(drawn))
@@ -204,11 +196,7 @@ def test_training_is_decided_by_its_seed_alone_and_leaves_torchs_own_generator(d
         return result.losses, weights(model)
 
     drawn = []
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        (losses, one), (again, two), (others, _) = run(0), run(0), run(1)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    (losses, one), (again, two), (others, _) = run(0), run(0), run(1)
     assert losses == again
     assert same(one, two)
     assert losses != others
@@ -354,14 +342,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop, error, saved):
     assert files == ["checkpoint.pt", "log.jsonl"]
 
 
-def test_ctrl_c_says_what_was_saved_and_the_handler_is_restored(tmp_path):
-    with pytest.raises(KeyboardInterrupt) as caught:
-        train(tiny(), TEXT, config(), directory=tmp_path, after_step=interrupt_at(2))
-    for part in ("step 2 of 7", f"{tmp_path / 'checkpoint.pt'} holds step 2", "resume=True"):
-        assert part in str(caught.value)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_ctrl_c_while_the_last_checkpoint_is_written_is_heard(tmp_path, monkeypatch):
     save = torch.save
 
@@ -453,8 +433,10 @@ def test_killed_while_writing_a_checkpoint_the_one_before_is_whole(tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     """A directory with a run that was stopped at its second step."""
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         train(tiny(), TEXT, config(), directory=tmp_path, after_step=interrupt_at(2))
+    for part in ("step 2 of 7", f"{tmp_path / 'checkpoint.pt'} holds step 2", "resume=True"):
+        assert part in str(caught.value)
     return tmp_path
 
 
@@ -588,15 +570,8 @@ def test_a_text_that_cannot_be_learned_or_measured_is_refused_first(tmp_path, te
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="batch.* 0"):
         evaluate(tiny(), TEXT, batch=0)
-
-
-@pytest.mark.parametrize(
-    ("length", "fraction", "found"),
-    [(97, 0.07, r"\(6,\)"), (97, 0.95, r"\(5,\)"), (1, 0.9, "0 of 1"), (20, 1.0, "20 of 20")],
-)
-def test_a_text_too_short_to_split_is_refused(length, fraction, found):
-    with pytest.raises(ValueError, match=found):
-        train(tiny(), TEXT[:length], config(train_fraction=fraction))
+    with pytest.raises(ValueError, match="0 of 1"):
+        train(tiny(), TEXT[:1], config())
 
 
 def test_a_checkpoint_is_not_written_over_by_another_run(saved):

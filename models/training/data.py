@@ -137,29 +137,27 @@ def evaluate(
     """
     length = model.config.n_ctx
     check_whole("batch", batch)
-    check_learnable("the text", tokens, ("text",), length + 1, model.config.vocab_size)
+    check_learnable("the text", tokens, "pos", length + 1, model.config.vocab_size)
     windows = tokens.unfold(0, length + 1, length)
     with mode(model, training=False):
         total = sum(mean_loss(model, rows).item() * len(rows) for rows in windows.split(batch))
     return Evaluation(total / len(windows), characters_per_token)
 
 
-def check_learnable(
-    what: str, tokens: Tensor, axes: tuple[str, ...], least: int, vocab_size: int
-) -> None:
+def check_learnable(what: str, tokens: Tensor, axes: str, least: int, vocab_size: int) -> None:
     """Refuses tokens whose loss would be wrong in silence, or whose fault would be found late.
 
     Floats would be rounded, and cross-entropy leaves out targets of -100.
 
     Raises:
-        ValueError: if they are not integers with these axes, the last one at least `least` long, or
-            some are outside the vocabulary.
+        ValueError: if they are not integers with these axes, have fewer than `least` positions or no
+            row, or are outside the vocabulary.
     """
-    fits = tokens.ndim == len(axes) and tokens.dtype in INTEGERS
+    fits = tokens.ndim == len(axes.split()) and tokens.dtype in INTEGERS
     if not fits or tokens.shape[-1] < least or not len(tokens):
         raise ValueError(
-            f"{what} must be integers [{', '.join(axes)}] with {axes[-1]} at least {least}; got "
-            f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+            f"{what} must be integers [{axes}] with pos at least {least}; got {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}"
         )
     low, high = (int(extreme) for extreme in torch.aminmax(tokens))
     if low < 0 or high >= vocab_size:

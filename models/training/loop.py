@@ -136,7 +136,7 @@ def _source(
     if validation is not None:
         texts[HELD_OUT] = validation
     for what, tokens in texts.items():
-        check_learnable(what, tokens, ("text",), length, vocab_size)
+        check_learnable(what, tokens, "pos", length, vocab_size)
     return data, texts
 
 

@@ -168,7 +168,7 @@ class Run:
             FloatingPointError: before the weights are touched, if loss or gradient is not finite.
         """
         step, vocab_size = len(self.records), self.model.config.vocab_size
-        check_learnable(f"the batch of step {step + 1}", tokens, ("batch", "pos"), 2, vocab_size)
+        check_learnable(f"the batch of step {step + 1}", tokens, "batch pos", 2, vocab_size)
         loss = mean_loss(self.model, tokens)
         self.optimizer.zero_grad()
         loss.backward()
