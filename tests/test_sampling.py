@@ -70,16 +70,6 @@ def test_distributions_worked_out_by_hand(options, expected):
     assert shuffled == about(*(expected[i] for i in order))
 
 
-def test_rows_are_cut_each_for_itself():
-    logits = torch.cat([FOUR, FOUR.flip(1), of(0.97, 0.01, 0.01, 0.01)])
-    cut = Sampling(temperature=1.0, top_p=0.69).cut(logits).softmax(-1)
-    assert cut[0].tolist() == about(4 / 7, 3 / 7, 0, 0)
-    assert cut[1].tolist() == about(0, 0, 3 / 7, 4 / 7)
-    assert cut[2].tolist() == about(1, 0, 0, 0)
-    cut = Sampling(temperature=1.0, min_p=0.3).cut(logits).softmax(-1)
-    assert (cut > 0).sum(1).tolist() == [3, 3, 1]
-
-
 def test_logits_are_left_alone_and_may_forbid_tokens():
     logits = FOUR.clone()
     logits[0, 1] = -torch.inf
@@ -150,21 +140,6 @@ def test_each_row_draws_from_its_own_generator():
     alone = [sampling.choose(logits[:1], generators(seed)).item() for seed in (4, 9, 4, 5, 6)]
     assert together == alone
     assert len(set(together)) == 4
-
-
-def test_one_generator_serves_the_rows_in_turn():
-    logits, [shared, same] = torch.zeros(3, 1000), generators(4, 4)
-    sampling = Sampling(temperature=1.0)
-    together = sampling.choose(logits, [shared] * 3)
-    assert together.tolist() == [sampling.choose(logits[:1], [same]).item() for _ in range(3)]
-    assert len(set(together.tolist())) == 3
-    assert torch.equal(shared.get_state(), same.get_state())
-
-
-def test_the_global_generator_is_left_alone():
-    before = torch.get_rng_state()
-    Sampling(temperature=1.0).choose(torch.zeros(3, 9), generators(1, 2, 3))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # Greedy.
