@@ -67,7 +67,7 @@ def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None
 
 
 def require_own(directory: Path, *, resume: bool) -> None:
-    """Refuses a directory that a run cannot begin in or, with `resume`, go on in.
+    """Refuses a directory that a run cannot begin in or, with `resume`, continue in.
 
     Training does too, but only once there is a model.
 

@@ -265,11 +265,9 @@ def test_a_bar_shows_loss_and_tokens_per_second_on_a_terminal_alone(monkeypatch,
 @pytest.mark.usefixtures("unchecked")
 def test_any_integers_hold_the_same_text(tmp_path):
     expected = train(tiny(), TEXT, config(), directory=tmp_path)
-    for dtype in (torch.uint8, torch.int32):
-        assert train(tiny(), TEXT.to(dtype), config()) == expected
-        assert evaluate(tiny(), TEXT.to(dtype)) == evaluate(tiny(), TEXT)
-        resumed = train(tiny(), TEXT.to(dtype), config(), directory=tmp_path, resume=True)
-        assert resumed == expected
+    assert train(tiny(), TEXT.byte(), config()) == expected
+    assert train(tiny(), TEXT.int(), config(), directory=tmp_path, resume=True) == expected
+    assert evaluate(tiny(), TEXT.byte()) == evaluate(tiny(), TEXT)
 
 
 # Checkpoints.

@@ -84,7 +84,11 @@ def train(
     batches, texts = _source(data, validation, model, config)
     run = Run(model, config, texts, directory)
     forked = [run.device] if run.device.type == "cuda" else []
-    with mode(model, training=True), torch.random.fork_rng(forked), _in_order(run) as interrupted:
+    with (
+        mode(model, training=True),
+        torch.random.fork_rng(forked),
+        _interruptible(run) as interrupted,
+    ):
         run.begin(resume=resume)
         done = len(run.records)
         # No bar where nobody watches: in a file it would be one long line.
@@ -141,7 +145,7 @@ def _source(
 
 
 @contextmanager
-def _in_order(run: Run) -> Iterator[Callable[[], bool]]:
+def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
     """Says whether Ctrl-C was pressed, so that a run can stop between two steps.
 
     Pressed again, it stops at once. Either way the error says what was saved, and no gradients are left.
