@@ -19,6 +19,7 @@ give each further experiment an --out of its own.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -110,12 +111,7 @@ def continued(
     while (left := len(prompt) + length - len(tokens)) > 0:
         seen = tokens[-n_ctx // 2 :] if len(tokens) >= n_ctx else tokens
         new = min(left, n_ctx - len(seen))
-        how = {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-        }
-        (row,) = generate(model, [seen], max_new_tokens=new, seed=generator, **how)
+        (row,) = generate(model, [seen], max_new_tokens=new, seed=generator, **asdict(sampling))
         tokens += row[len(seen) :]
     return tokens
 
@@ -188,8 +184,9 @@ def run(options: argparse.Namespace) -> None:
         f"{model.count_parameters():,} weights; {len(text):,} characters of {source}, "
         f"{vocab_size} distinct"
     )
-    where = {"directory": out, "resume": options.resume}
-    result = train(model, learned, training, validation=held_out, **where)
+    result = train(
+        model, learned, training, validation=held_out, directory=out, resume=options.resume
+    )
     model.eval()
     save(out, model, tokenizer)
     for step, found in result.validation.items():

@@ -107,8 +107,8 @@ def run(options: argparse.Namespace, command: str) -> None:
             best = validated
             save(options.out, model, tokenizer)
 
-    where = {"directory": options.out, "resume": options.resume}
-    train(model, batches, schedule, **where, after_step=after_step)
+    where, resume = options.out, options.resume
+    train(model, batches, schedule, directory=where, resume=resume, after_step=after_step)
     if best == math.inf:
         raise ValueError(
             f"after {options.steps} steps the model does not copy in context; no model was kept"

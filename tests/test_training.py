@@ -422,7 +422,7 @@ def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# The log is written first. torch's writer fails in another way when only its last part does not fit.
+# The log is written first. With 0.999 only the last part of torch's file does not fit.
 @pytest.mark.parametrize(("share", "name"), [(0, "log.jsonl"), (0.5, "checkpoint.pt"), (0.999, "checkpoint.pt")])  # fmt: skip
 def test_a_full_disk_leaves_the_files_before(saved, share, name):
     path = saved / "checkpoint.pt"

@@ -282,10 +282,8 @@ class Run:
         """Errors of writing name the file, and what can be resumed."""
         try:
             yield
-        # torch.save hides the system's error behind one of its own.
-        except (OSError, RuntimeError) as error:
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            raise OSError(f"{path} cannot be written: {reason}; {self.last}") from error
+        except OSError as error:
+            raise OSError(f"{path} cannot be written: {error}; {self.last}") from error
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
