@@ -7,7 +7,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hooks import UnknownNameError
-from models.training.files import CHECKPOINT
+from models.training.run import CHECKPOINT
+
+
+def parser(description: str | None, out: str | None, steps: int) -> argparse.ArgumentParser:
+    """The options that all examples that train have; `out` and `steps` are defaults."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=out and Path(out), metavar="DIRECTORY", help="of this run alone"
+    )
+    parser.add_argument("--steps", type=int, default=steps, help="of training (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
 def attempt(work: Callable[[], None]) -> int:
@@ -19,18 +32,20 @@ def attempt(work: Callable[[], None]) -> int:
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         return refuse(str(error))
     except KeyboardInterrupt as error:
-        # Training says how to go on in Python.
-        print(
-            "\n" + (str(error) or "interrupted").replace("resume=True", "--resume"), file=sys.stderr
-        )
+        print("\n" + as_option(str(error) or "interrupted"), file=sys.stderr)
         return 130
     return 0
 
 
 def refuse(reason: str) -> int:
     """Says why in one line; the exit status."""
-    print("error:", " ".join(reason.split()), file=sys.stderr)
+    print("error:", as_option(" ".join(reason.split())), file=sys.stderr)
     return 1
+
+
+def as_option(reason: str) -> str:
+    """Training says in Python how to go on."""
+    return reason.replace("resume=True", "--resume")
 
 
 def require_matplotlib() -> None:
@@ -43,7 +58,7 @@ def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None
     """Raises ValueError naming each option that is given and below its least value."""
     given = {name: getattr(options, name) for name in least}
     wrong = [
-        f"--{name.replace('_', '-')} is at least {least[name]}, not {value}"
+        f"--{name.replace('_', '-')} must be at least {least[name]}; got {value}"
         for name, value in given.items()
         if value is not None and value < least[name]
     ]
@@ -52,7 +67,7 @@ def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None
 
 
 def require_own(directory: Path, *, resume: bool) -> None:
-    """Refuses a directory that a run cannot begin in or, with `resume`, go on in.
+    """Refuses a directory that a run cannot begin in or, with `resume`, continue in.
 
     Training does too, but only once there is a model.
 
@@ -60,7 +75,7 @@ def require_own(directory: Path, *, resume: bool) -> None:
         OSError: saying what to do instead.
     """
     if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(f"--out is a directory, and {directory} is a file")
+        raise NotADirectoryError(f"--out must be a directory; got the file {directory}")
     has_run = (directory / CHECKPOINT).exists()
     if has_run and not resume:
         raise FileExistsError(
@@ -69,8 +84,7 @@ def require_own(directory: Path, *, resume: bool) -> None:
         )
     if (directory / "config.json").exists() and not has_run:
         raise FileExistsError(
-            f"{directory} has a model already, of no run that can be resumed: --out chooses another "
-            "directory"
+            f"{directory} has a model already, but no run to resume: --out chooses another directory"
         )
     if resume and not has_run:
         raise FileNotFoundError(f"{directory} has no {CHECKPOINT} to resume from")
@@ -86,11 +100,9 @@ def text_at(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}"
-        ) from None
+        raise ValueError(f"{path} must be in UTF-8: {error}") from None
     if not text:
-        raise ValueError(f"{path} is empty")
+        raise ValueError(f"{path} must have some text; it is empty")
     return text
 
 

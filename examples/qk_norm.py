@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from commands import attempt, pydoc_text, require_least, require_matplotlib, text_at
+from commands import attempt, parser, pydoc_text, require_least, require_matplotlib, text_at
 
 from hooks import HookedRunner
 from models import CharTokenizer, TrainingConfig, Transformer, build, evaluate, split, train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# What whole numbers have to be. With a context of 1 attention has nothing to choose from.
-LEAST = {"steps": 1, "layers": 1, "heads": 1, "width": 1, "context": 2, "seed": 0}
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,9 @@ def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: 
     patterns = torch.stack([cache["pattern", layer] for layer in layers])
     # The first query has one key only, whatever the model does.
     entropy = -torch.xlogy(patterns, patterns).sum(-1)[..., 1:] / torch.arange(2, pos + 1).log()
-    found = Measurement(
-        step=step,
-        largest_score=scores.abs().max().item(),
-        score_deviation=scores.std().item(),
-        entropy=entropy.mean().item(),
-        validation_loss=loss,
-    )
     model.train()
-    return found
+    largest, deviation = scores.abs().max().item(), scores.std().item()
+    return Measurement(step, largest, deviation, entropy.mean().item(), loss)
 
 
 def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
@@ -156,15 +147,8 @@ def figure_of(runs: dict[str, list[Measurement]], bound: float) -> "Figure":
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
     panels[0].axhline(bound, color="grey", linewidth=0.8)
-    panels[0].annotate(
-        "sqrt(d_head)",
-        (1, bound),
-        xycoords=("axes fraction", "data"),
-        color="grey",
-        fontsize=8,
-        ha="right",
-        va="bottom",
-    )
+    place = panels[0].get_yaxis_transform()
+    panels[0].text(1, bound, "sqrt(d_head)", transform=place, color="grey", fontsize=8, ha="right")
     panels[0].set_yscale("log")
     panels[2].legend(fontsize=8)
     return figure
@@ -172,7 +156,8 @@ def figure_of(runs: dict[str, list[Measurement]], bound: float) -> "Figure":
 
 def run(options: argparse.Namespace) -> None:
     """Trains, then writes table and figure to the directory."""
-    require_least(options, LEAST)
+    # With a context of 1 attention has nothing to choose from.
+    require_least(options, {"steps": 1, "context": 2})
     require_matplotlib()
     options.out.mkdir(parents=True, exist_ok=True)
     runs = compared(options)
@@ -184,19 +169,12 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/qk-norm"), metavar="DIRECTORY")
-    parser.add_argument("--text", type=Path, help="a file in UTF-8; else Python's documentation")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 1e-2])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    return attempt(partial(run, parser.parse_args(arguments)))
+    options = parser(__doc__, "out/qk-norm", 400)
+    options.add_argument("--text", type=Path, help="a file in UTF-8; else Python's documentation")
+    options.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 1e-2])
+    for name, default in {"layers": 4, "heads": 4, "width": 128, "context": 64}.items():
+        options.add_argument(f"--{name}", type=int, default=default)
+    return attempt(partial(run, options.parse_args(arguments)))
 
 
 if __name__ == "__main__":

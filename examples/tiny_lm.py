@@ -19,12 +19,14 @@ give each further experiment an --out of its own.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 from commands import (
     attempt,
+    parser,
     pydoc_text,
     require_least,
     require_matplotlib,
@@ -58,27 +60,14 @@ FIELDS = {
     "positions": "positions",
     "dropout": "dropout",
 }
-# What whole numbers have to be. With a context of 1 there is no room for a character after the prompt.
-LEAST = {
-    "validation_windows": 1,
-    "layers": 1,
-    "heads": 1,
-    "width": 1,
-    "mlp_width": 1,
-    "context": 2,
-    "steps": 1,
-    "batch_size": 1,
-    "warmup": 0,
-    "evaluate_every": 1,
-    "seed": 0,
-    "length": 1,
-}
+# Those that are fields of the training's.
+TRAINING = (
+    *("steps", "batch_size", "learning_rate", "final_rate", "warmup", "weight_decay", "clip"),
+    *("seed", "evaluate_every"),
+)
 SAMPLINGS = (
     Sampling(),
-    Sampling(temperature=0.5),
-    Sampling(temperature=0.8),
-    Sampling(temperature=1.0),
-    Sampling(temperature=1.3),
+    *(Sampling(temperature=temperature) for temperature in (0.5, 0.8, 1.0, 1.3)),
     Sampling(temperature=1.0, top_k=5),
     Sampling(temperature=1.0, top_p=0.9),
 )
@@ -86,18 +75,9 @@ SAMPLINGS = (
 
 def nano(vocab_size: int) -> TransformerConfig:
     """nanoGPT's model for a CPU: GPT-2 without biases, with the exact GELU (Karpathy 2022)."""
-    return TransformerConfig(
-        vocab_size=vocab_size,
-        n_ctx=64,
-        n_layers=4,
-        n_heads=4,
-        d_model=128,
-        norm_bias=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        activation="gelu",
-    )
+    sizes = {"n_ctx": 64, "n_layers": 4, "n_heads": 4, "d_model": 128}
+    biases = dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "mlp_bias"), False)
+    return TransformerConfig(vocab_size=vocab_size, activation="gelu", **sizes, **biases)
 
 
 def text_of(path: Path | None) -> tuple[str, str]:
@@ -114,7 +94,7 @@ def prompt_of(given: str | None, text: str, tokenizer: CharTokenizer) -> list[in
     if given is None:
         given = "\n" if "\n" in text else text[0]
     if not given:
-        raise ValueError("--prompt is at least one character of the text, not ''")
+        raise ValueError("--prompt must have at least one character of the text; got ''")
     try:
         return tokenizer.encode(given)
     except ValueError as error:
@@ -130,15 +110,8 @@ def continued(
     generator = torch.Generator().manual_seed(seed)
     while (left := len(prompt) + length - len(tokens)) > 0:
         seen = tokens[-n_ctx // 2 :] if len(tokens) >= n_ctx else tokens
-        (row,) = generate(
-            model,
-            [seen],
-            max_new_tokens=min(left, n_ctx - len(seen)),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=generator,
-        )
+        new = min(left, n_ctx - len(seen))
+        (row,) = generate(model, [seen], max_new_tokens=new, seed=generator, **asdict(sampling))
         tokens += row[len(seen) :]
     return tokens
 
@@ -152,29 +125,23 @@ def in_words(sampling: Sampling) -> str:
     return ", ".join([f"temperature {sampling.temperature}", *given])
 
 
-def parser() -> argparse.ArgumentParser:
+def all_options() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    data = parser.add_argument_group("text")
+    options = parser(__doc__, None, 2000)
+    data = options.add_argument_group("text")
     data.add_argument("--text", type=Path, help="a file in UTF-8")
     data.add_argument(
         "--validation-windows",
         type=int,
         help="at most so many contexts of the held-out tenth are evaluated (all; 16 with --model)",
     )
-    model = parser.add_argument_group("model; what is not given is nanoGPT's, or the --model's")
+    model = options.add_argument_group("model; what is not given is nanoGPT's, or the --model's")
     model.add_argument("--model", metavar="NAME", help=", ".join(available()))
-    model.add_argument("--layers", type=int)
-    model.add_argument("--heads", type=int)
-    model.add_argument("--width", type=int, help="of the residual stream")
-    model.add_argument("--mlp-width", type=int)
-    model.add_argument("--context", type=int, help="in characters")
+    for name in ("layers", "heads", "width", "mlp-width", "context"):
+        model.add_argument(f"--{name}", type=int)
     model.add_argument("--positions", help="learned, sinusoidal, rotary or none")
     model.add_argument("--dropout", type=float)
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=2000)
+    training = options.add_argument_group("training")
     training.add_argument("--batch-size", type=int, default=12)
     training.add_argument("--learning-rate", type=float, default=2e-3, help="(%(default)s)")
     training.add_argument("--warmup", type=int, default=100, help="steps (%(default)s)")
@@ -184,22 +151,17 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--weight-decay", type=float, default=0.1)
     training.add_argument("--clip", type=float, default=1.0, help="gradient norm; 0 for any")
     training.add_argument("--evaluate-every", type=int, default=250, metavar="STEPS")
-    training.add_argument("--seed", type=int, default=0)
     training.add_argument("--resume", action="store_true", help="go on from --out's checkpoint")
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--out", type=Path, metavar="DIRECTORY", help="of this run alone (out/tiny-lm or out/MODEL)"
-    )
-    output.add_argument(
-        "--prompt", help="how samples begin (a new line, or the text's first character)"
-    )
-    output.add_argument("--length", type=int, default=300, help="characters a sample")
-    return parser
+    samples = options.add_argument_group("samples")
+    samples.add_argument("--prompt", help="how they begin (a new line, or the first character)")
+    samples.add_argument("--length", type=int, default=300, help="characters a sample")
+    return options
 
 
 def run(options: argparse.Namespace) -> None:
     """Trains, then writes model, samples and figures to the directory."""
-    require_least(options, LEAST)
+    # With a context of 1 there is no room for a character after the prompt.
+    require_least(options, {"validation_windows": 1, "context": 2, "length": 1})
     require_matplotlib()
     out = Path("out", options.model or "tiny-lm") if options.out is None else options.out
     require_own(out, resume=options.resume)
@@ -211,16 +173,7 @@ def run(options: argparse.Namespace) -> None:
     given = {field: getattr(options, option) for option, field in FIELDS.items()}
     config = base.replace(**{name: value for name, value in given.items() if value is not None})
     training = TrainingConfig(
-        steps=options.steps,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        final_rate=options.final_rate,
-        warmup=options.warmup,
-        weight_decay=options.weight_decay,
-        clip=options.clip,
-        seed=options.seed,
-        evaluate_every=options.evaluate_every,
-        characters_per_token=1.0,
+        **{name: getattr(options, name) for name in TRAINING}, characters_per_token=1.0
     )
     learned, held_out = split(torch.tensor(tokenizer.encode(text)))
     windows = options.validation_windows or (16 if options.model else len(held_out))
@@ -232,12 +185,7 @@ def run(options: argparse.Namespace) -> None:
         f"{vocab_size} distinct"
     )
     result = train(
-        model,
-        learned,
-        training,
-        validation=held_out,
-        directory=out,
-        resume=options.resume,
+        model, learned, training, validation=held_out, directory=out, resume=options.resume
     )
     model.eval()
     save(out, model, tokenizer)
@@ -274,7 +222,7 @@ def draw(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
-    return attempt(partial(run, parser().parse_args(arguments)))
+    return attempt(partial(run, all_options().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from commands import attempt, pydoc_text, require_least, require_own
+from commands import attempt, parser, pydoc_text, require_least, require_own
 
 from interp import repeated_tokens
 from models import (
@@ -69,7 +68,7 @@ def copying(model: Transformer) -> tuple[float, float]:
 
 def run(options: argparse.Namespace, command: str) -> None:
     """Trains, keeps the weights with the lowest validation loss that copy, writes what it measured."""
-    require_least(options, {"steps": 1, "prose_steps": 0, "seed": 0})
+    require_least(options, {"prose_steps": 0})
     require_own(options.out, resume=options.resume)
     text = pydoc_text()
     tokenizer = CharTokenizer.of(text)
@@ -108,14 +107,8 @@ def run(options: argparse.Namespace, command: str) -> None:
             best = validated
             save(options.out, model, tokenizer)
 
-    train(
-        model,
-        batches,
-        schedule,
-        directory=options.out,
-        resume=options.resume,
-        after_step=after_step,
-    )
+    where, resume = options.out, options.resume
+    train(model, batches, schedule, directory=where, resume=resume, after_step=after_step)
     if best == math.inf:
         raise ValueError(
             f"after {options.steps} steps the model does not copy in context; no model was kept"
@@ -141,20 +134,17 @@ def run(options: argparse.Namespace, command: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parser(__doc__, "out/pydoc-4l", 3500)
+    options.add_argument(
+        "--prose-steps", type=int, default=1500, help="steps before copying begins"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/pydoc-4l"), metavar="DIRECTORY")
-    parser.add_argument("--steps", type=int, default=3500)
-    parser.add_argument("--prose-steps", type=int, default=1500, help="steps before copying begins")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
+    options.add_argument("--learning-rate", type=float, default=2e-3)
+    options.add_argument("--dropout", type=float, default=0.0)
+    options.add_argument(
         "--resume", action="store_true", help="go on from --out's checkpoint, other options as then"
     )
     command = shlex.join(["python", "examples/train_pydoc.py", *arguments])
-    return attempt(partial(run, parser.parse_args(arguments), command))
+    return attempt(partial(run, options.parse_args(arguments), command))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""Generation: prompts of any lengths go on, token by token, from cached keys and values."""
+"""Generation: prompts of any lengths are continued token by token, from cached keys and values."""
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
+from typing import TypedDict, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from models.checks import check_tokens, check_whole
+from models.checks import check_whole
 from models.kvcache import KVCache
 from models.sampling import Sampling
 from models.transformer import Transformer
 
 Prompts = Int[Tensor, "batch pos"] | Sequence[Sequence[int]]
 """Tokens of each prompt; in a list they may differ in length."""
-NO_DROPOUT = "generation needs a model without dropout: call model.eval() first"
-RULE = "prompts are integers of shape [batch, pos] or a list of lists of them"
+IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,26 @@ class Step:
     logits: Float[Tensor, "batch vocab"]
 
 
+class Options(TypedDict, total=False):
+    """What `generate` passes on to `stream`, where it is described."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    stop: Iterable[int]
+    seed: int | torch.Generator
+    max_context: int | None
+    prefill_chunk: int
+
+
 def generate(
-    model: Transformer,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    stop: Iterable[int] = (),
-    seed: int | torch.Generator = 0,
-    max_context: int | None = None,
-    prefill_chunk: int = 1024,
+    model: Transformer, prompts: Prompts, *, max_new_tokens: int, **options: Unpack[Options]
 ) -> list[list[int]]:
     """Each prompt with its continuation, up to and with a stop token.
 
-    A row of a batch gets what it would get alone, up to rounding: other numbers of rows are multiplied
-    by other kernels, so that two all but equally probable tokens may change places.
+    A row of a batch gets what it would get alone, up to rounding: batches of other sizes are multiplied
+    by other kernels, so two tokens that are almost equally probable may change places.
 
     Hooks in force act in every step. To keep values of all steps in one cache,
     `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`: its
@@ -62,18 +64,11 @@ def generate(
         model: in eval mode.
         prompts: tokens [batch, pos], or a list of prompts of any lengths.
         max_new_tokens: how many tokens to add at most.
-        temperature, top_k, top_p, min_p: see `Sampling`; temperature 0 takes the most probable token.
-        stop: tokens that end a row.
-        seed: row i draws from a generator of its own, seeded with `seed + i`, so alone with that seed
-            it draws the same; or one generator that all rows draw from in turn.
-        max_context: the most positions to hold; None for the model's `n_ctx`.
-        prefill_chunk: how many positions of the prompts are read at once.
+        options: `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`, `max_context` and
+            `prefill_chunk`; see `stream`.
 
     Raises:
-        ValueError: if an option is outside its range, a prompt is empty or does not fit with its
-            continuation, or the model is in training mode; before any work.
-            Later, if the logits of a row that has not ended are no numbers.
-        TypeError: if the model is none of this package's.
+        ValueError: as `stream`.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -82,24 +77,12 @@ def generate(
     [5, 4]
     """
     texts = _as_lists(prompts)
-    steps = stream(
-        model,
-        texts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        stop=stop,
-        seed=seed,
-        max_context=max_context,
-        prefill_chunk=prefill_chunk,
-    )
+    steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     made = [(step.tokens, step.running) for step in steps]
     tokens = torch.stack([token for token, _ in made], 1).tolist()
     lengths = torch.stack([running for _, running in made], 1).sum(1).tolist()
-    new = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    return [prompt + row for prompt, row in zip(texts, new, strict=True)]
+    rows = zip(texts, tokens, lengths, strict=True)
+    return [text + new[:length] for text, new, length in rows]
 
 
 def stream(
@@ -116,53 +99,71 @@ def stream(
     max_context: int | None = None,
     prefill_chunk: int = 1024,
 ) -> Iterator[Step]:
-    """The steps of `generate`, one at a time as they are made; arguments and errors as there.
+    """The steps of `generate`, one at a time as they are made.
 
-    The errors come at the call, before the first step is asked for. A caller may change a step's
-    tensors: the next step does not read them.
+    A caller may change a step's tensors: the next step does not read them.
+
+    Args:
+        model: in eval mode.
+        prompts: tokens [batch, pos], or a list of prompts of any lengths.
+        max_new_tokens: how many tokens to add at most.
+        temperature, top_k, top_p, min_p: see `Sampling`; temperature 0 takes the most probable token.
+        stop: tokens that end a row.
+        seed: row i draws from a generator of its own, seeded with `seed + i`, so alone with that seed
+            it draws the same; or one generator that all rows draw from in turn.
+        max_context: the most positions to hold; None for the model's `n_ctx`.
+        prefill_chunk: how many positions of the prompts are read at once.
+
+    Raises:
+        ValueError: at the call, if a sampling option is out of its range, a prompt is empty or does
+            not fit with its continuation, a token is outside the vocabulary, or the model is in
+            training mode. Later, if the logits of a row that has not ended are not finite.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
+    >>> steps = stream(Transformer(config).eval(), [[1, 2], [3]], max_new_tokens=3)
+    >>> next(steps).logits.shape
+    torch.Size([2, 5])
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    texts, stop = _as_lists(prompts), _as_stops(stop)
-    _check(model, texts, max_new_tokens, stop, seed, max_context, prefill_chunk)
+    texts, stops = _as_lists(prompts), [index(token) for token in stop]
+    check_whole("max_new_tokens", max_new_tokens)
+    _check(model, texts, stops, max_new_tokens, max_context)
     device = model.token_embedding.weight.device
-    longest = max(map(len, texts))
-    tokens = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=device)
-    lengths = torch.tensor([len(text) for text in texts], device=device)
     generators: list[torch.Generator] = []
     if isinstance(seed, torch.Generator):
         generators = [seed] * len(texts)
     elif not sampling.is_greedy:
         seeds = range(index(seed), index(seed) + len(texts))
         generators = [torch.Generator(device).manual_seed(own) for own in seeds]
+    pads = [max(map(len, texts)) - len(text) for text in texts]
+    tokens = torch.tensor(
+        [[0] * pad + text for pad, text in zip(pads, texts, strict=True)], device=device
+    )
+    end = tokens.shape[1] + max_new_tokens
     mask = None
-    if min(map(len, texts)) < longest:
-        places = torch.arange(longest + max_new_tokens, device=device)
-        mask = places >= longest - lengths[:, None]
-    limit = model.config.n_ctx if max_context is None else max_context
-    reader = _Reader(model, KVCache(min(limit, longest + max_new_tokens)), mask, prefill_chunk)
-    return _steps(reader, tokens, sampling, generators, stop, max_new_tokens)
+    if any(pads):
+        mask = torch.arange(end, device=device) >= torch.tensor(pads, device=device)[:, None]
+    read = partial(_read, model, KVCache(end), mask, prefill_chunk)
+    return _steps(read, tokens, sampling, generators, stops, max_new_tokens)
 
 
-class _Reader:
-    """Feeds tokens to a model and gives the logits after the last of them."""
-
-    def __init__(self, model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int) -> None:
-        self._model, self._cache, self._mask, self._chunk = model, cache, mask, chunk
-
-    # Not around the generator below: between its steps the caller's own mode would be changed.
-    @torch.no_grad()
-    def __call__(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch vocab"]:
-        if self._model.training:
-            raise ValueError(NO_DROPOUT)
-        for chunk in tokens.split(self._chunk, 1) if tokens.shape[1] > self._chunk else [tokens]:
-            end = self._cache.length + chunk.shape[1]
-            mask = None if self._mask is None else self._mask[:, :end]
-            logits = self._model(chunk, attention_mask=mask, kv_cache=self._cache, last=1)
-        return logits[:, -1]
+# Not around the generator below: there it would act between the steps too.
+@torch.no_grad()
+def _read(
+    model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor
+) -> Tensor:
+    """The logits after the last token: [batch, vocab]."""
+    if model.training:
+        raise ValueError(IN_TRAINING)
+    for piece in tokens.split(chunk, 1) if tokens.shape[1] > chunk else [tokens]:
+        seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
+        logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
+    return logits[:, -1]
 
 
 def _steps(
-    reader: _Reader,
+    read: Callable[[Tensor], Tensor],
     tokens: Tensor,
     sampling: Sampling,
     generators: list[torch.Generator],
@@ -172,7 +173,7 @@ def _steps(
     stops = torch.tensor(stop, device=tokens.device)
     running = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(count):
-        logits = reader(tokens)
+        logits = read(tokens)
         # A row that has ended goes on with anything, so that it cannot fail.
         finite = logits if not stop or running.all() else torch.where(running[:, None], logits, 0.0)
         new = sampling.choose(finite, generators)
@@ -185,63 +186,29 @@ def _steps(
 
 
 def _as_lists(prompts: Prompts) -> list[list[int]]:
-    if isinstance(prompts, Tensor):
-        check_tokens(prompts, RULE)
-        return prompts.tolist()
-    try:
-        return [[index(token) for token in prompt] for prompt in prompts]
-    except TypeError:
-        raise ValueError(f"{RULE}, not {str(prompts)[:50]!r}") from None
-
-
-def _as_stops(stop: Iterable[int]) -> list[int]:
-    try:
-        return [index(token) for token in stop]
-    except TypeError:
-        raise ValueError(f"stop is a list of tokens, not {str(stop)[:50]!r}") from None
+    rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    return [[index(token) for token in row] for row in rows]
 
 
 def _check(
-    model: Transformer,
-    texts: list[list[int]],
-    new: int,
-    stop: list[int],
-    seed: int | torch.Generator,
-    max_context: int | None,
-    prefill_chunk: int,
+    model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
 ) -> None:
-    """Raises ValueError if generation could not run to its end."""
-    if not isinstance(model, Transformer):
-        raise TypeError(
-            f"generation runs a models.Transformer, not a {type(model).__name__}; models.from_hf makes "
-            "one of a transformers model"
-        )
-    vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
+    """Refuses what would give wrong tokens, or fail after some work."""
     if any(module.training for module in model.modules()):
-        raise ValueError(NO_DROPOUT)
-    check_whole("max_new_tokens", new)
-    check_whole("prefill_chunk", prefill_chunk)
-    if not isinstance(seed, torch.Generator):
-        check_whole("seed", seed, least=-math.inf)
-        first, last = -(2**63), 2**64 - len(texts)
-        if not first <= seed <= last:
-            raise ValueError(f"seed is {first} to {last} for {len(texts)} rows, not {seed}")
-    if max_context is not None:
-        check_whole("max_context", max_context)
+        raise ValueError(IN_TRAINING)
     empty = [row for row, text in enumerate(texts) if not text]
     if empty or not texts:
         raise ValueError(
-            f"prompts have at least one token; of {len(texts)}, these rows are empty: {empty}"
+            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows {empty}"
         )
-    for what, tokens in (("stop tokens", stop), *((f"prompt {i}", t) for i, t in enumerate(texts))):
+    vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
+    for name, tokens in (("stop", stops), *((f"prompt {i}", t) for i, t in enumerate(texts))):
         outside = [token for token in tokens if not 0 <= token < vocab]
         if outside:
-            raise ValueError(f"{what}: tokens are 0 to {vocab - 1}, not {outside[0]}")
-    if max_context is not None and max_context > n_ctx:
-        raise ValueError(f"max_context is 1 to the model's context of {n_ctx}, not {max_context}")
-    limit, longest = max_context or n_ctx, max(map(len, texts))
+            raise ValueError(f"{name} must have tokens from 0 to {vocab - 1}; got {outside[0]}")
+    limit = n_ctx if max_context is None else min(max_context, n_ctx)
+    longest = max(map(len, texts))
     if longest + new > limit:
-        what = "max_context" if max_context else "the model's context"
         raise ValueError(
-            f"a prompt of {longest} tokens and {new} new ones do not fit {what} of {limit}"
+            f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}"
         )

@@ -24,11 +24,15 @@ class Sampling:
         min_p: draw from tokens at least this many times as probable as the most probable one (Nguyen
             et al. 2024).
 
-    The cuts act after the temperature, in this order, each on what the one before left.
+    The cuts act after the temperature, in this order, each on what the one before left. The most probable
+    token survives every cut.
 
     Raises:
-        ValueError: naming the option, its value and its range; or if a cut is given without a
-            temperature, as the most probable token survives every cut.
+        ValueError: if an option is out of its range, or a cut comes without a temperature.
+
+    >>> logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    >>> Sampling(temperature=1.0, top_k=2).cut(logits).softmax(-1)
+    tensor([[0.5714, 0.4286, 0.0000, 0.0000]])
     """
 
     temperature: float = 0.0
@@ -38,21 +42,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        rules = {
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1"),
-            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "0 to 1"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ValueError(f"{name} is {rule}, not {getattr(self, name)}")
-        cuts = [n for n in ("top_k", "top_p", "min_p") if getattr(self, n) is not None]
-        if self.is_greedy and cuts:
-            raise ValueError(
-                f"{', '.join(cuts)} chooses what to draw from, and temperature="
-                f"{self.temperature} draws nothing: give a temperature"
-            )
+        cuts = {"top_k": (1, math.inf), "top_p": (0, 1), "min_p": (0, 1)}
+        for name, (least, most) in {"temperature": (0, math.inf), **cuts}.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                bound = f"{least} to {most}" if most < math.inf else f"at least {least}"
+                raise ValueError(f"{name} must be {bound}; got {value}")
+            if name in cuts and value is not None and self.is_greedy:
+                raise ValueError(
+                    f"{name} must come with a temperature, as it is a choice of what to draw from; "
+                    f"got temperature={self.temperature}"
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -72,9 +72,8 @@ class Sampling:
         if self.top_p is not None:
             ordered, order = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
-            before = probabilities.cumsum(-1) - probabilities
-            # The first token that reaches top_p is still in, and the first of all however small top_p.
-            beyond = before >= self.top_p
+            # The first token that reaches top_p is still in, and so is the very first.
+            beyond = probabilities.cumsum(-1) - probabilities >= self.top_p
             beyond[:, 0] = False
             forbidden = torch.zeros_like(beyond).scatter_(1, order, beyond)
             logits = torch.where(forbidden, -torch.inf, logits)
@@ -87,11 +86,11 @@ class Sampling:
     def choose(
         self, logits: Float[Tensor, "batch vocab"], generators: list[torch.Generator]
     ) -> Int[Tensor, " batch"]:
-        """One token a row.
+        """One token for each row.
 
         Args:
             logits: of the next token.
-            generators: what each row draws from; not read where nothing is drawn.
+            generators: what each row draws from; not used where nothing is drawn.
 
         Raises:
             ValueError: if a row's logits hold NaN, are all -inf or, where tokens are drawn, hold inf.
@@ -100,8 +99,8 @@ class Sampling:
         for row, largest in enumerate(best.values.tolist()):
             if not (largest > -math.inf and (self.is_greedy or largest < math.inf)):
                 raise ValueError(
-                    f"the next token is chosen from finite logits, and row {row} has {largest}: the "
-                    "weights, or what a hook put in, overflow or are no numbers"
+                    f"logits of the next token must be finite; got {largest} in row {row}, from the "
+                    "weights or from a hook"
                 )
         if self.is_greedy:
             return best.indices

@@ -1,6 +1,5 @@
 """Generation against full reruns of the model for every token, and against transformers."""
 
-import copy
 import functools
 from collections import Counter
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import Sampling, Step, Transformer, TransformerConfig, generate, stream
+from models import Sampling, Transformer, TransformerConfig, generate, stream
 
 VOCAB, N_CTX, LAYERS, HEADS = 29, 19, 3, 4
 NEW = 6
@@ -26,11 +25,11 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [3, 5, 8, 9], [28]]
 
 
 @functools.cache
-def build(form="learned", **changes):
+def build(form="learned"):
     """A random model whose every weight takes part, and that does not repeat one token for ever."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(8)
-        model = Transformer(TransformerConfig(**SIZES | FORMS[form] | changes)).eval()
+        model = Transformer(TransformerConfig(**SIZES | FORMS[form])).eval()
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
     return model
@@ -84,80 +83,50 @@ def test_chunks_of_the_prompts_change_nothing(form, chunk):
     assert lengths == prefill + [1] * (NEW - 1)
 
 
-def test_the_prompts_may_be_a_tensor_or_any_sequences():
-    model = build()
-    expected = generate(model, [[3, 1, 4], [9, 2, 6]], max_new_tokens=3)
-    for dtype in (torch.int64, torch.int32):
-        prompts = torch.tensor([[3, 1, 4], [9, 2, 6]], dtype=dtype)
-        assert generate(model, prompts, max_new_tokens=3) == expected
-    assert generate(model, ((3, 1, 4), (9, 2, 6)), max_new_tokens=3) == expected
-    assert all(type(token) is int for row in expected for token in row)
-
-
 @pytest.mark.usefixtures("unchecked")
-def test_the_prompts_may_be_of_numpy():
-    model = build()
-    expected = generate(model, [[3, 1, 4], [9, 2, 6]], max_new_tokens=3)
-    for prompts in (np.array([[3, 1, 4], [9, 2, 6]]), [np.array([3, 1, 4]), [9, np.int64(2), 6]]):
-        rows = generate(model, prompts, max_new_tokens=3)
+def test_prompts_and_options_may_come_in_many_types():
+    model, options = build(), dict(max_new_tokens=3, temperature=0.5, top_k=4, seed=3, stop=[2, 9])
+    expected = generate(model, [[3, 1, 4], [9, 2, 6]], **options)
+    assert all(type(token) is int for row in expected for token in row)
+    tensor = torch.tensor([[3, 1, 4], [9, 2, 6]])
+    mixed = [np.array([3, 1, 4]), (9, np.int64(2), 6)]
+    for prompts in (tensor, tensor.int(), tensor.numpy(), mixed):
+        rows = generate(model, prompts, **options)
         assert rows == expected
         assert all(type(token) is int for row in rows for token in row)
+    assert tensor.tolist() == [[3, 1, 4], [9, 2, 6]]
+    numbers = {name: np.array([options[name]])[0] for name in ("temperature", "top_k", "seed")}
+    for stop in ({2, 9}, iter([2, 9]), np.array([2, 9]), torch.tensor([2, 9])):
+        rows = generate(model, tensor, **options | numbers | {"stop": stop})
+        assert rows == expected
 
 
-def test_the_prompts_are_left_alone():
-    prompts = [[3, 1], [4]]
-    rows = generate(build(), prompts, max_new_tokens=2)
-    assert prompts == [[3, 1], [4]]
-    rows[0].append(0)
-    tensor = torch.tensor([[3, 1]])
-    generate(build(), tensor, max_new_tokens=2)
-    assert tensor.tolist() == [[3, 1]]
-
-
-def test_one_row_and_one_token():
-    model = build("window")
-    assert generate(model, [[5]], max_new_tokens=1) == [continued(model, [5], 1)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1e-7])
-def test_a_temperature_near_zero_is_greedy(temperature):
-    rows = generate(build(), PROMPTS, max_new_tokens=NEW, temperature=temperature, seed=5)
+@pytest.mark.parametrize(
+    "options",
+    [dict(temperature=1e-7), *({"temperature": 9.0} | o for o in (dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)))],
+)  # fmt: skip
+def test_what_leaves_one_token_is_greedy(options):
+    rows = generate(build(), PROMPTS, max_new_tokens=NEW, seed=5, **options)
     assert rows == [continued(build(), prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)])
-def test_cuts_to_one_token_are_greedy_at_any_temperature(cut):
-    rows = generate(build(), PROMPTS, max_new_tokens=NEW, temperature=9.0, **cut)
-    assert rows == [continued(build(), prompt) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "mistral"])
-def test_greedy_is_that_of_transformers(family):
+def test_greedy_is_that_of_transformers():
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models.checkpoints import from_hf
 
-    sizes = dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    if family == "gpt2":
-        sizes |= dict(n_positions=N_CTX, n_layer=LAYERS, n_head=HEADS, n_embd=20, n_inner=11)
-    else:
-        sizes |= dict(max_position_embeddings=N_CTX, num_hidden_layers=LAYERS, hidden_size=20)
-        sizes |= dict(num_attention_heads=HEADS, num_key_value_heads=2, head_dim=6)
-        sizes |= dict(intermediate_size=11, sliding_window=4)
-    config = transformers.AutoConfig.for_model(family, **sizes)
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(3)
-        theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        for parameter in theirs.eval().parameters():
+    sizes = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
+    heads = dict(hidden_size=20, num_attention_heads=HEADS, num_key_value_heads=2, head_dim=6)
+    config = transformers.MistralConfig(**sizes, **heads, intermediate_size=11, sliding_window=4)
+    theirs = transformers.MistralForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
     theirs.generation_config.eos_token_id = None
     ours = generate(from_hf(theirs), PROMPTS, max_new_tokens=NEW)
     for prompt, row in zip(PROMPTS, ours, strict=True):
-        expected = theirs.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NEW,
-            do_sample=False,
-        )
+        mask = torch.ones(1, len(prompt), dtype=torch.int64)
+        options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        expected = theirs.generate(torch.tensor([prompt]), attention_mask=mask, **options)
         assert row == expected[0].tolist()
     assert len({tuple(row[-NEW:]) for row in ours}) == len(PROMPTS)
 
@@ -165,7 +134,7 @@ def test_greedy_is_that_of_transformers(family):
 # Sampled.
 
 
-@pytest.mark.parametrize("form", ["learned", "windows", "rotary"])
+@pytest.mark.parametrize("form", ["learned", "windows"])
 def test_a_row_draws_what_it_draws_alone(form):
     options = dict(max_new_tokens=NEW, temperature=1.7, top_k=20, top_p=0.97, min_p=0.01)
     together = generate(build(form), PROMPTS, seed=40, **options)
@@ -175,19 +144,8 @@ def test_a_row_draws_what_it_draws_alone(form):
     assert together != [continued(build(form), prompt) for prompt in PROMPTS]
 
 
-def test_rows_that_share_a_prompt_draw_apart():
-    rows = generate(build(), [[3, 1]] * 9, max_new_tokens=4, temperature=2.0)
-    assert len({tuple(row) for row in rows}) > 5
-
-
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(temperature=0.6),
-        dict(temperature=1.4, top_k=5),
-        dict(temperature=1.4, top_p=0.8),
-        dict(temperature=1.4, min_p=0.2),
-    ],
+    "options", [dict(temperature=0.6), dict(temperature=1.4, top_k=9, top_p=0.8, min_p=0.1)]
 )
 def test_draws_are_those_of_full_reruns(options):
     """Row i is drawn by a generator of seed + i from what the options leave of the rerun's logits."""
@@ -203,7 +161,7 @@ def test_draws_are_those_of_full_reruns(options):
 
 
 def test_a_generator_as_seed_is_drawn_from_row_by_row():
-    model, sampling = build(), Sampling(temperature=1.5)
+    model = build()
     shared, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     rows = generate(model, PROMPTS, max_new_tokens=3, temperature=1.5, seed=shared)
     texts = [list(prompt) for prompt in PROMPTS]
@@ -214,22 +172,6 @@ def test_a_generator_as_seed_is_drawn_from_row_by_row():
                 text.append(int(torch.multinomial(probabilities, 1, generator=same)))
     assert rows == texts
     assert torch.equal(shared.get_state(), same.get_state())
-    assert generate(model, PROMPTS, max_new_tokens=3, temperature=1.5, seed=shared) != rows
-    assert sampling.temperature == 1.5
-
-
-def test_tokens_come_as_often_as_they_are_probable():
-    """Pearson's chi-square over the tokens expected ten times or more; seeds 0, 1, 2, ..."""
-    model, draws = build(), 1500
-    with torch.no_grad():
-        expected = (model(torch.tensor([[3, 1, 4]]))[0, -1] / 2).softmax(-1) * draws
-    rows = generate(model, [[3, 1, 4]] * draws, max_new_tokens=1, temperature=2.0)
-    counts = torch.bincount(torch.tensor(rows)[:, -1], minlength=VOCAB)
-    common = expected >= 10
-    assert 8 < common.sum() <= VOCAB
-    statistic = ((counts - expected) ** 2 / expected)[common].sum()
-    freedom = int(common.sum())
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_the_global_generator_is_left_alone():
@@ -250,14 +192,6 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on():
     assert min(lengths) <= 3
     assert len(set(lengths)) > 1
     assert generate(model, PROMPTS, max_new_tokens=9, stop=stops) == expected
-    assert generate(model, PROMPTS, max_new_tokens=9, stop=tuple(stops)) == expected
-
-
-def test_stop_tokens_in_a_prompt_do_not_stop():
-    model = build()
-    row = continued(model, PROMPTS[0])
-    stop = next(token for token in PROMPTS[0] if token not in row[-NEW:])
-    assert generate(model, PROMPTS[:1], max_new_tokens=NEW, stop=[stop]) == [row]
 
 
 def test_it_ends_when_every_row_has_stopped():
@@ -274,33 +208,19 @@ def test_it_ends_when_every_row_has_stopped():
     assert len(list(stream(model, PROMPTS, max_new_tokens=9, stop=stops))) == 2
 
 
-def test_a_stopped_row_does_not_change_what_others_draw():
-    options = dict(max_new_tokens=8, temperature=2.0, seed=3)
-    free = generate(build(), PROMPTS, **options)
-    stop = free[1][len(PROMPTS[1])]
-    for row, (prompt, given) in enumerate(zip(PROMPTS, free, strict=True)):
-        new = given[len(prompt) :]
-        cut = new[: new.index(stop) + 1] if stop in new else new
-        assert generate(build(), PROMPTS, stop=[stop], **options)[row] == prompt + cut
-
-
 # The stream.
 
 
-def test_the_stream_is_an_iterator_that_works_on_demand():
+def test_the_stream_works_on_demand():
     model = build()
     lengths, handle = calls(model)
     with handle:
         steps = stream(model, PROMPTS, max_new_tokens=4, prefill_chunk=4)
-        assert iter(steps) is steps
         assert lengths == []
-        first = next(steps)
-        assert lengths == [4, 3]
         next(steps)
-        assert lengths == [4, 3, 1]
-        assert len(list(steps)) == 2
-        assert lengths == [4, 3, 1, 1, 1]
-    assert isinstance(first, Step)
+        assert lengths == [4, 3]
+        assert len(list(steps)) == 3
+    assert lengths == [4, 3, 1, 1, 1]
 
 
 @pytest.mark.parametrize("form", ["learned", "windows"])
@@ -309,7 +229,8 @@ def test_steps_hold_tokens_logits_and_who_is_running(form):
     whole = [continued(model, prompt) for prompt in PROMPTS]
     stop = whole[1][len(PROMPTS[1]) + 1]
     expected = [continued(model, prompt, stop=[stop]) for prompt in PROMPTS]
-    steps = list(stream(model, PROMPTS, max_new_tokens=NEW, stop=[stop]))
+    options = dict(temperature=3.0, top_k=1)  # act on a copy of the logits
+    steps = list(stream(model, PROMPTS, max_new_tokens=NEW, stop=[stop], **options))
     assert steps[0].running.all()
     for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True)):
         with torch.no_grad():
@@ -320,15 +241,6 @@ def test_steps_hold_tokens_logits_and_who_is_running(form):
             if at < len(new):
                 assert step.tokens[row] == new[at]
                 close(step.logits[row], logits[len(prompt) - 1 + at])
-    assert steps[0].tokens.shape == steps[0].running.shape == (4,)
-    assert steps[0].logits.shape == (4, VOCAB)
-
-
-def test_logits_of_a_step_are_those_before_temperature_and_cuts():
-    step = next(stream(build(), PROMPTS, max_new_tokens=1, temperature=3.0, top_k=2))
-    with torch.no_grad():
-        expected = torch.cat([build()(torch.tensor([prompt]))[:, -1] for prompt in PROMPTS])
-    close(step.logits, expected)
 
 
 def test_the_mode_of_the_caller_stays_between_steps():
@@ -343,16 +255,6 @@ def test_the_mode_of_the_caller_stays_between_steps():
             assert torch.is_grad_enabled() == grads
 
 
-def test_two_streams_may_take_turns():
-    model = build("windows")
-    one = stream(model, PROMPTS, max_new_tokens=NEW)
-    two = stream(model, PROMPTS[::-1], max_new_tokens=NEW)
-    pairs = [(a.tokens.tolist(), b.tokens.tolist()[::-1]) for a, b in zip(one, two, strict=True)]
-    assert all(a == b for a, b in pairs)
-    expected = [continued(model, prompt)[-NEW:] for prompt in PROMPTS]
-    assert [list(row) for row in zip(*(a for a, _ in pairs), strict=True)] == expected
-
-
 def test_a_step_may_be_written_into():
     model = build()
     expected = [[step.tokens.tolist(), step.running.tolist()] for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])]  # fmt: skip
@@ -365,29 +267,14 @@ def test_a_step_may_be_written_into():
     assert found == expected
 
 
-def test_dropout_between_steps_is_refused():
-    steps = stream(model := copy.deepcopy(build()), PROMPTS, max_new_tokens=5)
-    next(steps)
-    model.train()
-    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
-        next(steps)
-
-
-@pytest.mark.parametrize("form", ["learned", "windows"])
-def test_a_stream_may_leave_inference_mode(form):
-    model, expected = build(form), [continued(build(form), prompt) for prompt in PROMPTS]
+def test_a_stream_may_leave_inference_mode():
+    model = build("windows")
+    expected = [continued(model, prompt) for prompt in PROMPTS]
     steps = stream(model, PROMPTS, max_new_tokens=NEW)
     with torch.inference_mode():
         found = [next(steps).tokens.tolist()]
     found += [step.tokens.tolist() for step in steps]
     assert [list(row) for row in zip(*found, strict=True)] == [row[-NEW:] for row in expected]
-
-
-def test_the_ends_of_seeds():
-    for seed in (2**64 - 4, -(2**63)):
-        rows = generate(build(), PROMPTS, max_new_tokens=2, temperature=1.0, seed=seed)
-        alone = generate(build(), PROMPTS[:1], max_new_tokens=2, temperature=1.0, seed=seed)
-        assert rows[0] == alone[0]
 
 
 def test_a_row_that_has_ended_cannot_fail():
@@ -404,17 +291,8 @@ def test_a_row_that_has_ended_cannot_fail():
 
     with HookedRunner(model).hooks({"blocks.2.mlp_out": spoil}):
         assert generate(model, PROMPTS, max_new_tokens=NEW, stop=[stop]) == expected
-        with pytest.raises(ValueError, match="row 0 has nan"):
+        with pytest.raises(ValueError, match="nan in row 0"):
             generate(model, PROMPTS, max_new_tokens=NEW)
-
-
-def test_a_stream_that_is_dropped_leaves_nothing():
-    model = build()
-    steps = stream(model, PROMPTS, max_new_tokens=4)
-    next(steps)
-    steps.close()
-    assert torch.is_grad_enabled()
-    assert next(steps, None) is None
 
 
 # Hooks.
@@ -429,38 +307,6 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("edited", "form"),
-    [*((name, "learned") for name in EDITS), ("all", "windows"), ("all", "capped")],
-)
-def test_hooks_in_force_edit_every_step(edited, form):
-    model = build(form)
-    runner = HookedRunner(model)
-    edits = EDITS if edited == "all" else {edited: EDITS[edited]}
-    run = functools.partial(runner.run_with_hooks, hooks=edits)
-    with runner.hooks(edits):
-        rows = generate(model, PROMPTS, max_new_tokens=NEW, prefill_chunk=3)
-        steps = list(stream(model, PROMPTS[:1], max_new_tokens=NEW))
-    assert rows == [continued(model, prompt, run=run) for prompt in PROMPTS]
-    logits = torch.cat([step.logits for step in steps])
-    whole = run(torch.tensor([rows[0][:-1]]))[0, len(PROMPTS[0]) - 1 :]
-    close(logits, whole.detach())
-    with torch.no_grad():
-        plain = model(torch.tensor([rows[0][:-1]]))[0, len(PROMPTS[0]) - 1 :]
-    assert ((logits - plain).abs().amax(-1) > 1e-3).all()
-
-
-def test_hooks_set_between_steps_act_from_then_on():
-    model = build("learned")
-    runner = HookedRunner(model)
-    steps = stream(model, PROMPTS[:1], max_new_tokens=3)
-    text = [*PROMPTS[0], int(next(steps).tokens)]
-    with runner.hooks({"ln_final.normalized": lambda value, point: -value}):
-        edited = next(steps)
-    with torch.no_grad():
-        close(edited.logits, -model(torch.tensor([text]))[:, -1])
-
-
 def relevant(cache, name, real, windows):
     """Which entries of a value mean something: those of real tokens, keys up to the query and in reach."""
     axes = cache.axes(name)
@@ -473,11 +319,9 @@ def relevant(cache, name, real, windows):
     return (seen & real[:, :, None] & real[:, None])[:, None]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("edits", "prompts", "chunk"),
-    [({}, [[3, 1, 4, 1, 5]], 1024), (EDITS, [[3, 1, 4, 1, 5]], 2), (EDITS, PROMPTS, 3)],
-    ids=["plain", "edited", "padded"],
+    ("form", "edits", "prompts", "chunk"),
+    [*((form, EDITS, PROMPTS, 3) for form in FORMS), ("rotary", {}, [[3, 1, 4, 1, 5]], 1024)],
 )
 def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk, form):
     """Every point, under the same edits; a padded batch is given to the rerun with its padding."""
@@ -487,6 +331,9 @@ def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk
     with runner.hooks(edits):
         rows, cache = runner.run_with_cache(prompts, run=run)
         assert rows == generate(model, prompts, max_new_tokens=NEW)
+    rerun = functools.partial(runner.run_with_hooks, hooks=edits)
+    assert rows == [continued(model, prompt, run=rerun) for prompt in prompts]
+    assert (rows == generate(model, prompts, max_new_tokens=NEW)) == (not edits)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     read = [row[:-1] for row in rows]
     pads = [longest - len(prompt) for prompt in prompts]
@@ -509,37 +356,7 @@ def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk
     assert last[:, :, -1].all()
 
 
-def test_a_few_points_of_a_generation():
-    model = build("windows")
-    run = functools.partial(generate, model, max_new_tokens=4)
-    rows, cache = HookedRunner(model).run_with_cache(
-        [[3, 1, 4]], run=run, names=["blocks.1.attn.pattern", "*.v"], dtype=torch.float64
-    )
-    assert rows == generate(model, [[3, 1, 4]], max_new_tokens=4)
-    assert set(cache) == {f"blocks.{layer}.attn.v" for layer in range(3)} | {
-        "blocks.1.attn.pattern"
-    }
-    assert cache["pattern", 1].shape == (1, HEADS, 6, 6)
-    assert cache["pattern", 1].dtype == torch.float64
-    close(cache["pattern", 1].sum(-1), torch.ones(1, HEADS, 6).double(), atol=1e-6)
-
-
-def test_a_stream_can_be_recorded():
-    model = build()
-    runner = HookedRunner(model)
-    run = functools.partial(stream, model, max_new_tokens=3)
-    steps, cache = runner.run_with_cache(
-        [[3, 1]], run=lambda prompts: list(run(prompts)), names="blocks.1.resid_post"
-    )
-    text = [3, 1, *(int(step.tokens) for step in steps)]
-    with torch.no_grad():
-        _, whole = runner.run_with_cache(torch.tensor([text[:-1]]), names="blocks.1.resid_post")
-    close(cache["resid_post", 1], whole["resid_post", 1])
-
-
-@pytest.mark.parametrize(
-    "at", ["ln_final", "ln_final.scale", "ln_final.normalized", "unembedding", "logit_cap"]
-)
+@pytest.mark.parametrize("at", ["ln_final", "ln_final.scale", "unembedding", "logit_cap"])
 def test_listening_after_the_last_block_sees_all_positions(at):
     """Alone, the logits of the last position are made, and nothing else."""
     model, shapes = build("capped"), []
@@ -554,33 +371,14 @@ def test_listening_after_the_last_block_sees_all_positions(at):
     assert shapes == [7, 1, 1]
 
 
-def test_only_the_last_logits_are_made():
-    model, shapes = build(), []
-    with model.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1])):
-        generate(model, PROMPTS, max_new_tokens=3)
-    assert shapes == [1, 1, 1]
-
-
-@pytest.mark.parametrize("last", [1, 4, 7, 30, 0])
-@pytest.mark.parametrize("hooked", ["", "ln_final.scale", "unembedding", "blocks.1.mlp_out"])
-def test_logits_of_the_last_positions(last, hooked):
-    model, tokens = build("capped"), torch.tensor([[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8, 1]])
-    whole = model(tokens)
-    hooks = {hooked: lambda value, point: None} if hooked else {}
-    logits = HookedRunner(model).run_with_hooks(tokens, hooks=hooks, last=last)
-    assert logits.shape[1] == (min(last, 7) or 7)
-    close(logits, whole[:, -last:])
-
-
 # Where numbers are made otherwise, and the limits.
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("form", ["learned", "windows"])
-def test_other_types(form, dtype):
+def test_other_types(dtype):
     """Half precision rounds otherwise in pieces: the logits are compared, along the text made."""
-    model = Transformer(build(form).config).eval()
-    model.load_state_dict(build(form).state_dict())
+    model = Transformer(build("windows").config).eval()
+    model.load_state_dict(build("windows").state_dict())
     model = model.to(dtype)
     steps = list(stream(model, [PROMPTS[0]], max_new_tokens=NEW))
     text = [*PROMPTS[0], *(int(step.tokens) for step in steps)]
@@ -593,41 +391,8 @@ def test_other_types(form, dtype):
     assert [len(row) for row in sampled] == [10, 5, 7, 4]
 
 
-def test_autocast():
-    model = build("windows")
-    with torch.autocast("cpu", torch.bfloat16):
-        steps = list(stream(model, [PROMPTS[0]], max_new_tokens=NEW, prefill_chunk=3))
-        text = [*PROMPTS[0], *(int(step.tokens) for step in steps)]
-        with torch.no_grad():
-            whole = model(torch.tensor([text[:-1]]))[0, len(PROMPTS[0]) - 1 :]
-    logits = torch.cat([step.logits for step in steps])
-    assert logits.dtype == whole.dtype
-    close(logits.float(), whole.float(), atol=0.03 * whole.abs().max().item())
-
-
-def test_inference_mode():
-    model = build("windows")
-    runner = HookedRunner(model)
-    run = functools.partial(generate, model, max_new_tokens=3)
-    expected, cache = runner.run_with_cache(PROMPTS, run=run)
-    with torch.inference_mode():
-        assert generate(model, PROMPTS, max_new_tokens=3) == expected
-        rows, inside = runner.run_with_cache(PROMPTS, run=run)
-    assert rows == expected
-    for name, value in cache.items():
-        assert torch.equal(inside[name], value)
-
-
-def test_a_vocabulary_of_one_token():
-    model = build(vocab_size=1)
-    options = dict(temperature=1.0, top_k=3, top_p=0.5, min_p=0.5)
-    assert generate(model, [[0, 0], [0]], max_new_tokens=2, **options) == [[0] * 4, [0] * 3]
-    assert generate(model, [[0, 0], [0]], max_new_tokens=2, stop=[0]) == [[0] * 3, [0] * 2]
-
-
-@pytest.mark.parametrize("form", ["learned", "windows"])
-def test_the_context_may_be_filled_exactly(form):
-    model, prompt = build(form), PROMPTS[0] + PROMPTS[2]
+def test_the_context_may_be_filled_exactly():
+    model, prompt = build("windows"), PROMPTS[0] + PROMPTS[2]
     new = N_CTX - len(prompt)
     assert generate(model, [prompt, [5]], max_new_tokens=new) == [
         continued(model, prompt, new),
@@ -639,35 +404,23 @@ def test_the_context_may_be_filled_exactly(form):
 
 
 BAD = [
-    (dict(max_new_tokens=0), "max_new_tokens is a whole number of at least 1, not 0"),
-    (dict(max_new_tokens=-2), "max_new_tokens is a whole number of at least 1, not -2"),
-    (dict(prefill_chunk=0), "prefill_chunk is a whole number of at least 1, not 0"),
-    (dict(max_new_tokens=2.5), "max_new_tokens is a whole number of at least 1, not 2.5"),
-    (dict(prefill_chunk=1.5), "prefill_chunk is a whole number of at least 1, not 1.5"),
-    (dict(max_context=15.0), "max_context is a whole number of at least 1, not 15.0"),
-    (dict(seed=None), "seed is a whole number, not None"),
-    (dict(seed=1.5), "seed is a whole number, not 1.5"),
-    (dict(seed=2**64 - 3), f"seed is -{2**63} to {2**64 - 4} for 4 rows, not {2**64 - 3}"),
-    (dict(seed=-(2**63) - 1), f"seed is -{2**63} to {2**64 - 4} for 4 rows, not -{2**63 + 1}"),
-    (dict(stop=5), "stop is a list of tokens, not '5'"),
-    (dict(stop=[1.5]), "stop is a list of tokens"),
-    (dict(temperature=None), "temperature is a finite float, not None"),
-    (dict(temperature=1.0, top_k=2.5), "top_k is an int or None, not 2.5"),
-    (dict(prompts=[]), "prompts have at least one token; of 0"),
-    (dict(prompts=[[1], [], [2], []]), r"prompts have at least one token; of 4, .*\[1, 3\]"),
-    (dict(prompts=torch.zeros(2, 0, dtype=torch.int64)), r"at least one token; of 2, .*\[0, 1\]"),
-    (dict(prompts=[[1], [5, 29]]), "prompt 1: tokens are 0 to 28, not 29"),
-    (dict(prompts=[[1, -1]]), "prompt 0: tokens are 0 to 28, not -1"),
-    (dict(stop=[3, 29]), "stop tokens: tokens are 0 to 28, not 29"),
-    (dict(stop=[-1]), "stop tokens: tokens are 0 to 28, not -1"),
-    (dict(max_context=0), "max_context is a whole number of at least 1, not 0"),
-    (dict(max_context=20), "max_context is 1 to the model's context of 19, not 20"),
-    (dict(max_new_tokens=13), "7 tokens and 13 new ones do not fit the model's context of 19"),
-    (dict(max_context=8), "7 tokens and 2 new ones do not fit max_context of 8"),
-    (dict(temperature=-1.0), "temperature is at least 0, not -1.0"),
-    (dict(top_k=3), "top_k chooses what to draw from"),
-    (dict(temperature=1.0, top_p=0.0), "top_p is above 0 and at most 1, not 0.0"),
-    (dict(temperature=1.0, min_p=2.0), "min_p is 0 to 1, not 2.0"),
+    (dict(max_new_tokens=0), "max_new_tokens .*0"),
+    (dict(max_new_tokens=2.5), "max_new_tokens .*2.5"),
+    (dict(prompts=[]), "0 prompts"),
+    (dict(prompts=[[1], [], [2], []]), r"\[1, 3\]"),
+    (dict(prompts=torch.zeros(2, 0, dtype=torch.int64)), r"\[0, 1\]"),
+    (dict(prompts=[[1], [5, 29]]), "prompt 1 .*28.* 29"),
+    (dict(prompts=[[1, -1]]), "prompt 0 .* -1"),
+    (dict(stop=[3, 29]), "stop .*28.* 29"),
+    (dict(stop=[-1]), "stop .* -1"),
+    (dict(max_new_tokens=13), "19 positions; got 7 and 13"),
+    (dict(max_context=8), "8 positions; got 7 and 2"),
+    (dict(max_new_tokens=13, max_context=20), "19 positions; got 7 and 13"),
+    (dict(temperature=-1.0), "temperature .*-1.0"),
+    # One prompt without its batch, and numbers that would have to be rounded.
+    *((dict(prompts=prompts), None) for prompts in ([1, 2], torch.ones(3).long(), "text")),
+    *((dict(prompts=prompts), None) for prompts in ([[1.5]], torch.ones(2, 3))),
+    *((change, None) for change in (dict(stop=5), dict(stop=[1.5]), dict(temperature=1, seed=1.5))),
 ]
 
 
@@ -678,58 +431,20 @@ def test_bad_arguments_are_errors_at_the_call(function, change, message):
     model = build()
     lengths, handle = calls(model)
     arguments = dict(prompts=PROMPTS, max_new_tokens=2) | change
-    with handle, pytest.raises(ValueError, match=message):
+    with handle, pytest.raises((ValueError, TypeError), match=message):
         function(model, **arguments)
     assert lengths == []
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_options_may_be_numbers_of_numpy():
-    options = dict(temperature=0.5, top_k=4, seed=3, max_new_tokens=2)
-    numpy = {name: np.array([value])[0] for name, value in options.items()}
-    assert generate(build(), PROMPTS, **numpy) == generate(build(), PROMPTS, **options)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_models_of_others_are_refused():
-    with pytest.raises(TypeError, match="runs a models.Transformer, not a Linear; models.from_hf"):
-        generate(torch.nn.Linear(2, 3), PROMPTS, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("function", [generate, stream])
-@pytest.mark.parametrize(
-    "prompts",
-    [torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool)],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_prompts_of_another_type_or_shape_are_named(function, prompts):
-    expected = "integers of shape .batch, pos. or a list of lists of them, not "
-    with pytest.raises(ValueError, match=f"{expected}{prompts.dtype} of shape"):
-        function(build(), prompts, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("prompts", [[1, 2, 3], [[1.5, 2.0]], [["1"]], "text", [[[1]]]])
-@pytest.mark.usefixtures("unchecked")
-def test_lists_that_hold_no_tokens_are_refused(prompts):
-    """One prompt without its batch, most of all; a number that is no integer is not rounded."""
-    with pytest.raises((ValueError, TypeError), match="prompts are integers"):
-        stream(build(), prompts, max_new_tokens=2)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_stop_tokens_may_be_any_iterable():
-    expected = generate(build(), PROMPTS, max_new_tokens=NEW, stop=[2, 9])
-    assert expected != generate(build(), PROMPTS, max_new_tokens=NEW)
-    for stop in ({2, 9}, iter([2, 9]), np.array([2, 9]), torch.tensor([2, 9])):
-        assert generate(build(), PROMPTS, max_new_tokens=NEW, stop=stop) == expected
-
-
 def test_training_mode_is_refused():
-    model = Transformer(TransformerConfig(**SIZES, dropout=0.5))
+    model = Transformer(TransformerConfig(**SIZES, dropout=0.5)).eval()
+    # One block is enough to draw at random.
+    model.blocks[1].train()
     for function in (generate, stream):
-        with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
-            function(model.train(), [[1]], max_new_tokens=2)
-    # One block would be enough to draw at random.
-    model.eval().blocks[1].train()
-    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
-        generate(model, [[1]], max_new_tokens=2)
+        with pytest.raises(ValueError, match=r"model.eval\(\)"):
+            function(model, [[1]], max_new_tokens=2)
+    steps = stream(model.eval(), PROMPTS, max_new_tokens=5)
+    next(steps)
+    model.train()
+    with pytest.raises(ValueError, match=r"model.eval\(\)"):
+        next(steps)

@@ -5,18 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from hooks import HookedRunner
 from models import (
-    Block,
     Transformer,
     TransformerConfig,
     build,
     causal_mask,
-    next_token_loss,
     scaled_dot_product_attention,
 )
 from models.positions import Sinusoidal
@@ -25,12 +20,6 @@ from models.positions import Sinusoidal
 Q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 K = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 V = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Fresh weights are the same in every run."""
-    torch.manual_seed(0)
 
 
 def close(ours, theirs, atol=1e-6):
@@ -115,24 +104,6 @@ def test_equal_scores_give_an_average_over_positions():
     assert difference.abs().max() > 0.1
 
 
-def test_equal_heads_equal_a_single_head():
-    x = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(0))
-    tokens = torch.zeros(4, 7, dtype=torch.int64)
-    sizes = dict(vocab_size=5, n_ctx=9, n_layers=1, d_model=6, d_head=2, positions="none")
-    one, many = (Transformer(TransformerConfig(**sizes, n_heads=heads)) for heads in (1, 3))
-    with torch.no_grad():
-        for parameter in one.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        single, heads = one.blocks[0].attn, many.blocks[0].attn
-        for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
-            getattr(heads, name).copy_(getattr(single, name).expand_as(getattr(heads, name)))
-        heads.W_O.copy_(single.W_O / 3)
-        heads.b_O.copy_(single.b_O)
-        expected = single(x, one.context(tokens))
-        close(heads(x, many.context(tokens)), expected, 1e-5)
-    assert expected.std() > 0.1
-
-
 # --- appendix B: one block, three tokens, by hand
 
 
@@ -212,18 +183,7 @@ def test_a_block_by_hand():
     np.testing.assert_allclose(logits[0].numpy(), (mid + mlp_out)[:, :3], atol=1e-3)
 
 
-def test_a_block_with_weights_near_zero_is_the_identity():
-    model = build("tiny-lm", n_layers=1, d_model=8).eval()
-    block, tokens = model.blocks[0], torch.zeros(2, 5, dtype=torch.int64)
-    assert isinstance(block, Block)
-    with torch.no_grad():
-        for weight in (block.attn.output.weight, block.mlp.output.weight):
-            weight.zero_()
-        resid = torch.randn(2, 5, 8)
-        assert torch.equal(block(resid, model.context(tokens)), resid)
-
-
-# --- positions, loss
+# --- positions
 
 
 def test_sinusoids_of_the_formula_and_lower_i_is_faster():
@@ -234,18 +194,6 @@ def test_sinusoids_of_the_formula_and_lower_i_is_faster():
         close(waves[pos], [f(a) for a in angles for f in (math.sin, math.cos)])
     steps = waves[1] - waves[0]
     assert steps[0] > steps[2] > steps[4] > 0
-
-
-def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
-    model = build("tiny-lm", vocab_size=23, n_layers=1, d_model=8).eval()
-    tokens = torch.randint(23, (4, 7), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model.unembedding.weight.zero_()
-        logits = model(tokens)
-        loss = next_token_loss(logits, tokens)
-    assert loss.shape == (4, 6)
-    close(loss, torch.full((4, 6), math.log(23)))
-    close(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), math.log(23))
 
 
 def test_without_positions_the_order_before_a_token_does_not_matter():
@@ -260,24 +208,6 @@ def test_without_positions_the_order_before_a_token_does_not_matter():
         assert (difference > 1e-4) == matters
 
 
-def test_one_batch_can_be_learnt_by_heart():
-    """Appendix B: a trivial pattern is overfit quickly, down to certainty."""
-    torch.manual_seed(0)
-    model = build("tiny-lm", vocab_size=5, n_ctx=8, n_layers=1, n_heads=2, d_model=16)
-    tokens = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(60):
-        loss = next_token_loss(model(tokens), tokens).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(math.log(5), abs=0.3)
-    assert losses[-1] < 0.05
-    assert model(tokens)[0, :-1].argmax(-1).tolist() == tokens[0, 1:].tolist()
-
-
 # --- appendix A: the shapes, by name; one size each
 
 
@@ -285,30 +215,17 @@ def test_the_shapes_of_the_appendix():
     b, t, v, d, heads, d_head, d_ff = 3, 5, 23, 14, 2, 7, 11
     config = TransformerConfig(vocab_size=v, n_ctx=17, n_layers=1, n_heads=heads, d_model=d, d_mlp=d_ff, positions="sinusoidal")  # fmt: skip
     model = Transformer(config).eval()
-    tokens = torch.randint(v, (b, t))
-    logits, cache = HookedRunner(model).run_with_cache(tokens)
-    at = "blocks.0."
-    axes = dict(B=b, T=t, V=v, D=d, H=heads, d_head=d_head, d_ff=d_ff)
-
-    def is_a(value, kind, shape):
-        numbers = " ".join(str(axes[axis]) for axis in shape.split())
-        assert isinstance(value, kind[Tensor, numbers])
-        assert not isinstance(value, kind[Tensor, numbers + " 1"])
-
-    is_a(tokens, Int, "B T")
-    for name in ("embed", "pos_embed", f"{at}resid_pre", f"{at}resid_post", f"{at}attn_out"):
-        is_a(cache[name], Float, "B T D")
-    for name in ("q", "k", "v", "z"):
-        is_a(cache[f"{at}attn.{name}"], Float, "B T H d_head")
-    for name in ("scores", "pattern"):
-        is_a(cache[f"{at}attn.{name}"], Float, "B H T T")
-    is_a(cache[f"{at}attn.z"].flatten(2), Float, "B T D")  # the heads concatenated
-    is_a(cache[f"{at}mlp.post"], Float, "B T d_ff")
-    longest = torch.arange(config.n_ctx)[None]
-    assert model.position_embedding(longest).shape == (1, config.n_ctx, d)
-    is_a(logits, Float, "B T V")
-    assert model.blocks[0].attn.qkv(cache[f"{at}ln1.normalized"]).shape == (b, t, 3 * d)
-    q, mask = cache[f"{at}attn.q"].transpose(1, 2), causal_mask(t)
-    assert mask.expand(1, 1, t, t).shape == (1, 1, t, t)
-    k, value = (cache[f"{at}attn.{name}"].transpose(1, 2) for name in "kv")
-    close(scaled_dot_product_attention(q, k, value, mask), cache[f"{at}attn.z"].transpose(1, 2))
+    logits, cache = HookedRunner(model).run_with_cache(torch.randint(v, (b, t)))
+    assert logits.shape == (b, t, v)
+    shapes = {
+        **dict.fromkeys(("embed", "pos_embed", "resid_pre", "resid_post", "attn_out"), (b, t, d)),
+        **dict.fromkeys(("q", "k", "v", "z"), (b, t, heads, d_head)),
+        **dict.fromkeys(("scores", "pattern"), (b, heads, t, t)),
+        "mlp.post": (b, t, d_ff),
+    }
+    for name, shape in shapes.items():
+        key = name if name.endswith("embed") else (name, 0)
+        assert cache[key].shape == shape, name
+    q, k, value = (cache[name, 0].transpose(1, 2) for name in "qkv")
+    z = scaled_dot_product_attention(q, k, value, causal_mask(t))
+    close(z, cache["z", 0].transpose(1, 2))

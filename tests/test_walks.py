@@ -3,9 +3,7 @@
 import csv
 import math
 import os
-import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,18 +52,15 @@ def test_a_graph_is_what_was_asked_for(walks, graph):
 
 
 def test_seeds_decide(walks, graph):
-    def again(seed):
-        return walks.random_graph(n=47, regions=3, degree=4, jumpers=2, seed=seed)
+    def drawn(seed):
+        again = walks.random_graph(n=47, regions=3, degree=4, jumpers=2, seed=seed)
+        walk = walks.random_walks(graph, 2, 30, DELAY, torch.Generator().manual_seed(seed))
+        return again.adjacency, walk.tokens
 
-    assert torch.equal(again(5).adjacency, graph.adjacency)
-    assert not torch.equal(again(6).adjacency, graph.adjacency)
-    one, two = (
-        walks.random_walks(graph, 2, 30, DELAY, torch.Generator().manual_seed(s)).tokens
-        for s in (7, 8)
-    )
-    same = walks.random_walks(graph, 2, 30, DELAY, torch.Generator().manual_seed(7)).tokens
-    assert torch.equal(one, same)
-    assert not torch.equal(one, two)
+    for first, same, other in zip(drawn(5), drawn(5), drawn(6), strict=True):
+        assert torch.equal(first, same)
+        assert not torch.equal(first, other)
+    assert torch.equal(drawn(5)[0], graph.adjacency)
 
 
 def test_every_vertex_is_reached_from_every_other(graph):
@@ -129,73 +124,19 @@ def test_windows_slide_by_one(walks, walked):
     windows = walks.sliding_windows(walked.tokens, WIDTH)
     assert windows.shape == (60, 80, WIDTH)
     assert torch.equal(windows[7, 31], walked.tokens[7, 31 : 31 + WIDTH])
-    for width in (0, -1, 91):
-        with pytest.raises(ValueError, match=rf"1 to all steps .* not of {width} in shape"):
-            walks.sliding_windows(walked.tokens, width)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"regions": 1}, "regions are at least 2, .* not 1$"),
-        ({"n": 8}, "n is at least 3 for each of 3 regions, 9, not 8$"),
-        ({"n": -5}, "n is at least 3 for each of 3 regions, 9, not -5$"),
-        ({"degree": 1}, "degree is 2 to 14: with fewer .* would not be connected.* not 1$"),
-        ({"degree": 15}, "degree is 2 to 14.* not 15$"),
-        ({"jumpers": 0}, "jumpers are 1 to 14 a region, not 0$"),
-    ],
+    "change", [dict(regions=1), dict(n=8), dict(degree=1), dict(degree=15), dict(jumpers=0)]
 )
-def test_impossible_graphs_are_refused(walks, change, says):
-    with pytest.raises(ValueError, match=says):
+def test_impossible_graphs_and_walks_are_refused(walks, graph, change):
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
         walks.random_graph(**dict(n=47, regions=3, degree=4, jumpers=2, seed=0) | change)
-
-
-def test_graphs_made_by_hand_are_checked(walks):
-    region = torch.tensor([0, 0, 0, 1, 1])
-    leads = torch.tensor([1, -1, -1, -1, 0])
-    edges = torch.zeros(5, 5, dtype=torch.bool)
-    for a, b in ((0, 1), (1, 2), (3, 4)):
-        edges[a, b] = edges[b, a] = True
-    assert walks.Graph(edges, region, leads).regions == 2
-
-    def changed(tensor, *at, to):
-        tensor = tensor.clone()
-        for place in at:
-            tensor[place] = to
-        return tensor
-
-    cut = changed(edges, (1, 2), (2, 1), to=False)
-    across = changed(edges, (2, 3), (3, 2), to=True)
-    for wrong, says in (
-        ((edges[:4], region, leads), r"adjacency is \[5, 5\]"),
-        ((changed(edges, (0, 2), to=True), region, leads), r"is symmetric, and \[0, 2\]"),
-        ((changed(edges, (2, 2), to=True), region, leads), r"no vertex to itself, and \[2, 2\]"),
-        ((across, region, leads), r"of one region, and \[2, 3\]"),
-        ((cut, region, leads), r"is connected, and region 0 is cut from \[2\]"),
-        ((edges, region + (region == 1), leads), r"without gaps, and region 1 is empty"),
-        ((edges, region, changed(leads, 0, to=0)), r"vertex 0 of region 0 leads to 0"),
-        ((edges, region, changed(leads, 0, to=2)), r"of the 2 regions, .* leads to 2"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            walks.Graph(*wrong)
-
-
-def test_bad_sizes_are_refused(walks, graph):
-    generator = torch.Generator()
-    for sizes, says in (
-        ((0, 9, 4), "count is at least 1, not 0"),
-        ((2, -1, 4), "length is at least 1, not -1"),
-        ((2, 9, 0), "delay is at least 1, not 0"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            walks.random_walks(graph, *sizes, generator)
-    events = torch.zeros(2, 9, dtype=torch.bool)
-    for delay, buffer in ((0, 2), (3, -1)):
-        with pytest.raises(ValueError, match=rf"not {delay} and {buffer}$"):
-            walks.event_windows(events, delay, buffer)
-    for bad in (events.int(), events[0]):
-        with pytest.raises(ValueError, match=r"events are boolean \[walk, step\], not"):
-            walks.event_windows(bad, 3, 2)
+    with pytest.raises(ValueError, match="delay .*0"):
+        walks.random_walks(graph, 2, 9, 0, torch.Generator())
+    with pytest.raises(ValueError, match="delay .*0"):
+        walks.event_windows(torch.zeros(2, 9, dtype=torch.bool), 0, 2)
 
 
 @pytest.fixture
@@ -217,18 +158,15 @@ def test_differences_come_with_an_interval_over_walks(statistics):
     assert high == pytest.approx(5 - 33 / 7)
     alike = torch.full((5, 8), 2.0)
     assert statistics.interval(alike, alike.cumsum(1) > 9, seed=0) == (2, 2, 0, 0, 0)
-    for few in (0, 1):
-        with pytest.raises(ValueError, match=f"needs at least 2, not {few}"):
-            statistics.interval(values[:few], inside[:few], seed=0)
+    with pytest.raises(ValueError, match="1"):
+        statistics.interval(values[:1], inside[:1], seed=0)
 
 
-@pytest.mark.parametrize("count", [12, 40])
-@pytest.mark.parametrize("effect", [0.0, 0.5])
-def test_the_interval_covers_as_often_as_it_says(statistics, monkeypatch, count, effect):
+def test_the_interval_covers_as_often_as_it_says(statistics, monkeypatch):
     """Walks with an effect of their own: an interval over steps would be far too narrow."""
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(statistics, "RESAMPLES", 500)
-    covered, trials = 0, 400
+    covered, trials, count, effect = 0, 400, 12, 0.5
     for trial in range(trials):
         inside = torch.rand(count, 30, generator=generator) < 0.3
         own = torch.randn(count, 1, generator=generator)
@@ -237,16 +175,6 @@ def test_the_interval_covers_as_often_as_it_says(statistics, monkeypatch, count,
         covered += found.low < effect < found.high
     # Twice the standard error of 400 trials; plain percentiles of 12 walks cover 0.91.
     assert covered / trials == pytest.approx(0.95, abs=0.022)
-
-
-@pytest.mark.parametrize(("count", "student"), [(12, 2.2010), (48, 2.0117)])
-def test_percentiles_are_those_of_students_t(statistics, count, student):
-    """Where resamples are normal, the interval has the width of Student's from the sample."""
-    shares = torch.arange(1, 100_000, dtype=torch.float64) / 100_000
-    low, high = statistics._percentiles(torch.special.ndtri(shares), count)
-    # Resamples of n have a spread of the sample's by sqrt(n), which takes n - 1 for n.
-    assert high == pytest.approx(student * math.sqrt(count / (count - 1)), abs=4e-3)
-    assert low == pytest.approx(-high)
 
 
 def test_the_course_around_an_event_is_read_at_its_lag(statistics):
@@ -315,7 +243,6 @@ def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert said.startswith("svd-64-2l, 2 steps, seed 3; 12 held-out walks of 48 steps")
     assert "Of 8 comparisons" in said
-    assert "this count is no test of all of them at once" in said
     assert (out / "findings.txt").read_text(encoding="utf-8") == said
     for name in ("spectra", "drift", "events"):
         assert (out / f"{name}.png").stat().st_size > 10_000
@@ -331,34 +258,16 @@ def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
 
     # Again, without a step of training: what is looked at is what lies there.
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: pytest.fail("trained again"))
-    for name in ("draw_spectra", "draw_drift", "draw_events"):
-        monkeypatch.setattr(study, name, lambda *_: None)
-    weights = [out / "checkpoints" / f"step-{step}" / "model.safetensors" for step in (0, 2)]
-    shutil.copy(*weights)
-    status, again, complaints = call("--resume", steps=2)
-    assert (status, complaints) == (0, "")
-    assert again != said
-    first, _, last = (list(row.values())[1:] for row in rows_of(out / "learning.csv"))
-    assert first == last
-    assert list(rows["learning"][0].values())[1:] == first
+    looked = []
+    monkeypatch.setattr(study, "look", lambda setting, kept, *_: looked.append(kept))
+    assert call("--resume", steps=2)[::2] == (0, "")
+    assert [list(kept) for kept in looked] == [[0, 1, 2]]
 
 
 @pytest.fixture
 def uninterrupted(call, training_only, tmp_path):
     assert call(out="whole")[0] == 0
     return kept(tmp_path / "whole")
-
-
-def test_checkpoints_are_models_at_their_steps(uninterrupted, training_only, tmp_path):
-    from models import load
-
-    (checkpoints,) = training_only
-    assert list(checkpoints) == [0, 1, 2, 3, 4]
-    assert len(uninterrupted) == 2 * 5
-    state = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["model"]
-    torch.testing.assert_close(load(checkpoints[4]).state_dict(), state, rtol=0, atol=0)
-    weights = {data for name, data in uninterrupted.items() if name.endswith("safetensors")}
-    assert len(weights) == 5
 
 
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(
@@ -374,36 +283,9 @@ def test_ctrl_c_says_how_to_go_on_and_loses_nothing(
     monkeypatch.setattr(study, "save", press)
     status, said, complaints = call()
     assert (status, said) == (130, "")
-    assert complaints == (
-        f"\nstopped after step 2 of 4; {out / 'checkpoint.pt'} is that of step 2, whole: "
-        "--resume goes on from there\n"
-    )
+    assert "step 2 of 4" in complaints
+    assert "--resume" in complaints
     assert len(kept(out)) == 2 * 3
-    assert call("--resume")[::2] == (0, "")
-    assert kept(out) == uninterrupted
-
-
-def test_what_was_half_written_by_a_killed_run_is_made_good(
-    call, study, tmp_path, monkeypatch, uninterrupted
-):
-    """Half of the files of step 3 are there, and the run's own checkpoint is of step 2."""
-
-    class Killed(BaseException):
-        pass
-
-    save, out = study.save, tmp_path / "out"
-
-    def killed(path, model):
-        if path.name == "step-3":
-            path.mkdir()
-            (path / "model.safetensors").write_bytes(b"half")
-            raise Killed
-        save(path, model)
-
-    monkeypatch.setattr(study, "save", killed)
-    with pytest.raises(Killed):
-        call()
-    monkeypatch.setattr(study, "save", save)
     assert call("--resume")[::2] == (0, "")
     assert kept(out) == uninterrupted
 
@@ -417,12 +299,9 @@ def test_ctrl_c_without_words_is_explained(call, study, tmp_path, monkeypatch, t
     monkeypatch.setattr(study, "look", pressed)
     status, _, complaints = call()
     assert status == 130
-    assert complaints == (
-        f"\ninterrupted; {tmp_path / 'out'} has all checkpoints: --resume looks at them again\n"
-    )
+    assert f"{tmp_path / 'out'} has all checkpoints: --resume" in complaints
     monkeypatch.setattr(study, "random_graph", pressed)
-    status, _, complaints = call(out="other")
-    assert (status, complaints) == (130, "\ninterrupted\n")
+    assert call(out="other") == (130, "", "\ninterrupted\n")
 
 
 def refused(found):
@@ -434,66 +313,26 @@ def refused(found):
     return complaints
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--steps", "0"], "--steps is at least 1, not 0"),
-        (["--walks", "11"], "--walks is at least 12, not 11"),
-        (["--seed", "-1"], "--seed is 0 to 2**63 - 1, not -1"),
-        (["--resume"], "has no checkpoint.pt to resume from"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line(call, training_only, options, reason, tmp_path):
-    assert reason in refused(call(*options))
+def test_what_cannot_be_done_is_one_line(call, training_only, tmp_path):
+    for options, reason in (
+        (["--steps", "0"], "--steps"),
+        (["--walks", "11"], "--walks"),
+        (["--seed", "-1"], "--seed"),
+        (["--resume"], "checkpoint.pt"),
+    ):
+        assert reason in refused(call(*options))
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-def test_a_file_is_no_directory(call, tmp_path):
     (tmp_path / "out").write_text("mine")
-    assert f"--out is a directory, and {tmp_path / 'out'} is a file" in refused(call())
-    assert "Not a directory" in refused(call(out="out/below"))
+    assert str(tmp_path / "out") in refused(call())
     assert (tmp_path / "out").read_text() == "mine"
 
 
 def test_a_run_that_is_there_is_not_written_over(call, tmp_path, training_only):
     assert call()[0] == 0
     before = kept(tmp_path / "out")
-    assert "has the checkpoint of a run already" in (complaints := refused(call()))
-    assert "--resume goes on with it, --out chooses another directory" in complaints
+    assert "--resume" in refused(call())
     for other in (["--seed", "4"], ["--steps", "5"]):
-        what = other[0][2:]
-        assert f"training.{what} is" in refused(call("--resume", *other))
+        assert f"training.{other[0][2:]} " in refused(call("--resume", *other))
     assert kept(tmp_path / "out") == before
     # More walks are more to look at: the training is the same.
     assert call("--resume", "--walks", "13")[0] == 0
-
-
-def test_a_checkpoint_that_is_gone_or_damaged_is_named(call, tmp_path, study, monkeypatch):
-    found = tmp_path / "out" / "checkpoints" / "step-0"
-    with monkeypatch.context() as patch:
-        patch.setattr(study, "look", lambda *_: None)
-        assert call(steps=1)[0] == 0
-    (found / "model.safetensors").write_bytes(b"half")
-    assert str(found / "model.safetensors") in refused(call("--resume", steps=1))
-    shutil.rmtree(found)
-    assert str(found) in refused(call("--resume", steps=1))
-
-
-def test_figures_without_matplotlib_are_refused_before_training(call, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert 'pip install "hookscope[report]"' in refused(call())
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_losses_to_compare_with_are_the_graphs(study, graph):
-    from svd_report import _learning
-    from svd_tables import Learned, Setting, Tables
-
-    setting = Setting(graph, width=7, delay=4, buffer=3, d_model=10, top=2, seed=0)
-    tables = Tables(learning=[Learned(5, 1.0, 2.0, 0.5)])
-    sizes = [len(near) for near in neighbours(graph)]
-    expected = sum(size * math.log(size) for size in sizes) / sum(sizes)
-    assert _learning(tables, setting)[0] == (
-        f"Learning (loss in nats; 3.85 knowing nothing, 2.75 knowing the region, {expected:.2f} "
-        "knowing the neighbours):"
-    )

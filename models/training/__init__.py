@@ -1,10 +1,15 @@
 """Training: `train` a model on a text, `evaluate` it on another."""
 
-from models.training.config import TrainingConfig
-from models.training.data import Batches, next_token_loss, sample_batch, split
-from models.training.evaluation import Evaluation, evaluate
-from models.training.loop import train
-from models.training.run import TrainingResult
+from models.training.data import (
+    Batches,
+    Evaluation,
+    evaluate,
+    next_token_loss,
+    sample_batch,
+    split,
+)
+from models.training.loop import TrainingResult, train
+from models.training.run import TrainingConfig
 
 __all__ = [
     "Batches",

@@ -1,21 +1,57 @@
-"""What is trained on: texts, batches drawn from them, and the loss of each next token."""
+"""What a model is trained and measured on: texts, batches of them, and the loss of each next token."""
 
 import hashlib
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.checks import INTEGERS, check_tokens
+from models.checks import INTEGERS, check_whole, mode
+from models.transformer import Transformer
 
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
-"""Draws the batch of a step, counted from 0; the model reads all tokens but the last of each row.
+"""Makes the batch of a step, counted from 0. The model reads all tokens of a row but the last, and
+predicts all but the first.
 
-What it gives follows from its arguments alone: else a resumed run could not go on as it would have. That
-it is the same function as before cannot be checked.
+A batch must follow from the step and the generator alone. Otherwise a resumed run would go on with other
+batches, and nothing could notice.
 """
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A mean loss, in the units in which it is reported.
+
+    Attributes:
+        nats: cross-entropy in nats per token.
+        characters_per_token: mean length of a token; 1 where tokens are characters, 0 where it is
+            not known.
+
+    >>> Evaluation(nats=math.log(8), characters_per_token=2.0).bits_per_character
+    1.5
+    """
+
+    nats: float
+    characters_per_token: float = 0.0
+
+    @property
+    def bits(self) -> float:
+        """Cross-entropy in bits per token."""
+        return self.nats / math.log(2)
+
+    @property
+    def bits_per_character(self) -> float | None:
+        """Cross-entropy in bits per character; None where the length of tokens is not known."""
+        return self.bits / self.characters_per_token if self.characters_per_token else None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats): the number of equally likely tokens that are as uncertain."""
+        return math.exp(self.nats) if self.nats < 709 else math.inf  # float64 ends at exp(709.8)
 
 
 def next_token_loss(
@@ -25,9 +61,13 @@ def next_token_loss(
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
 
 
-def at_least_float32(logits: Float[Tensor, "*axes vocab"]) -> Float[Tensor, "*axes vocab"]:
-    """Logits whose losses can be summed: in half precision a sum is rounded, or infinite."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def mean_loss(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
+    """Mean cross-entropy in nats of all tokens but the first of each row, given those before."""
+    rows = rows.to(model.token_embedding.weight.device).long()
+    logits = model(rows[:, :-1]).flatten(0, 1)
+    # In half precision the sum over tokens would be rounded, or infinite.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, rows[:, 1:].flatten())
 
 
 def split(
@@ -37,66 +77,92 @@ def split(
 
     Raises:
         ValueError: if one of the two would be empty.
+
+    >>> [part.tolist() for part in split(torch.arange(5), 0.6)]
+    [[0, 1, 2], [3, 4]]
     """
     at = int(len(tokens) * fraction)
     if not 0 < at < len(tokens):
-        raise ValueError(f"{fraction} of {len(tokens)} tokens leaves an empty part")
+        raise ValueError(
+            f"both parts of a text must have tokens; got {at} of {len(tokens)} tokens to train on, by a "
+            f"fraction of {fraction}"
+        )
     return tokens[:at], tokens[at:]
 
 
 def sample_batch(
     tokens: Int[Tensor, " text"], batch: int, length: int, generator: torch.Generator
 ) -> Int[Tensor, "batch length"]:
-    """Random stretches of a text.
+    """Random stretches of a text, from anywhere in it.
 
     Raises:
         ValueError: if the text is shorter than a stretch.
+
+    >>> rows = sample_batch(torch.arange(10), 2, 4, torch.Generator().manual_seed(0))
+    >>> (rows - rows[:, :1]).tolist()
+    [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
     if len(tokens) < length:
-        raise ValueError(f"a text of {len(tokens)} tokens has no stretch of {length}")
+        raise ValueError(f"the text must have at least {length} tokens; got {len(tokens)}")
     starts = torch.randint(len(tokens) - length + 1, (batch, 1), generator=generator)
     return tokens[starts + torch.arange(length)]
 
 
-def check_text(what: str, tokens: Tensor, n_ctx: int, vocab_size: int) -> None:
-    """Refuses what is not a text that a model can learn or be measured on.
+@torch.no_grad()
+def evaluate(
+    model: Transformer,
+    tokens: Int[Tensor, " text"],
+    batch: int = 16,
+    characters_per_token: float = 0.0,
+) -> Evaluation:
+    """Mean loss over consecutive windows of the model's whole context, without dropout.
+
+    Windows do not overlap, and what is left over at the end is not read. Each module is afterwards in the
+    mode, training or evaluation, that it was in.
+
+    Args:
+        model: the model to measure.
+        tokens: the text.
+        batch: how many windows are read at once.
+        characters_per_token: see `Evaluation`.
 
     Raises:
-        ValueError: if it is not a row of integers, is shorter than a context and its next token, or
-            has tokens outside the vocabulary.
+        ValueError: if the text is no row of integers, is shorter than a window and its next token, or
+            has tokens outside the vocabulary; or if `batch` is below 1.
+
+    >>> from models import TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=4, n_layers=1, n_heads=1, d_model=2)
+    >>> round(evaluate(Transformer(config), torch.arange(7)).perplexity)  # it knows nothing yet
+    7
     """
-    rule = f"{what} is one row of integers"
-    if not isinstance(tokens, Tensor):
-        raise ValueError(f"{rule}, not a {type(tokens).__name__}")
-    if tokens.ndim != 1 or tokens.dtype not in INTEGERS:
-        raise ValueError(f"{rule}, not {tokens.dtype} of shape {tuple(tokens.shape)}")
-    if len(tokens) <= n_ctx:
+    length = model.config.n_ctx
+    check_whole("batch", batch)
+    check_learnable("the text", tokens, "pos", length + 1, model.config.vocab_size)
+    windows = tokens.unfold(0, length + 1, length)
+    with mode(model, training=False):
+        total = sum(mean_loss(model, rows).item() * len(rows) for rows in windows.split(batch))
+    return Evaluation(total / len(windows), characters_per_token)
+
+
+def check_learnable(what: str, tokens: Tensor, axes: str, least: int, vocab_size: int) -> None:
+    """Refuses tokens whose loss would be wrong in silence, or whose fault would be found late.
+
+    Floats would be rounded, and cross-entropy leaves out targets of -100.
+
+    Raises:
+        ValueError: if they are not integers with these axes, have fewer than `least` positions or no
+            row, or are outside the vocabulary.
+    """
+    fits = tokens.ndim == len(axes.split()) and tokens.dtype in INTEGERS
+    if not fits or tokens.shape[-1] < least or not len(tokens):
         raise ValueError(
-            f"{what} of {len(tokens)} tokens has no window of {n_ctx} and a next token: it needs "
-            f"at least {n_ctx + 1}"
+            f"{what} must be integers [{axes}] with pos at least {least}; got {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}"
         )
-    check_vocabulary(what, tokens, vocab_size)
-
-
-def check_batch(tokens: Tensor, vocab_size: int, step: int) -> None:
-    """Refuses a batch that has no targets, or targets that would be ignored.
-
-    Raises:
-        ValueError: naming the step and what is wrong.
-    """
-    rule = f"the batch of step {step} is integers [batch, pos], at least one row and two positions"
-    check_tokens(tokens, rule)
-    if tokens.shape[0] < 1 or tokens.shape[1] < 2:
-        raise ValueError(f"{rule}, not {tokens.dtype} of shape {tuple(tokens.shape)}")
-    check_vocabulary(f"the batch of step {step}", tokens, vocab_size)
-
-
-def check_vocabulary(what: str, tokens: Tensor, vocab_size: int) -> None:
-    """Raises ValueError if there are tokens outside the vocabulary."""
     low, high = (int(extreme) for extreme in torch.aminmax(tokens))
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{what} has tokens from {low} to {high}; the model's are 0 to {vocab_size - 1}"
+            f"{what} must have tokens from 0 to {vocab_size - 1}; got tokens from {low} to {high}"
         )
 
 
@@ -105,6 +171,6 @@ def digest(*texts: Int[Tensor, " _text"]) -> str:
     found = hashlib.sha256()
     for text in texts:
         found.update(f"{len(text)}:".encode())
-        for part in text.split(2**20):  # a text may be larger than memory has room for in int64
+        for part in text.split(2**20):  # a copy of all of it in int64 might not fit in memory
             found.update(part.cpu().long().numpy().tobytes())
     return found.hexdigest()[:16]

@@ -1,13 +1,11 @@
-"""The training loop: seeded batches, a log, checkpoints, and an orderly end on Ctrl-C."""
+"""The training loop: data in, steps, and an orderly end on Ctrl-C."""
 
-import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
@@ -15,11 +13,24 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.checks import mode
-from models.training.config import TrainingConfig
-from models.training.data import Batches, check_batch, check_text, digest, sample_batch, split
-from models.training.files import RunFiles
-from models.training.run import Run, TrainingResult
+from models.training.data import Batches, Evaluation, check_learnable, sample_batch, split
+from models.training.run import Run, TrainingConfig
 from models.transformer import Transformer
+
+HELD_OUT = "the text to validate on"
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The losses of a run from its first step on, also where it was resumed.
+
+    Attributes:
+        losses: of each step's batch before the update, in nats per token.
+        validation: the loss on the held-out text, by the number of steps taken.
+    """
+
+    losses: tuple[float, ...]
+    validation: Mapping[int, Evaluation]
 
 
 def train(
@@ -39,14 +50,14 @@ def train(
     `config.seed` too (on CPU and CUDA), and torch's own generators are left as they were.
 
     A `directory` gets `log.jsonl`, a line a step with losses in nats per token, and `checkpoint.pt`,
-    which is replaced as a whole. Ctrl-C ends the run after the step at hand and saves it; a second
+    which is replaced as a whole. Ctrl-C ends the run after the current step and saves it; a second
     one ends it at once.
 
     Args:
-        model: its modules' modes, training or not, are afterwards what they were, and no gradients
-            are left.
-        data: a text, of which random stretches are learned: its first `config.train_fraction` if no
-            `validation` is given, else all of it; or what draws each step's batch.
+        model: each of its modules is afterwards in the mode, training or evaluation, that it was in.
+            No gradients are left.
+        data: a text, from which random stretches are drawn: its first `config.train_fraction` if no
+            `validation` is given, else all of it. Or a function that makes each step's batch.
         config: how to train.
         validation: the text that the loss is measured on.
         directory: where log and checkpoint go; None for neither.
@@ -56,119 +67,108 @@ def train(
     Raises:
         ValueError: if a text is shorter than a context and a next token or has tokens outside the
             vocabulary, or a checkpoint is damaged or of another run; before any work. Later, if a
-            drawn batch is no matrix of the vocabulary's tokens.
+            batch is no matrix of the vocabulary's tokens.
         FileExistsError: if the directory has a checkpoint and `resume` is False.
         FileNotFoundError: if it has none and `resume` is True.
         FloatingPointError: if a loss or a gradient is not finite; the last checkpoint stays.
         OSError: if a file cannot be written; the last checkpoint stays.
-        KeyboardInterrupt: saying how to go on.
+        KeyboardInterrupt: saying what was saved.
+
+    >>> from models import TransformerConfig
+    >>> sizes = TransformerConfig(vocab_size=2, n_ctx=4, n_layers=1, n_heads=1, d_model=8)
+    >>> config = TrainingConfig(steps=3, evaluate_every=2)
+    >>> result = train(Transformer(sizes), torch.tensor([0, 1] * 50), config)
+    >>> len(result.losses), list(result.validation)
+    (3, [2, 3])
     """
-    batches, held_out, text = _source(data, validation, model, config)
-    files = RunFiles(
-        None if directory is None else Path(directory), _description(model, config, text)
-    )
-    run = Run(model, config, files)
+    batches, texts = _source(data, validation, model, config)
+    run = Run(model, config, texts, directory)
+    forked = [run.device] if run.device.type == "cuda" else []
     with (
         mode(model, training=True),
-        run.own_dropout(),
-        _whole_steps(files) as interrupted,
-        closing(files),
+        torch.random.fork_rng(forked),
+        _interruptible(run) as interrupted,
     ):
-        if resume:
-            run.restore(files.load())
-        files.open([record.line() for record in run.records], resume=resume)
+        run.begin(resume=resume)
         done = len(run.records)
-        # Hidden where nobody watches: in a file it would be one long line.
-        progress = tqdm(
-            total=config.steps, initial=done, unit="step", desc="training", disable=None
-        )
-        with progress:
-            for step in range(done, config.steps):
-                tokens = batches(step, run.generator)
-                check_batch(tokens, model.config.vocab_size, step + 1)
-                record = run.update(tokens.to(run.device).long())
-                due = (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps
-                if due and held_out is not None:
-                    record = dataclasses.replace(record, validation=run.measure(held_out))
-                run.records.append(record)
-                files.log(record.line())
-                _show(progress, record.loss, tokens[:, 1:].numel())
+        # No bar where nobody watches: in a file it would be one long line.
+        bar = tqdm(total=config.steps, initial=done, unit="step", desc="training", disable=None)
+        with bar:
+            for step in range(done + 1, config.steps + 1):
+                tokens = batches(step - 1, run.generators[0])
+                loss = run.update(tokens)
+                due = step % config.evaluate_every == 0 or step == config.steps
+                if due and HELD_OUT in texts:
+                    run.measure(texts[HELD_OUT])
+                run.log()
+                bar.update()
+                rate = tokens[:, 1:].numel() * (bar.format_dict["rate"] or 0)
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 if after_step:
-                    after_step(step + 1, record.loss)
-                # Asked once: in between, the answer could change.
+                    after_step(step, loss)
+                # Asked once, because the answer can change in between.
                 stop = interrupted()
                 if due or stop:
                     run.save()
                 if stop:
                     break
-        if interrupted():  # also while the last checkpoint was written
-            raise KeyboardInterrupt(
-                f"stopped after step {len(run.records)} of {config.steps}; {files.way_on}"
-            )
-    return run.result()
-
-
-def _description(model: Transformer, config: TrainingConfig, text: str) -> dict[str, Any]:
-    """What a run is: a checkpoint of another one is not gone on from."""
-    return {
-        "model": dataclasses.asdict(model.config),
-        "training": dataclasses.asdict(config),
-        "text": text,
-        "dtype": str(model.W_E.dtype),
-        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-    }
+    return TrainingResult(
+        losses=tuple(record["loss"] for record in run.records),
+        validation={
+            record["step"]: Evaluation(record["validation_loss"], config.characters_per_token)
+            for record in run.records
+            if "validation_loss" in record
+        },
+    )
 
 
 def _source(
     data: Tensor | Batches, validation: Tensor | None, model: Transformer, config: TrainingConfig
-) -> tuple[Batches, Tensor | None, str]:
-    """What draws batches, the held-out text, and a digest of the texts."""
-    length, vocab_size = model.config.n_ctx, model.config.vocab_size
+) -> tuple[Batches, dict[str, Tensor]]:
+    """What makes batches, and the texts that are known beforehand."""
+    length, vocab_size = model.config.n_ctx + 1, model.config.vocab_size
     texts: dict[str, Tensor] = {}
     if isinstance(data, Tensor):
-        text, validation = (
-            split(data, config.train_fraction) if validation is None else (data, validation)
-        )
+        text = data
+        if validation is None:
+            text, validation = split(data, config.train_fraction)
         texts["the text to train on"] = text
 
         def data(step: int, generator: torch.Generator) -> Tensor:
-            return sample_batch(text, config.batch_size, length + 1, generator)
+            return sample_batch(text, config.batch_size, length, generator)
 
     if validation is not None:
-        texts["the text to validate on"] = validation
+        texts[HELD_OUT] = validation
     for what, tokens in texts.items():
-        check_text(what, tokens, length, vocab_size)
-    return data, validation, digest(*texts.values())
-
-
-def _show(progress: "tqdm[Any]", loss: float, tokens: int) -> None:
-    progress.update()
-    if not progress.disable:
-        rate = tokens * (progress.format_dict["rate"] or 0.0)
-        progress.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+        check_learnable(what, tokens, "pos", length, vocab_size)
+    return data, texts
 
 
 @contextmanager
-def _whole_steps(files: RunFiles) -> Iterator[Callable[[], bool]]:
-    """Says whether Ctrl-C was pressed instead of stopping there and then, where weights may be half
-    changed; pressed again it stops at once."""
+def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
+    """Says whether Ctrl-C was pressed, so that a run can stop between two steps.
+
+    Pressed again, it stops at once. Either way the error says what was saved, and no gradients are left.
+    """
     pressed = threading.Event()
 
     def note(number: int, frame: object) -> None:
         pressed.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    # Python lets only the main thread decide; and a handler that somebody else set is theirs.
+    # Only the main thread may set a handler, and somebody else's handler stays.
     main = threading.current_thread() is threading.main_thread()
     ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, note)
     try:
         yield pressed.is_set
-    except KeyboardInterrupt as stopped:
-        if stopped.args:
-            raise
-        raise KeyboardInterrupt(f"stopped within a step; {files.way_on}") from None
+        if pressed.is_set():  # also while the last checkpoint was written
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        steps = f"{len(run.records)} of {run.config.steps}"
+        raise KeyboardInterrupt(f"stopped after step {steps}; {run.last}") from None
     finally:
+        run.optimizer.zero_grad()
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,162 +1,290 @@
-"""One training run: its optimizer and generators, the update, and what a checkpoint of it holds."""
+"""One training run: its settings, what changes from step to step, and the files that keep it."""
 
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from models.training.config import TrainingConfig
-from models.training.data import at_least_float32
-from models.training.evaluation import Evaluation, evaluate
-from models.training.files import RunFiles
+from models.checks import check_types
+from models.training.data import check_learnable, digest, evaluate, mean_loss
 from models.transformer import Transformer
 
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+# Raised by every change after which a resumed run would give other numbers.
+CODE_VERSION = 2
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """What a run went through, from its first step on, also where it was resumed.
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How to train; the defaults are nanoGPT's for small models of characters (Karpathy 2022).
 
     Attributes:
-        losses: of each step's batch before the update, in nats per token.
-        validation: the loss on the held-out text, by the number of steps taken.
+        steps: number of updates.
+        batch_size: rows of a batch, and windows that are evaluated at once.
+        learning_rate: the largest step size, reached after `warmup` steps; it then falls along a
+            cosine (Loshchilov & Hutter 2017).
+        final_rate: where it falls to, as a share of `learning_rate`; 1 for a constant rate.
+        warmup: steps of linear warm-up.
+        betas: AdamW's decay of the mean and of the mean square of gradients.
+        weight_decay: AdamW's, for matrices; biases and norms are not decayed.
+        clip: the largest norm of the whole gradient; 0 for any.
+        seed: of the generator that draws batches, and of dropout.
+        train_fraction: the share of a text that is trained on; what follows it is held out.
+        evaluate_every: steps between measurements of the validation loss, after each of which a
+            checkpoint is written; both are done after the last step too.
+        characters_per_token: for bits per character: 1 where tokens are characters, 0 where it is
+            not known.
+
+    Raises:
+        ValueError: naming the field, its value and its range.
     """
 
-    losses: tuple[float, ...]
-    validation: Mapping[int, Evaluation]
+    steps: int
+    batch_size: int = 12
+    learning_rate: float = 1e-3
+    final_rate: float = 0.1
+    warmup: int = 100
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    train_fraction: float = 0.9
+    evaluate_every: int = 250
+    characters_per_token: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        # AdamW refuses rates, betas and weight decays out of range itself.
+        least = {"steps": 1, "batch_size": 1, "evaluate_every": 1, "warmup": 0, "clip": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}; got {getattr(self, name)}")
+        if not 0 <= self.final_rate <= 1:
+            raise ValueError(f"final_rate must be 0 to 1; got {self.final_rate}")
 
-@dataclass(frozen=True)
-class Record:
-    """A step: its number from 1, the loss in nats before the update, how it was made, and what came of it."""
-
-    step: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float
-    validation: Evaluation | None = None
-
-    def line(self) -> dict[str, Any]:
-        """As the log has it."""
-        line = dataclasses.asdict(self)
-        del line["validation"]
-        if (found := self.validation) is not None:
-            line["validation_loss"] = found.nats
-            line["bits_per_token"] = found.bits
-            line["bits_per_character"] = found.bits_per_character
-            # JSON has no infinity.
-            line["perplexity"] = found.perplexity if found.perplexity < math.inf else None
-        return line
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> "Record":
-        """A record from its `asdict`."""
-        found = saved["validation"]
-        return cls(**{**saved, "validation": Evaluation(**found) if found else None})
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, counted from 0."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        fallen = (1 - self.final_rate) * (1 - math.cos(math.pi * done)) / 2
+        return self.learning_rate * (1 - fallen)
 
 
 class Run:
-    """What changes from step to step, and how."""
+    """Weights, optimizer, generators, the records of all steps, and the directory that keeps them.
 
-    def __init__(self, model: Transformer, config: TrainingConfig, files: RunFiles) -> None:
-        self.model, self.config, self.files = model, config, files
+    Args:
+        model: trained in place.
+        config: how to train.
+        texts: what is trained and measured on, as far as it is known beforehand.
+        directory: made if it is missing; if None, nothing is written.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: TrainingConfig,
+        texts: Mapping[str, Tensor],
+        directory: str | os.PathLike[str] | None,
+    ) -> None:
+        self.model, self.config = model, config
+        self.directory = None if directory is None else Path(directory)
         self.device = model.token_embedding.weight.device
-        self.generator = torch.Generator().manual_seed(config.seed)
-        self.records: list[Record] = []
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in self.parameters if p.ndim >= 2]},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,
+        self.records: list[dict[str, Any]] = []
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in self._parameters if p.ndim >= 2]
+        vectors = [p for p in self._parameters if p.ndim < 2]
+        groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        rate, decay, betas = config.learning_rate, config.weight_decay, config.betas
+        self.optimizer = torch.optim.AdamW(groups, rate, betas, weight_decay=decay, fused=True)
+        # The first draws batches. The others are torch's own, which dropout draws from.
+        self.generators = [torch.Generator(), torch.default_generator]
+        if self.device.type == "cuda":
+            torch.cuda.init()
+            self.generators.append(torch.cuda.default_generators[self.device.index])
+        # All that decides the numbers of a run.
+        self._identity = {
+            **{f"model.{k}": v for k, v in dataclasses.asdict(model.config).items()},
+            **{f"training.{k}": v for k, v in dataclasses.asdict(config).items()},
+            "text": digest(*texts.values()),
+            "dtype": str(model.W_E.dtype),
+            "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+            "code": [CODE_VERSION, str(torch.__version__)],
+        }
+        self._saved = 0
+
+    @property
+    def last(self) -> str:
+        """What can be resumed, in words."""
+        if self.directory is None or not self._saved:
+            return "no checkpoint has been written"
+        return (
+            f"{self.directory / CHECKPOINT} holds step {self._saved}, resume=True continues there"
         )
 
-    def update(self, tokens: Int[Tensor, "batch pos"]) -> Record:
-        """One step of the optimizer.
+    def begin(self, *, resume: bool) -> None:
+        """Seeds the generators or, with `resume`, loads the checkpoint; then begins the log.
 
         Raises:
+            FileExistsError: if there is a checkpoint and it is not resumed.
+            FileNotFoundError: if there is none and it is to be resumed.
+            OSError: if the directory or the log cannot be written.
+            ValueError: if the checkpoint is damaged, or of another run; then it names what differs.
+        """
+        for generator in self.generators:
+            generator.manual_seed(self.config.seed)
+        if self.directory is None:
+            if resume:
+                raise ValueError("resume=True must come with the directory of the run; got None")
+            return
+        checkpoint = self.directory / CHECKPOINT
+        if resume:
+            self._load(checkpoint)
+        elif checkpoint.exists():
+            raise FileExistsError(
+                f"{self.directory} has the checkpoint of a run already: resume it, or choose another "
+                "directory"
+            )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        # Written anew: a run that was killed may have logged steps after its checkpoint.
+        with self._replacing(self.directory / LOG) as file:
+            file.write(b"".join(map(_line, self.records)))
+
+    def update(self, tokens: Int[Tensor, "batch pos"]) -> float:
+        """Takes one step and adds its record; returns the loss before it.
+
+        Raises:
+            ValueError: if the tokens are no matrix of the vocabulary's tokens.
             FloatingPointError: before the weights are touched, if loss or gradient is not finite.
         """
-        step = len(self.records)
-        logits = at_least_float32(self.model(tokens[:, :-1]).flatten(0, 1))
-        loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
+        step, vocab_size = len(self.records), self.model.config.vocab_size
+        check_learnable(f"the batch of step {step + 1}", tokens, "batch pos", 2, vocab_size)
+        loss = mean_loss(self.model, tokens)
         self.optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
-        record = Record(step + 1, loss.item(), self.config.rate(step), norm.item())
-        self._require_finite("the loss", record.loss, step + 1)
-        self._require_finite("the norm of the gradient", record.gradient_norm, step + 1)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.clip or math.inf)
+        record = {"step": step + 1, "loss": loss.item()}
+        record |= {"learning_rate": self.config.rate(step), "gradient_norm": norm.item()}
+        self._require_finite("the loss", record["loss"], step + 1)
+        self._require_finite("the norm of the gradient", record["gradient_norm"], step + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = record.learning_rate
+            group["lr"] = record["learning_rate"]
         self.optimizer.step()
-        return record
+        self.records.append(record)
+        return record["loss"]
 
-    @contextmanager
-    def own_dropout(self) -> Iterator[None]:
-        """Dropout draws from the config's seed; afterwards torch's own generators are as they were."""
-        cuda = self.device.type == "cuda"
-        with torch.random.fork_rng([self.device] if cuda else []):
-            torch.default_generator.manual_seed(self.config.seed)
-            if cuda:
-                with torch.cuda.device(self.device):
-                    torch.cuda.manual_seed(self.config.seed)
-            try:
-                yield
-            finally:
-                self.optimizer.zero_grad()
+    def measure(self, held_out: Int[Tensor, " text"]) -> None:
+        """Adds the loss on a text to the last record.
 
-    def measure(self, held_out: Int[Tensor, " text"]) -> Evaluation:
-        """The loss on a text; FloatingPointError if it is not finite."""
-        config = self.config
+        Raises:
+            FloatingPointError: if it is not finite.
+        """
+        config, record = self.config, self.records[-1]
         found = evaluate(self.model, held_out, config.batch_size, config.characters_per_token)
-        self._require_finite("the validation loss", found.nats, len(self.records) + 1)
-        return found
+        self._require_finite("the validation loss", found.nats, record["step"])
+        record["validation_loss"] = found.nats
+        record["bits_per_token"] = found.bits
+        record["bits_per_character"] = found.bits_per_character
+        # JSON has no infinity.
+        record["perplexity"] = found.perplexity if found.perplexity < math.inf else None
+
+    def log(self) -> None:
+        """Adds the last record to the log.
+
+        Raises:
+            OSError: naming the file and what can be resumed, if it cannot be written.
+        """
+        if self.directory is not None:
+            path = self.directory / LOG
+            with self._naming(path), path.open("ab") as file:
+                file.write(_line(self.records[-1]))
 
     def save(self) -> None:
-        """Writes a checkpoint; FloatingPointError if the weights are beyond saving."""
-        total = sum(float(p.detach().sum()) for p in self.parameters)
-        self._require_finite("the sum of the weights", total, len(self.records))
-        cuda = self.device.type == "cuda"
+        """Replaces the checkpoint. Whatever happens, the old or the new one is there, whole.
+
+        Raises:
+            FloatingPointError: if the weights are not finite.
+            OSError: naming the file and what can be resumed, if it cannot be written.
+        """
+        step = len(self.records)
+        total = sum(float(p.detach().sum()) for p in self._parameters)
+        self._require_finite("the sum of the weights", total, step)
+        if self.directory is None:
+            return
         state = {
+            "run": self._identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "dropout": torch.get_rng_state(),
-            "dropout_cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
-            "records": [dataclasses.asdict(record) for record in self.records],
+            "generators": [generator.get_state() for generator in self.generators],
+            "records": self.records,
         }
-        self.files.save(len(self.records), state)
+        with self._replacing(self.directory / CHECKPOINT) as file:
+            torch.save(state, file)
+        self._saved = step
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `save` wrote."""
+    def _load(self, path: Path) -> None:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            theirs, records = state["run"], state["records"]
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # of the system, zip, pickle or torch, by the damage
+            reason = " ".join(str(error).split())[:100]
+            raise ValueError(f"{path} must be a whole checkpoint; got: {reason}") from error
+        different = [
+            f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
+            for name in {**theirs, **self._identity}
+            if theirs.get(name) != self._identity.get(name)
+        ]
+        if different:
+            raise ValueError(f"{path} must be of the same run; {'; '.join(different)}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
-        torch.set_rng_state(state["dropout"])
-        if self.device.type == "cuda" and state["dropout_cuda"] is not None:
-            torch.cuda.set_rng_state(state["dropout_cuda"], self.device)
-        self.records = [Record.of(saved) for saved in state["records"]]
-
-    def result(self) -> TrainingResult:
-        """All steps so far."""
-        return TrainingResult(
-            losses=tuple(record.loss for record in self.records),
-            validation={r.step: r.validation for r in self.records if r.validation is not None},
-        )
+        # A run that moved to another device has another number of generators.
+        for generator, saved in zip(self.generators, state["generators"], strict=False):
+            generator.set_state(saved)
+        self.records, self._saved = records, len(records)
 
     def _require_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"{what} is {value} at step {step}, so training stops; {self.files.last}"
+                f"{what} must be finite; got {value} at step {step}; {self.last}"
             )
+
+    @contextmanager
+    def _replacing(self, path: Path) -> Iterator[BinaryIO]:
+        """A new file, which takes the name of the old one when it is complete."""
+        # In the same directory, because a move between file systems is a copy.
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            with self._naming(path):
+                with partial.open("wb") as file:
+                    yield file
+                    file.flush()
+                    # Without it a power cut could leave the new name on an empty file.
+                    os.fsync(file.fileno())
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _naming(self, path: Path) -> Iterator[None]:
+        """Errors of writing name the file, and what can be resumed."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{path} cannot be written: {error}; {self.last}") from error
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
