@@ -10,8 +10,8 @@ from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import Component, is_unwatched
 from models.config import TransformerConfig
 from models.context import Context
-from models.linear import Linear, dropout
-from models.norm import QKNorm
+from models.linear import Linear
+from models.norm import QKNorm, dropout
 from models.positions import rotary
 
 

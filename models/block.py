@@ -100,7 +100,7 @@ class AttentionBlock(Block):
         return self.resid_post(resid + attn_out)
 
 
-def block_of(config: TransformerConfig, layer: int) -> Block:
+def make_block(config: TransformerConfig, layer: int) -> Block:
     """The form of block that a config describes."""
     if config.mlp == "none":
         return AttentionBlock(config, layer)

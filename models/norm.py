@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with what they divide by and what they give named."""
+"""LayerNorm and RMSNorm, with named scale and output; and what a config chooses, which may be nothing."""
 
 import torch
 from jaxtyping import Float
@@ -133,6 +133,11 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
         return RMSNorm(config.d_model, config.norm_eps, config.norm_learned, meaning)
     learned, bias = config.norm_learned, config.norm_bias
     return LayerNorm(config.d_model, config.norm_eps, learned, bias, meaning)
+
+
+def dropout(config: TransformerConfig) -> nn.Module:
+    """The config's dropout of values, or nothing where its probability is zero."""
+    return nn.Dropout(config.dropout) if config.dropout else Identity()
 
 
 def _widened(x: Tensor) -> Tensor:

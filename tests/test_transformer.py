@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 from hooks import HookedRunner
 from models import Transformer, TransformerConfig
-from models.initialise import initialise
+from models.transformer import initialise
 from tests.reference import LLAMA, SIZES, Reference, randomised, some_tokens, variant
 
 
