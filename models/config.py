@@ -126,6 +126,12 @@ class TransformerConfig:
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
+
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=3, d_model=12)
+    >>> config.d_head, config.d_mlp
+    (4, 48)
+    >>> config.replace(n_heads=2).d_head
+    6
     """
 
     vocab_size: int
@@ -185,9 +191,9 @@ class TransformerConfig:
             TypeError: if there is no such field.
             ValueError: as for a new config.
         """
-        followed = [n for n, value in self._derived().items() if getattr(self, n) == value]
-        defaults = {name: self.__dataclass_fields__[name].default for name in followed}
-        return dataclasses.replace(self, **(defaults | changes))
+        derived = self._derived().items()
+        unset: dict[str, Any] = {n: type(v)(0) for n, v in derived if getattr(self, n) == v}
+        return dataclasses.replace(self, **(unset | changes))
 
     @cached_property
     def windows(self) -> tuple[int, ...]:

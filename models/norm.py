@@ -20,6 +20,9 @@ class LayerNorm(Component):
         learned: whether there is a gain.
         bias: whether there is a bias besides the gain.
         meaning: what the output is, for the table of points.
+
+    >>> LayerNorm(2, eps=3.0)(torch.tensor([[[1.0, 3.0]]])).tolist()
+    [[[-0.5, 0.5]]]
     """
 
     weight: nn.Parameter | None
@@ -71,6 +74,9 @@ class RMSNorm(Component):
         eps: what is added to the mean square.
         learned: whether there is a gain.
         meaning: what the output is, for the table of points.
+
+    >>> RMSNorm(2, eps=12.5)(torch.tensor([[[3.0, 4.0]]])).detach()
+    tensor([[[0.6000, 0.8000]]])
     """
 
     weight: nn.Parameter | None

@@ -60,6 +60,11 @@ class Transformer(BlockWeights):
 
     Args:
         config: sizes and choices; see `TransformerConfig`.
+
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model, tokens = Transformer(config), torch.tensor([[3, 0, 6], [2, 5, 1]])
+    >>> model(tokens).shape
+    torch.Size([2, 3, 7])
     """
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -2,18 +2,14 @@
 
 import copy
 import dataclasses
-import inspect
 import json
 import pickle
-import re
-from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
 import torch
 
 from models import RotaryScaling, Transformer, TransformerConfig, config_of
-from models.positions import Rotary
 from tests.reference import SIZES, randomised, some_tokens
 
 FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
@@ -101,39 +97,6 @@ def test_every_field_has_an_effect(name):
 def test_equal_configs_differ_in_nothing():
     base = TransformerConfig(**SIZES)
     assert first_difference(randomised(base), randomised(base)) == "nothing"
-
-
-LLAMA3 = dict(kind="llama3", factor=2.0, original_n_ctx=50)
-YARN = dict(kind="yarn", factor=2.0, original_n_ctx=100)
-
-
-@pytest.mark.parametrize(
-    ("base", "change"),
-    [
-        (dict(kind="linear", factor=2.0), dict(factor=3.0)),
-        (dict(kind="linear", factor=2.0), dict(kind="llama3", original_n_ctx=50)),
-        *((LLAMA3, change) for change in (dict(kind="yarn"), dict(factor=3.0), dict(original_n_ctx=90), dict(low=0.1), dict(high=9.0))),
-        *((YARN, change) for change in (dict(factor=3.0), dict(original_n_ctx=900), dict(low=0.1), dict(high=2.0), dict(attention_factor=1.5))),
-        (dict(kind="factors", factors=(1.0, 2.0, 3.0, 4.0)), dict(factors=(1.0, 2.0, 3.0, 5.0))),
-    ],
-)  # fmt: skip
-def test_every_field_of_a_scaling_has_an_effect(base, change):
-    def of(scaling):
-        made = Rotary(config(**ROTARY, rotary_theta=50.0, rotary_scaling=RotaryScaling(**scaling)))
-        return [*made.frequencies.tolist(), made.length]
-
-    assert of(base) != of(base | change)
-
-
-@pytest.mark.parametrize("cls", [TransformerConfig, RotaryScaling])
-def test_every_field_and_choice_is_described(cls):
-    section = inspect.getdoc(cls).split("Attributes:\n")[1].split("\n\n")[0]
-    entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n      .*)*)", section, re.MULTILINE)
-    about = {name: text for names, text in entries for name in names.split(", ")}
-    assert list(about) == [field.name for field in dataclasses.fields(cls)]
-    for field in dataclasses.fields(cls):
-        if get_origin(field.type) is Literal:
-            assert all(f"`{choice}`" in about[field.name] for choice in get_args(field.type))
 
 
 # --- errors

@@ -246,18 +246,6 @@ def test_edits_of_keys_and_values_are_in_the_cache():
     assert (second - expected("grouped")[:, 6:]).abs().amax() > 0.1
 
 
-def test_the_steps_by_hand_fill_a_cache_too():
-    model, tokens, cache, parts = build("window first"), text(2, LENGTH), KVCache(), []
-    for piece in tokens.split([5, 1, 7], 1):
-        context = model.context(piece, None, cache)
-        resid = model.input_resid(piece, context)
-        for block in model.blocks:
-            resid = block(resid, context)
-        parts.append(model.unembed(resid))
-        context.commit()
-    close(torch.cat(parts, 1), expected("window first"))
-
-
 # --- memory
 
 
@@ -462,38 +450,6 @@ def test_a_plan_takes_arguments_that_cannot_be_copied():
 # --- several at once
 
 
-@pytest.mark.parametrize("form", ["window last", "grouped"])
-def test_a_deep_copy_branches_a_text(form):
-    model, tokens, cache = build(form), text(2, LENGTH), KVCache()
-    model(tokens[:, :6], kv_cache=cache)
-    branch = copy.deepcopy(cache)
-    assert (branch.length, branch.nbytes) == (6, cache.nbytes)
-    other = torch.cat([tokens[:, :6], text(2, 7, seed=8)], 1)
-    ours, theirs = [], []
-    for start, end in itertools.pairwise((6, 8, 9, LENGTH)):
-        theirs.append(model(other[:, start:end], kv_cache=branch))
-        ours.append(model(tokens[:, start:end], kv_cache=cache))
-    close(torch.cat(ours, 1), expected(form)[:, 6:])
-    close(torch.cat(theirs, 1), by_prefix(model, other)[:, 6:])
-
-
-def test_threads_with_caches_of_their_own():
-    model, results = build("window first"), {}
-    texts = {seed: text(2, LENGTH, seed=seed) for seed in range(20, 24)}
-
-    def work(seed):
-        with torch.no_grad():
-            results[seed] = read(model, texts[seed].split(1, 1), KVCache())
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed, tokens in texts.items():
-        close(results[seed], model(tokens))
-
-
 # --- gradients, and where numbers are made otherwise
 
 
@@ -544,14 +500,3 @@ def test_inference_mode(form):
         first = read(model, tokens[:, :7].split([6, 1], 1), cache)
     later = read(model, tokens[:, 7:].split([1, 5], 1), cache)
     close(torch.cat([first, later], 1), expected(form))
-
-
-@pytest.mark.parametrize("form", ["rotary", "multi-query", "capped window"])
-def test_autocast(form):
-    """The same roundings in pieces as in the whole, up to a few of them."""
-    model, tokens = build(form), text(2, LENGTH)
-    with torch.autocast("cpu", torch.bfloat16):
-        whole = model(tokens)
-        logits = read(model, tokens.split([6, 1, 6], 1), KVCache())
-    assert logits.dtype == whole.dtype
-    close(logits.float(), whole.float(), atol=0.03 * whole.abs().max().item())
