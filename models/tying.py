@@ -21,8 +21,7 @@ def tie(model: BlockWeights) -> None:
 def _load_one_for_both(
     model: BlockWeights, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    weight = model.token_embedding.weight
-    if weight is not model.unembedding.weight:
+    if model.unembedding.weight is not model.token_embedding.weight:
         return  # untied since
     names = (f"{prefix}token_embedding.weight", f"{prefix}unembedding.weight")
     given = [state_dict[name] for name in names if name in state_dict]
@@ -32,7 +31,8 @@ def _load_one_for_both(
             "tied_unembed=False has both"
         )
     if given:
-        shared = nn.Parameter(given[0], requires_grad=weight.requires_grad)
+        # `load_state_dict` gives it the requires_grad of the weight that it replaces.
+        shared = nn.Parameter(given[0], requires_grad=False)
         state_dict.update(dict.fromkeys(names, shared))
 
 
