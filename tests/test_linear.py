@@ -1,6 +1,7 @@
 """Linear: the same map with and without gradients, and under whatever follows single operations."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def test_gradients_change_results_by_rounding_only():
     torch.testing.assert_close(made.weight.grad, x.sum(0).expand(D_OUT, -1))
 
 
+@pytest.mark.usefixtures("unchecked")  # sizes are tensors, while a graph is traced
 @torch.no_grad()
 def test_whatever_follows_operations_sees_a_plain_product():
     made, x = linear(), draw(3, D_IN)
@@ -79,6 +81,10 @@ def test_whatever_follows_operations_sees_a_plain_product():
         along = torch.func.functional_call(made, {"weight": dual}, (x,))
         tangent = forward_ad.unpack_dual(along).tangent
         torch.testing.assert_close(tangent, x.sum(1, keepdim=True).expand(-1, D_OUT))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of being outdated
+        traced = torch.jit.trace(linear(), (x,))
+    torch.testing.assert_close(traced(x), expected, atol=ATOL, rtol=0)
     assert made.to("meta")(x.to("meta")).shape == (3, D_OUT)
 
 
