@@ -42,14 +42,6 @@ def test_sinusoids_follow_the_formula():
             assert out[row, pos, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
 
 
-def test_sinusoids_by_hand():
-    # Wavelengths of 2π and 200π positions, where d_model is 4.
-    out = Sinusoidal(4)(torch.tensor([[0, 1, 100]]))[0]
-    assert out[0].tolist() == [0, 1, 0, 1]
-    expected = [[0.841471, 0.540302, 0.00999983, 0.99995], [-0.506366, 0.862319, 0.841471, 0.540302]]  # fmt: skip
-    torch.testing.assert_close(out[1:], torch.tensor(expected), atol=1e-5, rtol=0)
-
-
 # --- rotations
 
 
