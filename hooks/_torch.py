@@ -4,22 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException as DataDependentOutputException,
-)
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException as DynamicOutputShapeException,
-)
-from torch._subclasses.fake_tensor import (
-    FakeCopyMode as FakeCopyMode,
-)
-from torch._subclasses.fake_tensor import (
-    FakeTensor as FakeTensor,
-)
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode as FakeTensorMode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
 )
 from torch.autograd import forward_ad
 from torch.nn.modules.module import (
@@ -29,9 +20,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
 class Identity(nn.Module):
@@ -160,14 +149,35 @@ def is_unwatched(tensor: Tensor) -> bool:
     return not (tensor.requires_grad or transformed)
 
 
-def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` in float32 by oneDNN, which on some processors takes half the time of the BLAS.
+def may_use_onednn(*tensors: Tensor) -> bool:
+    """Whether these are ordinary float32 tensors on the CPU, and nothing follows what is done to them.
 
-    It is the operator that torch.compile uses; `F.linear` never does. Whatever watches single operations
-    (a dispatch mode, a tracer) is given `F.linear` itself.
+    Autograd, vmap, autocast, compilers, tracers and dispatch modes follow single operations.
     """
-    if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
-        return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    followed = (
+        torch.is_autocast_enabled("cpu")
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or is_in_torch_dispatch_mode()
+    )
+    has_onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(has_onednn and not followed and all(map(_is_ordinary, tensors)))
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    return kind in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.dtype is torch.float32
+
+
+def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` by oneDNN, where `may_use_onednn` allows it.
+
+    It is the operator that torch.compile uses; `F.linear` never does. On some processors it takes half
+    the time.
+    """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

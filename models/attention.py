@@ -10,8 +10,8 @@ from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import Component, is_unwatched
 from models.config import TransformerConfig
 from models.context import Context
-from models.linear import Linear, dropout
-from models.norm import QKNorm
+from models.linear import Linear
+from models.norm import QKNorm, dropout
 from models.positions import rotary
 
 
@@ -46,15 +46,15 @@ def scaled_dot_product_attention(
 
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"a mask is boolean or floating-point, not {mask.dtype}")
+        raise ValueError(f"mask must be boolean or floating-point; got {mask.dtype}")
     # With some of the leading axes it would be open which: a mask of rows could be taken for one of heads.
     fits = mask.ndim in (2, scores.ndim) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], scores.shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(
-            f"a mask is [query, key] or has all the axes of the scores, {tuple(scores.shape)}, each of "
-            f"that size or 1; not {tuple(mask.shape)}"
+            f"mask must be [query, key] or have all axes of the scores, {tuple(scores.shape)}, each of "
+            f"that size or 1; got {tuple(mask.shape)}"
         )
     if mask.dtype == torch.bool:
         return torch.where(mask, scores, -torch.inf)
@@ -93,6 +93,12 @@ class Attention(Component):
     Args:
         config: sizes and choices.
         layer: the block's number.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
+    >>> context = Transformer(config).context(torch.tensor([[3, 0, 6]]))
+    >>> Attention(config, 0)(torch.ones(1, 3, 4), context).shape
+    torch.Size([1, 3, 4])
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:

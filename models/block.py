@@ -23,6 +23,13 @@ class Block(Component):
     Args:
         config: sizes and choices.
         layer: the block's number.
+
+    >>> import torch
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
+    >>> context = Transformer(config).context(torch.tensor([[3, 0, 6]]))
+    >>> Block(config, 0)(torch.ones(1, 3, 4), context).shape
+    torch.Size([1, 3, 4])
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -100,7 +107,7 @@ class AttentionBlock(Block):
         return self.resid_post(resid + attn_out)
 
 
-def block_of(config: TransformerConfig, layer: int) -> Block:
+def make_block(config: TransformerConfig, layer: int) -> Block:
     """The form of block that a config describes."""
     if config.mlp == "none":
         return AttentionBlock(config, layer)

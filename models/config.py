@@ -1,15 +1,12 @@
 """TransformerConfig: what a transformer is, by values alone, checked when it is built."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any, Literal
 
-from models.checks import check_types, require, require_default
+from models.checks import check_types, require
 
-PREFIX = "rotary_scaling."
 # Turns within the original context: divided below the first, kept above the second; as published.
 PUBLISHED_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
@@ -45,25 +42,16 @@ class RotaryScaling:
     factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_types(self, PREFIX)
-        blends = self.kind in PUBLISHED_TURNS
-        for names, used, reason in (
-            ("factor", self.kind != "factors", "kind is linear, llama3 or yarn"),
-            ("original_n_ctx low high", blends, "kind is llama3 or yarn"),
-            ("attention_factor", self.kind == "yarn", "kind is yarn"),
-            ("factors", self.kind == "factors", "kind is factors"),
-        ):
-            require_default(self, names, used, reason, PREFIX)
-        self._require("factor", self.factor >= 1, "at least 1")
-        self._require("attention_factor", self.attention_factor >= 0, "at least 0")
-        if blends:
-            self._require("original_n_ctx", self.original_n_ctx >= 1, f"at least 1 for {self.kind}")
+        check_types(self)
+        require(self, "factor", self.factor >= 1, "at least 1")
+        if self.kind in PUBLISHED_TURNS:
+            require(self, "original_n_ctx", self.original_n_ctx >= 1, f"at least 1 for {self.kind}")
             low, high = self.turns
             if not 0 < low < high:
-                raise ValueError(f"{PREFIX}low is above 0 and below high ({high}), not {low}")
+                raise ValueError(f"low must be above 0 and below high ({high}); got {low}")
         if self.kind == "factors":
             positive = self.factors and min(self.factors) > 0
-            self._require("factors", positive, "one number above 0 a frequency")
+            require(self, "factors", positive, "one number above 0 for each frequency")
 
     @property
     def turns(self) -> tuple[float, float]:
@@ -71,13 +59,21 @@ class RotaryScaling:
         low, high = PUBLISHED_TURNS[self.kind]
         return self.low or low, self.high or high
 
-    def _require(self, name: str, holds: object, rule: str) -> None:
-        require(self, name, holds, rule, PREFIX)
+
+# The least values of sizes; 0 has a meaning of its own.
+LEAST = {
+    **dict.fromkeys(("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"), 1),
+    **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "window", "norm_eps"), 0),
+    **dict.fromkeys(("attn_scale", "attn_cap", "logit_cap"), 0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Sizes and choices of a decoder-only transformer; the defaults are GPT-2's (Radford et al. 2019).
+
+    A field that another one leaves without effect is ignored: `rotary_theta` with learned positions, for
+    instance.
 
     Attributes:
         vocab_size: number of tokens.
@@ -130,6 +126,12 @@ class TransformerConfig:
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
+
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=3, d_model=12)
+    >>> config.d_head, config.d_mlp
+    (4, 48)
+    >>> config.replace(n_heads=2).d_head
+    6
     """
 
     vocab_size: int
@@ -173,35 +175,25 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        if self.d_head == 0 and self.d_model % self.n_heads:
-            raise ValueError(
-                f"d_model is a multiple of n_heads ({self.n_heads}) unless d_head is given, "
-                f"not {self.d_model}"
-            )
+        for name, least in LEAST.items():
+            self._require(name, getattr(self, name) >= least, f"at least {least}")
+        divides = self.d_head or self.d_model % self.n_heads == 0
+        self._require("d_model", divides, f"a multiple of n_heads ({self.n_heads})")
         for name, value in self._derived().items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
-        self._check_values()
+        self._check()
 
     def replace(self, **changes: Any) -> "TransformerConfig":
         """A config with some fields changed; sizes that followed from others follow the new ones.
-
-        What the changes leave without effect, the activation where there is no MLP any more, for
-        instance, goes back to its default.
 
         Raises:
             TypeError: if there is no such field.
             ValueError: as for a new config.
         """
-        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self)}
-        followed = {n for n, value in self._derived().items() if getattr(self, n) == value}
-        values = {n: defaults[n] if n in followed else getattr(self, n) for n in defaults} | changes
-        for names, used, _ in _effects(SimpleNamespace(**values)):
-            for name in () if used else set(names.split()) - changes.keys():
-                values[name] = defaults[name]
-        return TransformerConfig(**values)
+        derived = self._derived().items()
+        unset: dict[str, Any] = {n: type(v)(0) for n, v in derived if getattr(self, n) == v}
+        return dataclasses.replace(self, **(unset | changes))
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -223,54 +215,31 @@ class TransformerConfig:
             "d_mlp": 0 if self.mlp == "none" else 4 * self.d_model,
         }
 
-    def _check_values(self) -> None:
-        for name in ("n_kv_heads", "d_head", "d_mlp", "window", "attn_cap", "logit_cap"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("norm_eps", "embed_scale", "rotary_theta"):
-            self._require(name, getattr(self, name) > 0, "above 0")
-        self._require("attn_scale", self.attn_scale >= 0, "at least 0")
+    def _check(self) -> None:
+        """Refuses what would give other numbers than were asked for."""
+        n_heads, d_head = self.n_heads, self.d_head
+        divides = n_heads % self.n_kv_heads == 0
+        self._require("n_kv_heads", divides, f"a divisor of n_heads ({n_heads})")
         self._require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
-        self._require("rotary_fraction", 0 < self.rotary_fraction <= 1, "above 0 and at most 1")
-        divides = self.n_heads % self.n_kv_heads == 0
-        self._require("n_kv_heads", divides, f"a divisor of n_heads ({self.n_heads})")
+        inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
+        self._require("window_layers", inside, f"among the {self.n_layers} layers")
         if self.positions == "rotary":
-            even = self.d_rotary > 0 and self.d_rotary % 2 == 0
-            rule = f"such that an even number of a head's {self.d_head} dimensions is rotated"
+            even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
+            rule = f"a share that is an even number of a head's {d_head} dimensions"
             self._require("rotary_fraction", even, rule)
             factors = self.rotary_scaling.factors if self.rotary_scaling else ()
             if factors and len(factors) != self.d_rotary // 2:
                 raise ValueError(
-                    f"rotary_scaling.factors are {self.d_rotary // 2}, one a frequency, "
-                    f"not {len(factors)}"
+                    f"rotary_scaling.factors must be {self.d_rotary // 2} numbers, one for each "
+                    f"frequency; got {len(factors)}"
                 )
         if self.positions == "sinusoidal":
-            self._require("d_model", self.d_model % 2 == 0, "even where positions are sinusoidal")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Refuses what other fields would leave without effect, and forms that do not exist.
-
-        To say that an absent norm or MLP has no bias or gain is no mistake.
-        """
-        for names, used, reason in _effects(self):
-            require_default(self, names, used, reason)
-        inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
-        self._require("window_layers", inside, f"among the {self.n_layers} layers")
-        self._require("d_mlp", self.d_mlp > 0 or self.mlp == "none", "above 0 with an MLP")
+            self._require("d_model", self.d_model % 2 == 0, "even with sinusoidal positions")
         if self.norm_place == "post":
-            self._require("norm_place", self.mlp != "none", "not post without an MLP")
-            self._require("parallel", not self.parallel, "False where norm_place is post")
+            self._require(
+                "norm_place", self.mlp != "none", "'pre', 'output' or 'sandwich' without an MLP"
+            )
+            self._require("parallel", not self.parallel, "False with norm_place='post'")
 
     def _require(self, name: str, holds: object, rule: str) -> None:
         require(self, name, holds, rule)
-
-
-def _effects(config: Any) -> Iterator[tuple[str, bool, str]]:
-    """Fields that other fields may leave without effect, whether they have one, and when they do."""
-    rotary, normed = config.positions == "rotary", config.norm != "none"
-    yield "rotary_theta rotary_fraction rotary_scaling", rotary, "positions are rotary"
-    yield "norm_place embed_norm", normed, "there is a norm"
-    yield "norm_eps", normed or config.qk_norm != "none", "there is a norm"
-    yield "qk_norm_learned", config.qk_norm != "none", "there is a qk_norm"
-    yield "window_layers", bool(config.window), "there is a window"
-    yield "d_mlp activation parallel", config.mlp != "none", "there is an MLP"

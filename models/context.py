@@ -1,15 +1,19 @@
 """What blocks need to know beyond the residual stream: which keys a query sees, rotations, the past."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from models.checks import can_be_read
 from models.config import TransformerConfig
-from models.kvcache import KVCache
+from models.kvcache import KVCache, oldest_reached
 from models.positions import Rotation
+
+Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]]
+"""One layer's keys and values as they entered attention."""
 
 
 class Context(NamedTuple):
@@ -21,9 +25,10 @@ class Context(NamedTuple):
         masks: for each window in use, which keys a query sees: Bool[batch head query key], axes of
             one standing for all; None for all up to its own position.
         rotation: what rotary models turn queries and keys by.
-        start: how many positions were read before this call.
-        kv_cache: where they are.
-        real: which positions so far are no padding: Bool[batch key]; None where no mask says so.
+        start: how many columns of the text come before these.
+        kv_cache: where their keys and values are.
+        real: which columns so far are no padding: Bool[batch key]; None where no mask says so.
+        past: the keys and values of the columns before these, layer by layer, where they are only read.
     """
 
     positions: Tensor
@@ -32,6 +37,7 @@ class Context(NamedTuple):
     start: int = 0
     kv_cache: KVCache | None = None
     real: Tensor | None = None
+    past: tuple[Past, ...] | None = None
 
     def commit(self) -> None:
         """Tells the cache that all blocks have read the new positions."""
@@ -39,10 +45,69 @@ class Context(NamedTuple):
             self.kv_cache.commit(self.start + self.positions.shape[1], self.real)
 
     def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, kv_head, key, d_head]: those cached for a layer, then the new."""
-        if self.kv_cache is None:
-            return k, v
-        return self.kv_cache.layers[layer].extended(self.start, k, v)
+        """Keys and values [batch, kv_head, key, d_head]: those of a layer's past, then the new."""
+        if self.kv_cache is not None:
+            return self.kv_cache.layers[layer].extended(self.start, k, v)
+        if self.past is not None:
+            old_k, old_v = self.past[layer]
+            return _joined(old_k, k), _joined(old_v, v)
+        return k, v
+
+    def repeated(self, n: int) -> "Context":
+        """The context of `n` copies of the batch, one after another: row `copy * batch + row`.
+
+        The past is not copied: each copy reads the same.
+
+        Raises:
+            ValueError: if the context has a `KVCache`, whose rows are those of one batch.
+        """
+        self._refuse_cache("repeated")
+        return self._replace(
+            positions=_tiled(self.positions, n),
+            masks={w: None if m is None else _tiled(m, n) for w, m in self.masks.items()},
+            rotation=self.rotation and _both(lambda part: _tiled(part, n), self.rotation),
+            real=None if self.real is None else _tiled(self.real, n),
+        )
+
+    def after(self, pos: int, past: Sequence[Past]) -> "Context":
+        """The context of the same texts from column `pos` on.
+
+        A block that runs on `resid[:, pos:]` gives what it gave at those columns of the whole text.
+
+        Args:
+            pos: counted from the start of the text.
+            past: for each layer, keys and values of all columns before `pos`, as they entered attention
+                (after norm and rotation). Nothing is written to them. Their rows are those of the
+                batch, or of the batch that was repeated.
+
+        Raises:
+            ValueError: if the context has a `KVCache`, which keeps its own past; if it has no column
+                `pos`; or if the past is not of `pos` columns.
+        """
+        self._refuse_cache("after")
+        end = self.start + self.positions.shape[1]
+        if not self.start <= pos < end:
+            raise ValueError(f"pos must be {self.start} to {end - 1}; got {pos}")
+        for columns in {part.shape[2] for pair in past for part in pair} - {pos}:
+            raise ValueError(f"past must have the {pos} columns before pos; got {columns}")
+        skipped = pos - self.start
+
+        def later(mask: Tensor | None) -> Tensor | None:
+            if mask is None:  # all keys up to the query's own
+                return _mask(0, pos, end, self.positions.device)
+            return mask if mask.shape[2] == 1 else mask[:, :, skipped:]
+
+        return self._replace(
+            positions=self.positions[:, skipped:],
+            masks={window: later(mask) for window, mask in self.masks.items()},
+            rotation=self.rotation and _both(lambda part: part[:, skipped:], self.rotation),
+            start=pos,
+            past=tuple(past),
+        )
+
+    def _refuse_cache(self, method: str) -> None:
+        if self.kv_cache is not None:
+            raise ValueError(f"{method}() must be called on a context without a KVCache")
 
 
 def place(
@@ -62,114 +127,127 @@ def place(
     Raises:
         ValueError: if tokens, mask and cache do not fit each other or the config's context.
     """
-    batch, new = tokens.shape
-    windows, start, known = set(config.windows), 0, None
+    (batch, new), device = tokens.shape, tokens.device
+    start, known = 0, None
     if kv_cache is not None:
         start, known = kv_cache.reserve(config, batch, new), kv_cache.mask
     elif new > config.n_ctx:
-        raise ValueError(f"{new} tokens do not fit the context of {config.n_ctx}")
-    end = start + new
+        raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
+    end, windows = start + new, set(config.windows)
+    columns = torch.arange(start, end, device=device)[None]
     if attention_mask is None and known is not None:
         attention_mask = torch.cat([known, known.new_ones(batch, new)], 1)
     if attention_mask is None:
-        at = torch.arange(start, end, device=tokens.device)[None]
-        masks = {window: _causal(window, start, end, tokens.device) for window in windows}
-        return Context(at, masks, None, start, kv_cache)
-    shapes = {2: (batch, end), 3: (batch, new, end), 4: (batch, config.n_heads, new, end)}
-    if not isinstance(attention_mask, Tensor):
-        raise ValueError(f"attention_mask is a tensor, not a {type(attention_mask).__name__}")
-    allowed = _as_mask(attention_mask.to(tokens.device), shapes)
+        masks = {window: _mask(window, start, end, device) for window in windows}
+        return Context(columns, masks, None, start, kv_cache)
+    allowed = _as_boolean(attention_mask.to(device), batch, config.n_heads, new, end)
     if kv_cache is None:
         _check_no_row_is_empty(allowed)
+    else:
+        _check_fits_cache(allowed, start, known, any(windows))
     if allowed.ndim > 2:
-        masks = _by_query(allowed, known, windows, kv_cache)
-        at = torch.arange(start, end, device=tokens.device)[None]
-        return Context(at, masks, None, start, kv_cache)
-    read = allowed[:, :start]
-    if can_be_read(read) and not (read.all() if known is None else torch.equal(known, read)):
-        raise ValueError("attention_mask says otherwise of cached tokens than when they were read")
-    if kv_cache is not None and any(windows) and _has_gaps(allowed):
-        raise ValueError(
-            "a sliding window's cache keeps the last keys, so padding must stand on the left"
-        )
+        by_head = allowed[:, None] if allowed.ndim == 3 else allowed
+        return Context(columns, dict.fromkeys(windows, by_head), None, start, kv_cache)
+    # Padding has no positions, and nobody sees it.
     positions = (allowed.long().cumsum(1) - 1).clamp(min=0)
-    masks = {window: _padded(window, start, allowed, positions) for window in windows}
+    masks = {window: _padded_mask(window, start, allowed, positions) for window in windows}
     return Context(positions[:, start:], masks, None, start, kv_cache, allowed)
 
 
-def _by_query(
-    allowed: Tensor, known: Tensor | None, windows: set[int], kv_cache: KVCache | None
-) -> dict[int, Tensor | None]:
-    """The masks of all windows, where a mask of queries and keys stands for them."""
-    if kv_cache is not None and any(windows):
+def _as_boolean(mask: Tensor, batch: int, n_heads: int, new: int, end: int) -> Tensor:
+    """`mask` as a boolean one, once its shape and its values are those of a mask."""
+    shapes = {2: (batch, end), 3: (batch, new, end), 4: (batch, n_heads, new, end)}
+    pairs = list(zip(mask.shape, shapes.get(mask.ndim, ()), strict=False))
+    if not pairs or any(size != full and (mask.ndim == 2 or size != 1) for size, full in pairs):
         raise ValueError(
-            "a sliding window's cache drops keys that an attention_mask [batch, query, key] may ask for"
+            f"attention_mask must be [batch, key], here {shapes[2]}, or [batch, query, key], "
+            f"{shapes[3]}, or [batch, head, query, key], {shapes[4]}, where keys include cached "
+            f"positions; got {tuple(mask.shape)}"
         )
-    if known is not None:
+    boolean = mask.bool()
+    if can_be_read(mask) and not torch.equal(boolean.to(mask.dtype), mask):
+        wrong = mask[boolean.to(mask.dtype) != mask][0].item()
         raise ValueError(
-            "the cached tokens were read with an attention_mask [batch, key]: go on so"
+            f"attention_mask must be 1 where a key may be attended to and 0 elsewhere; got {wrong}"
         )
-    return dict.fromkeys(windows, allowed[:, None] if allowed.ndim == 3 else allowed)
+    return boolean
 
 
 def _check_no_row_is_empty(allowed: Tensor) -> None:
     # Where a text is read in pieces, a row may well begin with a whole piece of padding.
     if can_be_read(allowed) and not allowed.flatten(1).any(1).all():
         row = int((~allowed.flatten(1).any(1)).nonzero()[0])
-        raise ValueError(f"attention_mask leaves no key at all in row {row} of the batch")
+        raise ValueError(f"attention_mask must leave each row a key; got none in row {row}")
 
 
-def _has_gaps(allowed: Tensor) -> bool:
-    return can_be_read(allowed) and bool((allowed[:, 1:] < allowed[:, :-1]).any())
+def _check_fits_cache(allowed: Tensor, start: int, known: Tensor | None, windowed: bool) -> None:
+    """Refuses masks that say otherwise of cached keys than before, or need keys that were dropped."""
+    if allowed.ndim > 2:
+        if windowed:
+            raise ValueError(
+                "attention_mask must be [batch, key] with a KVCache of a sliding window, which drops "
+                f"keys; got {allowed.ndim} axes"
+            )
+        if known is not None:
+            raise ValueError(
+                "attention_mask must be [batch, key] as for the cached tokens; got "
+                f"{allowed.ndim} axes"
+            )
+    elif can_be_read(allowed):
+        read = allowed[:, :start]
+        if not (read.all() if known is None else torch.equal(known, read)):
+            raise ValueError(
+                "attention_mask must say of cached tokens what it said before; it differs"
+            )
+        if windowed and bool((allowed[:, 1:] < allowed[:, :-1]).any()):
+            raise ValueError(
+                "padding must stand on the left with a KVCache of a sliding window, which keeps the "
+                "last keys; got padding after a real token"
+            )
 
 
-def _as_mask(mask: Tensor, shapes: dict[int, tuple[int, ...]]) -> Tensor:
-    """`mask` as a boolean one, once its shape and its values are those of a mask."""
-    expected = shapes.get(mask.ndim, ())
-    pairs = list(zip(mask.shape, expected, strict=False))
-    if not pairs or any(size != full and (mask.ndim == 2 or size != 1) for size, full in pairs):
-        raise ValueError(
-            f"attention_mask is [batch, key], here {shapes[2]}, or [batch, query, key], {shapes[3]}, or "
-            f"[batch, head, query, key], {shapes[4]}; keys count cached positions too; not "
-            f"{tuple(mask.shape)}"
-        )
-    boolean = mask.bool()
-    if can_be_read(mask) and not torch.equal(boolean.to(mask.dtype), mask):
-        raise ValueError(
-            "attention_mask is boolean, or 1 where a key may be attended to and 0 elsewhere; it has "
-            f"values from {mask.min().item()} to {mask.max().item()}"
-        )
-    return boolean
-
-
-def _kept(window: int, start: int, end: int) -> int:
-    """How many keys a block with this window is given."""
-    return end - max(0, start - window + 1) if window else end
-
-
-def _causal(
+def _mask(
     window: int, start: int, end: int, device: torch.device
-) -> Bool[Tensor, "1 1 query kept"] | None:
-    kept = _kept(window, start, end)
-    narrow = window and end - start > 1 and kept > window
+) -> Bool[Tensor, "1 1 query key"] | None:
+    """Which keys the queries from `start` on see; None for all up to their own."""
+    first = oldest_reached(window, start)
+    narrow = window and end - start > 1 and end - first > window
     if not narrow and (start == 0 or end - start == 1):
         return None
     query = torch.arange(start, end, device=device)[:, None]
-    key = torch.arange(end - kept, end, device=device)
+    key = torch.arange(first, end, device=device)
     return _seen(window, query, key, query - key)[None, None]
 
 
-def _padded(
-    window: int, start: int, real: Bool[Tensor, "batch key"], positions: Int[Tensor, "batch key"]
-) -> Bool[Tensor, "batch 1 query kept"]:
-    end = real.shape[1]
-    kept = _kept(window, start, end)
+def _padded_mask(
+    window: int,
+    start: int,
+    real: Bool[Tensor, "batch column"],
+    positions: Int[Tensor, "batch column"],
+) -> Bool[Tensor, "batch 1 query key"]:
+    first, end = oldest_reached(window, start), real.shape[1]
     query = torch.arange(start, end, device=real.device)[:, None]
-    key = torch.arange(end - kept, end, device=real.device)
+    key = torch.arange(first, end, device=real.device)
     # Within a text, distances are counted without the padding.
-    distance = positions[:, start:, None] - positions[:, None, -kept:]
-    return (_seen(window, query, key, distance) & real[:, None, -kept:])[:, None]
+    distance = positions[:, start:, None] - positions[:, None, first:]
+    return (_seen(window, query, key, distance) & real[:, None, first:])[:, None]
 
 
 def _seen(window: int, query: Tensor, key: Tensor, distance: Tensor) -> Tensor:
     return (key <= query) & (distance < window) if window else key <= query
+
+
+def _both(change: Callable[[Tensor], Tensor], rotation: Rotation) -> Rotation:
+    return change(rotation[0]), change(rotation[1])
+
+
+def _tiled(value: Tensor, n: int) -> Tensor:
+    """`n` copies along the batch; one row that stands for all still does."""
+    return value if value.shape[0] == 1 else value.repeat(n, *[1] * (value.ndim - 1))
+
+
+def _joined(old: Tensor, new: Tensor) -> Tensor:
+    """Keys or values of a past and of new positions, of which there may be several copies of the past."""
+    copies = len(new) // len(old)
+    old = old.expand(copies, *old.shape)
+    return torch.cat([old, new.unflatten(0, (copies, -1))], 3).flatten(0, 1)

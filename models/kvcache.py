@@ -20,9 +20,9 @@ class KVCache:
     """Lets a model go on where it stopped: `model(new_tokens, kv_cache=cache)`.
 
     Keys and values are those that entered attention, edits of hooks included. Where a block has a
-    sliding window, only what the window can still reach is kept. A forward pass that does not end
-    leaves the cache as it was. For gradients, what is cached is constant. A model with other weights,
-    but the same sizes and positions, can go on from it, as an intervention.
+    sliding window, only what the window can still reach is kept. A forward pass that fails leaves the
+    cache as it was. Gradients flow into what was read while they were recorded. A model with other
+    weights, but the same sizes and positions, can go on from it, as an intervention.
 
     Args:
         max_context: the most positions it may ever hold; None for the model's `n_ctx`.
@@ -33,6 +33,13 @@ class KVCache:
 
     Raises:
         ValueError: if `max_context` is not a whole number of at least 1.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model, cache, tokens = Transformer(config), KVCache(), torch.tensor([[3, 0, 6]])
+    >>> first = model(tokens[:, :2], kv_cache=cache)
+    >>> torch.allclose(model(tokens[:, 2:], kv_cache=cache)[0, -1], model(tokens)[0, -1], atol=1e-6)
+    True
     """
 
     def __init__(self, max_context: int | None = None) -> None:
@@ -43,7 +50,6 @@ class KVCache:
         self.mask: Bool[Tensor, "batch length"] | None = None
         self.layers: list[LayerCache] = []
         self._config: TransformerConfig | None = None
-        self._has_graph = False
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +69,9 @@ class KVCache:
         """
         limit = min(self.max_context or config.n_ctx, config.n_ctx)
         if self.length + new > limit:
-            what = "max_context" if limit == self.max_context else "context"
+            what = "max_context" if limit == self.max_context else "the model's context"
             raise ValueError(
-                f"{self.length} cached and {new} new tokens do not fit the {what} of {limit}"
+                f"cached and new tokens must fit {what} of {limit}; got {self.length} and {new}"
             )
         if not self.length:
             self._config = config
@@ -74,24 +80,23 @@ class KVCache:
         if config is not self._config:
             other = [n for n in DECISIVE if getattr(config, n) != getattr(self._config, n)]
             if other:
-                raise ValueError(f"this KVCache belongs to a model of another {', '.join(other)}")
+                raise ValueError(
+                    f"a KVCache must be used by models of the same {', '.join(other)}; got another"
+                )
         if self.layers[0].batch != batch:
-            held = self.layers[0].batch
-            raise ValueError(f"this KVCache holds {held} rows, and the tokens are {batch} rows")
-        if not self._has_graph:
-            for layer in self.layers:
-                layer.detach()  # from what a pass that did not end has recorded
+            raise ValueError(
+                f"tokens must have as many rows as the KVCache ({self.layers[0].batch}); got {batch}"
+            )
         return self.length
 
     def commit(self, length: int, mask: Tensor | None) -> None:
-        """Takes up what a forward pass that has come to its end has written.
+        """Accepts what a forward pass has written, once it has ended.
 
         Args:
             length: how many positions have been read now.
             mask: which of them are real: Bool[batch length]; None where no mask says so.
         """
         self.length, self.mask = length, mask
-        self._has_graph = any(layer.has_graph for layer in self.layers)
 
 
 class LayerCache:
@@ -118,16 +123,6 @@ class LayerCache:
         """The memory it holds, in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
-    @property
-    def has_graph(self) -> bool:
-        """Whether gradients would flow into what is cached."""
-        return self._keys.requires_grad or self._values.requires_grad
-
-    def detach(self) -> None:
-        """Makes what is cached constant."""
-        if self.has_graph:
-            self._keys, self._values = self._keys.detach(), self._values.detach()
-
     def extended(
         self,
         start: int,
@@ -141,26 +136,14 @@ class LayerCache:
         Args:
             start: the position of the first new one; whatever stood from there on is overwritten.
             k, v: of the new positions.
-
-        Raises:
-            ValueError: if the cached keys came with a gradient, which writing here would spoil, or the
-                new ones are of another dtype.
         """
-        if self.has_graph:
-            raise ValueError(
-                "this KVCache was filled while gradients were recorded, and writing into it would spoil "
-                "them: read all but the last piece under torch.no_grad()"
-            )
-        if start and k.dtype != self._keys.dtype:
-            raise ValueError(
-                f"this KVCache holds {self._keys.dtype}, and the new keys are {k.dtype}"
-            )
-        end = start + k.shape[2]
-        oldest = max(0, start - self.window + 1) if self.window else 0
-        if end - self._first > self._keys.shape[2] or not self.batch:
+        oldest, end = oldest_reached(self.window, start), start + k.shape[2]
+        is_full = end - self._first > self._keys.shape[2] or not self.batch
+        # What gradients were recorded of may not be overwritten: a backward pass needs it.
+        has_graph = self._keys.requires_grad or self._values.requires_grad
+        is_locked = self._keys.is_inference() and not torch.is_inference_mode_enabled()
+        if is_full or has_graph or is_locked or k.dtype != self._keys.dtype:
             self._make_room(oldest, start, end, k)
-        if self._keys.is_inference() and not torch.is_inference_mode_enabled():
-            self._keys, self._values = self._keys.clone(), self._values.clone()
         self._keys.narrow(2, start - self._first, end - start).copy_(k)
         self._values.narrow(2, start - self._first, end - start).copy_(v)
         seen = (2, oldest - self._first, end - oldest)
@@ -178,3 +161,8 @@ class LayerCache:
             keys.narrow(2, 0, start - oldest).copy_(self._keys.narrow(*old))
             values.narrow(2, 0, start - oldest).copy_(self._values.narrow(*old))
         self._keys, self._values, self._first = keys, values, oldest
+
+
+def oldest_reached(window: int, start: int) -> int:
+    """The first position that a query at `start` reaches; a window of 0 reaches all."""
+    return max(0, start - window + 1) if window else 0

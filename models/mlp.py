@@ -10,7 +10,8 @@ from torch import Tensor
 from hooks import HookPoint
 from hooks._torch import Component
 from models.config import TransformerConfig
-from models.linear import Linear, dropout
+from models.linear import Linear
+from models.norm import dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with what they divide by and what they give named."""
+"""LayerNorm and RMSNorm, with named scale and output; and what a config chooses, which may be nothing."""
 
 import torch
 from jaxtyping import Float
@@ -20,6 +20,9 @@ class LayerNorm(Component):
         learned: whether there is a gain.
         bias: whether there is a bias besides the gain.
         meaning: what the output is, for the table of points.
+
+    >>> LayerNorm(2, eps=3.0)(torch.tensor([[[1.0, 3.0]]])).tolist()
+    [[[-0.5, 0.5]]]
     """
 
     weight: nn.Parameter | None
@@ -71,6 +74,9 @@ class RMSNorm(Component):
         eps: what is added to the mean square.
         learned: whether there is a gain.
         meaning: what the output is, for the table of points.
+
+    >>> RMSNorm(2, eps=12.5)(torch.tensor([[[3.0, 4.0]]])).detach()
+    tensor([[[0.6000, 0.8000]]])
     """
 
     weight: nn.Parameter | None
@@ -133,6 +139,11 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
         return RMSNorm(config.d_model, config.norm_eps, config.norm_learned, meaning)
     learned, bias = config.norm_learned, config.norm_bias
     return LayerNorm(config.d_model, config.norm_eps, learned, bias, meaning)
+
+
+def dropout(config: TransformerConfig) -> nn.Module:
+    """The config's dropout of values, or nothing where its probability is zero."""
+    return nn.Dropout(config.dropout) if config.dropout else Identity()
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def register(name: str) -> Callable[[Describe], Describe]:
     3
     """
     if name in _configs:
-        raise ValueError(f"a config is registered as {name!r} already")
+        raise ValueError(f"name must not be registered already; got {name!r}")
 
     def add(describe: Describe) -> Describe:
         _configs[name] = describe
@@ -59,7 +59,11 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
 
 
 def build(name: str, **overrides: Any) -> Transformer:
-    """A model with fresh weights, from a registered config; arguments and errors as for `config_of`."""
+    """A model with fresh weights, from a registered config; arguments and errors as for `config_of`.
+
+    >>> build("gpt2", vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4).count_parameters()
+    544
+    """
     return Transformer(config_of(name, **overrides))
 
 

@@ -1,6 +1,6 @@
 """The transformer. Read top-down: model, `block.py`, `attention.py` and `mlp.py`, `norm.py`."""
 
-from typing import Any
+import math
 
 import torch
 from jaxtyping import Float, Int
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from models.attention import SoftCap
-from models.block import block_of
+from models.block import make_block
 from models.checks import can_be_read, check_tokens
 from models.config import TransformerConfig
 from models.context import Context, place
-from models.initialise import initialise
 from models.kvcache import KVCache
-from models.linear import Linear, dropout
-from models.norm import norm
+from models.linear import Linear
+from models.norm import dropout, norm
 from models.positions import added_positions, rotary
+from models.tying import tie
 from models.weights import BlockWeights
 
 
@@ -31,7 +31,7 @@ class TokenEmbedding(nn.Embedding):
         """The vectors of the tokens.
 
         Raises:
-            ValueError: if tokens are outside the vocabulary: how many, and the first of them.
+            ValueError: if a token is outside the vocabulary, naming the first.
         """
         if not tokens.is_cpu:  # an accelerator would stop, or give anything
             self._check(tokens)
@@ -50,8 +50,8 @@ class TokenEmbedding(nn.Embedding):
         if len(outside):
             row, pos = outside[0].tolist()
             raise ValueError(
-                f"tokens are 0 to {self.num_embeddings - 1}; {len(outside)} of {tokens.numel()} are "
-                f"not, the first is {tokens[row, pos].item()} at row {row}, position {pos}"
+                f"tokens must be 0 to {self.num_embeddings - 1}; got {tokens[row, pos].item()} at "
+                f"row {row}, position {pos}"
             )
 
 
@@ -60,6 +60,11 @@ class Transformer(BlockWeights):
 
     Args:
         config: sizes and choices; see `TransformerConfig`.
+
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model, tokens = Transformer(config), torch.tensor([[3, 0, 6], [2, 5, 1]])
+    >>> model(tokens).shape
+    torch.Size([2, 3, 7])
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -75,12 +80,12 @@ class Transformer(BlockWeights):
         self.rotary = rotary(config)
         self.ln_embed = norm(config, config.embed_norm, "the embeddings' norm: the stream's start")
         self.embed_dropout = dropout(config)
-        self.blocks = nn.ModuleList(block_of(config, layer) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.n_layers))
         self.ln_final = norm(config, config.final_norm, "what the unembedding reads")
         self.unembedding = Linear(config.d_model, config.vocab_size, config.unembed_bias)
         self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Identity()
         if config.tied_unembed:
-            self.unembedding.weight = self.token_embedding.weight
+            tie(self)
         initialise(self)
 
     def forward(
@@ -106,7 +111,7 @@ class Transformer(BlockWeights):
                 mask or cache.
         """
         if last < 0:
-            raise ValueError(f"last is at least 0, not {last}")
+            raise ValueError(f"last must be at least 0; got {last}")
         context = self.context(tokens, attention_mask, kv_cache)
         resid = self.input_resid(tokens, context)
         for block in self.blocks:
@@ -122,7 +127,7 @@ class Transformer(BlockWeights):
         kv_cache: KVCache | None = None,
     ) -> Context:
         """What the blocks read besides the stream; arguments and errors as for `forward`."""
-        check_tokens(tokens, "tokens are integers of shape [batch, pos]")
+        check_tokens(tokens, "tokens must be integers of shape [batch, pos]")
         context = place(self.config, tokens, attention_mask, kv_cache)
         rotation = self.rotary.rotation(context.positions, self.token_embedding.weight.dtype)
         return context._replace(rotation=rotation)
@@ -157,33 +162,34 @@ class Transformer(BlockWeights):
         """Logits of the last positions, all if `last` is 0; where somebody listens, all are made."""
         return self.unembed(resid)[:, -last:]
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        """Keeps tied weights one parameter, and refuses two for them; PyTorch would take the last."""
-        weights = [m._parameters.get("weight") for m in (self.token_embedding, self.unembedding)]
-        names = [f"{prefix}{part}.weight" for part in ("token_embedding", "unembedding")]
-        given = [state_dict[name] for name in names if isinstance(state_dict.get(name), Tensor)]
-        if weights[0] is not None and weights[0] is weights[1] and given:
-            if differ(given[0], given[-1]):
-                raise ValueError(
-                    f"{names[1]} is not {names[0]}, and in this model the two are tied: one with "
-                    "tied_unembed=False has both"
-                )
-            if local_metadata.get("assign_to_params_buffers"):
-                # PyTorch would assign each name a parameter of its own.
-                shared = nn.Parameter(given[0], weights[0].requires_grad)
-                state_dict.update(dict.fromkeys(names, shared))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
     def count_parameters(self) -> int:
         """How many numbers are trained; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
-def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors of one shape hold different numbers; NaN is NaN here, and types may differ."""
-    if one is other or one.shape != other.shape or not (can_be_read(one) and can_be_read(other)):
-        return False
-    other = other.to(one.device)
-    return not bool(((one == other) | (one.isnan() & other.isnan())).all())
+@torch.no_grad()
+def initialise(model: Transformer) -> None:
+    """Draws all weights anew, as `config.init` says; biases become 0, gains 1."""
+    config = model.config
+    for name, parameter in model.named_parameters():
+        part = name.removesuffix(".weight")
+        if parameter.ndim == 1:
+            parameter.fill_(float(name.endswith("weight")))
+        elif part in ("token_embedding", "position_embedding"):
+            nn.init.normal_(parameter, std=0.02)
+        elif part.endswith("qkv"):  # three matrices, each with sizes of its own
+            heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+            for matrix in parameter.split([n * config.d_head for n in heads]):
+                _draw(matrix, config)
+        else:
+            # What writes to the residual stream starts smaller, as many add up (Radford et al. 2019).
+            _draw(parameter, config, math.sqrt(2 * config.n_layers) if "output" in part else 1.0)
+
+
+def _draw(weight: Tensor, config: TransformerConfig, divisor: float = 1.0) -> None:
+    if config.init == "xavier":
+        nn.init.xavier_uniform_(weight)
+    elif config.init == "kaiming":
+        nn.init.kaiming_uniform_(weight, nonlinearity="relu")
+    else:
+        nn.init.normal_(weight, std=0.02 / divisor)

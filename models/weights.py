@@ -23,12 +23,6 @@ class BlockWeights(Component):
     position_embedding: Any
     unembedding: Linear
 
-    def __getattr__(self, name: str) -> Any:
-        # Where a property finds no module to read, Python asks here.
-        if isinstance(vars(BlockWeights).get(name), property):
-            raise AttributeError(f"this model has no {name}: a part that it is read from has none")
-        return super().__getattr__(name)
-
     def _stack(self, name: str) -> Tensor:
         return torch.stack([attrgetter(name)(block) for block in self.blocks])
 

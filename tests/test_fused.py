@@ -83,30 +83,3 @@ def test_only_the_hooked_layer_pays(model, runner, tokens, monkeypatch):
     assert len(layers) == 2
     model(tokens)
     assert len(layers) == 5
-
-
-@pytest.mark.parametrize("names", ["*.scores", "*.pattern", "*.scale", "*"])
-def test_fused_and_explicit_agree_in_value_and_gradient(model, runner, tokens, names):
-    def run(hooks):
-        model.zero_grad()
-        logits = runner.run_with_hooks(tokens, hooks=hooks)
-        logits.log_softmax(-1)[:, :, 5].sum().backward()
-        return logits, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    fused, fused_gradients = run({})
-    explicit, explicit_gradients = run({names: lambda value, point: None})
-    torch.testing.assert_close(explicit, fused, atol=1e-5, rtol=0)
-    for name, gradient in fused_gradients.items():
-        torch.testing.assert_close(explicit_gradients[name], gradient, atol=3e-5, rtol=1e-5)
-
-
-def test_dropout_acts_in_both_forms(tokens):
-    from models import Transformer, TransformerConfig
-
-    sizes = dict(vocab_size=23, n_ctx=17, n_layers=1, n_heads=2, d_model=10)
-    model = Transformer(TransformerConfig(**sizes, dropout=0.5)).train()
-    runner = HookedRunner(model)
-    for hooks in ({}, {"*.pattern": lambda value, point: None}):
-        assert not torch.equal(
-            runner.run_with_hooks(tokens, hooks=hooks), runner.run_with_hooks(tokens, hooks=hooks)
-        )

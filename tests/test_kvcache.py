@@ -8,8 +8,6 @@ import threading
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hooks import HookedRunner, HookError
 from models import KVCache, Transformer, TransformerConfig, fold_norms
@@ -29,9 +27,7 @@ FORMS = {
     "unplaced": dict(positions="none", parallel=True),
     "grouped": dict(ROTARY, n_kv_heads=2, qk_norm="head", mlp="gated"),
     "multi-query": dict(n_kv_heads=1, norm_place="sandwich"),
-    "capped": dict(attn_cap=1.5),
     "capped window": dict(ROTARY, attn_cap=1.5, window=4, n_kv_heads=2),
-    "attention only": dict(mlp="none", d_mlp=0),
     "post": dict(norm_place="post"),
     "window": dict(window=3),
     "window of one": dict(ROTARY, window=1),
@@ -41,13 +37,6 @@ FORMS = {
 }
 WINDOWED = [form for form in FORMS if "window" in form]
 UNWINDOWED = [form for form in FORMS if form not in WINDOWED]
-EXAMPLES = settings(
-    max_examples=4,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -101,39 +90,21 @@ def read(model, pieces, cache, mask=None):
     return torch.cat(parts, 1)
 
 
-@st.composite
-def pieces(draw, length=LENGTH):
-    """The sizes of the pieces of a text."""
-    cuts = draw(st.sets(st.integers(1, length - 1)))
-    bounds = [0, *sorted(cuts), length]
-    return [end - start for start, end in itertools.pairwise(bounds)]
-
-
-# What the cache promises first of all.
+# --- what the cache promises first of all
 
 
 @pytest.mark.parametrize("form", FORMS)
-@EXAMPLES
-@given(sizes=pieces())
+@pytest.mark.parametrize("sizes", [[1] * LENGTH, [LENGTH], [4, 4, 4, 1], [1, 2, 10]])
 def test_pieces_equal_the_whole(form, sizes):
-    model, tokens = build(form), text(2, LENGTH)
-    close(read(model, tokens.split(sizes, 1), KVCache()), expected(form))
+    close(read(build(form), text(2, LENGTH).split(sizes, 1), KVCache()), expected(form))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", [[1] * LENGTH, [LENGTH], [4, 4, 4, 1]])
-def test_certain_pieces_equal_the_whole(form, sizes):
-    model, tokens = build(form), text(2, LENGTH)
-    close(read(model, tokens.split(sizes, 1), KVCache()), expected(form))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", [[4, 1, 3, 5], [1, 2, 10]])
-def test_patterns_of_pieces_are_rows_of_the_whole_pattern(form, sizes):
+def test_patterns_of_pieces_are_rows_of_the_whole_pattern(form):
     model, tokens, cache = build(form), text(2, LENGTH), KVCache()
     runner = HookedRunner(model)
     whole = runner.run_with_cache(tokens, names="blocks.*.attn.pattern")[1]
-    for piece in tokens.split(sizes, 1):
+    for piece in tokens.split([4, 1, 3, 5], 1):
         start = cache.length
         logits, part = runner.run_with_cache(piece, names="blocks.*.attn.pattern", kv_cache=cache)
         close(logits, expected(form)[:, start : cache.length])
@@ -161,8 +132,9 @@ def expected_alone(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@EXAMPLES
-@given(sizes=pieces(), hooked=st.booleans())
+@pytest.mark.parametrize(
+    ("sizes", "hooked"), [([3, 1, 1, 8], True), ([1] * LENGTH, False), ([8, 5], False)]
+)
 def test_a_left_padded_batch_in_pieces_gives_each_row_what_it_gets_alone(form, sizes, hooked):
     """Some pieces hold nothing but padding of a row; both forms of attention come to numbers."""
     model = build(form)
@@ -175,57 +147,40 @@ def test_a_left_padded_batch_in_pieces_gives_each_row_what_it_gets_alone(form, s
         close(logits[row, mask[row]], alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.uint8])
-def test_masks_of_any_type_are_one_mask(dtype):
-    model = build("rotary")
-    _, padded, mask = left_padded()
-    logits = read(model, padded.split([4, 1, 8], 1), KVCache(), mask.to(dtype))
-    close(logits[0, mask[0]], expected_alone("rotary")[0])
-
-
 @pytest.mark.parametrize("form", UNWINDOWED)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1), (3,)])
-def test_right_padded_prompts_go_on(form, sizes):
+def test_right_padded_prompts_go_on(form):
     """Positions follow the mask: what comes next stands right after the last real token."""
-    model = build(form)
-    prompts, more = text(3, 8, seed=5), text(3, sum(sizes), seed=6)
-    real = torch.tensor([3, 8, 5])
-    mask = torch.arange(8) < real[:, None]
-    cache = KVCache()
-    logits = [model(prompts, attention_mask=mask, kv_cache=cache)]
-    for piece in more.split(sizes, 1):
-        mask = torch.cat([mask, torch.ones_like(piece, dtype=torch.bool)], 1)
-        logits.append(model(piece, attention_mask=mask, kv_cache=cache))
-    logits = torch.cat(logits, 1)
+    model, cache, real = build(form), KVCache(), torch.tensor([3, 8, 5])
+    prompts, more = text(3, 8, seed=5), text(3, 3, seed=6)
+    mask = torch.cat([torch.arange(8) < real[:, None], torch.ones(3, 3).bool()], 1)
+    logits = read(model, torch.cat([prompts, more], 1).split([8, 2, 1], 1), cache, mask)
     for row, length in enumerate(real):
         alone = torch.cat([prompts[row, :length], more[row]])[None]
         close(logits[row, mask[row]], by_prefix(model, alone)[0])
 
 
-@pytest.mark.parametrize("form", WINDOWED)
-def test_right_padding_is_refused_where_windows_count_on_the_last_keys(form):
-    model, cache = build(form), KVCache()
+def test_right_padding_is_refused_where_windows_count_on_the_last_keys():
+    model, cache = build("window last"), KVCache()
     mask = torch.arange(LENGTH) < torch.tensor([[9], [LENGTH]])
-    with pytest.raises(ValueError, match="padding must stand on the left"):
+    with pytest.raises(ValueError, match="padding"):
         model(text(2, LENGTH), attention_mask=mask, kv_cache=cache)
     assert cache.length == 0
-    close(read(model, text(2, LENGTH).split(5, 1), cache), expected(form))
     # Without a cache the windows count real tokens only.
-    alone = by_prefix(model, text(2, LENGTH)[:1, :9])
-    close(model(text(2, LENGTH), attention_mask=mask)[0, :9], alone[0])
+    logits = model(text(2, LENGTH), attention_mask=mask)
+    close(logits[0, :9], by_prefix(model, text(2, LENGTH)[:1, :9])[0])
 
 
 @pytest.mark.parametrize("form", ["learned", "window"])
 def test_a_cache_that_holds_padding_does_not_forget_it(form):
-    """Without the mask, what is new is real, and what was padding stays so."""
+    """Without the mask, what is new is real, and what was padding stays so; a copy knows that too."""
     model, cache = build(form), KVCache()
     _, padded, mask = left_padded()
-    logits = [model(padded[:, :7], attention_mask=mask[:, :7], kv_cache=cache)]
-    # The second row's text is the longest; from here on there is no padding in the others either.
-    logits.append(model(padded[:, 7:8], attention_mask=mask[:, :8], kv_cache=cache))
+    logits = [model(padded[:, :8], attention_mask=mask[:, :8], kv_cache=cache)]
+    branch = copy.deepcopy(cache)
     logits += [model(piece, kv_cache=cache) for piece in padded[:, 8:].split([1, 4], 1)]
     for row, alone in enumerate(expected_alone(form)):
         close(torch.cat(logits, 1)[row, mask[row]], alone)
+        close(model(padded[:, 8:], kv_cache=copy.deepcopy(branch))[row], alone[-5:])
 
 
 @pytest.mark.parametrize("first", ["none", "all real", "padded", "by query"])
@@ -233,36 +188,25 @@ def test_what_was_read_cannot_be_declared_padding_later(first):
     """Nor the other way round: positions, and whom the later tokens saw, would not fit together."""
     model, cache = build("rotary"), KVCache()
     tokens, mask = text(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.bool)
-    masks = {"none": None, "all real": mask[:, :6], "by query": torch.ones(2, 6, 6).tril().bool()}
     padded = mask.clone()
     padded[0, :2] = False
-    model(tokens[:, :6], attention_mask=masks.get(first, padded[:, :6]), kv_cache=cache)
-    other = mask if first == "padded" else padded
-    with pytest.raises(ValueError, match="attention_mask"):
-        model(tokens[:, 6:], attention_mask=other, kv_cache=cache)
+    masks = {"none": None, "all real": mask[:, :6], "padded": padded[:, :6]}
+    masks["by query"] = torch.ones(2, 6, 6).tril().bool()
+    model(tokens[:, :6], attention_mask=masks[first], kv_cache=cache)
+    same, other = (padded, mask) if first == "padded" else (mask, padded)
+    # Of a mask of queries and keys, padding counts among the positions; of the other one it does not.
+    wrong = [other] + [mask[:, None].expand(-1, 7, -1)] * (first in ("all real", "padded"))
+    for given in wrong:
+        with pytest.raises(ValueError, match="attention_mask"):
+            model(tokens[:, 6:], attention_mask=given, kv_cache=cache)
     assert cache.length == 6
-    same = padded if first == "padded" else mask
     logits = model(tokens[:, 6:], attention_mask=same, kv_cache=cache)
     close(logits[1], expected("rotary")[1, 6:])
-    alone = (
-        by_prefix(model, tokens[:1, 2:])[:, 4:] if first == "padded" else expected("rotary")[:1, 6:]
-    )
-    close(logits[:1], alone)
+    whole = by_prefix(model, tokens[:1, 2:])[:, 4:]
+    close(logits[:1], whole if first == "padded" else expected("rotary")[:1, 6:])
 
 
-def test_masks_of_the_two_kinds_do_not_mix():
-    """A mask of queries and keys counts padding among the positions, the other one does not."""
-    model, cache = build("rotary"), KVCache()
-    _, padded, mask = left_padded()
-    model(padded[:, :9], attention_mask=mask[:, :9], kv_cache=cache)
-    with pytest.raises(ValueError, match="attention_mask"):
-        model(padded[:, 9:], attention_mask=mask[:, None].expand(-1, 4, -1), kv_cache=cache)
-    assert cache.length == 9
-    logits = model(padded[:, 9:], attention_mask=mask, kv_cache=cache)
-    close(logits[0], expected_alone("rotary")[0][-4:])
-
-
-@pytest.mark.parametrize("form", ["learned", "window first", "capped window"])
+@pytest.mark.parametrize("form", ["learned", "window first"])
 @pytest.mark.parametrize("ndim", [3, 4])
 def test_a_mask_of_queries_and_keys_holds_in_pieces_or_is_refused(form, ndim):
     """Such a mask may ask for keys that a window's cache has dropped."""
@@ -272,8 +216,7 @@ def test_a_mask_of_queries_and_keys_holds_in_pieces_or_is_refused(form, ndim):
     mask = (mask | torch.eye(LENGTH).bool()).tril()
     mask = mask if ndim == 4 else mask[:, 1]
     whole = model(tokens, attention_mask=mask)
-    close(whole[:, :7], model(tokens[:, :7], attention_mask=mask[..., :7, :7]))
-    refused = pytest.raises(ValueError, match="drops keys that an attention_mask")
+    refused = pytest.raises(ValueError, match="window")
     with refused if model.config.window else contextlib.nullcontext():
         for piece in tokens.split([7, 1, 5], 1):
             start, end = cache.length, cache.length + piece.shape[1]
@@ -298,27 +241,12 @@ def test_edits_of_keys_and_values_are_in_the_cache():
     def of_the_first(edit):
         return lambda value, point: torch.cat([edit(value[:, :6], point), value[:, 6:]], 1)
 
-    whole = runner.run_with_hooks(
-        tokens, hooks={name: of_the_first(edit) for name, edit in edits.items()}
-    )
-    close(torch.cat([first, second], 1), whole)
+    hooks = {name: of_the_first(edit) for name, edit in edits.items()}
+    close(torch.cat([first, second], 1), runner.run_with_hooks(tokens, hooks=hooks))
     assert (second - expected("grouped")[:, 6:]).abs().amax() > 0.1
 
 
-@pytest.mark.parametrize("form", ["window first", "rotary"])
-def test_the_steps_by_hand_fill_a_cache_too(form):
-    model, tokens, cache, parts = build(form), text(2, LENGTH), KVCache(), []
-    for piece in tokens.split([5, 1, 7], 1):
-        context = model.context(piece, None, cache)
-        resid = model.input_resid(piece, context)
-        for block in model.blocks:
-            resid = block(resid, context)
-        parts.append(model.unembed(resid))
-        context.commit()
-    close(torch.cat(parts, 1), expected(form))
-
-
-# Memory.
+# --- memory
 
 
 def size(heads, positions, batch=2, width=D_HEAD, itemsize=4):
@@ -335,26 +263,20 @@ def test_full_layers_grow_in_steps_up_to_max_context():
         assert cache.nbytes == LAYERS * size(2, room)
 
 
-def test_room_is_made_in_whole_steps_for_a_long_piece():
-    cache = KVCache()
-    build("rotary")(text(2, 9), kv_cache=cache)
-    assert cache.nbytes == LAYERS * size(HEADS, 12)
-
-
-@pytest.mark.parametrize(("piece", "window"), [(1, 3), (1, 1), (2, 5), (7, 3), (7, 11)])
+@pytest.mark.parametrize(("piece", "window"), [(1, 3), (2, 5), (7, 3), (7, 11)])
 def test_a_window_bounds_the_memory(piece, window):
     """However long the text: the window, the new piece, and two steps of room at most."""
-    config = dict(n_ctx=71, window=window, window_layers=(0, 2))
-    model, cache = build("rotary", **config), KVCache()
-    for tokens in text(2, 67).split(piece, 1):
-        model(tokens, kv_cache=cache)
+    model = build("rotary", n_ctx=71, window=window, window_layers=(0, 2))
+    cache, tokens = KVCache(), text(2, 67)
+    for part in tokens.split(piece, 1):
+        logits = model(part, kv_cache=cache)
         full = size(HEADS, min(-(-cache.length // STEP) * STEP, 71))
         bound = full + 2 * size(HEADS, window - 1 + piece + 2 * STEP)
         assert cache.nbytes <= bound, cache.length
-    assert cache.length == 67
+    close(logits[:, -1], model(tokens)[:, -1])
 
 
-@pytest.mark.parametrize("window", [0, 1, STEP - 1, STEP, STEP + 1, 2 * STEP])
+@pytest.mark.parametrize("window", [0, 1, STEP, 2 * STEP])
 def test_buffers_are_moved_once_a_step_at_most(window, monkeypatch):
     """Also where the window is as wide as a step or several."""
     buffers, extended = [], module.LayerCache.extended
@@ -373,183 +295,100 @@ def test_buffers_are_moved_once_a_step_at_most(window, monkeypatch):
     assert 0 < moves <= 40 / STEP
 
 
-def test_a_long_windowed_text_in_small_memory_has_the_right_end():
-    model, cache, tokens = build("window", n_ctx=71), KVCache(), text(2, 67)
-    logits = read(model, tokens.split(3, 1), cache)
-    close(logits[:, -1], model(tokens)[:, -1])
-
-
 def test_half_precision_is_kept_in_half_precision():
-    model, cache = copy.deepcopy(build("capped window")).bfloat16(), KVCache()
-    whole = model(text(2, LENGTH))
-    logits = read(model, text(2, LENGTH).split([4, 1, 8], 1), cache)
+    pieces = text(2, LENGTH).split([4, 1, 8], 1)
+    model, cache, wide = copy.deepcopy(build("capped window")).bfloat16(), KVCache(), KVCache()
+    read(build("capped window"), pieces, wide)
+    logits, whole = read(model, pieces, cache), model(text(2, LENGTH))
     assert logits.dtype == torch.bfloat16
-    assert cache.nbytes == copy_of(build("capped window")).nbytes / 2
+    assert cache.nbytes == wide.nbytes / 2
     # Eight bits of precision, at each of some dozen steps.
     close(logits.float(), whole.float(), atol=0.03 * whole.abs().max().item())
 
 
-def copy_of(model):
-    cache = KVCache()
-    read(model, text(2, LENGTH).split([4, 1, 8], 1), cache)
-    return cache
+# --- limits, failures and what is refused
 
 
-# Limits, failures and what is refused.
-
-
-def fired(model, *args, **kwargs):
-    """How many points a call that must fail reached."""
-    count = []
-    hook = lambda value, point: count.append(point.name)  # noqa: E731  # a hook of one line
-    with pytest.raises(ValueError, match="do not fit") as error:
-        HookedRunner(model).run_with_hooks(*args, hooks={"*": hook}, **kwargs)
-    return len(count), str(error.value)
-
-
-@pytest.mark.parametrize("form", ["learned", "rotary", "window"])
-@pytest.mark.parametrize(
-    ("limit", "name"), [(7, "max_context"), (None, "context"), (40, "context")]
-)
-def test_overflow_is_an_error_before_any_work(form, limit, name):
-    model, cache = build(form), KVCache(limit)
+@pytest.mark.parametrize("form", ["learned", "rotary"])
+@pytest.mark.parametrize("limit", [7, None, 40])
+def test_overflow_is_an_error_before_any_work(form, limit):
+    model, cache, reached = build(form), KVCache(limit), []
     most = 7 if limit == 7 else N_CTX
     tokens = text(2, N_CTX + 1)
-    reference = by_prefix(model, tokens[:, :most])
-    count, message = fired(model, tokens[:, : most + 1], kv_cache=cache)
-    assert (count, cache.length) == (0, 0)
-    assert message == f"0 cached and {most + 1} new tokens do not fit the {name} of {most}"
-    close(model(tokens[:, : most - 2], kv_cache=cache), reference[:, :-2])
-    held = cache.nbytes
-    count, message = fired(model, tokens[:, :3], kv_cache=cache)
-    assert (count, cache.length, cache.nbytes) == (0, most - 2, held)
-    assert message == f"{most - 2} cached and 3 new tokens do not fit the {name} of {most}"
-    close(model(tokens[:, most - 2 : most], kv_cache=cache), reference[:, -2:])
-    assert fired(model, tokens[:, :1], kv_cache=cache)[0] == 0
+    hooks = {"*": lambda value, point: reached.append(point.name)}
+    for held, new in ((0, most + 1), (most - 2, 3)):
+        if held:
+            model(tokens[:, :held], kv_cache=cache)
+        with pytest.raises(ValueError, match=f"{most}; got {held} and {new}"):
+            HookedRunner(model).run_with_hooks(tokens[:, :new], hooks=hooks, kv_cache=cache)
+        assert cache.length == held
+    assert not reached
+    last = model(tokens[:, most - 2 : most], kv_cache=cache)
+    close(last, by_prefix(model, tokens[:, :most])[:, -2:])
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("limit", [0, -3, 2.5, True])
 def test_max_context_is_at_least_one(limit):
-    with pytest.raises(
-        ValueError, match=f"max_context is a whole number of at least 1, not {limit}"
-    ):
+    with pytest.raises(ValueError, match=f"max_context .*{limit}"):
         KVCache(limit)
 
 
-FAILURES = ["embed", "blocks.0.resid_pre", "blocks.0.attn.v", "blocks.1.attn.z", "blocks.1.mlp_out"]
-FAILURES += ["blocks.2.attn.k", "blocks.2.attn.z", "blocks.2.resid_post", "ln_final.normalized"]
+FAILURES = ["embed", "blocks.0.attn.v", "blocks.1.attn.z", "blocks.2.attn.k", "ln_final.normalized"]
 
 
-@pytest.mark.parametrize("form", ["rotary", "window last"])
+@pytest.mark.parametrize("form", ["rotary", "window last", "window first"])
 @pytest.mark.parametrize("at", FAILURES)
-def test_an_exception_leaves_the_cache_as_it_was(form, at):
-    """The failed call reads other tokens, and more of them than its buffers had room for."""
-    model, tokens, cache = build(form), text(2, LENGTH), KVCache()
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(form, at, recording):
+    """By a hook's own error, reading other tokens, and more than there was room for; or by a capture."""
+    model, tokens, cache, parts = build(form), text(2, LENGTH), KVCache(), []
     runner = HookedRunner(model)
+    whole = runner.run_with_cache(tokens, names=at)[1][at]
 
     def fail(value, point):
         raise KeyError("a hook's own")
 
-    def failing(start):
-        with pytest.raises(KeyError, match="a hook's own"):
-            runner.run_with_hooks(text(2, 7, seed=9), hooks={at: fail}, kv_cache=cache)
-        assert cache.length == start
-
-    failing(0)
-    parts = [model(tokens[:, :6], kv_cache=cache)]
-    failing(6)
-    parts.append(model(tokens[:, 6:7], kv_cache=cache))
-    failing(7)
-    parts.append(model(tokens[:, 7:], kv_cache=cache))
-    close(torch.cat(parts, 1), expected(form))
-
-
-@pytest.mark.parametrize("at", FAILURES)
-def test_a_capture_ends_early_and_leaves_the_cache_as_it_was(at):
-    model, tokens, cache = build("window first"), text(2, LENGTH), KVCache()
-    runner = HookedRunner(model)
-    whole = runner.run_with_cache(tokens, names=at)[1][at]
-    parts = []
-    for start, end in itertools.pairwise((0, 5, 6, LENGTH)):
-        captured = runner.capture(tokens[:, start:end], names=at, kv_cache=cache)
+    with pytest.raises(KeyError, match="a hook's own"):
+        runner.run_with_hooks(text(3, 5), hooks={at: fail}, kv_cache=cache)
+    for start, end in itertools.pairwise((0, 6, 7, LENGTH)):
+        with torch.set_grad_enabled(recording):
+            with pytest.raises(KeyError, match="a hook's own"):
+                runner.run_with_hooks(text(2, 6, seed=9), hooks={at: fail}, kv_cache=cache)
+            captured = runner.capture(tokens[:, start:end], names=at, kv_cache=cache)
         assert cache.length == start
         close(captured[at], whole[:, start:end])
         parts.append(model(tokens[:, start:end], kv_cache=cache))
-    close(torch.cat(parts, 1), expected("window first"))
-
-
-@pytest.mark.parametrize("form", ["rotary", "window last", "capped"])
-def test_a_pass_that_ends_early_while_gradients_are_recorded_leaves_no_graph(form):
-    """Gradients are on unless somebody switches them off: a capture or a failure must not spoil the cache."""
-    model, tokens, cache = build(form), text(2, LENGTH), KVCache()
-    runner = HookedRunner(model)
-    parts = [model(tokens[:, :6], kv_cache=cache)]
-    for at in ("blocks.0.mlp_out", "blocks.1.attn.pattern", "ln_final.normalized"):
-        with torch.enable_grad():
-            runner.capture(tokens[:, 6:9], names=at, kv_cache=cache)
-            with pytest.raises(ZeroDivisionError):
-                runner.run_with_hooks(
-                    tokens[:, 6:], hooks={at: lambda value, point: 1 / 0}, kv_cache=cache
-                )
-        assert cache.length == 6
-    parts.append(model(tokens[:, 6:8], kv_cache=cache))
-    parts.append(model(tokens[:, 8:], kv_cache=cache))
     assert not parts[-1].requires_grad
     close(torch.cat(parts, 1), expected(form))
 
 
-def test_after_a_failed_first_call_another_batch_may_come():
-    model, cache = build("rotary"), KVCache()
-    for at in FAILURES:
-        with pytest.raises(ZeroDivisionError):
-            HookedRunner(model).run_with_hooks(
-                text(3, 5), hooks={at: lambda value, point: 1 / 0}, kv_cache=cache
-            )
-    close(read(model, text(2, LENGTH).split(5, 1), cache), expected("rotary"))
-
-
-def test_an_unknown_token_leaves_the_cache_as_it_was():
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (dict(tokens=torch.full((2, 3), VOCAB)), "23"),
+        (dict(tokens=text(3, 2)), r"\(2\); got 3"),
+        (dict(tokens=text(1, 2)), r"\(2\); got 1"),
+        (dict(attention_mask=torch.ones(2, LENGTH - 6)), r"\(2, 7\)"),
+        (dict(attention_mask=torch.ones(3, LENGTH)), r"\(3, 13\)"),
+        (dict(lazy=True), "KVCache"),
+    ],
+)
+def test_what_is_refused_leaves_the_cache_as_it_was(change, match):
     model, cache, tokens = build("window"), KVCache(), text(2, LENGTH)
-    parts = [model(tokens[:, :6], kv_cache=cache)]
-    with pytest.raises(ValueError, match="tokens are 0 to 22"):
-        model(torch.full((2, 3), VOCAB), kv_cache=cache)
+    model(tokens[:, :6], kv_cache=cache)
+    with pytest.raises((ValueError, HookError), match=match):
+        HookedRunner(model).run_with_cache(**dict(tokens=tokens[:, 6:]) | change, kv_cache=cache)
     assert cache.length == 6
-    parts.append(model(tokens[:, 6:], kv_cache=cache))
-    close(torch.cat(parts, 1), expected("window"))
-
-
-def test_a_wrong_mask_leaves_the_cache_as_it_was():
-    model, cache, tokens = build("rotary"), KVCache(), text(2, LENGTH)
-    parts = [model(tokens[:, :6], kv_cache=cache)]
-    for mask in (torch.ones(2, LENGTH - 6), torch.ones(2, LENGTH + 1), torch.ones(3, LENGTH)):
-        with pytest.raises(ValueError, match="keys count cached positions too"):
-            model(tokens[:, 6:], attention_mask=mask, kv_cache=cache)
-        assert cache.length == 6
-    parts.append(model(tokens[:, 6:], kv_cache=cache))
-    close(torch.cat(parts, 1), expected("rotary"))
-
-
-def test_another_batch_is_refused():
-    model, cache = build(), KVCache()
-    model(text(2, 5), kv_cache=cache)
-    with pytest.raises(ValueError, match="holds 2 rows, and the tokens are 3 rows"):
-        model(text(3, 2), kv_cache=cache)
-    with pytest.raises(ValueError, match="holds 2 rows, and the tokens are 1 rows"):
-        model(text(1, 2), kv_cache=cache)
-    assert cache.length == 5
+    close(model(tokens[:, 6:], kv_cache=cache), expected("window")[:, 6:])
 
 
 @pytest.mark.parametrize(
     "other",
     [
         dict(n_layers=2),
-        dict(n_layers=5),
-        dict(window=2),
         dict(window=2, window_layers=(1,)),
-        dict(n_kv_heads=2),
         dict(n_kv_heads=1),
-        dict(d_head=4),
         dict(d_head=1),
         dict(positions="none"),
         dict(qk_norm="head"),
@@ -560,55 +399,38 @@ def test_another_model_is_refused(other):
     first = dict(ROTARY, positions="sinusoidal")
     model, cache = build(**first), KVCache()
     model(text(2, 5), kv_cache=cache)
-    with pytest.raises(ValueError, match="this KVCache belongs to a model"):
+    name = "windows" if "window" in other else next(iter(other))
+    with pytest.raises(ValueError, match=f"KVCache.*{name}"):
         build(**first | other)(text(2, 3), kv_cache=cache)
     assert cache.length == 5
-    close(model(text(2, LENGTH)[:, :2], kv_cache=cache).shape, torch.Size([2, 2, VOCAB]))
 
 
 def test_a_model_with_the_same_keys_goes_on():
-    """Folded norms and another dropout change no key and no value."""
-    model, cache = build("window"), KVCache()
-    model(text(2, LENGTH)[:, :6], kv_cache=cache)
+    """Folded norms change no key and no value; another precision rounds them."""
+    model, tokens = build("window"), text(2, LENGTH)
     twin = fold_norms(model)
     assert twin.config != model.config
-    close(twin(text(2, LENGTH)[:, 6:], kv_cache=cache), expected("window")[:, 6:], atol=1e-4)
-
-
-def test_another_type_is_refused():
-    model, cache = build("window"), KVCache()
-    model(text(2, 5), kv_cache=cache)
-    with pytest.raises(ValueError, match="holds torch.float32, and the new keys are torch.float64"):
-        copy.deepcopy(model).double()(text(2, 3), kv_cache=cache)
-    assert cache.length == 5
-
-
-def test_lazy_is_refused_with_a_cache():
-    model, cache, tokens = build("window"), KVCache(), text(2, LENGTH)
-    parts = [model(tokens[:, :6], kv_cache=cache)]
-    with pytest.raises(HookError, match="KVCache"):
-        HookedRunner(model).run_with_cache(tokens[:, 6:], kv_cache=cache, lazy=True)
-    assert cache.length == 6
-    parts.append(model(tokens[:, 6:], kv_cache=cache))
-    close(torch.cat(parts, 1), expected("window"))
+    for other in (twin, copy.deepcopy(model).double()):
+        cache = KVCache()
+        model(tokens[:, :6], kv_cache=cache)
+        logits = read(other, tokens[:, 6:].split([1, 6], 1), cache)
+        close(logits.float(), expected("window")[:, 6:], atol=1e-4)
 
 
 @pytest.mark.parametrize("start", [0, 6])
-def test_a_plan_leaves_the_cache_as_it_was(start):
+def test_a_plan_and_a_call_without_tokens_leave_the_cache_as_it_was(start):
     model, cache, tokens = build("window"), KVCache(), text(2, LENGTH)
     runner = HookedRunner(model)
     if start:
         model(tokens[:, :start], kv_cache=cache)
     held = cache.nbytes
-    try:
-        plan = runner.plan(tokens[:, start:], kv_cache=cache, names="blocks.1.attn.pattern")
-    except (HookError, ValueError):
-        plan = None
+    given = dict(kv_cache=cache, names="blocks.1.attn.pattern")
+    plan = runner.plan(tokens[:, start:], **given)
     assert (cache.length, cache.nbytes) == (start, held)
-    logits, values = runner.run_with_cache(
-        tokens[:, start:], kv_cache=cache, names="blocks.1.attn.pattern"
-    )
-    assert plan is None or plan.nbytes == values.nbytes
+    assert model(tokens[:, :0], kv_cache=cache).shape == (2, 0, VOCAB)
+    assert cache.length == start
+    logits, values = runner.run_with_cache(tokens[:, start:], **given)
+    assert plan.nbytes == values.nbytes
     close(logits, expected("window")[:, start:])
 
 
@@ -622,118 +444,34 @@ def test_a_plan_takes_arguments_that_cannot_be_copied():
             with lock:
                 return self.inner(x * 2)
 
-    plan = HookedRunner(Locked().eval()).plan(torch.ones(3), threading.Lock())
-    assert plan.nbytes == 12
+    assert HookedRunner(Locked().eval()).plan(torch.ones(3), threading.Lock()).nbytes == 12
 
 
-def test_a_call_without_tokens_changes_nothing():
-    model, cache, tokens = build("window"), KVCache(), text(2, LENGTH)
-    model(tokens[:, :6], kv_cache=cache)
-    assert model(tokens[:, :0], kv_cache=cache).shape == (2, 0, VOCAB)
-    assert cache.length == 6
-    close(model(tokens[:, 6:], kv_cache=cache), expected("window")[:, 6:])
+# --- several at once
 
 
-def test_the_first_call_may_have_no_tokens():
-    model, cache, tokens = build("window"), KVCache(), text(2, LENGTH)
-    assert model(tokens[:, :0], kv_cache=cache).shape == (2, 0, VOCAB)
-    assert cache.length == 0
-    close(model(tokens, kv_cache=cache), expected("window"))
-
-
-# Several at once.
-
-
-@pytest.mark.parametrize("form", ["window last", "grouped"])
-def test_a_deep_copy_branches_a_text(form):
-    model, tokens, cache = build(form), text(2, LENGTH), KVCache()
-    model(tokens[:, :6], kv_cache=cache)
-    branch = copy.deepcopy(cache)
-    assert (branch.length, branch.nbytes) == (6, cache.nbytes)
-    other = torch.cat([tokens[:, :6], text(2, 7, seed=8)], 1)
-    ours, theirs = [], []
-    for start, end in itertools.pairwise((6, 8, 9, LENGTH)):
-        theirs.append(model(other[:, start:end], kv_cache=branch))
-        ours.append(model(tokens[:, start:end], kv_cache=cache))
-    close(torch.cat(ours, 1), expected(form)[:, 6:])
-    close(torch.cat(theirs, 1), by_prefix(model, other)[:, 6:])
-
-
-def test_a_deep_copy_knows_of_the_padding():
-    _, padded, mask = left_padded()
-    model, cache = build("rotary"), KVCache()
-    model(padded[:, :9], attention_mask=mask[:, :9], kv_cache=cache)
-    branch = copy.deepcopy(cache)
-    for kv_cache in (cache, branch):
-        logits = model(padded[:, 9:], kv_cache=kv_cache)
-        close(logits[2], expected_alone("rotary")[2][-4:])
-
-
-def test_caches_are_independent():
-    """Of one model and of several, in turn."""
-    runs = [("window", 2), ("rotary", 3), ("window", 1), ("capped", 2)]
-    caches = [KVCache() for _ in runs]
-    parts = [[] for _ in runs]
-    for start, end in itertools.pairwise((0, 4, 5, LENGTH)):
-        for (form, batch), cache, own in zip(runs, caches, parts, strict=True):
-            tokens = text(batch, LENGTH, seed=batch)
-            own.append(build(form)(tokens[:, start:end], kv_cache=cache))
-    for (form, batch), own in zip(runs, parts, strict=True):
-        close(torch.cat(own, 1), by_prefix(build(form), text(batch, LENGTH, seed=batch)))
-
-
-def test_threads_with_caches_of_their_own():
-    model, results = build("window first"), {}
-    texts = {seed: text(2, LENGTH, seed=seed) for seed in range(20, 26)}
-
-    def work(seed):
-        with torch.no_grad():
-            results[seed] = read(model, texts[seed].split(1, 1), KVCache())
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed, tokens in texts.items():
-        close(results[seed], by_prefix(model, tokens))
-
-
-# Gradients, and where numbers are made otherwise.
-
-
-class OverwrittenError(Exception):
-    """What autograd says, as a RuntimeError, of values that it needs and that were written over."""
+# --- gradients, and where numbers are made otherwise
 
 
 def gradients(model, run):
     """The gradients of a loss over all logits."""
     model.zero_grad()
-    loss = run().log_softmax(-1)[..., 5].sum()
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            raise OverwrittenError from error
-        raise
+    run().log_softmax(-1)[..., 5].sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("form", ["learned", "window", "grouped", "capped"])
-@pytest.mark.parametrize("sizes", [[LENGTH], [6, 7], [6, 1, 6], [6, 1, 1, 5]])
-def test_gradients_are_right_or_refused(form, sizes):
-    """Keys that were written over must not lead to other gradients in silence."""
-    model, tokens = copy.deepcopy(build(form)), text(2, LENGTH)
-    refusal = contextlib.nullcontext()
-    if len(sizes) > 1:
-        refusal = contextlib.suppress(ValueError, OverwrittenError)
+@pytest.mark.parametrize("form", ["learned", "window", "grouped", "capped window"])
+@pytest.mark.parametrize("sizes", [[LENGTH], [6, 1, 1, 5]])
+def test_gradients_flow_through_pieces(form, sizes):
+    """Also after a pass that ended early, whose keys were written over."""
+    model, tokens, cache = copy.deepcopy(build(form)), text(2, LENGTH), KVCache()
     with torch.enable_grad():
         whole = gradients(model, lambda: model(tokens))
-        with refusal:
-            ours = gradients(model, lambda: read(model, tokens.split(sizes, 1), KVCache()))
-            assert ours.keys() == whole.keys()
-            for name, gradient in whole.items():
-                close(ours[name], gradient, atol=1e-4)
+        HookedRunner(model).capture(tokens, names="blocks.1.attn.z", kv_cache=cache)
+        ours = gradients(model, lambda: read(model, tokens.split(sizes, 1), cache))
+    assert ours.keys() == whole.keys()
+    for name, gradient in whole.items():
+        close(ours[name], gradient, atol=1e-4)
 
 
 def test_what_was_read_without_gradients_goes_on_with_them():
@@ -746,30 +484,19 @@ def test_what_was_read_without_gradients_goes_on_with_them():
             return torch.cat([value[:, :6].detach(), value[:, 6:]], 1)
 
         def later():
-            return HookedRunner(model).run_with_hooks(
-                tokens, hooks={"*.attn.k": constant, "*.attn.v": constant}
-            )[:, 6:]
+            hooks = {"*.attn.k": constant, "*.attn.v": constant}
+            return HookedRunner(model).run_with_hooks(tokens, hooks=hooks)[:, 6:]
 
         theirs = gradients(model, later)
         ours = gradients(model, lambda: model(tokens[:, 6:], kv_cache=cache))
-        for name, gradient in theirs.items():
-            close(ours[name], gradient, atol=1e-4)
+    for name, gradient in theirs.items():
+        close(ours[name], gradient, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["rotary", "window", "capped"])
+@pytest.mark.parametrize("form", ["rotary", "window", "capped window"])
 def test_inference_mode(form):
     model, tokens, cache = build(form), text(2, LENGTH), KVCache()
     with torch.inference_mode():
-        logits = read(model, tokens.split([6, 1, 6], 1), cache)
-    close(logits, expected(form))
-
-
-@pytest.mark.parametrize("form", ["rotary", "window", "multi-query", "capped"])
-def test_autocast(form):
-    """The same roundings in pieces as in the whole, up to a few of them."""
-    model, tokens = build(form), text(2, LENGTH)
-    with torch.autocast("cpu", torch.bfloat16):
-        whole = model(tokens)
-        logits = read(model, tokens.split([6, 1, 6], 1), KVCache())
-    assert logits.dtype == whole.dtype
-    close(logits.float(), whole.float(), atol=0.03 * whole.abs().max().item())
+        first = read(model, tokens[:, :7].split([6, 1], 1), cache)
+    later = read(model, tokens[:, 7:].split([1, 5], 1), cache)
+    close(torch.cat([first, later], 1), expected(form))

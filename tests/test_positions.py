@@ -9,18 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from hooks import HookedRunner
 from models import RotaryScaling, Transformer, TransformerConfig
-from models.positions import NoPositions, Rotary, Sinusoidal, added_positions
+from models.positions import Rotary, Sinusoidal
 
 BATCH, POS, HEADS, D_HEAD, N_CTX = 3, 7, 2, 12, 19
 SIZES = dict(vocab_size=23, n_ctx=N_CTX, n_layers=1, n_heads=HEADS, d_model=HEADS * D_HEAD)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Fresh weights are the same in every run."""
-    torch.manual_seed(0)
 
 
 def config(**changes):
@@ -47,44 +40,6 @@ def test_sinusoids_follow_the_formula():
             angle = at / 10000 ** (2 * i / d_model)
             assert out[row, pos, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-5)
             assert out[row, pos, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
-
-
-def test_sinusoids_by_hand():
-    # Wavelengths of 2π and 200π positions, where d_model is 4.
-    out = Sinusoidal(4)(torch.tensor([[0, 1, 100]]))[0]
-    assert out[0].tolist() == [0, 1, 0, 1]
-    expected = [[0.841471, 0.540302, 0.00999983, 0.99995], [-0.506366, 0.862319, 0.841471, 0.540302]]  # fmt: skip
-    torch.testing.assert_close(out[1:], torch.tensor(expected), atol=1e-5, rtol=0)
-
-
-def test_a_lower_i_varies_faster():
-    waves = Sinusoidal(10)(torch.arange(200)[None])[0]
-    travelled = waves.diff(dim=0).abs().sum(0)
-    assert (travelled[2:] < travelled[:-2]).all()
-
-
-def test_sinusoids_are_added_and_not_learned():
-    model = Transformer(config(positions="sinusoidal"))
-    assert not list(model.position_embedding.parameters())
-    assert list(Transformer(config(positions="learned")).position_embedding.parameters())
-    tokens = torch.zeros(2, N_CTX, dtype=torch.int64)
-    for length in (1, 4, N_CTX):
-        _, cache = HookedRunner(model.eval()).run_with_cache(tokens[:, :length])
-        expected = Sinusoidal(24)(torch.arange(length)[None]).expand(2, -1, -1)
-        assert torch.equal(cache["pos_embed"], expected)
-        assert torch.equal(cache["resid_pre", 0], cache["embed"] + expected)
-
-
-def test_the_config_chooses_what_is_added():
-    assert type(added_positions(config(positions="learned"))) is torch.nn.Embedding
-    assert type(added_positions(config(positions="sinusoidal"))) is Sinusoidal
-    for positions in ("rotary", "none"):
-        model = Transformer(config(positions=positions)).eval()
-        assert type(model.position_embedding) is NoPositions
-        assert "pos_embed" not in HookedRunner(model).points
-        tokens = places()
-        resid = model.input_resid(tokens, model.context(tokens))
-        assert torch.equal(resid, model.token_embedding.weight[tokens])
 
 
 # --- rotations
@@ -119,47 +74,12 @@ def test_rotation_is_complex_multiplication(fraction, theta):
     assert rotary.rotation(positions, torch.float16)[1].dtype == torch.float16
 
 
-def test_position_zero_leaves_vectors_and_others_leave_lengths():
-    rotary, x = Rotary(config()), draw(BATCH, POS, HEADS, D_HEAD)
-    assert torch.equal(rotate(rotary, x, torch.zeros(BATCH, POS).long()), x)
-    torch.testing.assert_close(rotate(rotary, x, places()).norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=0)  # fmt: skip
-
-
 def test_one_quarter_turn():
     # theta 1: every pair turns by one radian a position.
     rotary = Rotary(config(d_head=2, rotary_theta=1.0))
     out = rotate(rotary, torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]]), torch.tensor([[2, 2]]))
     expected = [[math.cos(2), math.sin(2)], [-math.sin(2), math.cos(2)]]
     torch.testing.assert_close(out[0, :, 0], torch.tensor(expected))
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_dot_products_depend_on_the_distance_only(fraction):
-    rotary = Rotary(config(rotary_fraction=fraction, rotary_theta=30.0))
-    q, k = draw(1, 1, 1, D_HEAD).expand(1, N_CTX, 1, -1), draw(1, 1, 1, D_HEAD, seed=1).expand(1, N_CTX, 1, -1)  # fmt: skip
-    at = torch.arange(N_CTX)[None]
-    q, k = rotate(rotary, q, at)[0, :, 0], rotate(rotary, k, at)[0, :, 0]
-    products = q @ k.T
-    for distance in range(-N_CTX + 1, N_CTX):
-        along = products.diagonal(distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), atol=1e-5, rtol=0)
-    assert products[:, 0].std() > 0.1
-
-
-def test_a_model_of_rotary_positions_sees_distances_only():
-    """The same tokens further right, behind padding, give the same logits."""
-    model = Transformer(config(n_layers=2)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(draw(*parameter.shape).float() * 0.3)
-    tokens, context = places(), model.context(places())
-    rotation = model.rotary.rotation(context.positions + 9, torch.float32)
-    shifted = context._replace(rotation=rotation, positions=context.positions + 9)
-    resid = other = model.input_resid(tokens, context)
-    for block in model.blocks:
-        resid, other = block(resid, context), block(other, shifted)
-    torch.testing.assert_close(resid, other, atol=2e-4, rtol=0)
-    assert (rotation[0] - context.rotation[0]).abs().max() > 1
 
 
 # --- scalings
@@ -170,11 +90,6 @@ SCALINGS = {
         dict(kind="llama3", factor=8.0, original_n_ctx=40, low=1.0, high=4.0),
         dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
         | dict(original_max_position_embeddings=40),
-    ),
-    "llama3 narrow": (
-        dict(kind="llama3", factor=2.5, original_n_ctx=90, low=1.5, high=2.0),
-        dict(rope_type="llama3", factor=2.5, low_freq_factor=1.5, high_freq_factor=2.0)
-        | dict(original_max_position_embeddings=90),
     ),
     "yarn": (
         dict(kind="yarn", factor=4.0, original_n_ctx=100, low=1.0, high=32.0),
@@ -207,8 +122,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("theta", [10_000.0, 123.0])
-def test_scalings_are_those_of_transformers(name, theta):
+def test_scalings_are_those_of_transformers(name):
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -218,10 +132,10 @@ def test_scalings_are_those_of_transformers(name, theta):
         num_attention_heads=HEADS,
         head_dim=D_HEAD,
         max_position_embeddings=N_CTX,
-        rope_parameters=theirs | dict(rope_theta=theta),
+        rope_parameters=theirs | dict(rope_theta=123.0),
     )
     frequencies, length = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](reference, torch.device("cpu"))
-    rotary = Rotary(config(rotary_theta=theta, rotary_scaling=RotaryScaling(**ours)))
+    rotary = Rotary(config(rotary_theta=123.0, rotary_scaling=RotaryScaling(**ours)))
     torch.testing.assert_close(rotary.frequencies, frequencies, atol=0, rtol=1e-6)
     x, positions = draw(BATCH, POS, HEADS, D_HEAD), places()
     out = rotate(rotary, x, positions)
