@@ -11,9 +11,8 @@ from models.checkpoints.assemble import DTYPES
 from models.checkpoints.hub import download, is_hub_name
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, is_own, load_own
-from models.tokenizers import Tokenizer, tokenizer_from
-from models.tokenizers.tokenizer_json import JsonTokenizer
-from models.tokenizers.vocabulary import read_object
+from models.files import read_object
+from models.tokenizer import Tokenizer, tokenizer_from
 from models.transformer import Transformer
 
 
@@ -67,7 +66,7 @@ def load(
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a model, looked for as by `load`; or of any directory, or a tokenizer.json.
+    """The tokenizer of a model, looked for as by `load`; or of any directory, a tokenizer.json or a GGUF file.
 
     Raises:
         FileNotFoundError: if there is no such model or directory, or it has no tokenizer.
@@ -75,13 +74,10 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
         ValueError: naming the file, if it is damaged or of an unknown kind.
     """
     path = locate(name_or_path, weights=False)
-    if path.is_file() and path.suffix == ".json":
-        return JsonTokenizer(path)
-    if path.is_file():
-        raise ValueError(
-            f"{path}: the tokenizer of a GGUF file is not read; load one from the directory of the "
-            "model that the file was made from"
-        )
+    if path.suffix == ".gguf" and path.is_file():
+        from models.checkpoints.gguf import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(path)
     return tokenizer_from(path)
 
 

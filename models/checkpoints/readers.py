@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.checkpoints.assemble import Reader
-from models.tokenizers.vocabulary import read_object
+from models.files import read_object
 
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 WHOLE_BIN, SHARDED_BIN = "pytorch_model.bin", "pytorch_model.bin.index.json"

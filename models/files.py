@@ -1,0 +1,44 @@
+"""Reading JSON files, and importing libraries that are optional."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+
+def library(name: str) -> Any:
+    """An optional library, imported.
+
+    Raises:
+        ImportError: if it is missing, with what to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(f'{name} is missing: pip install "hookscope[hf]"', name=name) from None
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        ValueError: naming the file, if it is not JSON in UTF-8.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON file: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: naming the file, if it is not JSON in UTF-8, or not an object.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object; got {str(value)[:40]}")
+    return value
