@@ -29,7 +29,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON file: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -40,5 +40,5 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     value = read_json(path)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; got {str(value)[:40]}")
+        raise ValueError(f"{path} is not a JSON object: {str(value)[:40]}")
     return value

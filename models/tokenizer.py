@@ -57,7 +57,9 @@ class CharTokenizer:
         self.characters = tuple(characters)
         self._token = {character: token for token, character in enumerate(self.characters)}
         if len(self._token) != len(self.characters) or any(len(c) != 1 for c in self.characters):
-            raise ValueError(f"characters must be single and distinct; got {characters!r:.80}")
+            raise ValueError(
+                f"a vocabulary must be of distinct single characters; got {characters!r:.80}"
+            )
 
     @classmethod
     def of(cls, text: str) -> "CharTokenizer":
@@ -65,32 +67,20 @@ class CharTokenizer:
         return cls(sorted(set(text)))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`.
-
-        Raises:
-            ValueError: naming the characters that the vocabulary lacks.
-        """
+        """Tokens of `text`; ValueError names the characters that the vocabulary lacks."""
         if unknown := sorted(set(text) - self._token.keys()):
             raise ValueError(
-                f"characters must be among {''.join(self.characters)!r}; "
-                f"got {', '.join(map(repr, unknown))}"
+                f"the tokenizer has no token for {', '.join(map(repr, unknown))}; "
+                f"its {len(self.characters)} characters are {''.join(self.characters)!r}"
             )
         return [self._token[character] for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`.
-
-        Raises:
-            ValueError: naming the tokens outside the vocabulary.
-        """
+        """Text of `tokens`; ValueError names those outside the vocabulary."""
         return "".join(self.tokens_as_text(tokens))
 
     def tokens_as_text(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token.
-
-        Raises:
-            ValueError: naming the tokens outside the vocabulary.
-        """
+        """The text of each token; ValueError names those outside the vocabulary."""
         return [self.characters[token] for token in _known(tokens, range(len(self.characters)))]
 
 
@@ -99,7 +89,7 @@ class SubwordTokenizer:
 
     No special token is added, whatever the tokenizer's template; one that is written in the text is
     recognised. Texts are never cut off or padded. With byte-level tokens, decoding the tokens of a
-    text gives the text.
+    text gives the text; many tokenizers of SentencePiece's kind drop a space at its beginning.
 
     Args:
         tokenizer: the library's; its truncation and padding are switched off.
@@ -116,11 +106,9 @@ class SubwordTokenizer:
         byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)
         self._signs = _byte_signs() if byte_level else {}
         # Other models mark or refuse what has no token; this one leaves it out, if it lacks a byte.
-        all_bytes = set(self._signs) or {f"<0x{byte:02X}>" for byte in range(256)}
-        is_pairs = isinstance(tokenizer.model, library_.models.BPE)
-        self._drops = is_pairs and not (
-            tokenizer.model.unk_token or all_bytes <= self._pieces.keys()
-        )
+        of_bytes = self._signs.keys() or {f"<0x{byte:02X}>" for byte in range(256)}
+        marks = not isinstance(tokenizer.model, library_.models.BPE) or tokenizer.model.unk_token
+        self._drops = not marks and not of_bytes <= self._pieces.keys()
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`.
@@ -131,16 +119,11 @@ class SubwordTokenizer:
         text.encode()  # raises for a lone surrogate, and names it
         found = self._tokenizer.encode(text, add_special_tokens=False)
         if self._drops and (dropped := self._dropped(text, found)):
-            raise ValueError(
-                "characters must have a token or an unknown token that marks them; "
-                f"got {', '.join(map(repr, dropped))}"
-            )
+            raise ValueError(f"the tokenizer has no token for {', '.join(map(repr, dropped))}")
         return list(found.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`; bytes that are not UTF-8 become U+FFFD.
-
-        Many tokenizers of SentencePiece's kind drop the space that the text begins with.
 
         Raises:
             ValueError: naming the tokens outside the vocabulary.
@@ -151,11 +134,7 @@ class SubwordTokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def tokens_as_text(self, tokens: Sequence[int]) -> list[str]:
-        r"""The text of each token, for display; bytes that are not UTF-8 show as `\xe2`.
-
-        Raises:
-            ValueError: naming the tokens outside the vocabulary.
-        """
+        r"""The text of each token, for display; bytes that are not UTF-8 show as `\xe2`."""
         tokens = _known(tokens, self._known)
         return [self._bytes(token).decode("utf-8", "backslashreplace") for token in tokens]
 
@@ -171,14 +150,10 @@ class SubwordTokenizer:
 
     def _dropped(self, text: str, found: "tokenizers.Encoding") -> list[str]:
         """The characters that a BPE model without an unknown token leaves out in silence."""
-        spans = [
-            span
-            for token, span in zip(found.ids, found.offsets, strict=True)
-            if token in self._added
-        ]
-        inside = {place for span in spans for place in range(*span)}
-        outside = {character for place, character in enumerate(text) if place not in inside}
-        return sorted(c for c in outside if not self._pieces.keys() >= self._letters(c))
+        spans = zip(found.ids, found.offsets, strict=True)
+        added = {place for token, span in spans if token in self._added for place in range(*span)}
+        rest = {character for place, character in enumerate(text) if place not in added}
+        return sorted(c for c in rest if not self._letters(c) <= self._pieces.keys())
 
     def _letters(self, character: str) -> set[str]:
         """What the model is given for a character."""
@@ -191,10 +166,9 @@ class SubwordTokenizer:
 def byte_level(
     model: "tokenizers.models.BPE", add_prefix_space: bool = False
 ) -> "tokenizers.Tokenizer":
-    """The library's tokenizer of GPT-2's kind, around a model of byte pairs."""
+    """The library's tokenizer of GPT-2's kind, which cuts texts at GPT-2's pattern."""
     library_ = library("tokenizers")
     tokenizer = library_.Tokenizer(model)
-    # GPT-2's pattern, which cuts a text into pieces that no token crosses, is part of it.
     tokenizer.pre_tokenizer = library_.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = library_.decoders.ByteLevel()
     return tokenizer
@@ -223,7 +197,7 @@ def tokenizer_from(path: Path) -> Tokenizer:
         if vocabulary.is_file() and merges.is_file():
             return _byte_pairs(vocabulary, merges)
     raise FileNotFoundError(
-        f"{path} must hold vocabulary.json, tokenizer.json, "
+        f"{path} holds no tokenizer: it must have vocabulary.json, tokenizer.json, "
         + " or ".join(" with ".join(names) for names in _PAIRS)
     )
 
@@ -252,10 +226,10 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
     config = _beside(vocabulary, "tokenizer_config.json")
     kind = config.get("tokenizer_class") or _CLASSES[0]
     if kind not in _CLASSES or config.get("auto_map") or config.get("split_special_tokens"):
-        raise ValueError(
-            f"{vocabulary.parent} must hold a tokenizer.json, as its tokenizer may cut texts "
-            f"otherwise than GPT-2's; got the tokenizer_class {kind!r}"
+        rule = (
+            "must hold a tokenizer.json, as its tokenizer may cut texts in another way than GPT-2's"
         )
+        raise ValueError(f"{vocabulary.parent} {rule}; got the tokenizer_class {kind!r}")
     try:
         pieces, pairs = library_.models.BPE.read_file(str(vocabulary), str(merges))
         model = library_.models.BPE(pieces, pairs)
@@ -268,9 +242,9 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
         raise ValueError(f"{merges} must make the pieces of {vocabulary.name}; got no {plain[:5]}")
     tokens |= {piece: {} for piece in unmade}
     tokenizer = byte_level(model, bool(config.get("add_prefix_space")))
+    flags = {piece: {n: token.get(n, False) for n in _FLAGS} for piece, token in tokens.items()}
+    tokenizer.add_tokens([library_.AddedToken(piece, **flags[piece]) for piece in tokens])
     for piece, token in tokens.items():
-        flags = {"normalized": False} | {name: token[name] for name in _FLAGS if name in token}
-        tokenizer.add_tokens([library_.AddedToken(piece, **flags)])
         expected, given = tokenizer.token_to_id(piece), token.get("id", pieces.get(piece))
         if given != expected:
             where = f"{vocabulary.parent}: the number of the added token {piece!r}"
@@ -288,12 +262,11 @@ def _added(vocabulary: Path, config: Mapping[str, Any]) -> dict[str, dict[str, A
     tokens = dict(sorted(tokens.items(), key=lambda item: item[1]["id"]))
     more = _beside(vocabulary, "special_tokens_map.json")
     for name, value in [*config.items(), *more.items()]:
-        each: Collection[Any] = (
-            [value] if name.endswith("_token") and isinstance(value, str | dict) else []
-        )
-        if name in ("additional_special_tokens", "extra_special_tokens") and value:
-            each = value.values() if isinstance(value, dict) else value
-        for token in each:
+        if name.endswith("_token") and isinstance(value, str | dict):  # not add_bos_token
+            value = [value]
+        elif name not in ("additional_special_tokens", "extra_special_tokens"):
+            continue
+        for token in value.values() if isinstance(value, dict) else value or ():
             described = {"content": token} if isinstance(token, str) else token
             tokens.setdefault(described["content"], described)
     return tokens

@@ -495,7 +495,7 @@ def test_characters_there_and_back():
     assert tokenizer.tokens_as_text([3, 0]) == ["c", " "]
     with pytest.raises(ValueError, match="no token for '!', 'z'; its 5 characters are ' abcn'"):
         tokenizer.encode("zab!")
-    with pytest.raises(ValueError, match=r"5 tokens are within 0 to 4, and not \[5, -1\]"):
+    with pytest.raises(ValueError, match=r"\[5, -1\]"):
         tokenizer.decode([1, 5, -1])
     for wrong in ("aa", ["ab"], [""]):
         with pytest.raises(ValueError, match="distinct single characters"):

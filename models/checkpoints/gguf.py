@@ -1,7 +1,8 @@
 """Models in GGUF, llama.cpp's file format: the architectures llama and gpt2."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -69,13 +70,9 @@ def load_gguf(
         ValueError: naming the file, if it is damaged, holds something that the model cannot
             express, or its tensors are not those of its metadata.
     """
-    try:
+    with _naming(path):
         file = GGUFFile(path)
         config = _config(file)
-    except KeyError as error:
-        raise ValueError(f"{path} lacks {error}, which its model needs") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from None
     ignored = set()
     if config.positions == "rotary":
         ignored.add("rope_freqs.weight")  # in the config by now
@@ -92,11 +89,18 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ImportError: if the library `tokenizers` is missing.
         ValueError: naming the file, if it is damaged or its tokenizer is of another kind.
     """
-    try:
+    with _naming(path):
         return read_tokenizer(GGUFFile(path))
+
+
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors name the file. A missing key or tensor and a value of another type are errors of the file."""
+    try:
+        yield
     except KeyError as error:
-        raise ValueError(f"{path} lacks {error}, which its tokenizer needs") from None
-    except ValueError as error:
+        raise ValueError(f"{path} lacks {error}, which is needed") from None
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
