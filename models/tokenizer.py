@@ -49,8 +49,6 @@ class CharTokenizer:
         [3, 5, 4, 2]
         >>> tokenizer.decode([3, 2, 4, 4, 5])
         'hello'
-        >>> tokenizer.tokens_as_text([0, 7])
-        [' ', 'w']
     """
 
     def __init__(self, characters: Sequence[str]) -> None:
@@ -101,12 +99,15 @@ class SubwordTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._pieces = tokenizer.get_vocab(with_added_tokens=True)
-        self._known = {token: piece for piece, token in self._pieces.items()}
         self._added = tokenizer.get_added_tokens_decoder().keys()
-        byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)
-        self._signs = _byte_signs() if byte_level else {}
+        self._byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)
+        signs = _byte_signs() if self._byte_level else {}
+        self._bytes = {
+            token: piece.encode() if token in self._added else _bytes_of(piece, signs)
+            for piece, token in self._pieces.items()
+        }
         # Other models mark or refuse what has no token; this one leaves it out, if it lacks a byte.
-        of_bytes = self._signs.keys() or {f"<0x{byte:02X}>" for byte in range(256)}
+        of_bytes = signs.keys() or {f"<0x{byte:02X}>" for byte in range(256)}
         marks = not isinstance(tokenizer.model, library_.models.BPE) or tokenizer.model.unk_token
         self._drops = not marks and not of_bytes <= self._pieces.keys()
 
@@ -128,25 +129,15 @@ class SubwordTokenizer:
         Raises:
             ValueError: naming the tokens outside the vocabulary.
         """
-        tokens = _known(tokens, self._known)
-        if self._signs:  # the library would read letters of added tokens as signs of bytes
-            return b"".join(map(self._bytes, tokens)).decode("utf-8", "replace")
+        tokens = _known(tokens, self._bytes)
+        if self._byte_level:  # the library would read letters of added tokens as signs of bytes
+            return b"".join(self._bytes[token] for token in tokens).decode("utf-8", "replace")
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def tokens_as_text(self, tokens: Sequence[int]) -> list[str]:
         r"""The text of each token, for display; bytes that are not UTF-8 show as `\xe2`."""
-        tokens = _known(tokens, self._known)
-        return [self._bytes(token).decode("utf-8", "backslashreplace") for token in tokens]
-
-    def _bytes(self, token: int) -> bytes:
-        piece = self._known[token]
-        if token in self._added:
-            return piece.encode()
-        if self._signs.keys() >= set(piece):
-            return bytes(self._signs[sign] for sign in piece)
-        if byte := _BYTE.fullmatch(piece):
-            return bytes.fromhex(byte[1])
-        return piece.replace("▁", " ").encode()
+        pieces = [self._bytes[token] for token in _known(tokens, self._bytes)]
+        return [piece.decode("utf-8", "backslashreplace") for piece in pieces]
 
     def _dropped(self, text: str, found: "tokenizers.Encoding") -> list[str]:
         """The characters that a BPE model without an unknown token leaves out in silence."""
@@ -275,6 +266,15 @@ def _added(vocabulary: Path, config: Mapping[str, Any]) -> dict[str, dict[str, A
 def _beside(file: Path, name: str) -> dict[str, Any]:
     path = file.with_name(name)
     return read_object(path) if path.is_file() else {}
+
+
+def _bytes_of(piece: str, signs: Mapping[str, int]) -> bytes:
+    """The bytes that a piece of a vocabulary stands for, byte-level or as SentencePiece writes it."""
+    if signs.keys() >= set(piece):
+        return bytes(signs[sign] for sign in piece)
+    if byte := _BYTE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    return piece.replace("▁", " ").encode()
 
 
 def _byte_signs() -> dict[str, int]:

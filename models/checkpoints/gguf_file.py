@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     raise ImportError('GGUF needs the package gguf: pip install "hookscope[hf]"') from error
 
 # Rows that are dequantized at a time; the library makes a second copy meanwhile.
-_ROWS = 4096
+_ROWS = 256
 # How a text is cut into pieces that no token crosses, by `tokenizer.ggml.pre`: as GPT-2 does (None),
 # or at the matches of a pattern.
 _LLAMA_3 = (
