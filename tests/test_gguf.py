@@ -456,8 +456,12 @@ def test_damaged_files_are_named(path):
         error(path)
     path.write_bytes(whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"))
     assert "blk.0.attn_k.weight" in error(path)
-    path.write_bytes(whole.replace(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"))  # the other byte order
-    error(path)
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "byte order" in error(path)
 
 
 @pytest.mark.parametrize("kind", [4, 8, 9, 13])  # numbers, texts, arrays, and no kind
