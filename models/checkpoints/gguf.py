@@ -174,11 +174,8 @@ def _scaling(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> R
     stretched = kind != "none" and factor != 1
     if "rope_freqs.weight" in file.shapes:
         divisors = tuple(file.read("rope_freqs.weight").flatten().tolist())
-        if stretched or len(divisors) != d_head // 2:
-            raise ValueError(
-                f"rope_freqs.weight must hold {d_head // 2} divisors, without another factor; "
-                f"got {len(divisors)} divisors and the factor {factor}"
-            )
+        if stretched:
+            raise ValueError(f"rope_freqs.weight must be the only scaling; got the factor {factor}")
         return RotaryScaling(kind="factors", factors=divisors)
     if kind == "yarn":
         return RotaryScaling(
