@@ -16,7 +16,7 @@ from torch import Tensor
 
 import models
 from hooks import HookedRunner, HookError
-from models.tokenizers import Tokenizer
+from models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from interp.report import ReportData

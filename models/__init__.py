@@ -12,7 +12,7 @@ from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
 from models.sampling import Sampling
-from models.tokenizers import CharTokenizer, Tokenizer
+from models.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,
     Evaluation,

@@ -1,6 +1,5 @@
 """GGUF files, written here as llama.cpp's converter writes them, against independent readers."""
 
-import copy
 import re
 import struct
 import sys
@@ -12,16 +11,10 @@ gguf = pytest.importorskip("gguf", reason="reads and writes GGUF")
 transformers = pytest.importorskip("transformers", reason="the reference models")
 np = pytest.importorskip("numpy", reason="gguf's arrays")
 
-LAYERS, N_CTX, VOCAB = 3, 41, 307  # more rows of the embedding than are dequantised at a time
+LAYERS, N_CTX, VOCAB = 2, 41, 307
 HEADS, KV_HEADS, D_HEAD, D_MODEL, D_MLP = 6, 2, 10, 24, 44
 # Rows of whole blocks, of every type.
-WIDE_LLAMA = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 768,
-}
-WIDE_GPT2 = {"n_embd": 256, "n_head": 8}
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 128, "intermediate_size": 512}
 TOKENS = torch.randint(VOCAB, (2, 37), generator=torch.Generator().manual_seed(1))
 
 
@@ -39,73 +32,41 @@ def shaken(model):
 
 
 def llama(**options):
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": D_MODEL,
-            "intermediate_size": D_MLP,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": D_HEAD,
-            "max_position_embeddings": N_CTX,
-            "rms_norm_eps": 0.03,
-            "rope_theta": 500.0,
-        }
-        | options
-    )
-    return shaken(transformers.LlamaForCausalLM(config))
+    sizes = dict(vocab_size=VOCAB, hidden_size=D_MODEL, intermediate_size=D_MLP, head_dim=D_HEAD)
+    sizes |= dict(num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
+    sizes |= dict(max_position_embeddings=N_CTX, rms_norm_eps=0.03, rope_theta=500.0)
+    return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | options)))
 
 
 def gpt2(**options):
-    config = transformers.GPT2Config(
-        **{
-            "vocab_size": VOCAB,
-            "n_positions": N_CTX,
-            "n_embd": 28,
-            "n_layer": LAYERS,
-            "n_head": 7,
-            "layer_norm_epsilon": 0.03,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        }
-        | options
-    )
-    return shaken(transformers.GPT2LMHeadModel(config))
+    sizes = dict(vocab_size=VOCAB, n_positions=N_CTX, n_embd=28, n_layer=LAYERS, n_head=7)
+    sizes |= dict(layer_norm_epsilon=0.03, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return shaken(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options)))
 
 
 def metadata_of(model):
     """What llama.cpp's converter writes of a model."""
-    config = model.config
-    common = {"general.type": "model", "general.name": "tiny", "general.file_type": 0}
-    if config.model_type == "gpt2":
-        return common | {
-            "general.architecture": "gpt2",
-            "gpt2.block_count": config.n_layer,
-            "gpt2.context_length": config.n_positions,
-            "gpt2.embedding_length": config.n_embd,
-            "gpt2.feed_forward_length": 4 * config.n_embd,
-            "gpt2.attention.head_count": config.n_head,
-            "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon,
-            "tokenizer.ggml.tokens": [f"t{i}" for i in range(config.vocab_size)],
-        }
-    return common | {
-        "general.architecture": "llama",
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.rope.freq_base": 500.0,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.vocab_size": config.vocab_size,
-        "tokenizer.ggml.tokens": [f"t{i}" for i in range(config.vocab_size)],
+    config, kind = model.config, "gpt2" if model.config.model_type == "gpt2" else "llama"
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
     }
+    if kind == "gpt2":
+        sizes["feed_forward_length"] = 4 * config.n_embd
+        sizes["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
+    else:
+        sizes["feed_forward_length"] = config.intermediate_size
+        sizes["attention.head_count_kv"] = config.num_key_value_heads
+        sizes["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+        sizes["attention.key_length"] = sizes["attention.value_length"] = config.head_dim
+        sizes["rope.dimension_count"] = config.head_dim
+        sizes["rope.freq_base"] = 500.0
+        sizes["vocab_size"] = config.vocab_size
+    common = {"general.architecture": kind, "general.type": "model", "general.name": "tiny"}
+    common["tokenizer.ggml.tokens"] = [f"t{i}" for i in range(config.vocab_size)]
+    return common | {f"{kind}.{key}": value for key, value in sizes.items()}
 
 
 def permuted(rows, n_heads):
@@ -184,20 +145,13 @@ def assert_same(ours, reference):
     torch.testing.assert_close(ours(TOKENS), expected, atol=1e-5 * expected.std().item(), rtol=1e-5)
 
 
-BIASES = {"attention_bias": True, "mlp_bias": True}
 MODELS = {
     "llama": lambda: llama(),
     "llama tied": lambda: llama(tie_word_embeddings=True),
-    "llama biases": lambda: llama(**BIASES),
-    "llama one key head": lambda: llama(num_key_value_heads=1),
+    "llama biases": lambda: llama(attention_bias=True, mlp_bias=True),
     "gpt2": lambda: gpt2(),
     "gpt2 untied": lambda: gpt2(tie_word_embeddings=False),
 }
-
-
-@pytest.fixture(params=MODELS)
-def reference(request):
-    return MODELS[request.param]()
 
 
 @pytest.fixture
@@ -205,28 +159,99 @@ def path(tmp_path):
     return tmp_path / "model.gguf"
 
 
-def test_logits_are_those_of_the_model_that_was_converted(path, reference):
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_model_that_was_converted(path, name):
+    reference = MODELS[name]()
     model = load(written(path, reference))
     assert_same(model, reference)
     assert not model.training
     assert model.config.tied_unembed == reference.config.tie_word_embeddings
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    # The weights are the model's own: they can be trained, and the file deleted.
+    path.unlink()
+    before = [parameter.clone() for parameter in model.parameters()]
+    model(TOKENS).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_an_embedding_that_is_stored_twice_is_tied(path, kind):
+@pytest.mark.parametrize("name", ["llama biases", "gpt2"])
+def test_logits_are_those_of_transformers_reading_the_file(path, name):
+    module = pytest.importorskip(
+        "transformers.modeling_gguf_pytorch_utils",
+        reason="needs transformers' own reader of GGUF, which this version has not",
+    )
+    reference = MODELS[name]()
+    written(path, reference)
+    empty = type(reference)(reference.config)
+    read = module.load_gguf_checkpoint(path, return_tensors=True, model_to_load=empty)["tensors"]
+    assert set(empty.load_state_dict(read, strict=False).missing_keys) <= {"lm_head.weight"}
+    assert_same(load(path), empty.eval())
+
+
+# Where the halves that scale a block are, of types that the package can read and not write.
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES |= {"IQ2_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+WRITTEN = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
+
+
+def encoder(name):
+    kind = gguf.GGMLQuantizationType[name]
+    size, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+
+    def random_blocks(shape, scale):
+        random = np.random.default_rng(0)
+        raw = random.integers(256, size=(*shape[:-1], shape[-1] // size, n_bytes), dtype=np.uint8)
+        for at in SCALES[name]:
+            raw[..., at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+        return raw.reshape(len(raw), -1)
+
+    def encode(weight):
+        """Bytes; what they stand for goes into the weight itself, so into the reference model."""
+        if name in WRITTEN:
+            raw = gguf.quants.quantize(weight, kind).view(np.uint8)
+        else:
+            spread = gguf.quants.dequantize(random_blocks(weight.shape, 1), kind).std()
+            raw = random_blocks(weight.shape, weight.std() / spread)
+        weight[:] = gguf.quants.dequantize(raw, kind)
+        return raw
+
+    return encode
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, *SCALES])
+def test_every_type_that_the_package_dequantizes(path, name):
+    model = llama(**WIDE, num_hidden_layers=1)
+    kind, tensors = gguf.GGMLQuantizationType[name], tensors_of(model, encoder(name))
+    assert tensors["blk.0.attn_q.weight"].dtype == np.uint8
+    assert_same(load(write(path, metadata_of(model), tensors, kind)), model)
+
+
+def test_a_type_that_cannot_be_read(path):
+    model = llama()
+    name = "blk.1.ffn_up.weight"
+    tensors = tensors_of(model) | {name: np.zeros((D_MLP, D_MODEL), np.int16)}
+    message = error(write(path, metadata_of(model), tensors))
+    assert name in message
+    assert "I16" in message
+    data = bytearray(path.read_bytes())
+    at = data.index(name.encode()) + len(name) + 4 + 2 * 8
+    struct.pack_into("<I", data, at, 12345)
+    path.write_bytes(data)
+    assert "12345" in error(path)
+
+
+@pytest.mark.parametrize("name", ["F32", "Q8_0"])
+def test_an_embedding_that_is_stored_twice_is_tied(path, name):
     """llama.cpp's converter writes GPT-2's a second time, as the unembedding."""
-    model = gpt2(n_embd=32, n_head=2)
-    raw = gguf.GGMLQuantizationType.Q8_0 if kind == "Q8_0" else None
-    tensors = tensors_of(model) if raw is None else tensors_of(model, encoder(kind))
+    model, kind = gpt2(n_embd=32, n_head=2), gguf.GGMLQuantizationType.Q8_0
+    tensors = tensors_of(model) if name == "F32" else tensors_of(model, encoder(name))
     tensors["output.weight"] = tensors["token_embd.weight"].copy()
-    ours = load(write(path, metadata_of(model), tensors, raw))
-    assert ours.config.tied_unembed
+    ours = load(write(path, metadata_of(model), tensors, kind))
     assert ours.unembedding.weight is ours.token_embedding.weight
     assert_same(ours, model)
     tensors["output.weight"][-1, -1] += 1  # a byte, or a number
-    apart = load(write(path, metadata_of(model), tensors, raw))
-    assert not apart.config.tied_unembed
+    apart = load(write(path, metadata_of(model), tensors, kind))
     assert not torch.equal(apart.unembedding.weight, apart.token_embedding.weight)
 
 
@@ -238,143 +263,21 @@ def test_llamas_two_matrices_stay_apart(path):
     assert_same(ours, model)
 
 
-def test_logits_are_those_of_transformers_reading_the_file(path, reference):
-    module = pytest.importorskip(
-        "transformers.modeling_gguf_pytorch_utils",
-        reason="needs transformers' own reader of GGUF, which this version has not",
-    )
-    written(path, reference)
-    empty = type(reference)(reference.config)
-    read = module.load_gguf_checkpoint(path, return_tensors=True, model_to_load=empty)["tensors"]
-    missing = empty.load_state_dict(read, strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}
-    assert_same(load(path), empty.eval())
-
-
-# The types, from their definitions in llama.cpp's ggml-common.h and ggml-quants.c, block by block.
-
-
-def half(raw):
-    return raw.copy().view(np.float16).astype(np.float32)
-
-
-def q8_0(raw):
-    return half(raw[:, :2]) * raw[:, 2:].view(np.int8)
-
-
-def q4_0(raw):
-    low, high = raw[:, 2:] & 15, raw[:, 2:] >> 4
-    return half(raw[:, :2]) * (np.concatenate([low, high], 1).astype(np.float32) - 8)
-
-
-def q4_k(raw):
-    d, dmin, scales, nibbles = half(raw[:, :2]), half(raw[:, 2:4]), raw[:, 4:16], raw[:, 16:]
-    parts = []
-    for j in range(8):
-        if j < 4:
-            scale, low = scales[:, j] & 63, scales[:, j + 4] & 63
-        else:
-            scale = scales[:, j + 4] & 15 | scales[:, j - 4] >> 6 << 4
-            low = scales[:, j + 4] >> 4 | scales[:, j] >> 6 << 4
-        q = nibbles[:, 32 * (j // 2) :][:, :32] >> 4 * (j % 2) & 15
-        parts.append(d * scale[:, None] * q - dmin * low[:, None])
-    return np.concatenate(parts, 1)
-
-
-def q6_k(raw):
-    low, high, scales = raw[:, :128], raw[:, 128:192], raw[:, 192:208].view(np.int8)
-    values = np.empty((len(raw), 256), np.float32)
-    for i in range(256):
-        side, quarter, at = i // 128, i % 128 // 32, i % 32
-        nibble = low[:, 64 * side + 32 * (quarter % 2) + at] >> 4 * (quarter // 2) & 15
-        q = (nibble | (high[:, 32 * side + at] >> 2 * quarter & 3) << 4).astype(np.int8) - 32
-        values[:, i] = half(raw[:, 208:])[:, 0] * scales[:, i // 16] * q
-    return values
-
-
-def bf16(raw):
-    return (raw.copy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-# Of each type: values in a block, bytes in a block, values of blocks.
-TYPES = {
-    "F16": (1, 2, half),
-    "BF16": (1, 2, bf16),
-    "Q8_0": (32, 34, q8_0),
-    "Q4_0": (32, 18, q4_0),
-    "Q4_K": (256, 144, q4_k),
-    "Q6_K": (256, 210, q6_k),
-}
-
-
-def random_blocks(kind, n_blocks):
-    """Bytes of any value, but for the halves: with those, values are about 0 and below 1."""
-    random = np.random.default_rng(n_blocks)
-    raw = random.integers(256, size=(n_blocks, TYPES[kind][1]), dtype=np.uint8)
-    for at, size in {"Q4_K": ((0, 2e-4), (2, 15e-4)), "Q6_K": ((208, 4e-5),)}[kind]:
-        halves = random.uniform(size, 2 * size, (n_blocks, 1)).astype(np.float16)
-        raw[:, at : at + 2] = halves.view(np.uint8)
-    return raw
-
-
-def encoder(kind):
-    size, n_bytes, decode = TYPES[kind]
-
-    def encode(weight):
-        """Bytes; what they stand for goes into the weight itself, so into the reference model."""
-        if kind in ("Q4_K", "Q6_K"):  # the package can read them, not write them
-            raw = random_blocks(kind, weight.size // size)
-        else:
-            raw = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
-        weight[:] = decode(raw.view(np.uint8).reshape(-1, n_bytes)).reshape(weight.shape)
-        return raw.view(np.uint8).reshape(len(weight), -1)
-
-    return encode
-
-
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(
-    "make", [lambda: llama(**WIDE_LLAMA), lambda: gpt2(**WIDE_GPT2)], ids=["llama", "gpt2"]
-)
-def test_each_type_has_the_values_of_its_definition(path, kind, make):
-    model = make()
-    tensors = tensors_of(model, encoder(kind))
-    write(path, metadata_of(model), tensors, gguf.GGMLQuantizationType[kind])
-    assert_same(load(path), model)
-
-
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SAID = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
 SCALED = {
-    "linear": (
-        {"rope_type": "linear", "factor": 4.0},
-        {"type": "linear", "factor": 4.0},
-    ),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
     "linear by default": ({"rope_type": "linear", "factor": 4.0}, {"factor": 4.0}),
-    "yarn": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-        {"type": "yarn", "factor": 4.0, "original_context_length": 16, "finetuned": True},
-    ),
+    "yarn": (YARN, SAID | {"finetuned": True}),
     "yarn, from the whole context": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": N_CTX},
+        YARN | {"original_max_position_embeddings": N_CTX},
         {"type": "yarn", "factor": 4.0},
     ),
     "yarn, all options": (
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 200,
-            "beta_fast": 2.0,
-            "beta_slow": 0.25,
-            "attention_factor": 1.5,
-        },
-        {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_context_length": 200,
-            "yarn_beta_fast": 2.0,
-            "yarn_beta_slow": 0.25,
-            "yarn_attn_factor": 1.5,
-            "yarn_ext_factor": 1.0,
-        },
+        YARN | {"beta_fast": 2.0, "beta_slow": 0.25, "attention_factor": 1.5},
+        SAID
+        | {"yarn_beta_fast": 2.0, "yarn_beta_slow": 0.25, "yarn_attn_factor": 1.5}
+        | {"yarn_ext_factor": 1.0},
     ),
     "none": (None, {"type": "none", "factor": 4.0}),
     "a factor of none": (None, {"type": "linear", "factor": 0.0}),
@@ -388,12 +291,9 @@ def scaled(rope):
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_rotation(path, kind):
     rope, said = SCALED[kind]
-    metadata = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
     reference = scaled(rope)
-    ours = load(written(path, reference, metadata))
-    assert_same(ours, reference)
-    same = torch.allclose(ours(TOKENS), load(written(path, reference))(TOKENS), atol=1e-3)
-    assert same == (rope is None)
+    metadata = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
+    assert_same(load(written(path, reference, metadata)), reference)
 
 
 def test_the_older_name_of_the_factor(path):
@@ -422,20 +322,15 @@ def test_divisors_of_frequencies(path):
     assert_same(load(written(path, reference, tensors={"rope_freqs.weight": tensor})), reference)
 
 
-def test_what_a_file_may_leave_out(path):
+def test_what_a_file_may_leave_out_and_say_besides(path):
     reference = llama(head_dim=4, num_key_value_heads=HEADS, rope_theta=10_000.0)
     optional = ["vocab_size", "rope.freq_base", "rope.dimension_count", "attention.head_count_kv"]
-    optional += ["attention.key_length", "attention.value_length"]
-    assert_same(
-        load(written(path, reference, {f"llama.{key}": None for key in optional})), reference
-    )
-
-
-def test_what_a_file_may_say_besides(path):
+    optional += ["attention.key_length", "attention.value_length", "block_count"]
+    absent = {f"llama.{key}": None for key in optional}
+    assert_same(load(written(path, reference, absent)), reference)
     reference = llama()
     metadata = {
         "general.alignment": 64,
-        "general.description": "é" * 1000,
         "general.tags": ["a", "b"],
         "llama.attention.causal": True,
         "llama.attention.head_count_kv": [KV_HEADS] * LAYERS,  # one for each layer
@@ -446,39 +341,29 @@ def test_what_a_file_may_say_besides(path):
     assert_same(load(written(path, reference, metadata)), reference)
 
 
-@pytest.mark.parametrize("options", [{}, BIASES], ids=["weights", "and biases"])
-def test_queries_keys_and_values_in_one_tensor(path, options):
-    reference = llama(**options)
+def test_queries_keys_and_values_in_one_tensor(path):
+    reference = llama(attention_bias=True)
     tensors = tensors_of(reference)
     for layer in range(LAYERS):
-        for leaf in ("weight", "bias") if options else ("weight",):
+        for leaf in ("weight", "bias"):
             apart = [tensors.pop(f"blk.{layer}.attn_{part}.{leaf}") for part in "qkv"]
             tensors[f"blk.{layer}.attn_qkv.{leaf}"] = np.concatenate(apart)
     assert_same(load(write(path, metadata_of(reference), tensors)), reference)
 
 
-GROUPS = {  # biases that a file has together, and the names of their modules in transformers
-    "qkv_bias": (("attn_q", "attn_k", "attn_v"), ("q_proj", "k_proj", "v_proj")),
-    "out_bias": (("attn_output",), ("o_proj",)),
-    "mlp_bias": (("ffn_gate", "ffn_up", "ffn_down"), ("gate_proj", "up_proj", "down_proj")),
-}
+BIASES = {"qkv_bias": "[qkv]", "out_bias": "o", "mlp_bias": "gate|up|down"}
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", BIASES)
 def test_some_biases_without_others(path, group):
-    reference = llama(**BIASES)
-    theirs, modules = GROUPS[group]
-    tensors = {
-        name: value.copy()
-        for name, value in tensors_of(reference).items()
-        if name.endswith("weight") or name.split(".")[2] in theirs
-    }
+    reference = llama(attention_bias=True, mlp_bias=True)
     for name, value in reference.state_dict().items():
-        if name.endswith("bias") and name.split(".")[-2] not in modules:
+        if name.endswith("bias") and not re.search(f"({BIASES[group]})_proj", name):
             value.zero_()
-    ours = load(write(path, metadata_of(reference), tensors))
+    tensors = {name: None for name, value in tensors_of(reference).items() if not value.any()}
+    ours = load(written(path, reference, tensors=tensors))
     assert_same(ours, reference)
-    assert {name for name in GROUPS if getattr(ours.config, name)} == {group}
+    assert {name for name in BIASES if getattr(ours.config, name)} == {group}
 
 
 def test_dimensions_keep_their_order_where_nothing_is_rotated(path):
@@ -490,7 +375,7 @@ def test_dimensions_keep_their_order_where_nothing_is_rotated(path):
 
 
 def test_dtype_and_device(path):
-    model = llama(**WIDE_LLAMA)
+    model = llama(**WIDE)
     kind = gguf.GGMLQuantizationType.BF16
     write(path, metadata_of(model), tensors_of(model, encoder("BF16")), kind)
     ours = load(path, dtype=torch.bfloat16, device="cpu")
@@ -500,285 +385,111 @@ def test_dtype_and_device(path):
     assert {p.device.type for p in load(path, device="meta").parameters()} == {"meta"}
 
 
-def test_a_few_rows_are_dequantised_at_a_time(path, monkeypatch):
-    from gguf import quants
-
-    sizes, dequantize = [], quants.dequantize
-    monkeypatch.setattr(
-        quants, "dequantize", lambda raw, kind: [sizes.append(len(raw)), dequantize(raw, kind)][1]
-    )
-    reference = gpt2()
-    assert_same(load(written(path, reference)), reference)
-    assert max(sizes) < VOCAB
-
-
-def test_the_weights_can_be_trained_and_the_file_deleted(path):
-    model = load(written(path, llama()))
-    path.unlink()
-    before = copy.deepcopy(model.state_dict())
-    model(TOKENS).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    unchanged = [
-        name for name, value in model.state_dict().items() if torch.equal(value, before[name])
-    ]
-    assert not unchanged
-
-
 def error(path):
     with pytest.raises(ValueError, match=re.escape(str(path))) as raised:
         load(path)
-    message = str(raised.value)
-    assert "\n" not in message
-    return message.removeprefix(f"{path}: ")
+    return str(raised.value)
 
 
-WRONG = {
-    "general.architecture": ("general.architecture is one of llama, gpt2, not 'qwen2'", "qwen2"),
-    "general.type": (
-        "general.type is 'model' for a whole model in one file, not 'adapter'",
-        "adapter",
-    ),
-    "split.count": ("split.count is 1 for a whole model in one file, not 2", 2),
-    "llama.attention.causal": (
-        "llama.attention.causal is True, not False: attention to later",
-        False,
-    ),
-    "llama.attention.sliding_window": ("llama.attention.sliding_window is 0, not 16: a window", 16),
-    "llama.expert_count": (
-        "llama.expert_count is 0, not 8: a mixture of experts cannot be expr",
-        8,
-    ),
-    "llama.expert_used_count": ("llama.expert_used_count is 0, not 2: a mixture of experts", 2),
-    "llama.pooling_type": ("llama.pooling_type is 0, not 1: an embedding in place of logits", 1),
-    "llama.rope.scaling.yarn_ext_factor": ("llama.rope.scaling.yarn_ext_factor is 1, not 0.5", 0.5),
-    "llama.rope.scaling.yarn_log_multiplier": (
-        "llama.rope.scaling.yarn_log_multiplier is 0, not",
-        0.1,
-    ),
-    "llama.rope.scaling.attn_factor": (
-        "llama.rope.scaling.attn_factor is 1, not 2.0: a further",
-        2.0,
-    ),
-    "llama.logit_scale": ("may matter; not llama.logit_scale = 2.0", 2.0),
-    "llama.rope.scaling.yarn_beta_fast": ("not llama.rope.scaling.yarn_beta_fast = 16.0", 16.0),
-    "llama.rope.scaling.type": (
-        "llama.rope.scaling.type is one of none, linear, yarn, not 'lon",
-        "longrope",
-    ),
-    "llama.rope.scaling.factor": ("rotary_scaling.factor is at least 1, not 0.5", 0.5),
-    "llama.rope.dimension_count": ("llama.rope.dimension_count is a head's width, 10, not 8", 8),
-    "llama.attention.value_length": ("llama.attention.value_length is key_length, 10, not 12", 12),
-    "llama.attention.head_count": ("n_heads is at least 1, not 0", 0),
-    "llama.attention.head_count_kv": (
-        "llama.attention.head_count_kv is needed, as one int for all layers, not (2, 2, 1)",
-        [2, 2, 1],
-    ),
-    "llama.feed_forward_length": ("llama.feed_forward_length is needed, as one int for all", "44"),
-    "llama.embedding_length": (
-        "llama.embedding_length is needed, as one int for all layers, not N",
-        None,
-    ),
-    "llama.context_length": ("llama.context_length is below 16777216, not 16777216", 2**24),
-    "llama.block_count": ("llama.block_count is 3, the blocks here, not 4", 4),
-    "llama.vocab_size": (
-        f"token_embd.weight [{VOCAB}, {D_MODEL}] in the file, [99, {D_MODEL}]",
-        99,
-    ),
-    "llama.attention.layer_norm_rms_epsilon": (
-        "layer_norm_rms_epsilon is needed, as one float",
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("key", WRONG)
-def test_metadata_that_the_model_cannot_express(path, key):
-    message, value = WRONG[key]
-    assert message in error(written(path, llama(), {key: value}))
-
-
-def test_metadata_of_gpt2_is_checked_too(path):
-    assert "gpt2.rope.freq_base = 9.0" in error(written(path, gpt2(), {"gpt2.rope.freq_base": 9.0}))
-
-
-def test_an_architecture_is_needed(path):
-    written(path, llama())
-    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))
-    assert error(path) == "general.architecture is one of llama, gpt2, not None"
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.architecture", "qwen2"),
+        ("general.type", "adapter"),
+        ("split.count", 2),
+        ("llama.attention.causal", False),
+        ("llama.attention.sliding_window", 16),
+        ("llama.expert_count", 8),
+        ("llama.pooling_type", 1),
+        ("llama.rope.scaling.yarn_ext_factor", 0.5),
+        ("llama.rope.scaling.yarn_log_multiplier", 0.5),
+        ("llama.rope.scaling.attn_factor", 2.0),
+        ("llama.rope.scaling.type", "longrope"),
+        ("llama.rope.dimension_count", 8),
+        ("llama.attention.value_length", 12),
+        ("llama.attention.head_count", 0),
+        ("llama.attention.head_count_kv", [2, 1]),
+        ("llama.block_count", 4),
+        ("llama.vocab_size", 99),
+        ("llama.embedding_length", None),
+        ("llama.attention.layer_norm_rms_epsilon", None),
+        ("llama.rope.scaling.yarn_beta_fast", 16.0),  # without YaRN
+        ("llama.logit_scale", 2.0),  # not known
+    ],
+)
+def test_metadata_that_the_model_cannot_express(path, key, value):
+    message = error(written(path, llama(), {key: value}))
+    if value in (None, 16.0) or "logit" in key:
+        assert key.removeprefix("llama.") in message
+    else:
+        assert str(value) in message.removeprefix(str(path))
 
 
 def test_tensors_that_are_missing_unknown_or_of_another_shape(path):
     tensors = {
-        "blk.1.ffn_gate_exps.weight": np.zeros((3, 5), np.float32),
+        "blk.0.ffn_gate_exps.weight": np.zeros((3, 5), np.float32),
         "blk.0.attn_q.weight": None,
-        "blk.2.ffn_up.weight": np.zeros((D_MODEL, D_MLP), np.float32),
-        "blk.2.attn_k.weight": np.zeros((7, D_MODEL), np.float32),
+        "blk.1.ffn_up.weight": np.zeros((D_MODEL, D_MLP), np.float32),
+        "blk.1.attn_k.weight": np.zeros((7, D_MODEL), np.float32),
     }
     message = error(written(path, llama(), tensors=tensors))
-    assert "missing: blk.0.attn_q.weight" in message
-    assert "blk.1.ffn_gate_exps.weight" in message
-    assert f"blk.2.ffn_up.weight [{D_MODEL}, {D_MLP}] in the file" in message
-    assert f"blk.2.attn_k.weight [7, {D_MODEL}]" in message
-    assert "token_embd.weight" in error(written(path, llama(), tensors={"token_embd.weight": None}))
-    assert "missing: blk.1.attn_qkv.bias" in error(
-        written(path, gpt2(), tensors={"blk.1.attn_qkv.bias": None})
-    )
+    assert all(name in message for name in tensors)
+    for name in ("token_embd.weight", "blk.1.attn_qkv.bias"):
+        assert name in error(written(path, gpt2(), tensors={name: None}))
+    ones = {"rope_freqs.weight": np.ones(4, np.float32)}
+    assert "rope_freqs.weight" in error(written(path, gpt2(), tensors=ones))
+    assert "factors" in error(written(path, llama(), tensors=ones))
+    ones = {"rope_freqs.weight": np.ones(D_HEAD // 2, np.float32)}
+    assert "7.5" in error(written(path, llama(), {"llama.rope.scaling.factor": 7.5}, ones))
 
 
-def test_divisors_of_other_files(path):
-    tensors = {"rope_freqs.weight": np.ones(4, np.float32)}
-    assert "rope_freqs.weight holds 5 divisors" in error(written(path, llama(), tensors=tensors))
-    tensors = {"rope_freqs.weight": np.ones(5, np.float32)}
-    metadata = {"llama.rope.scaling.factor": 2.0}
-    assert "the factor 2.0" in error(written(path, llama(), metadata, tensors))
-    assert "unexpected: rope_freqs.weight" in error(written(path, gpt2(), tensors=tensors))
-
-
-def test_a_type_that_cannot_be_read(path):
-    model = llama(hidden_size=96, head_dim=16, intermediate_size=64)
-    kind = gguf.GGMLQuantizationType.Q5_0
-    quantised = gguf.quants.quantize(tensors_of(model)["blk.1.ffn_up.weight"], kind)
-    tensors = tensors_of(model) | {"blk.1.ffn_up.weight": quantised}
-    message = error(write(path, metadata_of(model), tensors, kind))
-    names = "F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K"
-    assert message == f"the tensor blk.1.ffn_up.weight is of a type among {names}, not Q5_0"
-    data = bytearray(path.read_bytes())
-    at = data.index(b"blk.1.ffn_up.weight") + len("blk.1.ffn_up.weight") + 4 + 2 * 8
-    assert struct.unpack_from("<I", data, at) == (kind,)
-    struct.pack_into("<I", data, at, 12345)
-    path.write_bytes(data)
-    assert error(path).endswith("not 12345")
-    struct.pack_into("<I", data, at, gguf.GGMLQuantizationType.Q4_K)
-    path.write_bytes(data)
-    assert "Q4_K, is of at least one row, each a multiple of 256 long, not of" in error(path)
-
-
-def test_files_that_are_not_gguf(path):
-    for content in (b"", b"GG", b"PK\x03\x04 and so on"):
+def test_damaged_files_are_named(path):
+    for content in (b"", b"GG", b"PK\x03\x04 and so on", b"GGUF" + struct.pack("<IQQ", 9, 0, 0)):
         path.write_bytes(content)
-        assert error(path) == f"a GGUF file starts with b'GGUF', not {content[:4]!r}"
-    for version in (1, 4, 3 << 24):
-        path.write_bytes(b"GGUF" + struct.pack("<IQQ", version, 0, 0))
-        assert error(path) == f"the version is 2 or 3, in little-endian order, not {version}"
+        error(path)
     with pytest.raises(FileNotFoundError, match="absent"):
         load(path.with_name("absent.gguf"))
-
-
-def test_a_header_of_impossible_parts(path):
-    def header(n_tensors, n_values, *parts):
-        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, n_tensors, n_values) + b"".join(parts))
-
-    name = struct.pack("<Q", 1) + b"a"
-    for value in (struct.pack("<I", 13), struct.pack("<IIQ", 9, 13, 1)):
-        header(0, 1, name, value)
-        assert error(path) == "a value in the header is of type 0 to 12, not 13"
-    for n_axes in (0, 5):
-        header(1, 0, name, struct.pack("<I", n_axes), bytes(64))
-        assert error(path) == f"a tensor in the header has 1 to 4 axes, not {n_axes}"
-    header(1, 0, name, struct.pack("<IQQIQ", 2, 5, 0, 0, 0), bytes(64))
-    assert (
-        "a, F32, is of at least one row, each a multiple of 1 long, not of shape (0, 5)"
-        in error(path)
-    )
-
-
-def test_values_of_each_type(path):
-    from models.checkpoints.gguf_file import GGUFFile
-
-    writer, values = gguf.GGUFWriter(path, "llama"), {"general.architecture": "llama"}
-    for bits in (8, 16, 32, 64):
-        getattr(writer, f"add_int{bits}")(
-            f"i{bits}", values.setdefault(f"i{bits}", -(2 ** (bits - 1)))
-        )
-        getattr(writer, f"add_uint{bits}")(f"u{bits}", values.setdefault(f"u{bits}", 2**bits - 1))
-    writer.add_float32("float32", values.setdefault("float32", 0.375))
-    writer.add_float64("float64", values.setdefault("float64", 1 / 3))
-    writer.add_bool("bool", values.setdefault("bool", True))
-    writer.add_string("string", values.setdefault("string", "é"))
-    writer.add_array("ints", values.setdefault("ints", (3, -5)))
-    writer.add_array("strings", values.setdefault("strings", ("", "ab")))
+    written(path, llama(vocab_size=11, num_hidden_layers=1))
+    whole, header = path.read_bytes(), gguf.GGUFReader(path).data_offset
+    for size in (*range(4, header, 97), header, header + 1000, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        error(path)
+    path.write_bytes(whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"))
+    assert "blk.0.attn_k.weight" in error(path)
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert GGUFFile(path).metadata == values
+    assert "byte order" in error(path)
 
 
-def header_size(path):
-    return gguf.GGUFReader(path).data_offset
-
-
-def test_a_file_that_is_cut_short(path):
-    written(path, llama())
-    whole, header = path.read_bytes(), header_size(path)
-    for size in [*range(4, header - 32, 97), header, header + 1000, len(whole) - 1]:
-        path.write_bytes(whole[:size])
-        message = error(path)
-        told = "ends within its header" if size < header else f"and the file at {size}"
-        assert told in message, size
+@pytest.mark.parametrize("kind", [4, 8, 9, 13])  # numbers, texts, arrays, and no kind
+def test_a_huge_length_of_an_array_ends_at_once(path, kind):
+    array = struct.pack("<IIQ", 9, kind, 2**62)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + array + bytes(1000))
+    error(path)
 
 
 def test_a_damaged_header_is_an_error_or_makes_no_difference(path):
-    """In particular it neither crashes nor runs on, as lengths of 2^63 might have it."""
     written(path, llama(vocab_size=11, num_hidden_layers=1))
-    whole, header = path.read_bytes(), header_size(path)
-    changeable = ("n_ctx", "norm_eps", "rotary_theta")  # no tensor shows that they are others
-
-    def outcome():
-        try:
-            config = load(path).config
-        except ValueError as error:
-            return "refused" if str(error).startswith(str(path)) else error
-        return config.replace(**{name: getattr(start, name) for name in changeable})
-
-    start = load(path).config
-    outcomes = []
-    for at in range(4, header, 5):
+    whole, header = path.read_bytes(), gguf.GGUFReader(path).data_offset
+    messages = []
+    for at in range(4, header, 17):
         for byte in (0xFF, whole[at] ^ 1):
             path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
-            outcomes.append(outcome())
-    assert [each for each in outcomes if each not in (start, "refused")] == []
-    assert outcomes.count("refused") > 200
-
-
-def test_names_that_stand_twice(path):
-    written(path, llama())
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"))
-    assert (
-        error(path) == "a name stands in the header once, not twice as 'blk.0.attn_q.weight' does"
-    )
-    path.write_bytes(whole.replace(b"general.name", b"general.type"))
-    assert "not twice as 'general.type' does" in error(path)
-
-
-def test_a_tensor_that_starts_elsewhere(path):
-    written(path, llama())
-    data = bytearray(path.read_bytes())
-    at = data.index(b"blk.0.ffn_gate.weight") + len("blk.0.ffn_gate.weight") + 4 + 2 * 8 + 4
-    (offset,) = struct.unpack_from("<Q", data, at)
-    struct.pack_into("<Q", data, at, offset + 32)
-    path.write_bytes(data)
-    assert (
-        error(path)
-        == f"blk.0.ffn_gate.weight starts {offset} bytes into the data, not {offset + 32}"
-    )
-
-
-def test_the_alignment_is_a_power_of_two(path):
-    written(path, llama(), {"general.alignment": 64})
-    data = bytearray(path.read_bytes())
-    at = data.index(b"general.alignment") + len("general.alignment") + 4
-    for wrong in (0, 48):
-        struct.pack_into("<I", data, at, wrong)
-        path.write_bytes(data)
-        assert error(path) == f"general.alignment is a power of two, not {wrong}"
+            try:
+                load(path)(torch.zeros(1, 3, dtype=torch.int64))
+            except ValueError as error:
+                messages.append(str(error))
+    assert len(messages) > 50
+    assert all(str(path) in message for message in messages)
 
 
 def test_without_the_package_gguf(path, monkeypatch):
     written(path, llama())
+    for name in ("models.checkpoints.gguf", "models.checkpoints.gguf_file"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(
-        ImportError, match=re.escape('needs the package gguf: pip install "hookscope[hf]"')
-    ):
+    with pytest.raises(ImportError, match=re.escape('pip install "hookscope[hf]"')):
         load(path)

@@ -1,16 +1,19 @@
 """Models in GGUF, llama.cpp's file format: the architectures llama and gpt2."""
 
 import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from models.checkpoints.assemble import Source, assemble, concatenated
-from models.checkpoints.gguf_file import GGUFFile
+from models.checkpoints.gguf_file import GGUFFile, read_tokenizer
 from models.config import RotaryScaling, TransformerConfig
+from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 
 ARCHITECTURES = ("llama", "gpt2")
@@ -33,24 +36,19 @@ _BLOCK = {
 }
 _QKV_APART = ("attn_q", "attn_k", "attn_v")
 
-# Keys of an architecture that the model has no counterpart for: the only value it computes the same
-# with, and what any other means.
-_ONLY: dict[str, tuple[float, str]] = {
-    "attention.causal": (True, "attention to later tokens"),
-    "attention.sliding_window": (0, "a window whose layers the file does not name"),
-    "expert_count": (0, "a mixture of experts"),
-    "expert_used_count": (0, "a mixture of experts"),
-    "pooling_type": (0, "an embedding in place of logits"),
-    "rope.scaling.attn_factor": (1, "a further scale of queries and keys"),
-    "rope.scaling.yarn_ext_factor": (1, "a part of YaRN's ramp"),
-    "rope.scaling.yarn_log_multiplier": (0, "another length of YaRN's vectors"),
+# Keys of an architecture that the model has no counterpart for, and the only values that change nothing.
+_ONLY = {
+    "attention.causal": True,
+    "attention.sliding_window": 0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "pooling_type": 0,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.yarn_ext_factor": 1,
+    "rope.scaling.yarn_log_multiplier": 0,
 }
 # How the file came about; the tensors already are as they say.
-_WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned")
-# A size from here on is a damaged file's. Found early, as nothing can be built to tell more.
-_TOO_LARGE = 2**24
-
-Value = TypeVar("Value", int, float, str)
+_WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned"}
 
 
 def load_gguf(
@@ -60,128 +58,105 @@ def load_gguf(
 ) -> Transformer:
     """The model in a GGUF file, in eval mode.
 
-    Tensors are dequantised one at a time, so that the memory needed is about the model's own.
-    The file's vocabulary is left where it is.
+    Tensors are dequantized one at a time, so that the memory needed is about the model's own.
 
     Args:
-        path: a file of `ARCHITECTURES` and `gguf_file.TYPES`, in one part.
+        path: a file of `ARCHITECTURES`, in one part, with tensors of any type that the package gguf
+            can dequantize.
         dtype: of all weights; None for float32, whatever the file's types.
         device: where the weights go; None for the CPU.
 
     Raises:
-        ImportError: if the package gguf is not installed.
         ValueError: naming the file, if it is damaged, holds something that the model cannot
             express, or its tensors are not those of its metadata.
     """
-    try:
+    with _naming(path):
         file = GGUFFile(path)
         config = _config(file)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
     ignored = set()
     if config.positions == "rotary":
         ignored.add("rope_freqs.weight")  # in the config by now
     if config.tied_unembed:
         ignored.add("output.weight")  # where it is, it is the embedding again
-    return assemble(
-        config,
-        _table(config, file.keys()),
-        file,
-        str(path),
-        ignored=ignored.__contains__,
-        dtype=dtype,
-        device=device,
-    )
+    table = _table(config, file.keys())
+    return assemble(config, table, file, str(path), ignored.__contains__, dtype, device)
 
 
-class _Keys:
-    """What a file says of its architecture; each key is to be taken once."""
+def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer in a GGUF file: byte pairs cut as by GPT-2 or Llama 3, or SentencePiece's BPE.
 
-    def __init__(self, metadata: dict[str, Any], architecture: str) -> None:
-        self.prefix = f"{architecture}."
-        self.left = {
-            key.removeprefix(self.prefix): value
-            for key, value in metadata.items()
-            if key.startswith(self.prefix)
-        }
+    Raises:
+        ImportError: if the library `tokenizers` is missing.
+        ValueError: naming the file, if it is damaged or its tokenizer is of another kind.
+    """
+    with _naming(path):
+        return read_tokenizer(GGUFFile(path))
 
-    def take(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        value = self.left.pop(key, default)
-        each = set(value) if isinstance(value, tuple) else {value}  # a tuple has one for each layer
-        one = each.pop() if len(each) == 1 else None
-        if not isinstance(one, (int, float) if kind is float else kind):
-            rule = f"needed, as one {kind.__name__} for all layers"
-            raise ValueError(f"{self.prefix}{key} is {rule}, not {value!r}")
-        if kind is int and isinstance(one, int) and one >= _TOO_LARGE:
-            raise ValueError(f"{self.prefix}{key} is below {_TOO_LARGE}, not {one}")
-        return kind(one)
+
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors name the file. A missing key or tensor and a value of another type are errors of the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}, which is needed") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _config(file: GGUFFile) -> TransformerConfig:
-    metadata = file.metadata
-    if (architecture := metadata.get("general.architecture")) not in ARCHITECTURES:
-        raise ValueError(
-            f"general.architecture is one of {', '.join(ARCHITECTURES)}, not {architecture!r}"
-        )
-    for key, only in (("general.type", "model"), ("split.count", 1)):
-        if metadata.get(key, only) not in (only, 0):
-            raise ValueError(
-                f"{key} is {only!r} for a whole model in one file, not {metadata[key]!r}"
-            )
-    keys = _Keys(metadata, architecture)
-    for key, (value, meaning) in _ONLY.items():
-        if (given := keys.left.pop(key, value)) != value:
-            said = f"{keys.prefix}{key} is {value}, not {given}"
-            raise ValueError(f"{said}: {meaning} cannot be expressed")
-    n_heads, d_model = keys.take("attention.head_count", int), keys.take("embedding_length", int)
-    n_ctx = keys.take("context_length", int)
-    d_head = keys.take("attention.key_length", int, d_model // max(n_heads, 1))
-    d_value = keys.take("attention.value_length", int, d_model // max(n_heads, 1))
-    if d_value != d_head:
-        raise ValueError(
-            f"{keys.prefix}attention.value_length is key_length, {d_head}, not {d_value}"
-        )
-    n_layers = keys.take("block_count", int)
-    held = len({key.split(".")[1] for key in file.tensors if key.startswith("blk.")})
-    if n_layers != held:
-        raise ValueError(f"{keys.prefix}block_count is {held}, the blocks here, not {n_layers}")
-    if "token_embd.weight" not in file.tensors:
-        raise ValueError("there is a tensor token_embd.weight, and the file has none")
-    config = TransformerConfig(
-        vocab_size=keys.take("vocab_size", int, file.tensors["token_embd.weight"].shape[0]),
-        n_ctx=n_ctx,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=keys.take("attention.head_count_kv", int, n_heads),
-        d_model=d_model,
-        d_head=d_head,
-        d_mlp=keys.take("feed_forward_length", int),
-        **(_llama(keys, file, d_head, n_ctx) if architecture == "llama" else _gpt2(keys, file)),
-    )
-    left = {key: value for key, value in keys.left.items() if key not in _WITHOUT_EFFECT}
-    if left:
-        said = ", ".join(f"{keys.prefix}{key} = {value}" for key, value in left.items())
-        raise ValueError(f"keys of an architecture are known ones, as they may matter; not {said}")
+    general = file.metadata("general.")
+    architecture, kind = general.get("architecture"), general.get("type", "model")
+    if architecture not in ARCHITECTURES:
+        rule = f"general.architecture must be one of {', '.join(ARCHITECTURES)}"
+        raise ValueError(f"{rule}; got {architecture!r}")
+    n_files = file.metadata("split.").get("count", 1)
+    if kind != "model" or n_files > 1:
+        raise ValueError(f"the file must be a whole model; got 1 of {n_files} files of a {kind}")
+    # An array has one value for each layer.
+    keys = {
+        key: value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+        for key, value in file.metadata(f"{architecture}.").items()
+    }
+    n_heads, d_model = keys.pop("attention.head_count"), keys.pop("embedding_length")
+    d_head = keys.pop("attention.key_length", d_model // max(n_heads, 1))
+    n_layers = len({name.split(".")[1] for name in file.shapes if name.startswith("blk.")})
+    only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
+    for key, value in {**_ONLY, **only, "block_count": n_layers}.items():
+        if (given := keys.pop(key, value)) != value:
+            raise ValueError(f"{architecture}.{key} must be {value}; got {given}")
+    common = {
+        "vocab_size": keys.pop("vocab_size", file.shapes["token_embd.weight"][0]),
+        "n_ctx": keys.pop("context_length"),
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": keys.pop("attention.head_count_kv", n_heads),
+        "d_model": d_model,
+        "d_head": d_head,
+        "d_mlp": keys.pop("feed_forward_length"),
+    }
+    family = _llama if architecture == "llama" else _gpt2
+    config = TransformerConfig(**common, **family(keys, file, d_head, common["n_ctx"]))
+    if left := [f"{architecture}.{key}" for key in keys.keys() - _WITHOUT_EFFECT]:
+        raise ValueError(f"keys of an architecture must be known; got {', '.join(sorted(left))}")
     return config
 
 
-def _gpt2(keys: _Keys, file: GGUFFile) -> dict[str, Any]:
+def _gpt2(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, Any]:
     # The converter writes GPT-2's embedding a second time, as the unembedding.
-    output = "output.weight"
-    tied = output not in file.tensors or file.stored_alike(output, "token_embd.weight")
-    return {"norm_eps": keys.take("attention.layer_norm_epsilon", float), "tied_unembed": tied}
+    pair = ("output.weight", "token_embd.weight")
+    tied = pair[0] not in file.shapes or torch.equal(*map(file.read, pair))
+    return {"norm_eps": keys.pop("attention.layer_norm_epsilon"), "tied_unembed": tied}
 
 
-def _llama(keys: _Keys, file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, Any]:
-    if (rotated := keys.take("rope.dimension_count", int, d_head)) != d_head:
-        raise ValueError(f"llama.rope.dimension_count is a head's width, {d_head}, not {rotated}")
-    ends = {key.split(".", 2)[-1] for key in file.tensors}
+def _llama(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, Any]:
+    ends = {name.split(".", 2)[-1] for name in file.shapes}
     return {
-        "tied_unembed": "output.weight" not in file.tensors,
+        "tied_unembed": "output.weight" not in file.shapes,
         "norm": "rmsnorm",
-        "norm_eps": keys.take("attention.layer_norm_rms_epsilon", float),
+        "norm_eps": keys.pop("attention.layer_norm_rms_epsilon"),
         "positions": "rotary",
-        "rotary_theta": keys.take("rope.freq_base", float, 10_000.0),
+        "rotary_theta": keys.pop("rope.freq_base", 10_000.0),
         "rotary_scaling": _scaling(keys, file, d_head, n_ctx),
         "mlp": "gated",
         "activation": "silu",
@@ -191,49 +166,47 @@ def _llama(keys: _Keys, file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, An
     }
 
 
-def _scaling(keys: _Keys, file: GGUFFile, d_head: int, n_ctx: int) -> RotaryScaling | None:
-    kind = keys.take("rope.scaling.type", str, "linear")  # llama.cpp's default
-    if kind not in ("none", "linear", "yarn"):
-        raise ValueError(f"llama.rope.scaling.type is one of none, linear, yarn, not {kind!r}")
-    factor = keys.take("rope.scale_linear", float, 1.0)  # the older name
-    factor = keys.take("rope.scaling.factor", float, factor) or 1.0
-    original = keys.take("rope.scaling.original_context_length", int, n_ctx)
+def _scaling(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> RotaryScaling | None:
+    kind = keys.pop("rope.scaling.type", "linear")  # llama.cpp's default
+    older = keys.pop("rope.scale_linear", 1.0)
+    factor = keys.pop("rope.scaling.factor", older) or 1.0
+    original = keys.pop("rope.scaling.original_context_length", n_ctx)
     stretched = kind != "none" and factor != 1
-    if "rope_freqs.weight" in file.tensors:
-        divisors = file.read("rope_freqs.weight").flatten().tolist()
-        if stretched or len(divisors) != d_head // 2:
-            raise ValueError(
-                f"rope_freqs.weight holds {d_head // 2} divisors, and takes the place of scaling by "
-                f"a factor; not {len(divisors)} divisors and the factor {factor}"
-            )
-        return RotaryScaling(kind="factors", factors=tuple(divisors))
+    if "rope_freqs.weight" in file.shapes:
+        divisors = tuple(file.read("rope_freqs.weight").flatten().tolist())
+        if stretched:
+            raise ValueError(f"rope_freqs.weight must be the only scaling; got the factor {factor}")
+        return RotaryScaling(kind="factors", factors=divisors)
     if kind == "yarn":
         return RotaryScaling(
             kind="yarn",
             factor=factor,
             original_n_ctx=original,
-            low=keys.take("rope.scaling.yarn_beta_slow", float, 0.0),
-            high=keys.take("rope.scaling.yarn_beta_fast", float, 0.0),
-            attention_factor=keys.take("rope.scaling.yarn_attn_factor", float, 0.0),
+            low=keys.pop("rope.scaling.yarn_beta_slow", 0.0),
+            high=keys.pop("rope.scaling.yarn_beta_fast", 0.0),
+            attention_factor=keys.pop("rope.scaling.yarn_attn_factor", 0.0),
         )
+    if kind not in ("none", "linear"):
+        raise ValueError(f"llama.rope.scaling.type must be none, linear or yarn; got {kind!r}")
     return RotaryScaling(kind="linear", factor=factor) if stretched else None
 
 
-def _table(config: TransformerConfig, held: set[str]) -> dict[str, Source]:
+def _table(config: TransformerConfig, held: Collection[str]) -> dict[str, Source]:
     modules = dict(_TOP)
     for layer in range(config.n_layers):
         modules |= {f"blocks.{layer}.{ours}": f"blk.{layer}.{_BLOCK[ours]}" for ours in _BLOCK}
-    table = {}
-    for ours, theirs in modules.items():
-        for leaf in ("weight", "bias"):
-            table[f"{ours}.{leaf}"] = Source((f"{theirs}.{leaf}",))
+    table = {
+        f"{ours}.{leaf}": Source((f"{theirs}.{leaf}",))
+        for ours, theirs in modules.items()
+        for leaf in ("weight", "bias")
+    }
     n_rotated = (config.n_heads + config.n_kv_heads) * config.d_head
     turned = partial(_halves_together, n_rotated, config.d_head)
     convert = turned if config.positions == "rotary" else concatenated
     for ours, source in table.items():
         if ".attn.qkv." in ours:
             apart = tuple(source.keys[0].replace("attn_qkv", part) for part in _QKV_APART)
-            table[ours] = Source(source.keys if held.isdisjoint(apart) else apart, convert)
+            table[ours] = Source(source.keys if set(apart).isdisjoint(held) else apart, convert)
     return table
 
 

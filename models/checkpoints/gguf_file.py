@@ -1,202 +1,196 @@
-"""The GGUF file format: a header of metadata, then tensors, quantised or not."""
+"""GGUF files as the package gguf reads them: metadata, tensors one at a time, and the tokenizer."""
 
-import mmap
 import os
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
+from models.files import library
+from models.tokenizer import SubwordTokenizer, byte_level
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
-"""The types of tensors that can be read."""
+try:
+    from gguf import GGUFReader, GGUFValueType
+    from gguf.quants import dequantize
+except ModuleNotFoundError as error:
+    raise ImportError('GGUF needs the package gguf: pip install "hookscope[hf]"') from error
 
-# A value in a header: the type's code there, and struct's.
-_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-# How many rows of a tensor are dequantised at a time, so that what is needed meanwhile stays small.
+# Rows that are dequantized at a time; the library makes a second copy meanwhile.
 _ROWS = 256
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor is in a file.
-
-    Attributes:
-        kind: its type.
-        shape: as PyTorch has it, the contiguous axis last.
-        start: its first byte.
-        row_bytes: the size of a row, along the last axis.
-    """
-
-    kind: "GGMLQuantizationType"
-    shape: tuple[int, ...]
-    start: int
-    row_bytes: int
-
-    @property
-    def n_rows(self) -> int:
-        """How many rows there are."""
-        return prod(self.shape[:-1])
+# How a text is cut into pieces that no token crosses, by `tokenizer.ggml.pre`: as GPT-2 does (None),
+# or at the matches of a pattern.
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {"gpt-2": None, "llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "llama-v3": _LLAMA_3}
+# Values of `tokenizer.ggml.token_type`.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 class GGUFFile:
-    """A GGUF file, checked when it is opened, its tensors then read one at a time.
+    """A GGUF file.
 
     Attributes:
         keep: True, as what `read` gives is the caller's own.
-        metadata: the header's values by key; arrays are tuples.
-        tensors: where each tensor is.
+        shapes: of all tensors, as PyTorch has them.
 
     Args:
-        path: a file of GGUF 2 or 3 in little-endian order.
+        path: a whole file in little-endian order.
 
     Raises:
-        ImportError: if the package gguf is not installed.
-        ValueError: if this is no such file, it is damaged, or a tensor is not of `TYPES`.
+        ValueError: if it is not such a file, or damaged.
     """
 
     keep: bool = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
-        with open(path, "rb") as file:
-            if (magic := file.read(4)) != b"GGUF":
-                raise ValueError(f"a GGUF file starts with b'GGUF', not {magic!r}")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                self._open(_Header(data))
+        try:
+            reader = _Reader(path)
+        except (ValueError, LookupError, OverflowError, struct.error) as error:
+            raise ValueError(f"not a whole GGUF file: {error}") from None
+        if reader.byte_order != "I":
+            raise ValueError("the byte order must be that of this machine; got the other one")
+        self._fields = reader.fields
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.shapes = {
+            name: tuple(map(int, reversed(tensor.shape))) for name, tensor in self._tensors.items()
+        }
 
-    def _open(self, header: "_Header") -> None:
-        if (version := header.number("I")) not in (2, 3):
-            raise ValueError(f"the version is 2 or 3, in little-endian order, not {version}")
-        n_tensors, n_values = header.numbers("Q", 2)
-        self.metadata = _once((header.text(), header.value()) for _ in range(n_values))
-        described = _once((header.text(), header.tensor()) for _ in range(n_tensors))
-        alignment = self.metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment.bit_count() != 1:
-            raise ValueError(f"general.alignment is a power of two, not {alignment!r}")
-        self.tensors: dict[str, Stored] = {}
-        first = at = _up(header.at, alignment)
-        for name, (shape, kind, offset) in described.items():
-            # llama.cpp asks for the same: tensors follow each other without gaps or overlaps.
-            if first + offset != at:
-                raise ValueError(f"{name} starts {at - first} bytes into the data, not {offset}")
-            self.tensors[name] = tensor = _stored(name, shape, kind, at)
-            end = at + tensor.n_rows * tensor.row_bytes
-            if end > len(header.data):
-                raise ValueError(f"{name} ends at byte {end}, and the file at {len(header.data)}")
-            at = _up(end, alignment)
+    def metadata(self, prefix: str) -> dict[str, Any]:
+        """The header's values under the keys that start with a prefix, by the rest of the key."""
+        return {
+            key.removeprefix(prefix): field.contents()
+            for key, field in self._fields.items()
+            if key.startswith(prefix)
+        }
 
-    def keys(self) -> set[str]:
+    def keys(self) -> Collection[str]:
         """The names of all tensors."""
-        return set(self.tensors)
-
-    def stored_alike(self, key: str, other: str) -> bool:
-        """Whether two tensors are of one type and shape, and the same byte for byte."""
-        one, two = self.tensors[key], self.tensors[other]
-        if (one.kind, one.shape) != (two.kind, two.shape):
-            return False
-        with open(self._path, "rb") as file, open(self._path, "rb") as again:
-            file.seek(one.start)
-            again.seek(two.start)
-            return all(
-                file.read(one.row_bytes) == again.read(two.row_bytes) for _ in range(one.n_rows)
-            )
+        return self._tensors.keys()
 
     def read(self, key: str) -> Tensor:
-        """A tensor's values in float32."""
-        import numpy as np
-        from gguf.quants import dequantize
+        """A tensor's values in float32.
 
-        tensor = self.tensors[key]
-        values = torch.empty(tensor.n_rows, tensor.shape[-1], dtype=torch.float32, device="cpu")
-        # Not mapped: pages of the file would count as memory of ours for as long as the map is open.
-        with open(self._path, "rb") as file:
-            file.seek(tensor.start)
-            for rows in values.split(_ROWS):
-                raw = np.frombuffer(file.read(len(rows) * tensor.row_bytes), np.uint8)
-                rows.numpy()[:] = dequantize(raw.reshape(len(rows), tensor.row_bytes), tensor.kind)
-        return values.view(tensor.shape)
+        Raises:
+            ValueError: naming the tensor and its type, if the library cannot dequantize that.
+        """
+        tensor, shape = self._tensors[key], self.shapes[key]
+        # Pages of the library's map would count as memory of this process while it is open.
+        stored = np.fromfile(
+            self._path, tensor.data.dtype, tensor.data.size, offset=int(tensor.data_offset)
+        )
+        rows = stored.reshape(-1, tensor.data.shape[-1])
+        values = torch.empty(len(rows), shape[-1], dtype=torch.float32, device="cpu")
+        try:
+            for start in range(0, len(rows), _ROWS):
+                part = dequantize(rows[start : start + _ROWS], tensor.tensor_type)
+                values[start : start + _ROWS] = torch.from_numpy(part)
+        except NotImplementedError:
+            rule = f"{key} must be of a type that the package gguf can dequantize"
+            raise ValueError(f"{self._path}: {rule}; got {tensor.tensor_type.name}") from None
+        return values.view(shape)
 
 
-class _Header:
-    """Reads a header front to back, and never beyond the end of the file.
+class _Reader(GGUFReader):
+    """The library's reader, with another way to read arrays.
 
-    The package's own reader makes several arrays for every token's text, which takes seconds and
-    hundreds of megabytes, and loops without end where a damaged file gives a huge length.
+    Its own makes several objects for each element: a vocabulary of 128,000 tokens takes seconds and
+    hundreds of megabytes, and a damaged length a loop without end.
     """
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
-        self.at = len(b"GGUF")
-
-    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        form = f"<{count}{code}"
-        try:
-            values = struct.unpack_from(form, self.data, self.at)
-        except struct.error:
-            raise ValueError(f"the file ends within its header, {len(self.data)} bytes") from None
-        self.at += struct.calcsize(form)
-        return values
-
-    def number(self, code: str) -> Any:
-        return self.numbers(code)[0]
-
-    def text(self) -> str:
-        (raw,) = self.numbers("s", self.number("Q"))
-        return str(raw, errors="replace")  # some vocabularies hold parts of characters
-
-    def value(self) -> Any:
-        kind = self.number("I")
-        if kind != _ARRAY:
-            return self._values(kind, 1)[0]
-        return self._values(self.number("I"), self.number("Q"))
-
-    def _values(self, kind: int, count: int) -> tuple[Any, ...]:
-        if kind in _NUMBERS:
-            return self.numbers(_NUMBERS[kind], count)
-        if kind != _STRING:
-            raise ValueError(f"a value in the header is of type 0 to 12, not {kind}")
-        return tuple(self.text() for _ in range(count))
-
-    def tensor(self) -> tuple[tuple[int, ...], int, int]:
-        """A tensor's shape, type, and how far into the data it starts."""
-        if not 1 <= (n_axes := self.number("I")) <= 4:
-            raise ValueError(f"a tensor in the header has 1 to 4 axes, not {n_axes}")
-        return self.numbers("Q", n_axes)[::-1], self.number("I"), self.number("Q")
+    def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        raw = self.data.data
+        code, length = struct.unpack_from("<IQ", raw, orig_offs)
+        kind, start = GGUFValueType(code), orig_offs + 12
+        if kind in self.gguf_scalar_to_np:
+            values = self._get(start, self.gguf_scalar_to_np[kind], length)
+            return 12 + values.nbytes, [values], [0], [GGUFValueType.ARRAY, kind]
+        if kind != GGUFValueType.STRING:
+            raise ValueError(f"elements of an array must be numbers or texts; got {kind.name}")
+        parts, at = [], start
+        for _ in range(length):
+            (size,) = struct.unpack_from("<Q", raw, at)
+            parts.append(raw[at + 8 : at + 8 + size])
+            at += 8 + size
+        return at - orig_offs, parts, list(range(length)), [GGUFValueType.ARRAY, kind]
 
 
-def _once(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"a name stands in the header once, not twice as {name!r} does")
-        found[name] = value
-    return found
+def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
+    """The tokenizer in a file.
+
+    Raises:
+        ImportError: if the library `tokenizers` is missing.
+        KeyError: naming a key that the file lacks.
+        ValueError: if the tokenizer is of another kind than those that can be read.
+    """
+    given = file.metadata("tokenizer.ggml.")
+    if file.metadata("general.")["architecture"] == "gpt2":  # whose older files do not say
+        given.setdefault("pre", "gpt-2")
+    makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
+    if (model := given.get("model")) not in makers:
+        raise ValueError(f"tokenizer.ggml.model must be one of {', '.join(makers)}; got {model!r}")
+    tokenizer = makers[model](given)
+    marked = [
+        library("tokenizers").AddedToken(piece, normalized=False)
+        for piece, kind in zip(given["tokens"], given["token_type"], strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(marked)
+    return SubwordTokenizer(tokenizer)
 
 
-def _up(at: int, alignment: int) -> int:
-    return -(-at // alignment) * alignment
-
-
-def _stored(name: str, shape: tuple[int, ...], code: int, start: int) -> Stored:
+def _byte_pairs(given: Mapping[str, Any]) -> Any:
+    library_, pre = library("tokenizers"), given.get("pre")
+    if pre not in _SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre must be one of {', '.join(_SPLITS)}; got {pre!r}")
+    vocabulary = {piece: token for token, piece in enumerate(given["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in given["merges"]]
+    pattern = _SPLITS[pre]
+    # Llama 3 looks up a whole piece first, as no merges lead to some of its tokens.
     try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ImportError:
-        raise ImportError('GGUF needs the package gguf: pip install "hookscope[hf]"') from None
-    names = {kind.value: kind.name for kind in GGMLQuantizationType}
-    if names.get(code) not in TYPES:
-        given = names.get(code, code)
-        raise ValueError(f"the tensor {name} is of a type among {', '.join(TYPES)}, not {given}")
-    kind = GGMLQuantizationType(code)
-    block, size = GGML_QUANT_SIZES[kind]
-    if not prod(shape) or shape[-1] % block:
-        rule = f"of at least one row, each a multiple of {block} long"
-        raise ValueError(f"the tensor {name}, {kind.name}, is {rule}, not of shape {shape}")
-    return Stored(kind, shape, start, shape[-1] // block * size)
+        model = library_.models.BPE(vocabulary, merges, ignore_merges=pattern is not None)
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(f"tokenizer.ggml.merges: {error}") from None
+    tokenizer = byte_level(model)
+    if pattern is not None:
+        cut = library_.pre_tokenizers.Split(library_.Regex(pattern), "isolated")
+        signs = library_.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = library_.pre_tokenizers.Sequence([cut, signs])
+    return tokenizer
+
+
+def _sentence_pieces(given: Mapping[str, Any]) -> Any:
+    library_, pieces, kinds = library("tokenizers"), given["tokens"], given["token_type"]
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    # SentencePiece joins the two neighbours that make the piece of the highest score.
+    scores = dict(zip(pieces, given["scores"], strict=True))
+    normal = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _NORMAL]
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(normal, key=lambda piece: -scores[piece])
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
+    unknown = next(
+        (piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _UNKNOWN), None
+    )
+    model = library_.models.BPE(
+        vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = library_.Tokenizer(model)
+    normalizers, decoders = library_.normalizers, library_.decoders
+    spaces, texts = [normalizers.Replace(" ", "▁")], [decoders.Replace("▁", " ")]
+    texts += [decoders.ByteFallback(), decoders.Fuse()]
+    if given.get("add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend("▁"))
+        texts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(texts)
+    return tokenizer

@@ -11,8 +11,7 @@ from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.files import library, read_object
-from models.tokenizers import Tokenizer, tokenizer_from
-from models.tokenizers.tokenizer_json import JsonTokenizer
+from models.tokenizer import Tokenizer, tokenizer_from
 from models.transformer import Transformer
 
 # What is fetched from the hub. Names there are "gpt2" or "org/name".
@@ -79,7 +78,7 @@ def load(
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a model, looked for as by `load`; or of any directory, or a tokenizer.json.
+    """The tokenizer of a model, looked for as by `load`; or of any directory, a tokenizer.json or a GGUF file.
 
     Raises:
         FileNotFoundError: if there is no such model or directory, or it has no tokenizer.
@@ -87,11 +86,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
         ValueError: naming the file, if it is damaged or of an unknown kind.
     """
     path = locate(name_or_path, weights=False)
-    if path.suffix == ".gguf":
-        raise ValueError(
-            f"{path}: a GGUF file's tokenizer is not read; load that of the model it was made from"
-        )
-    return JsonTokenizer(path) if path.is_file() else tokenizer_from(path)
+    if path.suffix == ".gguf" and path.is_file():
+        from models.checkpoints.gguf import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(path)
+    return tokenizer_from(path)
 
 
 def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:

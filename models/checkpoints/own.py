@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import RotaryScaling, TransformerConfig
-from models.tokenizers import CharTokenizer
+from models.tokenizer import CharTokenizer
 from models.transformer import Transformer
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
