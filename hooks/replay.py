@@ -265,7 +265,8 @@ def _sampled(output: Any) -> Tensor | None:
     if tensor is None:
         return None
     row = tensor.shape[-1] if tensor.ndim else 1
-    return tensor.detach().flatten()[:: row + 1].clone()
+    sample = tensor.detach().flatten()[:: row + 1].clone()
+    return torch.view_as_real(sample.resolve_conj()) if sample.is_complex() else sample
 
 
 def _numerics(tensors: list[Tensor]) -> tuple[Callable[[], AbstractContextManager[object]], float]:
