@@ -57,6 +57,7 @@ def test_short_forms_where_some_layers_have_no_such_point():
     _, cache = HookedRunner(Some().eval()).run_with_cache(torch.ones(2, 3))
     assert torch.equal(cache["p", -1], cache["blocks.2.p"])
     assert cache.stack("q").shape == (2, 2, 3)
+    assert "blocks.0,2.p  float32 [2, 3]" in repr(cache)
     with pytest.raises(UnknownNameError, match="0 to 2.* 3"):
         cache["p", 3]
 

@@ -75,7 +75,7 @@ LATE = """
         with runner.hooks({"blocks.1.mlp_out": lambda v, p: v * 0}):
             compiled(tokens)
     except NeverFiredError as error:
-        assert "compiled before the hooks were set" in str(error)
+        assert "blocks.1.mlp_out" in str(error) and "compiled" in str(error)
     else:
         raise AssertionError("ignored in silence")
 """
@@ -83,15 +83,14 @@ LATE = """
 
 SCRIPTS = {"plain": PLAIN, "baked": BAKED, "elsewhere": ELSEWHERE, "cached": CACHED, "late": LATE}
 # What a backend makes of the graph is its own affair; what is in the graph, the eager one shows.
-RUNS = [*((name, "eager") for name in SCRIPTS), ("plain", "inductor"), ("baked", "inductor")]
+RUNS = [*((name, "eager") for name in SCRIPTS), ("baked", "inductor")]
 
 
 @pytest.mark.parametrize(("script", "backend"), RUNS)
 def test_compiled_equals_eager_in_one_graph(script, backend):
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("inductor needs a C++ compiler, and neither g++ nor clang++ is on the path")
-    code = textwrap.dedent(SETUP) + textwrap.dedent(SCRIPTS[script]).replace(
-        "BACKEND", repr(backend)
-    )
+    code = textwrap.dedent(SETUP) + textwrap.dedent(SCRIPTS[script])
+    code = code.replace("BACKEND", repr(backend))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
