@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hooks._torch import memory_of
 from hooks.errors import CacheError
 
 _FORMAT = "hookscope-cache-1"
@@ -46,8 +47,8 @@ def _described(value: object) -> object:
 
 def nbytes(tensors: list[Tensor]) -> int:
     """The memory behind `tensors`; storage that several of them share counts once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    sizes = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())
 
 
 def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) -> None:
@@ -55,15 +56,14 @@ def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) 
     alone: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in values.items():
-        storage = value.untyped_storage()
         # safetensors refuses tensors that share memory, and would write the whole of a slice's.
-        own = value.is_contiguous() and storage.nbytes() == value.nbytes
+        own = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
         alone[name] = (
             value
-            if own and storage._cdata not in seen
+            if own and memory_of(value) not in seen
             else value.clone(memory_format=torch.contiguous_format)
         )
-        seen.add(storage._cdata)
+        seen.add(memory_of(value))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"no directory {str(path.parent)!r} to save a cache in")
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
