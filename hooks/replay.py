@@ -111,8 +111,10 @@ class BlockCall:
             raise self._changed("its weights or its stored input")
         recorder = Recorder(points, options)
         with self._autocast():
-            output = replay(self.block, self._args, self._kwargs, edits, recorder)
-        if not self._agrees(output):
+            given = (self.block, self._args, self._kwargs, edits)
+            # Recording may choose other kernels. Where those round more, the run's own decide.
+            agrees = self._agrees(replay(*given, recorder)) or self._agrees(replay(*given))
+        if not agrees:
             raise self._changed(
                 "an attribute, a hook, an adapter, or an edit that is not the same twice"
             )
