@@ -16,18 +16,16 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 X = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
 
 
-class Blocks(nn.Module):
-    """Calls its blocks in turn."""
+class Block(nn.Module):
+    """A model of one block."""
 
-    def __init__(self, *blocks):
+    def __init__(self, block):
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList([block])
         self.eval()
 
     def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.blocks[0](x)
 
 
 class Calls(nn.Module):
@@ -38,10 +36,7 @@ class Calls(nn.Module):
         self.inner, self.function = nn.Identity(), function
 
     def forward(self, x):
-        return self.function(self.inner(x), self)
-
-
-AUTOCAST = torch.autocast("cpu", torch.bfloat16)
+        return self.function(self.inner(x))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +45,7 @@ AUTOCAST = torch.autocast("cpu", torch.bfloat16)
         (torch.float32, nullcontext(), 1e-5),
         (torch.float64, nullcontext(), 1e-12),
         (torch.bfloat16, nullcontext(), 0.05),
-        (torch.float32, AUTOCAST, 0.05),
+        (torch.float32, torch.autocast("cpu", torch.bfloat16), 0.05),
         (torch.float32, torch.inference_mode(), 1e-5),
     ],
 )
@@ -68,10 +63,8 @@ def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
             assert lazy[name].dtype == value.dtype
             assert lazy.axes(name) == eager.axes(name)
             assert not lazy[name].requires_grad
-            bound = tolerance * float(value.abs().max())
-            torch.testing.assert_close(lazy[name], value, atol=bound, rtol=0)
-    bound = tolerance * float(plain.detach().abs().max())
-    torch.testing.assert_close(output, plain, atol=bound, rtol=0)
+            assert (lazy[name] - value).abs().max() <= tolerance * value.abs().max()
+    assert (output - plain).abs().max() <= tolerance * plain.abs().max()
 
 
 def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runner, tokens):
@@ -194,6 +187,22 @@ def test_changes_that_leave_the_block_what_it_was_are_none(model, runner, tokens
         torch.testing.assert_close(lazy["z", 1], eager["z", 1], atol=1e-5, rtol=0)
 
 
+def test_coarse_rounding_is_no_change_and_huge_values_hide_none(model, runner, tokens):
+    """Explicit kernels round large scores to bfloat16, fused ones do not."""
+    model.bfloat16()
+    with torch.no_grad():
+        for _ in range(10):
+            model.blocks[0].attn.qkv.weight.mul_(1.5)
+            _, eager = runner.run_with_cache(tokens, names="blocks.0.attn.pattern")
+            _, lazy = runner.run_with_cache(tokens, lazy=True)
+            assert torch.equal(lazy["pattern", 0], eager["pattern", 0])
+        model.token_embedding.weight[:, 5] += 1000
+        _, lazy = runner.run_with_cache(tokens, lazy=True)
+        model.blocks[2].register_forward_hook(lambda module, args, value: value + (value < 100))
+    with pytest.raises(CacheError, match="blocks.2"):
+        lazy["z", 2]
+
+
 def test_a_stored_input_that_was_overwritten_is_an_error(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, names=["embed", "blocks.0.*"], lazy=True)
     lazy["resid_pre", 0].zero_()
@@ -204,35 +213,31 @@ def test_a_stored_input_that_was_overwritten_is_an_error(runner, tokens):
 
 HOLED = torch.where(X > 10, torch.nan, torch.where(X == 3, -torch.inf, X))
 OUTPUTS = {
-    "nan and inf": lambda x, block: x + HOLED,
-    "all nan": lambda x, block: x * torch.nan,
-    "inf": lambda x, block: x / 0,
-    "integers": lambda x, block: x.argmax(-1),
-    "booleans": lambda x, block: x > 3,
-    "complex": lambda x, block: torch.complex(x, x + 1),
-    "half": lambda x, block: x.half(),
-    "one number": lambda x, block: x.sum(),
-    "no number": lambda x, block: x[:, :0],
-    "no tensor": lambda x, block: "none",
-    "tuple": lambda x, block: (None, x, x * 2),
-    "mapping": lambda x, block: {"label": "a", "value": x},
+    "nan and inf": lambda x: x + HOLED,
+    "all nan": lambda x: x * torch.nan,
+    "inf": lambda x: x / 0,
+    "integers": lambda x: x.argmax(-1),
+    "booleans": lambda x: x > 3,
+    "complex": lambda x: torch.complex(x[:, :1] * 0, x[:, :1]),
+    "half": lambda x: x.half(),
+    "one number": lambda x: x.sum(),
+    "no number": lambda x: x[:, :0],
+    "no tensor": lambda x: "none",
+    "tuple": lambda x: (None, x, x * 2),
+    "mapping": lambda x: {"label": "a", "value": x},
 }
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_blocks_that_give_anything(kind):
-    runner = HookedRunner(Blocks(Calls(OUTPUTS[kind])))
-    _, lazy = runner.run_with_cache(X, names="blocks.0.inner", lazy=True)
-    assert torch.equal(lazy["blocks.0.inner"], X)
-
-
-@pytest.mark.parametrize("kind", ["nan and inf", "integers", "tuple", "half"])
-def test_whatever_a_block_gives_a_change_is_noticed(kind):
+def test_whatever_a_block_gives_only_a_change_is_an_error(kind):
     block = Calls(OUTPUTS[kind])
-    _, lazy = HookedRunner(Blocks(block)).run_with_cache(X, names="blocks.0.inner", lazy=True)
-    block.function = lambda x, block: OUTPUTS[kind](x.flip(-1), block)
-    with pytest.raises(CacheError, match="blocks.0"):
-        lazy["blocks.0.inner"]
+    _, lazy = HookedRunner(Block(block)).run_with_cache(X, names="blocks.0.inner", lazy=True)
+    assert torch.equal(lazy["blocks.0.inner"], X)
+    lazy.drop()
+    if kind in ("nan and inf", "integers", "complex", "tuple", "half"):
+        block.function = lambda x: OUTPUTS[kind](x.flip(-1))
+        with pytest.raises(CacheError, match="blocks.0"):
+            lazy["blocks.0.inner"]
 
 
 def test_what_lazy_cannot_do(model, runner, tokens):
@@ -298,22 +303,20 @@ def test_blocks_that_cannot_be_run_again_are_errors(error, match, arguments):
         runner.run_with_cache(X, names="blocks.*.inner.0", lazy=True, **arguments)
 
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        nested = [{"ff": nn.Sequential(nn.Linear(3, 3))} for _ in range(11)]
+        pairs = [nn.ModuleList([nn.Linear(3, 3), nn.ModuleDict(part)]) for part in nested]
+        self.layers = nn.ModuleList(pairs)
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = second["ff"](first(x))
+        return x
+
+
 def test_blocks_eleven_and_one_are_told_apart_and_containers_descended_into():
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.ModuleList(
-                    [nn.Linear(3, 3), nn.ModuleDict({"ff": nn.Sequential(nn.Linear(3, 3))})]
-                )
-                for _ in range(11)
-            )
-
-        def forward(self, x):
-            for first, second in self.layers:
-                x = second["ff"](first(x))
-            return x
-
     runner = HookedRunner(Deep().eval())
     _, eager = runner.run_with_cache(X)
     _, lazy = runner.run_with_cache(X, lazy=True)
@@ -322,19 +325,17 @@ def test_blocks_eleven_and_one_are_told_apart_and_containers_descended_into():
     assert lazy.nbytes == 22 * (6 + 2) * 4, "input and sample of each called module, none twice"
     for name in eager:
         assert torch.equal(lazy[name], eager[name])
-    _, lazy = runner.run_with_cache(X, names="layers.10.1.ff.0", lazy=True)
-    assert torch.equal(lazy["layers.10.1.ff.0"], eager["layers.10.1.ff.0"])
 
 
 def test_a_module_under_two_names_in_a_block_is_found_by_either():
-    block = Calls(lambda x, block: x * 2)
+    block = Calls(torch.square)
     block.again = block.inner
-    _, lazy = HookedRunner(Blocks(block)).run_with_cache(X, names="blocks.0.again", lazy=True)
+    _, lazy = HookedRunner(Block(block)).run_with_cache(X, names="blocks.0.again", lazy=True)
     assert torch.equal(lazy["blocks.0.again"], X)
 
 
 def test_a_value_overwritten_in_the_recomputation_is_an_error():
-    runner = HookedRunner(Blocks(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))))
+    runner = HookedRunner(Block(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))))
     _, lazy = runner.run_with_cache(X, names="blocks.0.0", lazy=True)
     with pytest.raises(CacheError, match="blocks.0.0"):
         lazy["blocks.0.0"]
