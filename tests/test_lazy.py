@@ -192,7 +192,7 @@ def test_coarse_rounding_is_no_change_and_huge_values_hide_none(model, runner, t
     model.bfloat16()
     with torch.no_grad():
         for _ in range(10):
-            model.blocks[0].attn.qkv.weight.mul_(1.5)
+            model.blocks[0].attn.qkv.weight[:20] *= 1.5  # queries and keys
             _, eager = runner.run_with_cache(tokens, names="blocks.0.attn.pattern")
             _, lazy = runner.run_with_cache(tokens, lazy=True)
             assert torch.equal(lazy["pattern", 0], eager["pattern", 0])
