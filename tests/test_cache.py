@@ -1,6 +1,7 @@
 """ActivationCache: names, slices, options at capture time, and files."""
 
 import json
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -42,22 +43,11 @@ def test_short_forms_count_the_models_layers_not_the_caches(runner, tokens):
 
 
 def test_short_forms_where_some_layers_have_no_such_point():
-    class Some(nn.Module):
-        def __init__(self):
-            super().__init__()
-            parts = [nn.ModuleDict({"pq"[n % 2]: nn.Linear(3, 3)}) for n in range(4)]
-            self.blocks = nn.ModuleList(parts)
-
-        def forward(self, x):
-            for block in self.blocks:
-                for layer in block.values():
-                    x = layer(x)
-            return x
-
-    _, cache = HookedRunner(Some().eval()).run_with_cache(torch.ones(2, 3))
-    assert torch.equal(cache["p", -1], cache["blocks.2.p"])
+    blocks = [nn.Sequential(OrderedDict({"pq"[n % 2]: nn.Linear(3, 3)})) for n in range(4)]
+    _, cache = HookedRunner(nn.Sequential(*blocks).eval()).run_with_cache(torch.ones(2, 3))
+    assert torch.equal(cache["p", -1], cache["2.p"])
     assert cache.stack("q").shape == (2, 2, 3)
-    assert "blocks.0,2.p  float32 [2, 3]" in repr(cache)
+    assert "0,2.p  float32 [2, 3]" in repr(cache)
     with pytest.raises(UnknownNameError, match="0 to 2.* 3"):
         cache["p", 3]
 
@@ -123,26 +113,12 @@ def test_integers_keep_their_type():
     assert cache.to(torch.float16)["0"].tolist() == [257, 1001]
 
 
-def test_nbytes_counts_shared_memory_once(runner, tokens):
-    _, cache = runner.run_with_cache(tokens, names=["blocks.0.resid_post", "blocks.1.resid_pre"])
-    assert cache.nbytes == 4 * 7 * 10 * 4
-    _, cache = runner.run_with_cache(tokens, names="blocks.*.mlp.pre")
-    assert cache.nbytes == 3 * 4 * 7 * 13 * 4
-
-
-def test_a_cache_is_read_only_and_equal_only_to_itself(cache):
-    with pytest.raises(TypeError):
-        cache["embed"] = torch.zeros(1)
+def test_a_cache_is_shown_by_layers_and_equal_only_to_itself(cache):
+    assert "blocks.0-2.attn.pattern    float32 [4, 2, 7, 7]  batch head query key" in repr(cache)
     with pytest.raises(CacheError, match="lazy"):
         cache.drop()
     assert cache != cache.at()
     assert len({cache, cache}) == 1
-
-
-def test_repr_groups_layers(cache):
-    text = repr(cache)
-    assert text.startswith("ActivationCache of 55 values, ")
-    assert "blocks.0-2.attn.pattern    float32 [4, 2, 7, 7]  batch head query key" in text
 
 
 def test_save_and_load_keep_names_order_axes_and_values(cache, model, tmp_path):
@@ -191,12 +167,12 @@ def test_a_failed_save_leaves_the_old_file(cache, tmp_path, monkeypatch):
     cache.save(path)
     before = path.read_bytes()
 
-    def full_disk(values, partial, **kwargs):
+    def fail(values, partial, **kwargs):
         partial.write_bytes(b"some")
-        raise OSError("No space left on device")
+        raise OSError
 
-    monkeypatch.setattr("hooks.storage.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr("hooks.storage.save_file", fail)
+    with pytest.raises(OSError):  # noqa: PT011  # whatever the disk says
         cache.at(batch=0).save(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
@@ -301,9 +277,7 @@ def test_windows_that_cannot_be(runner, tokens, error, windows, options, match):
 
 
 def test_norms_of_half_precision_do_not_overflow():
-    model = nn.Sequential()
-    model.resid_post = HookPoint("batch pos d_model")
-    model.forward = lambda x: model.resid_post(x)
+    model = nn.Sequential(OrderedDict(resid_post=HookPoint("batch pos d_model"))).eval()
     value, windows = torch.full((1, 1, 4), 60000.0).half(), torch.zeros(1, 1, dtype=torch.bool)
-    _, cache = HookedRunner(model.eval()).run_with_cache(value, windows=windows)
+    _, cache = HookedRunner(model).run_with_cache(value, windows=windows)
     assert cache["resid_post.norm"].item() == 120000.0

@@ -50,34 +50,21 @@ KINDS = {
 }
 
 
-class Returns(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def forward(self, x):
-        return self.make(x)
-
-
-class Reads(nn.Module):
-    """Gives back whatever its part returned."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.part = Returns(make)
-
-    def forward(self, x):
-        return self.part(x)
+def returning(make):
+    """A model that gives back whatever its part `0` returned."""
+    part = nn.Identity()
+    part.forward = make
+    return nn.Sequential(part).eval()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_of_any_kind(kind):
     x, made = torch.tensor([3.0, 5.0]), []
     plain = KINDS[kind](x)
-    runner = HookedRunner(Reads(lambda x: made.append(KINDS[kind](x)) or made[-1]).eval())
-    _, cache = runner.run_with_cache(x, names="part")
-    assert torch.equal(cache["part"], x * 2)
-    edited = runner.run_with_hooks(x, hooks={"part": lambda value, point: value + 1})
+    runner = HookedRunner(returning(lambda x: made.append(KINDS[kind](x)) or made[-1]))
+    _, cache = runner.run_with_cache(x, names="0")
+    assert torch.equal(cache["0"], x * 2)
+    edited = runner.run_with_hooks(x, hooks={"0": lambda value, point: value + 1})
     assert str(made[1]) == str(plain), "the module's own output is left as it was"
     assert type(edited) is type(plain)
     assert "7., 11." in str(edited)
@@ -85,9 +72,9 @@ def test_outputs_of_any_kind(kind):
 
 
 def test_an_output_without_a_tensor():
-    runner = HookedRunner(Reads(lambda x: (None, "text")).eval())
-    with pytest.raises(HookError, match="part .* tuple"):
-        runner.run_with_cache(torch.ones(1), names="part")
+    runner = HookedRunner(returning(lambda x: (None, "text")))
+    with pytest.raises(HookError, match="0 .* tuple"):
+        runner.run_with_cache(torch.ones(1), names="0")
 
 
 @pytest.mark.parametrize("selector", ["*", ("0", "1.1"), "1.1"])

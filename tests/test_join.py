@@ -14,26 +14,13 @@ from hooks.capture import join
 # Sizes all differ: batch 2, positions 3 and 1 and 4, width 5.
 
 
-def counted(*shape, start=1):
-    numbers = torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32)
-    return numbers.view(shape)
-
-
 @pytest.mark.parametrize(
-    ("axes", "shapes", "at"),
-    [
-        ("batch pos d", [(2, 3, 5), (2, 1, 5), (2, 4, 5)], 1),
-        ("pos", [(3,), (4,)], 0),
-        ("batch head d pos", [(2, 7, 5, 3), (2, 7, 5, 1)], 3),
-        ("batch head query key", [(2, 3, 4, 4)], 2),
-    ],
+    ("axes", "shape", "at"),
+    [("batch pos d", (2, 8, 5), 1), ("pos", (8,), 0), ("batch head d pos", (2, 7, 5, 8), 3)],
 )
-def test_positions_follow_each_other(axes, shapes, at):
-    parts = [counted(*shape, start=100 * n) for n, shape in enumerate(shapes)]
-    joined = join(parts, "here", tuple(axes.split()))
-    assert joined.shape[at] == sum(shape[at] for shape in shapes)
-    for part, piece in zip(parts, joined.split([s[at] for s in shapes], at), strict=True):
-        assert torch.equal(part, piece)
+def test_positions_follow_each_other(axes, shape, at):
+    whole = torch.randn(shape)
+    assert torch.equal(join(whole.split((3, 1, 4), at), "here", tuple(axes.split())), whole)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +42,7 @@ def test_keys_end_where_their_queries_end(axes, parts, joined):
 @pytest.mark.parametrize("axes", ["", "batch d", "query pos d", "batch key"])
 def test_values_without_one_axis_of_positions_are_refused(axes):
     with pytest.raises(HookError, match=f"here .*{axes}"):
-        join([counted(2, 3, 5)], "here", tuple(axes.split()))
+        join([torch.ones(2, 3, 5)], "here", tuple(axes.split()))
 
 
 # run_with_cache(run=...)
@@ -84,7 +71,7 @@ def toy():
     return Toy().eval()
 
 
-X = counted(2, 8)
+X = torch.arange(1.0, 17.0).view(2, 8)
 
 
 def in_pieces(model, x, sizes, scale=1.0):
@@ -112,15 +99,9 @@ def test_names_types_and_edits_act_in_every_run(toy):
             X, [3, 4, 1], names=["twice", "square", "ids"], dtype=torch.float64, run=run
         )
     assert cache["ids"].dtype == torch.int64
-    assert torch.equal(cache["twice"], 2 * X.double() + 1)
-    assert torch.equal(cache["square"], (2 * X.double() + 1) ** 2)
-
-
-def test_a_single_call_is_joined_too(toy):
-    output, cache = HookedRunner(toy).run_with_cache(X[:, :3], run=toy)
-    assert torch.equal(output, 4 * X[:, :3] ** 2)
     toy(X[:, :3] * 0)
-    assert torch.equal(cache["twice"], 2 * X[:, :3]), "a later run writes where this one did"
+    assert torch.equal(cache["twice"], 2 * X.double() + 1), "a later run writes where this one did"
+    assert torch.equal(cache["square"], (2 * X.double() + 1) ** 2)
 
 
 def test_runs_that_fail(toy):
@@ -138,21 +119,15 @@ def test_runs_that_fail(toy):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in toy.modules())
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        dict(lazy=True),
-        dict(grads=True),
-        dict(positions=[0]),
-        dict(windows=torch.ones(2, 8, dtype=torch.bool)),
-        dict(mode="full"),  # in training mode
-    ],
-)
-def test_options_that_speak_of_one_run_are_refused_before_it(toy, option):
-    calls = []
-    toy.train("mode" in option)
-    with pytest.raises((ValueError, HookError), match=rf"{next(iter(option))}=|eval\(\)"):
-        HookedRunner(toy).run_with_cache(run=lambda: calls.append(1), **option)
+def test_options_that_speak_of_one_run_are_refused_before_it(toy):
+    runner, calls = HookedRunner(toy), []
+    windows = torch.ones(2, 8, dtype=torch.bool)
+    for option in (dict(lazy=True), dict(grads=True), dict(positions=[0]), dict(windows=windows)):
+        with pytest.raises(ValueError, match=f"{next(iter(option))}="):
+            runner.run_with_cache(run=lambda: calls.append(1), **option)
+    toy.train()
+    with pytest.raises(HookError, match=r"eval\(\)"):
+        runner.run_with_cache(run=lambda: calls.append(1))
     assert not calls
 
 
@@ -258,26 +233,21 @@ def test_values_alone_do_not_keep_queries_and_keys_alive(runner, tokens):
         assert cache.nbytes == 3 * 4 * 7 * 10 * 4  # layers, batch, positions, width, bytes
     assert runner.capture(tokens, names="blocks.1.attn.v").nbytes == 4 * 7 * 10 * 4
     _, every = runner.run_with_cache(tokens, mode="full")
-    parts = [every[part, 1] for part in ("q", "k", "v")]
-    own = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    storages = [every[part, 1].untyped_storage() for part in ("q", "k", "v")]
+    own = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert sum(own.values()) == 3 * 4 * 7 * 10 * 4
+    names = ["blocks.0.resid_post", "blocks.1.resid_pre"]  # one tensor
+    assert runner.run_with_cache(tokens, names=names)[1].nbytes == 4 * 7 * 10 * 4
 
 
 def test_values_are_kept_inside_the_transforms_of_torch():
     """Their tensors have no memory that could be looked at."""
 
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = HookPoint("d")
-
-        def forward(self, x):
-            return self.part((x * 3)[:2]) ** 2
-
-    runner, x = HookedRunner(Small().eval()), torch.arange(1.0, 6.0)
+    model, x = nn.Sequential(HookPoint("d")).eval(), torch.arange(1.0, 6.0)
+    model.forward = lambda x: model[0]((x * 3)[:2])
 
     def part(x, detach=False):
-        return runner.run_with_cache(x, detach=detach)[1]["part"]
+        return HookedRunner(model).run_with_cache(x, detach=detach)[1]["0"]
 
     assert torch.func.grad(lambda x: part(x).sum())(x).tolist() == [3, 3, 0, 0, 0]
     assert torch.func.jacrev(part)(x).tolist() == [[3, 0, 0, 0, 0], [0, 3, 0, 0, 0]]

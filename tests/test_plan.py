@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, HookError
+from hooks import HookedRunner, HookError, Planned
 
 OPTIONS = [
     {},
@@ -25,8 +25,7 @@ def test_equals_a_real_run_to_the_byte(runner, tokens, options):
     assert list(plan.values) == list(cache)
     for name, value in cache.items():
         planned = plan.values[name]
-        assert (planned.shape, planned.axes) == (tuple(value.shape), cache.axes(name))
-        assert (planned.dtype, planned.nbytes) == (value.dtype, value.nbytes)
+        assert planned == Planned(tuple(value.shape), cache.axes(name), value.dtype, value.nbytes)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -37,16 +36,10 @@ def test_a_run_larger_than_memory_can_be_planned(device):
 
 
 def test_a_model_whose_shapes_depend_on_numbers_is_an_error():
-    class Filter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Identity()
-
-        def forward(self, x):
-            return self.inner(x[x > 0])
-
+    model = nn.Sequential(nn.Identity())
+    model.forward = lambda x: model[0](x[x > 0])
     with pytest.raises(HookError, match="number"):
-        HookedRunner(Filter()).plan(torch.ones(3), names="inner")
+        HookedRunner(model).plan(torch.ones(3), names="0")
 
 
 def test_a_model_that_memoises_tensors_is_left_as_it_was():
