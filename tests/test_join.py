@@ -1,8 +1,6 @@
 """Values of several runs as those of one; and what a cache keeps alive of the memory behind its values."""
 
 import functools
-import gc
-import weakref
 
 import pytest
 import torch
@@ -137,8 +135,6 @@ def test_graphs_reach_through_the_joined_values():
     _, cache = HookedRunner(model).run_with_cache(x, [4, 4], names="1", run=run, detach=False)
     cache["1"].sum().backward()
     assert model[0].weight.grad == X.sum()
-    _, cache = HookedRunner(model).run_with_cache(x, [4, 4], names="1", run=run)
-    assert not cache["1"].requires_grad
 
 
 # What a cache keeps alive.
@@ -196,22 +192,6 @@ def test_a_cache_keeps_no_more_than_its_values_need(split, x, names, width):
     assert cache.nbytes == width * 2 * 4 * 4
     for name, value in cache.items():
         assert torch.equal(value, expected[name]), name
-
-
-def test_the_whole_is_freed(split, x):
-    alive = []
-    split.both.register_forward_hook(
-        lambda module, args, output: alive.append(weakref.ref(output.untyped_storage()))
-    )
-    gc.disable()
-    try:
-        with torch.no_grad():
-            _, cache = HookedRunner(split).run_with_cache(x, names="small")
-            del _
-        assert alive[0]() is None
-    finally:
-        gc.enable()
-    assert cache["small"].untyped_storage().nbytes() == cache["small"].nbytes
 
 
 def test_undetached_values_are_the_ones_that_lead_to_the_output(model, runner, tokens):
