@@ -118,7 +118,7 @@ def test_backward_hooks_see_and_replace_gradients(model, runner, tokens, factor)
     seen = []
 
     def change(gradient, point):
-        seen.append((point.name, gradient.clone()))
+        seen.append(gradient.clone())
         if factor == 2:
             return gradient * 2
         gradient.mul_(factor)
@@ -126,7 +126,5 @@ def test_backward_hooks_see_and_replace_gradients(model, runner, tokens, factor)
 
     logits = runner.run_with_hooks(tokens, backward={"blocks.1.mlp_out": change})
     loss_of(logits).backward()
-    ((name, gradient),) = seen
-    assert name == "blocks.1.mlp_out"
-    torch.testing.assert_close(gradient, cache.grads["mlp_out", 1])
+    torch.testing.assert_close(seen, [cache.grads["mlp_out", 1]])
     torch.testing.assert_close(model.blocks[1].mlp.output.bias.grad, factor * plain)

@@ -51,9 +51,8 @@ class Toy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.twice = HookPoint("batch pos")
-        self.square = HookPoint("batch pos")
-        self.ids = HookPoint("batch pos")
+        for name in ("twice", "square", "ids"):
+            setattr(self, name, HookPoint("batch pos"))
         self.unnamed = nn.Identity()
         self.room = torch.zeros(2, 4)
 
@@ -146,12 +145,8 @@ class Split(nn.Module):
     def __init__(self):
         super().__init__()
         self.both = nn.Linear(5, 10)
-        self.small = HookPoint("batch pos d_small")
-        self.again = HookPoint("batch pos d_small")
-        self.large = HookPoint("batch pos d_large")
-        self.spread = HookPoint("batch pos d")
-        self.given = HookPoint("batch pos d")
-        self.part = HookPoint("batch pos d")
+        for name in ("small", "again", "large", "spread", "given", "part"):
+            setattr(self, name, HookPoint("batch pos d"))
 
     def forward(self, x):
         small, large = self.both(self.given(x)).split((3, 7), -1)
@@ -159,16 +154,6 @@ class Split(nn.Module):
         part = self.part(x[:, :, :2])
         total = self.again(self.small(small)).square().sum(-1) * self.large(large).sum(-1)
         return total * spread.sum(-1) + part.sum(-1)
-
-
-@pytest.fixture
-def split():
-    return Split().eval()
-
-
-@pytest.fixture
-def x():
-    return torch.randn(2, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +169,8 @@ def x():
         (["given", "part"], 5),
     ],
 )
-def test_a_cache_keeps_no_more_than_its_values_need(split, x, names, width):
+def test_a_cache_keeps_no_more_than_its_values_need(names, width):
+    split, x = Split().eval(), torch.randn(2, 4, 5)
     small, large = split.both(x).split((3, 7), -1)
     expected = dict(small=small, again=small, large=large, both=split.both(x), given=x)
     expected |= dict(part=x[:, :, :2], spread=split.both.bias.expand(2, 4, 10))

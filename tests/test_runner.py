@@ -1,6 +1,7 @@
 """What a run keeps, what an edit changes, and what is left on the model afterwards."""
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
@@ -34,13 +35,6 @@ def test_no_hooks_is_bitwise_the_model_without_points(model, runner, tokens):
     assert torch.equal(with_points, model(tokens))
 
 
-def test_every_point_lies_on_the_compute_path(model, runner, tokens):
-    plain = model(tokens)
-    for name in runner.points:
-        nudge = {name: lambda value, point: value * 1.1 + 0.1 * torch.randn(value.shape)}
-        assert (runner.run_with_hooks(tokens, hooks=nudge) - plain).abs().max() > 1e-3, name
-
-
 def test_full_mode_keeps_every_point_with_the_axes_it_declares(runner, tokens):
     _, cache = runner.run_with_cache(tokens)
     assert list(cache) == list(runner.points)
@@ -49,22 +43,6 @@ def test_full_mode_keeps_every_point_with_the_axes_it_declares(runner, tokens):
     sizes = dict(batch=4, pos=7, query=7, key=7, head=2, kv_head=2, d_head=5, d_model=10, d_mlp=13)
     for name, value in cache.items():
         assert value.shape == tuple(sizes.get(axis, 1) for axis in cache.axes(name)), name
-
-
-def test_residual_and_attention_identities(model, runner, tokens):
-    _, cache = runner.run_with_cache(tokens)
-    assert torch.equal(cache["resid_pre", 0], cache["embed"] + cache["pos_embed"])
-    for layer in range(3):
-        get = lambda short, layer=layer: cache[short, layer]  # noqa: E731
-        assert torch.equal(get("resid_mid"), get("resid_pre") + get("attn_out"))
-        assert torch.equal(get("resid_post"), get("resid_mid") + get("mlp_out"))
-        torch.testing.assert_close(get("pattern").sum(-1), torch.ones(4, 2, 7))
-        products = torch.einsum("bqhd,bkhd->bhqk", get("q"), get("k")) / 5**0.5
-        torch.testing.assert_close(get("scores"), products)
-        z = torch.einsum("bhqk,bkhd->bqhd", get("pattern"), get("v"))
-        torch.testing.assert_close(get("z"), z)
-        heads = torch.einsum("bqhd,hdm->bqm", get("z"), model.W_O[layer]) + model.b_O[layer]
-        torch.testing.assert_close(get("attn_out"), heads)
 
 
 TARGETS = {"scores", "pattern", "v"}
@@ -233,25 +211,18 @@ def test_capture_equals_a_full_run_and_goes_no_further(model, runner, tokens):
     assert torch.equal(edited["resid_pre", 0], plain["resid_pre", 0] + 1)
 
 
-class Stubborn(nn.Module):
-    """Swallows exceptions, and itself captures what is inside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Sequential(nn.Linear(2, 3)), nn.Linear(3, 5)
-
-    def forward(self, x):
-        try:
-            return self.second(HookedRunner(self.first).capture(x, names="0")["0"])
-        except Exception:
-            return None
-
-
 def test_the_models_own_code_cannot_swallow_the_stop():
-    model, x = Stubborn().eval(), torch.ones(1, 2)
-    for name in ("first.0", "second"):
-        cache = HookedRunner(model).capture(x, names=name)
-        assert torch.equal(cache[name], model.first(x) if name == "first.0" else model(x))
+    """Though it swallows exceptions, and itself captures what is inside it."""
+    inner, outer = nn.Sequential(nn.Linear(2, 3)), nn.Linear(3, 5)
+    model, x = nn.Sequential(inner, outer).eval(), torch.ones(1, 2)
+
+    def forward(x):
+        with suppress(Exception):
+            return outer(HookedRunner(inner).capture(x, names="0")["0"])
+
+    model.forward = forward
+    assert torch.equal(HookedRunner(model).capture(x, names="0.0")["0.0"], inner(x))
+    assert torch.equal(HookedRunner(model).capture(x, names="1")["1"], outer(inner(x)))
 
 
 def test_a_point_that_fires_never_or_twice_is_an_error():
