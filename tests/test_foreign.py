@@ -10,18 +10,6 @@ from torch import Tensor, nn
 from hooks import HookedRunner, HookError, NeverFiredError
 
 
-def test_a_convolutional_network():
-    layers = [nn.Conv2d(3, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 7, 2), nn.Flatten()]
-    model = nn.Sequential(nn.Sequential(*layers), nn.Linear(7 * 16, 11)).eval()
-    runner, image = HookedRunner(model), torch.randn(2, 3, 12, 12)
-    output, cache = runner.run_with_cache(image)
-    assert list(cache) == ["0", *(f"0.{n}" for n in range(5)), "1"]
-    assert torch.equal(cache["0.3"], model[0][:4](image))
-    assert torch.equal(cache["1"], output)
-    edited = runner.run_with_hooks(image, hooks={"0.1": lambda value, point: value * 0})
-    assert torch.equal(edited, model[1](model[0][2:](torch.zeros(2, 5, 10, 10))))
-
-
 class Pair(NamedTuple):
     extra: None
     value: Tensor

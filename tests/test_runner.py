@@ -11,10 +11,7 @@ from hooks import HookedRunner, HookPoint, Mode, errors
 
 
 def hook_counts(model):
-    return [
-        (name, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
-        for name, m in model.named_modules()
-    ]
+    return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
 
 
 def leave(value, point):
@@ -62,7 +59,6 @@ def test_modes_choose_by_the_last_part_of_a_name(runner, tokens, mode, last_part
 @pytest.mark.parametrize(
     ("selector", "expected"),
     [
-        ("embed", ["embed"]),
         ("blocks.*.attn.q", [f"blocks.{n}.attn.q" for n in range(3)]),
         (lambda point: "d_mlp" in point.axes, [f"blocks.{n}.mlp.{p}" for n in range(3) for p in ("pre", "post")]),
         (["ln_final.scale", "embed"], ["embed", "ln_final.scale"]),
@@ -170,7 +166,6 @@ def test_hooks_are_removed_after_an_exception_and_the_users_own_stay(model, runn
     plain, calls = model(tokens), []
     model.blocks[1].attn.z.register_forward_hook(lambda *args: calls.append(1))
     before = hook_counts(model)
-
     with pytest.raises(ZeroDivisionError), runner.hooks({"*": lambda v, p: v + 1}):
         runner.run_with_hooks(tokens, hooks={"blocks.2.*": lambda v, p: 1 / 0})
     assert hook_counts(model) == before
@@ -185,14 +180,6 @@ def test_a_failed_entry_leaves_nothing(model, runner, tokens, monkeypatch):
         pass
     assert hook_counts(model) == before
     assert torch.equal(model(tokens), plain)
-
-
-def test_a_context_serves_once(runner, tokens):
-    context = runner.hooks({"embed": leave})
-    with context:
-        runner.run_with_cache(tokens, mode="none")
-    with pytest.raises(errors.ContextError), context:
-        pass
 
 
 def test_capture_equals_a_full_run_and_goes_no_further(model, runner, tokens):
@@ -270,9 +257,7 @@ def test_a_model_run_inside_a_hook_is_a_plain_run(runner, tokens):
         _, cache = runner.run_with_cache(tokens, names="blocks.1.*")
         captured = runner.capture(tokens, names="blocks.1.resid_mid")
     assert torch.equal(cache["attn_out", 1], expected)
-    torch.testing.assert_close(captured["resid_mid", 1], cache["resid_mid", 1])
-    resid = runner.capture(tokens, names="blocks.1.resid_pre")["resid_pre", 1]
-    torch.testing.assert_close(captured["resid_mid", 1], resid + expected, atol=1e-5, rtol=0)
+    assert torch.equal(captured["resid_mid", 1], cache["resid_pre", 1] + expected)
 
 
 def test_a_copy_of_a_model_made_under_hooks_is_not_edited(model, runner, tokens):
