@@ -80,6 +80,7 @@ def test_what_was_recomputed_is_kept_until_dropped(model, runner, tokens):
     graphs = []
     model.blocks[1].register_forward_hook(lambda *args: graphs.append(torch.is_grad_enabled()))
     _, lazy = runner.run_with_cache(tokens, lazy=True)
+    assert not any(tensor.requires_grad for tensor in lazy._values.held())
     first = lazy["pattern", 1]
     assert lazy["pattern", 1] is first
     lazy["z", 1]
@@ -203,7 +204,6 @@ OUTPUTS = {
     "all nan": lambda x: x * torch.nan,
     "inf": lambda x: x / 0,
     "integers": lambda x: x.argmax(-1),
-    "booleans": lambda x: x > 3,
     "complex": lambda x: torch.complex(x[:, :1] * 0, x[:, :1]),
     "half": lambda x: x.half(),
     "one number": lambda x: x.sum(),

@@ -34,10 +34,11 @@ def blocks():
 
 def test_equals_the_block_by_hand_under_edits(blocks):
     block, state = blocks.blocks[0], {"seen": False}
+    outside = blocks.blocks[1].out
     edits = [
-        (block.inner, lambda output: output + 1),
+        (block.inner, lambda output: output + 1 + len(outside._forward_hooks)),
         (block.inner, lambda output: output * 2),
-        (blocks.blocks[1].out, lambda output: output * 0),  # outside the block
+        (outside, lambda output: output * 0),
         (blocks, lambda output: output * 0),
     ]
     point = HookedRunner(block).points["out"]
