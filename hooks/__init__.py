@@ -17,7 +17,6 @@ from hooks.modes import Mode
 from hooks.names import Selector
 from hooks.plan import Plan, Planned
 from hooks.point import HookPoint, Point, index_by_axis
-from hooks.replay import replay
 from hooks.runner import HookedRunner
 from hooks.session import FusedUnlessHooked
 
@@ -43,5 +42,4 @@ __all__ = [
     "Selector",
     "UnknownNameError",
     "index_by_axis",
-    "replay",
 ]

@@ -33,6 +33,9 @@ class Options:
     Raises:
         ValueError: if options contradict each other, or gradients are asked for and switched off.
         TypeError: if `positions` is neither a slice nor a list of integers.
+
+    >>> Options(positions=range(2)).positions
+    [0, 1]
     """
 
     positions: Positions | None = None

@@ -33,29 +33,23 @@ BAKED = """
     with torch.no_grad():
         plain, other = model(tokens), torch.flip(tokens, (0, 1))
         with runner.hooks(hooks):
-            eager, eager_other = model(tokens), model(other)
-        with runner.hooks(hooks):
+            eager = model(tokens)
             compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
-            inside = compiled(tokens)
-            torch.testing.assert_close(compiled(other), eager_other, atol=1e-5, rtol=0)
-        torch.testing.assert_close(inside, eager, atol=1e-5, rtol=0)
+            torch.testing.assert_close(compiled(tokens), eager, atol=1e-5, rtol=0)
+            torch.testing.assert_close(compiled(other), model(other), atol=1e-5, rtol=0)
         assert torch.equal(model(tokens), plain)
         assert not torch.allclose(eager, plain, atol=1e-5)
 """
 
 ELSEWHERE = """
     import threading
-    with torch.no_grad(), runner.hooks({"blocks.1.mlp_out": lambda v, p: v * 0}):
-        plain = []
-        def run():
-            with torch.no_grad():
-                plain.append(torch.compile(model, fullgraph=True, backend=BACKEND)(tokens))
-        thread = threading.Thread(target=run)
+    compiled, plain = torch.compile(model, fullgraph=True, backend=BACKEND), []
+    with runner.hooks({"blocks.1.mlp_out": lambda v, p: v * 0}):
+        thread = threading.Thread(target=lambda: plain.append(compiled(tokens)))
         thread.start()
         thread.join()
         model(tokens)
-    with torch.no_grad():
-        torch.testing.assert_close(plain[0], model(tokens), atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain[0], model(tokens), atol=1e-5, rtol=0)
 """
 
 CACHED = """
@@ -68,30 +62,26 @@ CACHED = """
 """
 
 LATE = """
+    import pytest
     from hooks import NeverFiredError
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
     compiled(tokens)
-    try:
+    with pytest.raises(NeverFiredError, match="blocks.1.mlp_out.*compiled"):
         with runner.hooks({"blocks.1.mlp_out": lambda v, p: v * 0}):
             compiled(tokens)
-    except NeverFiredError as error:
-        assert "compiled before the hooks were set" in str(error)
-    else:
-        raise AssertionError("ignored in silence")
 """
 
 
 SCRIPTS = {"plain": PLAIN, "baked": BAKED, "elsewhere": ELSEWHERE, "cached": CACHED, "late": LATE}
 # What a backend makes of the graph is its own affair; what is in the graph, the eager one shows.
-RUNS = [*((name, "eager") for name in SCRIPTS), ("plain", "inductor"), ("baked", "inductor")]
+RUNS = [*((name, "eager") for name in SCRIPTS), ("baked", "inductor")]
 
 
 @pytest.mark.parametrize(("script", "backend"), RUNS)
 def test_compiled_equals_eager_in_one_graph(script, backend):
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("inductor needs a C++ compiler, and neither g++ nor clang++ is on the path")
-    code = textwrap.dedent(SETUP) + textwrap.dedent(SCRIPTS[script]).replace(
-        "BACKEND", repr(backend)
-    )
+    code = textwrap.dedent(SETUP) + textwrap.dedent(SCRIPTS[script])
+    code = code.replace("BACKEND", repr(backend))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

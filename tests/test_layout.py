@@ -1,11 +1,14 @@
 """The layout of the project: import directions, public names, what an import costs."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.count import SOURCE, counted
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"hooks": {"hooks"}, "models": {"hooks", "models"}, "interp": {"hooks", "interp"}}
@@ -30,10 +33,49 @@ def test_imports_go_one_way(path):
     assert ours <= allowed
 
 
+PRIVATE = {
+    *("_version", "_base", "_cdata", "_modules", "_parameters", "_buffers"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+}
+
+
+def is_private(dotted):
+    parts = dotted.split(".")
+    hidden = [part for part in parts[1:] if part.startswith("_") and not part.endswith("__")]
+    return parts[0] == "torch" and bool(hidden)
+
+
+def private_parts_of_torch(tree):
+    """Each private name of PyTorch that a module imports or reads, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            # A class that overrides a documented method of nn.Module may read its own.
+            own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            names = [
+                f"torch.{node.attr}" if node.attr in PRIVATE and not own else ast.unparse(node)
+            ]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [f"torch.{node.value}" if node.value in PRIVATE else node.value]
+            names = names if "torch." in names[0] and " " not in names[0] else []
+        else:
+            continue
+        yield from (f"{name}, line {node.lineno}" for name in names if is_private(name))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_parts_of_torch_are_used_in_one_module(path):
+    found = list(private_parts_of_torch(ast.parse(path.read_text())))
+    assert bool(found) == (path.relative_to(ROOT) == Path("hooks/_torch.py")), found
+
+
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError FusedUnlessHooked Hook HookContext
         HookError HookPoint HookedRunner Mode ModeError NeverFiredError Identity Plan Planned Point Selector
-        UnknownNameError index_by_axis""",
+        UnknownNameError Options index_by_axis""",
     "models": """Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
         RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult Transformer
         TransformerConfig VerificationError available build bundled causal_mask center config_of evaluate fold_norms
@@ -52,6 +94,28 @@ def test_public_names_are_pinned(package):
     module = __import__(package)
     assert sorted(module.__all__) == sorted(PUBLIC[package].split())
     assert all(hasattr(module, name) for name in module.__all__)
+
+
+SHOWN = {
+    "hooks": set(PUBLIC["hooks"].split()) - {"Hook", "Selector"},  # types
+    "models": {"Attention", "Block", "LayerNorm", "RMSNorm", "KVCache", "generate", "load"},
+}
+
+
+@pytest.mark.parametrize("package", SHOWN)
+def test_public_names_show_how_they_are_used(package):
+    module = __import__(package)
+    silent = [n for n in SHOWN[package] if ">>>" not in (inspect.getdoc(getattr(module, n)) or "")]
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    ("folders", "most_lines", "most_files"), [(SOURCE, 5_800, 62), (("tests",), 9_500, 99)]
+)
+def test_the_project_stays_small(folders, most_lines, most_files):
+    lines, files = counted(*folders)
+    assert lines <= most_lines
+    assert files <= most_files
 
 
 def test_the_top_level_holds_what_the_project_agreed_on():

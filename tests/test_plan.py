@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, HookError
+from hooks import HookedRunner, HookError, Planned
 
 OPTIONS = [
     {},
-    {"mode": "residual"},
     {"names": ["embed", "blocks.*.attn.z"], "dtype": torch.bfloat16},
     {"positions": [1, 5], "mode": "full"},
     {"names": ["blocks.0.resid_post", "blocks.1.resid_pre"]},
@@ -26,37 +25,21 @@ def test_equals_a_real_run_to_the_byte(runner, tokens, options):
     assert list(plan.values) == list(cache)
     for name, value in cache.items():
         planned = plan.values[name]
-        assert planned.shape == tuple(value.shape)
-        assert planned.axes == cache.axes(name)
-        assert planned.dtype == value.dtype
-        assert planned.nbytes == value.nbytes
+        assert planned == Planned(tuple(value.shape), cache.axes(name), value.dtype, value.nbytes)
 
 
-def test_nothing_is_computed():
-    wide = nn.Sequential(nn.Linear(3, 2**21), nn.ReLU()).eval()
-    image = torch.ones(2**14, 3)
-    plan = HookedRunner(wide).plan(image)
-    assert plan.nbytes == 2 * 2**14 * 2**21 * 4, "more than this machine's memory"
-
-
-def test_a_model_too_large_to_run_can_be_planned():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2**20, 2**20), nn.ReLU()).eval()
-    plan = HookedRunner(model).plan(torch.empty(3, 2**20, device="meta"), names="0")
-    assert plan.nbytes == 3 * 2**20 * 4
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_run_larger_than_memory_can_be_planned(device):
+    wide = nn.Sequential(nn.Linear(3, 2**21, device=device), nn.ReLU()).eval()
+    plan = HookedRunner(wide).plan(torch.empty(2**14, 3, device=device))
+    assert plan.nbytes == 2 * 2**14 * 2**21 * 4
 
 
 def test_a_model_whose_shapes_depend_on_numbers_is_an_error():
-    class Filter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Identity()
-
-        def forward(self, x):
-            return self.inner(x[x > 0])
-
-    with pytest.raises(HookError, match="depend on no tensor's numbers"):
-        HookedRunner(Filter()).plan(torch.ones(3), names="inner")
+    model = nn.Sequential(nn.Identity())
+    model.forward = lambda x: model[0](x[x > 0])
+    with pytest.raises(HookError, match="number"):
+        HookedRunner(model).plan(torch.ones(3), names="0")
 
 
 def test_a_model_that_memoises_tensors_is_left_as_it_was():

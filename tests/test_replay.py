@@ -1,0 +1,83 @@
+"""replay: one block run again on given arguments, against the same arithmetic by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookedRunner, HookPoint, Options
+from hooks.capture import Recorder
+from hooks.replay import replay
+
+X = torch.tensor([[2.0, 3.0]])
+
+
+class Scaled(nn.Module):
+    """`(inner(x) * by) + 1`, and a mark in what it was given."""
+
+    def __init__(self, by, inner):
+        super().__init__()
+        self.by, self.inner, self.out = by, inner, HookPoint("batch d")
+
+    def forward(self, x, state=None):
+        (state or {}).update(seen=True)
+        return self.out(self.inner(x) * self.by) + 1
+
+
+@pytest.fixture
+def blocks():
+    """Two blocks that share the module `inner`."""
+    inner = HookPoint("batch d")
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Scaled(5, inner), Scaled(7, inner)])
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    return model.eval()
+
+
+def test_equals_the_block_by_hand_under_edits(blocks):
+    block, state = blocks.blocks[0], {"seen": False}
+    outside = blocks.blocks[1].out
+    edits = [
+        (block.inner, lambda output: output + 1 + len(outside._forward_hooks)),
+        (block.inner, lambda output: output * 2),
+        (outside, lambda output: output * 0),
+        (blocks, lambda output: output * 0),
+    ]
+    point = HookedRunner(block).points["out"]
+    recorder = Recorder({"out": point}, Options())
+    output = replay(block, (X,), {"state": state}, edits, recorder)
+    assert recorder.values["out"].tolist() == [[30, 40]]  # (x + 1) * 2 * 5
+    assert output.tolist() == [[31, 41]]
+    assert replay(block, (X,), {}, []).tolist() == [[11, 16]]
+    assert state == {"seen": False}
+
+
+def test_sessions_of_the_thread_keep_silent_and_the_users_own_hooks_do_not(blocks):
+    block, runner = blocks.blocks[0], HookedRunner(blocks)
+    block.register_forward_hook(lambda module, args, output: output + 100)
+    with runner.hooks({"blocks.0.out": lambda value, point: value * 0}):
+        assert replay(block, (X,), {}, []).tolist() == [[111, 116]]
+        with pytest.raises(ZeroDivisionError):
+            replay(block, (X,), {}, [(block.inner, lambda output: 1 / 0)])
+        assert block(X).tolist() == [[101, 101]]
+    assert not block.inner._forward_hooks
+
+
+def test_a_shared_module_is_found_by_the_block_that_runs(blocks):
+    runner = HookedRunner(blocks)
+    names = ["blocks.0.inner", "blocks.1.inner"]
+    _, lazy = runner.run_with_cache(X, names=names, lazy=True)
+    assert [lazy[name].tolist() for name in names] == [[[2, 3]], [[11, 16]]]
+    with runner.hooks({"blocks.1.inner": lambda value, point: value + 1}):  # acts in both
+        _, lazy = runner.run_with_cache(X, names=names, lazy=True)
+    assert [lazy[name].tolist() for name in reversed(names)] == [[[17, 22]], [[3, 4]]]
+
+
+def test_a_block_of_the_transformer_without_its_heads(model, tokens):
+    block, stream = model.blocks[1], torch.randn(4, 7, 10)
+    points = HookedRunner(block).points
+    recorder = Recorder({"resid_mid": points["resid_mid"]}, Options())
+    edits = [(block.attn.z, torch.zeros_like)]
+    output = replay(block, (stream, model.context(tokens)), {}, edits, recorder)
+    middle = stream + model.b_O[1]
+    torch.testing.assert_close(recorder.values["resid_mid"], middle)
+    torch.testing.assert_close(output, middle + block.mlp(block.ln2(middle)))

@@ -1,0 +1,118 @@
+"""The private parts of PyTorch: one test for each, named after it. Components have a file of their own."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as nn_module
+from torch.utils.flop_counter import FlopCounterMode
+
+from hooks import _torch
+
+KINDS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_identity(kind, everywhere):
+    """Any kind of hook is called, wherever it is registered; without one the input comes back."""
+    identity, value, called = _torch.Identity(), torch.ones(2, requires_grad=True), []
+    assert identity(value) is value
+    owner, prefix = (nn_module, "register_module_") if everywhere else (identity, "register_")
+    handle = getattr(owner, prefix + kind)(lambda *args: called.append(1))
+    try:
+        identity(value).sum().backward()
+    finally:
+        handle.remove()
+    assert called == [1]
+    assert identity(value) is value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_has_hooks_and_hooks_of(kind):
+    module = nn.Linear(2, 3)
+    handle = getattr(module, f"register_{kind}")(print)
+    assert (_torch.has_hooks(module), _torch.hooks_of(module)) == (True, [print])
+    handle.remove()
+    assert (_torch.has_hooks(module), _torch.hooks_of(module)) == (False, [])
+
+
+def test_children_and_state_of():
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Sequential(nn.BatchNorm1d(3)))
+    model.register_module("absent", None)
+    assert list(_torch.children(model)) == [model[0], model[1]]
+    expected = [model[0].weight, *model[1][0].parameters(), *model[1][0].buffers()]
+    assert list(map(id, _torch.state_of(model))) == list(map(id, expected))
+
+
+def test_version():
+    tensor = torch.zeros(3)
+    before = _torch.version(tensor)
+    tensor[1:].add_(1)
+    assert _torch.version(tensor) != before
+    with torch.inference_mode():
+        assert _torch.version(torch.zeros(3).add_(1)) == -1
+
+
+def test_memory_of():
+    for mode in (FakeTensorMode(), torch.inference_mode()):
+        with mode:
+            whole, other = torch.zeros(4), torch.zeros(4)
+            assert _torch.memory_of(whole) == _torch.memory_of(whole[2:])
+            assert _torch.memory_of(whole) != _torch.memory_of(other)
+
+
+def test_is_of_parameter():
+    weight = nn.Parameter(torch.ones(2, 3))
+    assert all(map(_torch.is_of_parameter, (weight, weight[0], weight.T[1:])))
+    assert not any(map(_torch.is_of_parameter, (weight * 1, torch.ones(2)[0])))
+
+
+def test_has_storage_and_is_unwatched():
+    x, seen = torch.ones(3), []
+
+    def look(x):
+        seen.append((_torch.has_storage(x), _torch.is_unwatched(x)))
+        return x.sum()
+
+    look(x)
+    look(x.clone().requires_grad_())
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.func.vmap(look)(torch.ones(2, 3))
+    torch.func.grad(look)(x)
+    assert seen == [(True, True), (True, False), (True, False), *[(False, False)] * 3]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_by_onednn(biased):
+    x, weight, bias = torch.randn(2, 3, 5), torch.randn(7, 5), torch.randn(7) if biased else None
+    exact = np.einsum("bpi,oi->bpo", x.double().numpy(), weight.double().numpy())
+    exact += bias.double().numpy() if biased else 0
+    given = _torch.linear_by_onednn(x, weight, bias)
+    np.testing.assert_allclose(given.numpy(), exact, atol=1e-5)
+    with FlopCounterMode(display=False) as counter:  # which knows no operator of oneDNN's
+        watched = _torch.linear_by_onednn(x, weight, bias)
+    np.testing.assert_allclose(watched.numpy(), exact, atol=1e-5)
+    assert counter.get_total_flops() == 2 * 6 * 5 * 7
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_traced_as_constant():
+    """Tracing calls the function, whose body it could not follow, and keeps the answer."""
+    answers = [True]
+
+    @_torch.traced_as_constant
+    def answer():
+        return bool(sorted(answers, key=id)[0])
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(x):
+        return x + 1 if answer() else x - 1
+
+    for _ in range(2):
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+        answers[0] = False
