@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -149,7 +150,7 @@ def is_unwatched(tensor: Tensor) -> bool:
     return not (tensor.requires_grad or transformed)
 
 
-def may_use_onednn(*tensors: Tensor) -> bool:
+def is_plain(*tensors: Tensor) -> bool:
     """Whether these are ordinary float32 tensors on the CPU, and nothing follows what is done to them.
 
     Autograd, vmap, autocast, compilers, tracers and dispatch modes follow single operations.
@@ -163,8 +164,7 @@ def may_use_onednn(*tensors: Tensor) -> bool:
         or torch._C._get_tracing_state() is not None
         or is_in_torch_dispatch_mode()
     )
-    has_onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return bool(has_onednn and not followed and all(map(_is_ordinary, tensors)))
+    return not followed and all(map(_is_ordinary, tensors))
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -173,11 +173,12 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` by oneDNN, where `may_use_onednn` allows it.
+    """`F.linear` of plain tensors by oneDNN, if it is there; on some processors in half the time.
 
-    It is the operator that torch.compile uses; `F.linear` never does. On some processors it takes half
-    the time.
+    It is the operator that torch.compile uses; `F.linear` never does.
     """
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

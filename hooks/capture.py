@@ -11,8 +11,15 @@ from torch import Tensor
 from hooks._torch import has_storage, is_of_parameter, memory_of, version
 from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
 from hooks.modes import RESIDUAL_STREAM, Windows
-from hooks.outputs import as_node, first_tensor, with_first_tensor
-from hooks.point import POSITION_AXES, Point, index_by_axis, plain_index
+from hooks.point import (
+    POSITION_AXES,
+    Point,
+    as_node,
+    first_tensor,
+    index_by_axis,
+    plain_index,
+    with_first_tensor,
+)
 
 Positions = slice | Sequence[SupportsIndex]
 

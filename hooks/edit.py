@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from hooks.errors import ContextError, EditError, HookError, require_fired
 from hooks.names import Selector, resolve
-from hooks.outputs import as_node, first_tensor, with_first_tensor
-from hooks.point import Point
+from hooks.point import Point, as_node, first_tensor, with_first_tensor
 from hooks.session import Session, muted
 
 Hook = Callable[[Tensor, Point], Tensor | None]

@@ -1,15 +1,16 @@
-"""HookPoint, the identity module that names a value; Point, a place to listen; indices by axis name."""
+"""HookPoint, the identity module that names a value; Point, a place to listen, its value and its axes."""
 
+import copy
+import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from torch import nn
+from torch import Tensor, nn
 
 from hooks._torch import Identity
-from hooks.errors import unknown_name
+from hooks.errors import HookError, unknown_name
 
 # The axes that count the positions of this call; `key` counts cached positions too.
 POSITION_AXES = ("pos", "query")
@@ -17,7 +18,7 @@ POSITION_AXES = ("pos", "query")
 Index = SupportsIndex | slice | Sequence[SupportsIndex]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Point:
     """A place where hooks can listen.
 
@@ -34,7 +35,7 @@ class Point:
     name: str
     axes: tuple[str, ...] = ()
     meaning: str = ""
-    module: nn.Module = field(default_factory=Identity, repr=False, compare=False)
+    module: nn.Module = dataclasses.field(default_factory=Identity, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
@@ -111,3 +112,62 @@ def _integer(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)  # type: ignore[arg-type]  # or a TypeError
+
+
+def first_tensor(output: Any, point: Point) -> Tensor:
+    """`output` itself, or the first tensor of a tuple, list, mapping or dataclass.
+
+    Raises:
+        HookError: if there is none.
+    """
+    for tensor in tensors_in(output):
+        return tensor
+    raise HookError(f"{point.name} returned no tensor but {type(output).__name__}")
+
+
+def with_first_tensor(output: Any, value: Tensor) -> Any:
+    """A copy of `output` in which `value` stands where `first_tensor` found one."""
+    if isinstance(output, Tensor):
+        return value
+    key, field = next((k, f) for k, f in _fields(output) if any(True for _ in tensors_in(f)))
+    return _replace(output, key, with_first_tensor(field, value))
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, in order."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    for _, field in _fields(output):
+        yield from tensors_in(field)
+
+
+def _fields(output: Any) -> list[tuple[Any, Any]]:
+    if isinstance(output, Mapping):
+        return list(output.items())
+    if isinstance(output, (tuple, list)):
+        return list(enumerate(output))
+    if dataclasses.is_dataclass(output):
+        return [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    return []
+
+
+def _replace(output: Any, key: Any, field: Any) -> Any:
+    if isinstance(output, tuple):
+        parts = (*output[:key], field, *output[key + 1 :])
+        return output._make(parts) if hasattr(output, "_make") else type(output)(parts)
+    changed = copy.copy(output)
+    if isinstance(output, (Mapping, list)):
+        changed[key] = field
+    else:
+        # Not dataclasses.replace, which would run the class's own initialisation again.
+        object.__setattr__(changed, key, field)
+    return changed
+
+
+def as_node(value: Tensor) -> Tensor:
+    """`value` as a node of the graph, so that its gradient counts only what flows through this point.
+
+    Where nothing before the point needs a gradient (frozen weights), the point becomes the leaf.
+    """
+    return value.view_as(value) if value.requires_grad else value.detach().requires_grad_()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from hooks._torch import FakeTensor, state_of, tree_flatten, tree_unflatten, version
 from hooks.capture import Options, Recorder
 from hooks.errors import CacheError, HookError
-from hooks.outputs import tensors_in
-from hooks.point import Point
+from hooks.point import Point, tensors_in
 from hooks.session import Edits, Session, muted
 
 

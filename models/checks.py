@@ -16,39 +16,41 @@ from hooks._torch import FakeTensor
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_types(config: Any) -> None:
+def check_types(config: Any, prefix: str = "") -> None:
     """Refuses values that are not of their fields' types; an int passes for a float.
 
     Numbers of numpy become Python's, which files can hold.
 
     Args:
         config: a dataclass.
+        prefix: what stands before the names of its fields in errors.
 
     Raises:
         ValueError: naming the first such field, its type and its value.
     """
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), field.type
+        called = prefix + field.name
         if isinstance(value, numbers.Number) and hasattr(value, "item"):
             value = value.item()
             object.__setattr__(config, field.name, value)
         if get_origin(kind) is Literal:
-            _check_choice(field.name, value, get_args(kind))
+            _check_choice(called, value, get_args(kind))
         elif not _is(value, kind):
             name = kind.__name__ if isinstance(kind, type) else kind
-            raise ValueError(f"{field.name} must be of type {name}; got {value!r}")
+            raise ValueError(f"{called} must be of type {name}; got {value!r}")
         elif isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name} must be finite; got {value}")
+            raise ValueError(f"{called} must be finite; got {value}")
 
 
-def require(config: Any, name: str, holds: object, rule: str) -> None:
+def require(config: Any, name: str, holds: object, rule: str, prefix: str = "") -> None:
     """Refuses a field whose rule does not hold.
 
     Raises:
         ValueError: naming the field, the rule and its value.
     """
     if not holds:
-        raise ValueError(f"{name} must be {rule}; got {getattr(config, name)!r}")
+        raise ValueError(f"{prefix}{name} must be {rule}; got {getattr(config, name)!r}")
 
 
 def check_whole(name: str, value: object, least: float = 1) -> None:

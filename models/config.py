@@ -1,8 +1,10 @@
 """TransformerConfig: what a transformer is, by values alone, checked when it is built."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from models.checks import check_types, require
@@ -42,22 +44,24 @@ class RotaryScaling:
     factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_types(self)
-        require(self, "factor", self.factor >= 1, "at least 1")
+        check_types(self, "rotary_scaling.")
+        self._require("factor", self.factor >= 1, "at least 1")
         if self.kind in PUBLISHED_TURNS:
-            require(self, "original_n_ctx", self.original_n_ctx >= 1, f"at least 1 for {self.kind}")
+            self._require("original_n_ctx", self.original_n_ctx >= 1, f"at least 1 for {self.kind}")
             low, high = self.turns
-            if not 0 < low < high:
-                raise ValueError(f"low must be above 0 and below high ({high}); got {low}")
+            self._require("low", 0 < low < high, f"above 0 and below high ({high})")
         if self.kind == "factors":
             positive = self.factors and min(self.factors) > 0
-            require(self, "factors", positive, "one number above 0 for each frequency")
+            self._require("factors", positive, "one number above 0 for each frequency")
 
     @property
     def turns(self) -> tuple[float, float]:
         """`low` and `high`, the published ones where they are 0."""
         low, high = PUBLISHED_TURNS[self.kind]
         return self.low or low, self.high or high
+
+    def _require(self, name: str, holds: object, rule: str) -> None:
+        require(self, name, holds, rule, "rotary_scaling.")
 
 
 # The least values of sizes; 0 has a meaning of its own.
@@ -71,9 +75,6 @@ LEAST = {
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Sizes and choices of a decoder-only transformer; the defaults are GPT-2's (Radford et al. 2019).
-
-    A field that another one leaves without effect is ignored: `rotary_theta` with learned positions, for
-    instance.
 
     Attributes:
         vocab_size: number of tokens.
@@ -187,13 +188,19 @@ class TransformerConfig:
     def replace(self, **changes: Any) -> "TransformerConfig":
         """A config with some fields changed; sizes that followed from others follow the new ones.
 
+        What the changes leave without effect, the activation without an MLP for instance, goes back to
+        its default.
+
         Raises:
             TypeError: if there is no such field.
             ValueError: as for a new config.
         """
-        derived = self._derived().items()
-        unset: dict[str, Any] = {n: type(v)(0) for n, v in derived if getattr(self, n) == v}
-        return dataclasses.replace(self, **(unset | changes))
+        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self)}
+        derived = {name for name, value in self._derived().items() if getattr(self, name) == value}
+        values = {n: defaults[n] if n in derived else getattr(self, n) for n in defaults} | changes
+        for names, used, _ in _effects(SimpleNamespace(**values)):
+            values |= {} if used else {n: defaults[n] for n in names.split() if n not in changes}
+        return TransformerConfig(**values)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -217,6 +224,11 @@ class TransformerConfig:
 
     def _check(self) -> None:
         """Refuses what would give other numbers than were asked for."""
+        for names, used, condition in _effects(self):
+            for name in () if used else names.split():
+                default = self.__dataclass_fields__[name].default
+                rule = f"{default!r} unless {condition}"
+                self._require(name, getattr(self, name) == default, rule)
         n_heads, d_head = self.n_heads, self.d_head
         divides = n_heads % self.n_kv_heads == 0
         self._require("n_kv_heads", divides, f"a divisor of n_heads ({n_heads})")
@@ -243,3 +255,15 @@ class TransformerConfig:
 
     def _require(self, name: str, holds: object, rule: str) -> None:
         require(self, name, holds, rule)
+
+
+def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
+    """Fields that others may leave without effect, whether they have one, and when they do."""
+    normed, qk_normed = config.norm != "none", config.qk_norm != "none"
+    rotary = config.positions == "rotary"
+    yield "rotary_theta rotary_fraction rotary_scaling", rotary, "positions are rotary"
+    yield "norm_place embed_norm", normed, "there is a norm"
+    yield "norm_eps", normed or qk_normed, "there is a norm"
+    yield "qk_norm_learned", qk_normed, "there is a qk_norm"
+    yield "window_layers", config.window, "there is a window"
+    yield "d_mlp activation parallel", config.mlp != "none", "there is an MLP"

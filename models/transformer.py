@@ -16,8 +16,7 @@ from models.kvcache import KVCache
 from models.linear import Linear
 from models.norm import dropout, norm
 from models.positions import added_positions, rotary
-from models.tying import tie
-from models.weights import BlockWeights
+from models.weights import BlockWeights, tie
 
 
 class TokenEmbedding(nn.Embedding):

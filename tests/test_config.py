@@ -136,6 +136,11 @@ def test_equal_configs_differ_in_nothing():
         (dict(window_layers=(-1,), window=2), "(-1,)"),
         (dict(parallel=True, norm_place="post"), "True"),
         (dict(norm_place="post", mlp="none"), "'post'"),
+        (dict(rotary_theta=5.0), "unless positions are rotary; got 5.0"),
+        (dict(norm_place="post", norm="none"), "unless there is a norm; got 'post'"),
+        (dict(qk_norm_learned=False), "unless there is a qk_norm; got False"),
+        (dict(window_layers=(1,)), "unless there is a window; got (1,)"),
+        (dict(activation="silu", mlp="none"), "unless there is an MLP; got 'silu'"),
         (dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0)), **ROTARY), "4 numbers, one for each frequency; got 3"),
     ],
 )  # fmt: skip
@@ -162,7 +167,7 @@ def test_errors_name_field_and_value(change, value):
     ],
 )
 def test_errors_of_a_scaling(values, ending):
-    with pytest.raises(ValueError, match=f"^{next(iter(values))}") as error:
+    with pytest.raises(ValueError, match=rf"^rotary_scaling\.{next(iter(values))} ") as error:
         RotaryScaling(**values)
     assert str(error.value).endswith(ending)
 
@@ -171,12 +176,10 @@ def test_errors_of_a_scaling(values, ending):
     "change",
     [
         dict(window=2, window_layers=(0, 2)),
-        dict(norm="none", norm_place="post"),
-        dict(norm="none", norm_learned=False, norm_bias=False, final_norm=False, embed_norm=True),
-        dict(mlp="none", norm_place="output", activation="silu", d_mlp=13),
+        dict(norm="none", norm_learned=False, norm_bias=False, final_norm=False),
+        dict(mlp="none", norm_place="output"),
         dict(parallel=True, norm_place="sandwich"),
         dict(n_heads=20, d_head=3, n_kv_heads=20),
-        dict(rotary_theta=5.0, window_layers=(1,)),  # without effect
         ROTARY | dict(rotary_fraction=0.25, rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
         dict(vocab_size=1, n_ctx=1, n_layers=1, n_heads=1, d_model=1, dropout=0.99),
     ],
@@ -235,6 +238,10 @@ def test_replacing_a_size_changes_what_followed_from_it():
     assert (wider.d_mlp, wider.d_head, wider.n_kv_heads, wider.n_layers) == (13, 4, 3, 1)
     assert made == config()
     assert config_of("d12", mlp="none").d_mlp == 0
+    # What has no effect any more goes back to its default.
+    assert made.replace(activation="relu").replace(mlp="none").activation == "gelu_tanh"
+    rotary = config(**ROTARY, rotary_theta=5.0, rotary_scaling=RotaryScaling(kind="linear"))
+    assert rotary.replace(positions="learned") == config(**ROTARY | {"positions": "learned"})
     with pytest.raises(ValueError, match="10"):
         made.replace(n_heads=3)
     with pytest.raises(TypeError, match="n_layer"):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
-from hooks._torch import tree_leaves
 from models import KVCache
 from tests.reference import BATCH, HEADS, POS, some_tokens, variant
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.checkpoints import from_hf, load
-from models.checkpoints.families import FAMILIES, translated
+from models.checkpoints.huggingface import FAMILIES, translated
 from models.config import RotaryScaling, TransformerConfig
 
 # config.json of published models.

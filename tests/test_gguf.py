@@ -429,11 +429,12 @@ def test_tensors_that_are_missing_unknown_or_of_another_shape(path):
     tensors = {
         "blk.0.ffn_gate_exps.weight": np.zeros((3, 5), np.float32),
         "blk.0.attn_q.weight": None,
-        "blk.1.ffn_up.weight": np.zeros((D_MODEL, D_MLP), np.float32),
-        "blk.1.attn_k.weight": np.zeros((7, D_MODEL), np.float32),
     }
     message = error(written(path, llama(), tensors=tensors))
     assert all(name in message for name in tensors)
+    for name, shape in (("blk.1.ffn_up", (D_MODEL, D_MLP)), ("blk.1.attn_k", (7, D_MODEL))):
+        tensors = {f"{name}.weight": np.zeros(shape, np.float32)}
+        assert f"{name}.weight" in error(written(path, llama(), tensors=tensors))
     for name in ("token_embd.weight", "blk.1.attn_qkv.bias"):
         assert name in error(written(path, gpt2(), tensors={name: None}))
     ones = {"rope_freqs.weight": np.ones(4, np.float32)}

@@ -34,12 +34,14 @@ def draw(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)) / 16
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("bias", [True, False])
-def test_of_any_leading_axes_and_strides(bias):
+def test_of_any_leading_axes_and_strides(bias, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     made = linear(bias)
     stored_by_column = copy.deepcopy(made)
     stored_by_column.weight = torch.nn.Parameter(made.weight.T.contiguous().T, requires_grad=False)
-    inputs = [draw(D_IN), draw(1, D_IN), draw(3, 5, D_IN), draw(D_IN, 6).T, draw(5, 2, D_IN).transpose(0, 1)]  # fmt: skip
+    inputs = [draw(D_IN), draw(2, D_IN), draw(3, 5, D_IN), draw(D_IN, 6).T, draw(5, 2, D_IN).transpose(0, 1)]  # fmt: skip
     with torch.no_grad():
         for x in inputs:
             for module in (made, stored_by_column):
@@ -89,7 +91,7 @@ def test_whatever_follows_operations_sees_a_plain_product():
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("shape", [(3, 258), (9, 2, 129), (4, 514)])
+@pytest.mark.parametrize("shape", [(3, 258), (2, 258), (9, 2, 129), (4, 514)])
 def test_vectors_of_another_size_are_refused(shape):
     with torch.no_grad(), pytest.raises(RuntimeError):
         linear()(draw(*shape))

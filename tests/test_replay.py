@@ -12,14 +12,13 @@ X = torch.tensor([[2.0, 3.0]])
 
 
 class Scaled(nn.Module):
-    """`(inner(x) * by) + 1`, and a mark in what it was given."""
+    """`(inner(x) * by) + 1`."""
 
     def __init__(self, by, inner):
         super().__init__()
         self.by, self.inner, self.out = by, inner, HookPoint("batch d")
 
-    def forward(self, x, state=None):
-        (state or {}).update(seen=True)
+    def forward(self, x):
         return self.out(self.inner(x) * self.by) + 1
 
 
@@ -34,7 +33,7 @@ def blocks():
 
 
 def test_equals_the_block_by_hand_under_edits(blocks):
-    block, state = blocks.blocks[0], {"seen": False}
+    block = blocks.blocks[0]
     outside = blocks.blocks[1].out
     edits = [
         (block.inner, lambda output: output + 1 + len(outside._forward_hooks)),
@@ -44,11 +43,10 @@ def test_equals_the_block_by_hand_under_edits(blocks):
     ]
     point = HookedRunner(block).points["out"]
     recorder = Recorder({"out": point}, Options())
-    output = replay(block, (X,), {"state": state}, edits, recorder)
+    output = replay(block, (X,), {}, edits, recorder)
     assert recorder.values["out"].tolist() == [[30, 40]]  # (x + 1) * 2 * 5
     assert output.tolist() == [[31, 41]]
     assert replay(block, (X,), {}, []).tolist() == [[11, 16]]
-    assert state == {"seen": False}
 
 
 def test_sessions_of_the_thread_keep_silent_and_the_users_own_hooks_do_not(blocks):

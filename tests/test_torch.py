@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as nn_module
-from torch.utils.flop_counter import FlopCounterMode
 
 from hooks import _torch
 
@@ -86,18 +85,16 @@ def test_has_storage_and_is_unwatched():
     assert seen == [(True, True), (True, False), (True, False), *[(False, False)] * 3]
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 @pytest.mark.parametrize("biased", [True, False])
-def test_linear_by_onednn(biased):
+def test_linear_by_onednn(biased, monkeypatch):
     x, weight, bias = torch.randn(2, 3, 5), torch.randn(7, 5), torch.randn(7) if biased else None
     exact = np.einsum("bpi,oi->bpo", x.double().numpy(), weight.double().numpy())
     exact += bias.double().numpy() if biased else 0
     given = _torch.linear_by_onednn(x, weight, bias)
     np.testing.assert_allclose(given.numpy(), exact, atol=1e-5)
-    with FlopCounterMode(display=False) as counter:  # which knows no operator of oneDNN's
-        watched = _torch.linear_by_onednn(x, weight, bias)
-    np.testing.assert_allclose(watched.numpy(), exact, atol=1e-5)
-    assert counter.get_total_flops() == 2 * 6 * 5 * 7
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    without = _torch.linear_by_onednn(x, weight, bias)
+    np.testing.assert_allclose(without.numpy(), exact, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from models.config import TransformerConfig
 from models.transformer import Transformer
-from models.tying import differ
+from models.weights import differ
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Either may hold the weight that both share where the config ties them.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoints.assemble import Source, concatenated
-from models.checkpoints.families.family import Attributes, Rows, rotary
+from models.checkpoints.huggingface.family import Attributes, Rows, rotary
 from models.config import TransformerConfig
 
 

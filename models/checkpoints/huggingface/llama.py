@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from models.checkpoints.assemble import Source, concatenated
-from models.checkpoints.families.family import Attributes, Rows, rotary
+from models.checkpoints.huggingface.family import Attributes, Rows, rotary
 from models.config import TransformerConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
