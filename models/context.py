@@ -115,14 +115,16 @@ def place(
     tokens: Int[Tensor, "batch pos"],
     attention_mask: Tensor | None,
     kv_cache: KVCache | None,
+    rotate: Callable[[Tensor], Rotation | None],
 ) -> Context:
-    """The context of one call, but for its rotation.
+    """The context of one call.
 
     Args:
         config: the model's.
         tokens: the new tokens.
         attention_mask: see `Transformer.forward`.
         kv_cache: what was read before.
+        rotate: gives the rotation of positions.
 
     Raises:
         ValueError: if tokens, mask and cache do not fit each other or the config's context.
@@ -133,25 +135,25 @@ def place(
         start, known = kv_cache.reserve(config, batch, new), kv_cache.mask
     elif new > config.n_ctx:
         raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
-    end, windows = start + new, set(config.windows)
-    columns = torch.arange(start, end, device=device)[None]
+    end, windows, real = start + new, set(config.windows), None
+    positions = torch.arange(start, end, device=device)[None]
+    masks: dict[int, Tensor | None] = {w: _mask(w, start, end, device) for w in windows}
     if attention_mask is None and known is not None:
         attention_mask = torch.cat([known, known.new_ones(batch, new)], 1)
-    if attention_mask is None:
-        masks = {window: _mask(window, start, end, device) for window in windows}
-        return Context(columns, masks, None, start, kv_cache)
-    allowed = _as_boolean(attention_mask.to(device), batch, config.n_heads, new, end)
-    if kv_cache is None:
-        _check_no_row_is_empty(allowed)
-    else:
-        _check_fits_cache(allowed, start, known, any(windows))
-    if allowed.ndim > 2:
-        by_head = allowed[:, None] if allowed.ndim == 3 else allowed
-        return Context(columns, dict.fromkeys(windows, by_head), None, start, kv_cache)
-    # Padding has no positions, and nobody sees it.
-    positions = (allowed.long().cumsum(1) - 1).clamp(min=0)
-    masks = {window: _padded_mask(window, start, allowed, positions) for window in windows}
-    return Context(positions[:, start:], masks, None, start, kv_cache, allowed)
+    if attention_mask is not None:
+        allowed = _as_boolean(attention_mask.to(device), batch, config.n_heads, new, end)
+        if kv_cache is None:
+            _check_no_row_is_empty(allowed)
+        else:
+            _check_fits_cache(allowed, start, known, any(windows))
+        if allowed.ndim > 2:
+            masks = dict.fromkeys(windows, allowed[:, None] if allowed.ndim == 3 else allowed)
+        else:
+            # Padding has no positions, and nobody sees it.
+            real, counted = allowed, (allowed.long().cumsum(1) - 1).clamp(min=0)
+            masks = {w: _padded_mask(w, start, real, counted) for w in windows}
+            positions = counted[:, start:]
+    return Context(positions, masks, rotate(positions), start, kv_cache, real)
 
 
 def _as_boolean(mask: Tensor, batch: int, n_heads: int, new: int, end: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The transformer. Read top-down: model, `block.py`, `attention.py` and `mlp.py`, `norm.py`."""
 
 import math
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -127,9 +128,8 @@ class Transformer(BlockWeights):
     ) -> Context:
         """What the blocks read besides the stream; arguments and errors as for `forward`."""
         check_tokens(tokens, "tokens must be integers of shape [batch, pos]")
-        context = place(self.config, tokens, attention_mask, kv_cache)
-        rotation = self.rotary.rotation(context.positions, self.token_embedding.weight.dtype)
-        return context._replace(rotation=rotation)
+        rotate = partial(self.rotary.rotation, dtype=self.token_embedding.weight.dtype)
+        return place(self.config, tokens, attention_mask, kv_cache, rotate)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Context | None = None
