@@ -1,6 +1,6 @@
 """The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,9 +82,9 @@ class _Kept:
             raise AttributeError(self.name) from None
 
 
-def children(module: nn.Module) -> Iterator[nn.Module]:
+def children(module: nn.Module) -> list[nn.Module]:
     """The child modules. `named_children` keeps a set of those seen, which costs more than the rest."""
-    return filter(None, module._modules.values())
+    return [child for child in module._modules.values() if child is not None]
 
 
 def has_hooks(module: nn.Module) -> bool:
