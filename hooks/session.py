@@ -30,23 +30,38 @@ def _open_sessions() -> list["Session"]:
     return sessions
 
 
+class _Gate:
+    """Which thread a session's hooks act in, 0 before and after its `with`; and whether they are silent."""
+
+    owner = 0
+    muted = False
+
+
+def _acting(gate: _Gate) -> Callable[[], bool]:
+    # Without arguments: older compilers keep the answers of functions of constants only.
+    def acts() -> bool:
+        return not gate.muted and threading.get_ident() == gate.owner
+
+    return traced_as_constant(acts)
+
+
 class Session:
     """The hooks that one `with` statement sets: only its own thread sees them act.
 
     Attributes:
         edits: those of the hooks that running a block again must repeat.
-        owner: the thread; 0 before and after the `with`.
-        muted: whether the hooks keep silent for now.
+        gate: opens the hooks to a thread.
+        acts: whether they act in the running thread, now. A traced graph keeps the answer.
     """
 
     def __init__(self) -> None:
         self.edits: Edits = []
-        self.owner = 0
-        self.muted = False
+        self.gate = _Gate()
+        self.acts = _acting(self.gate)
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "Session":
-        self.owner = threading.get_ident()
+        self.gate.owner = threading.get_ident()
         self._opened_among = _open_sessions()
         self._opened_among.append(self)
         return self
@@ -54,7 +69,7 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self._opened_among.remove(self)
         # A copy of the model, made inside the `with`, carries these hooks for ever.
-        self.owner = 0
+        self.gate.owner = 0
         with _registry:
             while self._handles:
                 self._handles.pop().remove()
@@ -67,11 +82,12 @@ class Session:
             hook: what to call.
             edit: whether the hook changes values, so that running a block again must repeat it.
         """
+        acts = self.acts
 
         def listener(module: nn.Module, args: Any, output: Any) -> Any:
-            return hook(output) if acts(self) else None
+            return hook(output) if acts() else None
 
-        listener.session = self  # type: ignore[attr-defined]  # functions carry attributes
+        listener.session_acts = acts  # type: ignore[attr-defined]  # functions carry attributes
         if edit:
             self.edits.append((module, hook))
         with _registry:
@@ -79,13 +95,14 @@ class Session:
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         """Calls `hook(args, kwargs)` when `module` is about to run."""
+        acts = self.acts
 
         # Another thread may call a listener it saw just before its removal, then without kwargs.
         def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if acts(self):
+            if acts():
                 hook(args, kwargs)
 
-        listener.session = self  # type: ignore[attr-defined]  # functions carry attributes
+        listener.session_acts = acts  # type: ignore[attr-defined]  # functions carry attributes
         with _registry:
             # First of all, so that the arguments are seen before the user's own hooks change them.
             self._handles.append(
@@ -93,28 +110,22 @@ class Session:
             )
 
 
-@traced_as_constant
-def acts(session: Session) -> bool:
-    """Whether a session's hooks act in the running thread, now. A traced graph keeps the answer."""
-    return not session.muted and threading.get_ident() == session.owner
-
-
 @contextmanager
 def muted() -> Iterator[None]:
     """Silences every session that the running thread has open."""
-    silenced = [session for session in _open_sessions() if not session.muted]
-    for session in silenced:
-        session.muted = True
+    silenced = [session.gate for session in _open_sessions() if not session.gate.muted]
+    for gate in silenced:
+        gate.muted = True
     try:
         yield
     finally:
-        for session in silenced:
-            session.muted = False
+        for gate in silenced:
+            gate.muted = False
 
 
 def edits_in_force() -> Edits:
     """The edits that act in the running thread, outermost first."""
-    return [edit for session in _open_sessions() if acts(session) for edit in session.edits]
+    return [edit for session in _open_sessions() if session.acts() for edit in session.edits]
 
 
 def is_listened_to(module: nn.Module) -> bool:
@@ -128,8 +139,8 @@ def is_listened_to(module: nn.Module) -> bool:
 
 
 def _is_awake(hook: Callable[..., Any]) -> bool:
-    session = getattr(hook, "session", None)
-    return acts(session) if isinstance(session, Session) else True
+    acts: Callable[[], bool] | None = getattr(hook, "session_acts", None)
+    return acts is None or acts()
 
 
 class FusedUnlessHooked:
