@@ -1,4 +1,4 @@
-"""Hooks that live inside one `with` and act in one thread; fused kernels for where nobody listens."""
+"""Hooks that live inside one `with` and one thread, and fused kernels for when no hook listens."""
 
 import functools
 import threading
@@ -16,9 +16,9 @@ M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 
 Edits = list[tuple[nn.Module, Callable[[Any], Any]]]
-"""Modules, each with a function from its output to the one that takes its place."""
+"""Modules, each with a function that maps its output to a new one."""
 
-# PyTorch numbers hooks with an unguarded counter; two threads could be given the same number.
+# PyTorch numbers hooks with a counter that is not thread-safe: two hooks could get the same number.
 _registry = threading.Lock()
 _thread = threading.local()
 
@@ -31,12 +31,12 @@ def _open_sessions() -> list["Session"]:
 
 
 class Session:
-    """The hooks that one `with` statement sets: only its own thread sees them act.
+    """The hooks of one `with` statement. They act only in its own thread.
 
     Attributes:
-        edits: those of the hooks that running a block again must repeat.
-        owner: the thread; 0 before and after the `with`.
-        muted: whether the hooks keep silent for now.
+        edits: the hooks that must also act when a block runs again.
+        owner: the thread's identifier; 0 before and after the `with`.
+        muted: whether the hooks are switched off for now.
     """
 
     def __init__(self) -> None:
@@ -53,19 +53,19 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self._opened_among.remove(self)
-        # A copy of the model, made inside the `with`, carries these hooks for ever.
+        # A copy of the model made inside the `with` keeps these hooks, so they must stop acting.
         self.owner = 0
         with _registry:
             while self._handles:
                 self._handles.pop().remove()
 
     def after(self, module: nn.Module, hook: Callable[[Any], Any], edit: bool = False) -> None:
-        """Calls `hook(output)` when `module` has run; a result other than None replaces the output.
+        """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
 
         Args:
             module: where to listen.
             hook: what to call.
-            edit: whether the hook changes values, so that running a block again must repeat it.
+            edit: whether the hook changes values, and so must also act when a block runs again.
         """
 
         def listener(module: nn.Module, args: Any, output: Any) -> Any:
@@ -78,16 +78,16 @@ class Session:
             self._handles.append(module.register_forward_hook(listener))
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
-        """Calls `hook(args, kwargs)` when `module` is about to run."""
+        """Calls `hook(args, kwargs)` before `module` runs."""
 
-        # Another thread may call a listener it saw just before its removal, then without kwargs.
+        # Another thread may call a listener during its removal, and then without kwargs.
         def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             if acts(self):
                 hook(args, kwargs)
 
         listener.session = self  # type: ignore[attr-defined]  # functions carry attributes
         with _registry:
-            # First of all, so that the arguments are seen before the user's own hooks change them.
+            # Prepended, to see the arguments before the user's own hooks change them.
             self._handles.append(
                 module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
             )
@@ -95,13 +95,13 @@ class Session:
 
 @traced_as_constant
 def acts(session: Session) -> bool:
-    """Whether a session's hooks act in the running thread, now. A traced graph keeps the answer."""
+    """Whether a session's hooks act now in this thread. A traced graph keeps the answer."""
     return not session.muted and threading.get_ident() == session.owner
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Silences every session that the running thread has open."""
+    """Switches off every session that is open in this thread."""
     silenced = [session for session in _open_sessions() if not session.muted]
     for session in silenced:
         session.muted = True
@@ -113,7 +113,7 @@ def muted() -> Iterator[None]:
 
 
 def edits_in_force() -> Edits:
-    """The edits that act in the running thread, outermost first."""
+    """The edits that act in this thread, outermost first."""
     return [edit for session in _open_sessions() if acts(session) for edit in session.edits]
 
 
@@ -133,14 +133,14 @@ def _is_awake(hook: Callable[..., Any]) -> bool:
 
 
 class FusedUnlessHooked:
-    """Decorates the explicit form of a method, which passes its inner values through hook points.
+    """A decorator that runs a fused form of a method while no hook needs its inner values.
 
-    Each call runs `fused` in its place while nothing listens at those points in the calling thread.
-    The two must be the same function up to rounding.
+    It decorates the explicit form, which passes inner values through hook points. Each call runs `fused`
+    instead if no hook at those points acts in this thread. Both must agree up to rounding.
 
     Args:
-        points: names of what the fused form skips: the module's own hook points, or its children,
-            which stand for whatever is inside them.
+        points: names of the hook points that the fused form skips. A child module stands for all
+            points inside it.
         fused: the fused method, with the arguments of the explicit one.
 
     >>> import torch
@@ -166,7 +166,7 @@ class FusedUnlessHooked:
         self.fused = fused
 
     def __call__(self, explicit: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-        """The method that chooses between `explicit` and the fused one at each call."""
+        """A method that chooses between `explicit` and the fused form at each call."""
         points, fused = self.points, self.fused
 
         @functools.wraps(explicit)
