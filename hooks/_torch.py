@@ -68,7 +68,7 @@ class Component(nn.Module):
 
 
 class _Kept:
-    """A descriptor without `__set__`, so that an instance may also have an attribute of that name."""
+    """A descriptor without `__set__`, so an instance may also have an attribute of that name."""
 
     def __init__(self, kept_in: str, name: str) -> None:
         self.kept_in, self.name = kept_in, name

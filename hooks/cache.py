@@ -221,8 +221,8 @@ class ActivationCache(Mapping[str, Tensor]):
         hashed = described["config_hash"]
         if model is not None and storage.config_hash(model) != hashed:
             raise CacheError(
-                f"{path} came from a model with config hash {hashed[:12]}; this model's is "
-                f"{storage.config_hash(model)[:12]}"
+                f"{path} must come from a model with this model's config hash, "
+                f"{storage.config_hash(model)[:12]}; got {hashed[:12]}"
             )
         return cls(values, **described)
 

@@ -228,7 +228,7 @@ def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
 
 
 def _padded(part: Tensor, axis: int, end: int, size: int) -> Tensor:
-    """`part` in a tensor of zeros whose `axis` has this size, so that it ends before `end`."""
+    """`part` in a tensor of zeros with this size of `axis`, ending before `end`."""
     shape = [*part.shape[:axis], size, *part.shape[axis + 1 :]]
     whole = part.new_zeros(shape)
     whole.narrow(axis, end - part.shape[axis], part.shape[axis]).copy_(part)
@@ -253,7 +253,7 @@ def _take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor
 
 
 def _compacted(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies values that are views of much larger memory, so that the rest of it can be freed.
+    """Copies values that use only a part of their memory, so the rest can be freed.
 
     Queries, for instance, may be a view of one tensor that holds queries, keys and values.
     """

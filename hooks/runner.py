@@ -21,7 +21,7 @@ from hooks.session import Session, edits_in_force
 
 
 class _Stop(BaseException):
-    """Ends a forward pass after its last requested value. A model's `except Exception` misses it."""
+    """Ends a forward pass after its last requested value. `except Exception` does not catch it."""
 
     def __init__(self, token: object) -> None:
         self.token = token

@@ -62,7 +62,7 @@ def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) 
         alone[name] = value
         seen.add(memory_of(value))
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"no directory {str(path.parent)!r} to save a cache in")
+        raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         save_file(alone, partial, metadata={"format": _FORMAT, "cache": json.dumps(description)})
@@ -96,7 +96,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         known, hashed = tuple(map(str, description["known"])), str(description["config_hash"])
         ordered = {name: values.pop(name) for name in axes}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise CacheError(f"{path} does not describe its values: {error!r}") from None
+        raise CacheError(f"{path} must describe its values: {error!r}") from None
     if values:
-        raise CacheError(f"{path} does not describe its values: {', '.join(values)} has no axes")
+        raise CacheError(f"{path} must have axes for all values; got none for {', '.join(values)}")
     return ordered, {"axes": axes, "known": known, "config_hash": hashed}

@@ -55,7 +55,7 @@ class ReportData:
         name: the model's name.
         facts: its configuration, shown unchanged.
         clean: the text of each token of the clean prompt.
-        corrupted: likewise of the corrupted prompt.
+        corrupted: the same for the corrupted prompt.
         changed: the positions where the two prompts differ.
         derived: whether the corrupted prompt was made by `derive_corruption`.
         answer: the token that the clean run predicts last; patching measures its log-probability.
@@ -110,7 +110,7 @@ def visible(text: str) -> str:
 def derive_corruption(
     model: nn.Module, clean: Int[Tensor, "1 pos"], metric: Metric
 ) -> Int[Tensor, "1 pos"]:
-    """The prompt with the one token replaced that lowers the metric most.
+    """The prompt with one token replaced, by the replacement that lowers the metric most.
 
     It tries each position but the last once. The replacement is the next token of the prompt that
     differs, with the search continuing at the beginning of the prompt.

@@ -96,7 +96,7 @@ class ParallelBlock(Block):
 
 
 class AttentionBlock(Block):
-    """Attention alone is added to the stream."""
+    """Attention without an MLP."""
 
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: Context

@@ -53,8 +53,8 @@ def generate(
 ) -> list[list[int]]:
     """Returns each prompt with its continuation, up to and including a stop token.
 
-    A row of a batch gets the same tokens as alone, up to rounding. Batch sizes use different kernels, so
-    two tokens of almost equal probability may change places.
+    A row of a batch gets the same tokens as it would alone, up to rounding. Other batch sizes may use
+    other kernels, so two tokens of almost equal probability may change places.
 
     Hooks act in every step. To keep the values of all steps in one cache, use
     `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`. Its

@@ -16,7 +16,7 @@ class LayerNorm(Component):
 
     Args:
         d_model: the size of the normalized axis.
-        eps: what is added to the variance (the sum of squares over `d_model`).
+        eps: what is added to the variance, which has the divisor `d_model`.
         learned: whether there is a gain.
         bias: whether there is a bias besides the gain.
         meaning: what the output is, for the table of points.
@@ -53,7 +53,7 @@ class LayerNorm(Component):
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
-        """The explicit norm, whose divisor can be seen."""
+        """The explicit norm, with a hook point at its divisor."""
         wide = _widened(x)
         centred = wide - wide.mean(-1, keepdim=True)
         normal = centred / self.scale(_root_mean_square(centred, self.eps))
@@ -100,7 +100,7 @@ class RMSNorm(Component):
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
-        """The explicit norm, whose divisor can be seen."""
+        """The explicit norm, with a hook point at its divisor."""
         wide = _widened(x)
         normal = wide / self.scale(_root_mean_square(wide, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)

@@ -69,7 +69,7 @@ def fold_norms(model: Transformer) -> Transformer:
 
 @torch.no_grad()
 def center(model: Transformer) -> Transformer:
-    """A new model whose logits, and whose writes to the residual stream, have mean zero.
+    """A new model that writes vectors of mean zero to the residual stream, with centred logits.
 
     LayerNorm subtracts the mean over d_model of what it reads, so that mean has no effect. It is removed
     from token and learned position embeddings, and from the weights and biases of `attn.output` and

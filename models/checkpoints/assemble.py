@@ -39,7 +39,7 @@ class Source:
 
 @runtime_checkable
 class Reader(Protocol):
-    """Tensors by name, read one at a time, so that a file is never in memory twice.
+    """Tensors by name, read one at a time, so a file is never in memory twice.
 
     Attributes:
         keep: whether a tensor that was read may become a parameter without a copy.
