@@ -1,4 +1,4 @@
-"""What the examples that train share: options checked, texts read, errors of one line."""
+"""Shared by the examples that train: common options and their checks, texts, and errors in one line."""
 
 import argparse
 import sys
@@ -11,20 +11,20 @@ from models.training.run import CHECKPOINT
 
 
 def parser(description: str | None, out: str | None, steps: int) -> argparse.ArgumentParser:
-    """The options that all examples that train have; `out` and `steps` are defaults."""
+    """A parser with the common options of training; `out` and `steps` are defaults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path, default=out and Path(out), metavar="DIRECTORY", help="of this run alone"
+        "--out", type=Path, default=out and Path(out), metavar="DIRECTORY", help="for one run only"
     )
-    parser.add_argument("--steps", type=int, default=steps, help="of training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=steps, help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def attempt(work: Callable[[], None]) -> int:
-    """The exit status: 0, 1 for what cannot be done, said in one line, or 130 for Ctrl-C."""
+    """Runs `work` and returns the exit status: 0, 1 after an error in one line, 130 for Ctrl-C."""
     try:
         work()
     except UnknownNameError as error:
@@ -38,24 +38,24 @@ def attempt(work: Callable[[], None]) -> int:
 
 
 def refuse(reason: str) -> int:
-    """Says why in one line; the exit status."""
+    """Prints the reason in one line and returns the exit status."""
     print("error:", as_option(" ".join(reason.split())), file=sys.stderr)
     return 1
 
 
 def as_option(reason: str) -> str:
-    """Training says in Python how to go on."""
+    """Turns the advice in an error of `train` into a command-line option."""
     return reason.replace("resume=True", "--resume")
 
 
 def require_matplotlib() -> None:
-    """Raises ModuleNotFoundError now rather than after the training."""
+    """Raises ModuleNotFoundError before training, not after it."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[report]"')
 
 
 def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Raises ValueError naming each option that is given and below its least value."""
+    """Raises ValueError if options are below their least values; it names each of them."""
     given = {name: getattr(options, name) for name in least}
     wrong = [
         f"--{name.replace('_', '-')} must be at least {least[name]}; got {value}"
@@ -67,27 +67,27 @@ def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None
 
 
 def require_own(directory: Path, *, resume: bool) -> None:
-    """Refuses a directory that a run cannot begin in or, with `resume`, continue in.
+    """Refuses a directory in which a run cannot start or, with `resume`, continue.
 
-    Training does too, but only once there is a model.
+    `train` does this too, but only after the model is built.
 
     Raises:
-        OSError: saying what to do instead.
+        OSError: the message says what to do instead.
     """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"--out must be a directory; got the file {directory}")
     has_run = (directory / CHECKPOINT).exists()
     if has_run and not resume:
         raise FileExistsError(
-            f"{directory} has the checkpoint of a run already: --resume goes on with it, --out "
+            f"{directory} already has a checkpoint of a run: --resume continues it, --out "
             "chooses another directory"
         )
     if (directory / "config.json").exists() and not has_run:
         raise FileExistsError(
-            f"{directory} has a model already, but no run to resume: --out chooses another directory"
+            f"{directory} already has a model, but no run to resume: --out chooses another directory"
         )
     if resume and not has_run:
-        raise FileNotFoundError(f"{directory} has no {CHECKPOINT} to resume from")
+        raise FileNotFoundError(f"{directory} must have a {CHECKPOINT} to resume from; it has none")
 
 
 def text_at(path: Path) -> str:
@@ -95,7 +95,7 @@ def text_at(path: Path) -> str:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: naming the file, if it is empty or not in UTF-8.
+        ValueError: if it is empty or not in UTF-8; it names the file.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which activations carry a copied name: two prompts, one character apart, patched place by place.
+"""Finds the activations that carry a copied name, by patching between two prompts.
 
 python examples/patching.py --out out
 """
@@ -19,7 +19,7 @@ CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
 def main() -> None:
     """Patches one place by hand, then every place of every site, and draws the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a directory for the figures; drawn only if given")
+    parser.add_argument("--out", type=Path, help="a directory for figures; without it, none")
     options = parser.parse_args()
 
     model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
@@ -46,7 +46,7 @@ def main() -> None:
         share = result.normalized()
         layer, place = divmod(int(share.argmax()), share.shape[1])
         best = f"layer {layer}, {result.axes[1]} {place}"
-        print(f"{site:>9}: {best} brings back {share.max():.0%} of the difference")
+        print(f"{site:>9}: {best} restores {share.max():.0%} of the difference")
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
             result.plot().savefig(options.out / f"{site}.png", dpi=150)

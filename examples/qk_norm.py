@@ -1,8 +1,8 @@
 """Trains a small model with and without QK-norm and compares attention scores, entropy and loss.
 
-The model is d12_post_norm of qk-norm.md made small; text, seed and batches are the same for both. Without
-the norm, scores grow as fast as the learning rate lets them, and attention can saturate; with it, they
-cannot exceed sqrt(d_head), as queries and keys have length sqrt(d_head).
+The model is a small version of d12_post_norm in qk-norm.md. Text, seed and batches are the same for both.
+Without the norm, scores grow with the learning rate, and attention can saturate. With it, they cannot
+exceed sqrt(d_head), because queries and keys have length sqrt(d_head).
 
     python examples/qk_norm.py --out out/qk-norm
 """
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What attention does on held-out text after some steps.
+    """Statistics of attention on held-out text after some steps.
 
     Attributes:
-        step: how many.
-        largest_score: of any query and a key it may attend to, in size, before the softmax.
+        step: the number of steps.
+        largest_score: the largest absolute score of a query and a key that it may attend to.
         score_deviation: the standard deviation of those scores.
-        entropy: of the patterns, as a share of that of uniform attention: 1 is uniform, 0 one key.
+        entropy: of the patterns, relative to uniform attention: 1 is uniform, 0 is one key.
         validation_loss: in nats per character.
     """
 
@@ -47,22 +47,22 @@ class Measurement:
 
 
 def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: int) -> Measurement:
-    """Looks at all layers and heads on `tokens` [batch, pos], and at the loss on `text`.
+    """Measures attention in all layers and heads on `tokens` [batch, pos], and the loss on `text`.
 
     Raises:
         FloatingPointError: if the loss is not finite.
     """
     names = ["blocks.*.attn.scores", "blocks.*.attn.pattern"]
     model.eval()
-    loss = evaluate(model, text).nats  # first, as it says so if the text is too short
+    loss = evaluate(model, text).nats  # first, because it refuses a text that is too short
     if not math.isfinite(loss):
-        raise FloatingPointError(f"the validation loss is {loss} after step {step}")
+        raise FloatingPointError(f"the validation loss must be finite; got {loss} at step {step}")
     _, cache = HookedRunner(model).run_with_cache(tokens, names=names)
     layers, pos = range(model.config.n_layers), tokens.shape[1]
     allowed = torch.ones(pos, pos, dtype=torch.bool).tril()
     scores = torch.stack([cache["scores", layer][..., allowed] for layer in layers])
     patterns = torch.stack([cache["pattern", layer] for layer in layers])
-    # The first query has one key only, whatever the model does.
+    # The first query has only one key, so its entropy is always 0.
     entropy = -torch.xlogy(patterns, patterns).sum(-1)[..., 1:] / torch.arange(2, pos + 1).log()
     model.train()
     largest, deviation = scores.abs().max().item(), scores.std().item()
@@ -86,7 +86,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     learned, held_out = split(torch.tensor(tokenizer.encode(text)))
     size = {"vocab_size": len(tokenizer.characters), "n_ctx": options.context}
     size |= {"n_layers": options.layers, "n_heads": options.heads, "d_model": options.width}
-    # Not all of the held-out text: it is read at every measurement.
+    # Only part of the held-out text, because every measurement reads it.
     held_out = held_out[: 64 * options.context + 1]
     tokens = held_out[: len(held_out) // options.context * options.context]
     tokens = tokens.view(-1, options.context)[:8]
@@ -124,7 +124,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
 
 
 def figure_of(runs: dict[str, list[Measurement]], bound: float) -> "Figure":
-    """Largest score and, grey, what bounds it with QK-norm; entropy; loss; by step."""
+    """Largest score with its bound under QK-norm (grey), entropy and loss, by step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4), layout="constrained")
@@ -156,7 +156,7 @@ def figure_of(runs: dict[str, list[Measurement]], bound: float) -> "Figure":
 
 def run(options: argparse.Namespace) -> None:
     """Trains, then writes table and figure to the directory."""
-    # With a context of 1 attention has nothing to choose from.
+    # With a context of 1 there is only one key.
     require_least(options, {"steps": 1, "context": 2})
     require_matplotlib()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -168,9 +168,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
     options = parser(__doc__, "out/qk-norm", 400)
-    options.add_argument("--text", type=Path, help="a file in UTF-8; else Python's documentation")
+    options.add_argument("--text", type=Path, help="a UTF-8 file (Python's documentation)")
     options.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 1e-2])
     for name, default in {"layers": 4, "heads": 4, "width": 128, "context": 64}.items():
         options.add_argument(f"--{name}", type=int, default=default)

@@ -1,4 +1,4 @@
-"""What the checkpoints of a training run show on held-out walks: `svd_stability.py`'s tables."""
+"""Analyses the checkpoints of a run on held-out walks, for the tables of `svd_stability.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,17 +40,17 @@ from interp import spectra as spectra_of
 from interp.spectral import svd
 from models import Transformer, load, next_token_loss
 
-EVERY = 16  # of the windows, those whose drift between checkpoints is followed
+EVERY = 16  # drift between checkpoints is measured on every 16th window
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one checkpoint shows.
+    """The measurements of one checkpoint.
 
     Attributes:
         spectra: singular values by target: wvwo [layer, k], others [window, layer, k].
-        kept: decompositions to compare with other checkpoints' ([matrix, layer, ...]), by target.
-        steps: by (target, metric), the step from each window to the next.
+        kept: decompositions by target, [matrix, layer, ...], to compare with other checkpoints.
+        steps: by (target, metric), the change from each window to the next.
     """
 
     spectra: dict[str, Tensor]
@@ -59,18 +59,18 @@ class Seen:
 
 
 def analyse(setting: Setting, checkpoints: Mapping[int, Path], walks: Walks) -> Tables:
-    """All tables, from checkpoints by the steps that were taken, the untrained one first.
+    """All tables, from checkpoints by training step, the untrained one first.
 
     Raises:
         ValueError, OSError: if a checkpoint cannot be read.
     """
     tables = Tables()
     inside = event_windows(walks.events, setting.delay, setting.buffer)
-    # A step belongs to its newest token; the first leads to the second window.
+    # A change between windows belongs to the newest token. The first leads to the second window.
     newest, events = inside[:, setting.width :], walks.events[:, setting.width :]
     steps = list(checkpoints)
     untrained = before = None
-    # disable=None: no bar where the output is not a terminal.
+    # disable=None: no bar if the output is not a terminal.
     for step in tqdm(steps, desc="checkpoints", disable=None):
         model = load(checkpoints[step])
         seen = observe(model, walks, setting)
@@ -84,7 +84,7 @@ def analyse(setting: Setting, checkpoints: Mapping[int, Path], walks: Walks) -> 
                 found = interval(each, newest, setting.seed)
                 tables.events.append(Event(step, target, layer, metric, *found))
                 if metric == "angle" and step in (steps[0], steps[-1]):
-                    # As far before the event as after its window.
+                    # Eight steps before the event, and eight after its window.
                     lags = range(-8, setting.delay + setting.buffer + 9)
                     tables.around_events.extend(
                         Around(step, target, layer, *row)
@@ -119,7 +119,7 @@ def observe(model: Transformer, walks: Walks, setting: Setting) -> Seen:
                 continue
             moved = (found.s[1:] - found.s[:-1]).norm(dim=-1) / found.s[:-1].norm(dim=-1)
             if name == "qkt":
-                # Columns are tokens of the window: over those that both windows hold.
+                # Columns are tokens of the window: compare those that both windows contain.
                 before, after = targets.qkt[:-1, ..., 1:], targets.qkt[1:, ..., :-1]
                 angles = subspace_angles(svd(before), svd(after), top)
             else:
@@ -138,10 +138,9 @@ def observe(model: Transformer, walks: Walks, setting: Setting) -> Seen:
 
 @torch.no_grad()
 def learned(model: Transformer, walks: Walks, setting: Setting) -> tuple[float, float, float]:
-    """Loss in nats where a walk goes on along an edge and where it lands, and how far it was expected.
+    """Loss in nats along edges and at landings, and the probability of the landing's region before it.
 
-    That is the probability given to the region it lands in, one step before. Only the last position of
-    each window counts: it has seen the most.
+    Only the last position of each window counts, because it has seen the most tokens.
     """
     region, width = setting.graph.region, setting.width
     windows = sliding_windows(walks.tokens, width)
@@ -149,7 +148,7 @@ def learned(model: Transformer, walks: Walks, setting: Setting) -> tuple[float, 
     losses = next_token_loss(logits.flatten(0, 1), windows[..., -2:].flatten(0, 1)).view(
         windows.shape[:2]
     )
-    # The first window is long past what a roll brings around.
+    # `roll` wraps events around, but only to positions before the end of the first window.
     lands = walks.events.roll(setting.delay, 1)[:, width - 1 :]
     to = region == region[windows[..., -1]][..., None]
     mass = logits[..., -2, :].softmax(-1).where(to, 0).sum(-1)
@@ -160,7 +159,7 @@ def learned(model: Transformer, walks: Walks, setting: Setting) -> tuple[float, 
 def residual_norms(
     model: Transformer, walks: Walks, inside: Bool[Tensor, "walk step"], setting: Setting
 ) -> list[Norm]:
-    """The residual stream's norm after each block, inside against outside event windows."""
+    """The residual stream's norm after each block, inside and outside event windows."""
     width = setting.width
     length = inside.shape[1] // width * width
     tokens, windows = (value[:, :length].reshape(-1, width) for value in (walks.tokens, inside))
@@ -192,7 +191,7 @@ def _measures(step: int, target: str, s: Float[Tensor, "*window layer k"]) -> li
 
 
 def _drift(one: int, before: Seen, two: int, after: Seen, top: int) -> list[Drift]:
-    """Over the windows that were kept; a matrix without such a subspace does not count."""
+    """Drift over the kept windows, without matrices in which the top subspace is not defined."""
     rows = []
     for target in ("qkt", "wvwo", "avwo"):
         turned = subspace_angles(before.kept[target], after.kept[target], top)[..., -1]

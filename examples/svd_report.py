@@ -11,18 +11,18 @@ LABELS = {
     "angle": "largest principal angle, radians",
     "change": "change of singular values,\nshare of their norm",
 }
-# Untrained, trained, and how far beyond.
+# Colours of untrained, trained, and their difference.
 SERIES = ("tab:blue", "tab:orange", "black")
 
 
 def draw_spectra(tables: Tables, path: Path) -> None:
-    """Singular values by number, a line for each checkpoint, a panel for each target and layer."""
+    """Draws singular values: a line for each checkpoint, a panel for each target and layer."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1 + 2.5 * len(tables.layers)), layout="constrained")
     panels = figure.subplots(len(tables.layers), 3, sharex="col", sharey="col", squeeze=False)
-    # From green to dark violet; what comes before is too pale on white.
+    # From green to dark violet; the colours before are too pale on white.
     shades = colormaps["viridis_r"].resampled(len(tables.steps) + 1)
     for column, (target, title) in enumerate(TITLES.items()):
         for layer in tables.layers:
@@ -32,14 +32,14 @@ def draw_spectra(tables: Tables, path: Path) -> None:
                 panel.plot(
                     [row.number for row in mine],
                     [row.singular_value for row in mine],
-                    # The untrained model's over the others, which would hide it.
+                    # The untrained model on top, or the other lines would hide it.
                     **(dict(color=shades(at + 1)) if at else dict(color="k", ls=":", zorder=3)),
                     label=f"{step}",
                 )
             panel.set_yscale("log")
             panel.set_title(f"{title}, layer {layer}")
         panels[-1][column].set_xlabel("number of singular value")
-        # What float32 leaves below says nothing.
+        # Smaller values are float32 rounding.
         panels[0][column].set_ylim(bottom=max(panels[0][column].get_ylim()[0], 1e-5))
     for row in panels:
         row[0].set_ylabel("singular value")
@@ -49,7 +49,7 @@ def draw_spectra(tables: Tables, path: Path) -> None:
 
 
 def draw_drift(tables: Tables, setting: Setting, path: Path) -> None:
-    """The angle between checkpoints, by target and layer."""
+    """Draws the angle between consecutive checkpoints, by target and layer."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -75,7 +75,7 @@ def draw_drift(tables: Tables, setting: Setting, path: Path) -> None:
 
 
 def draw_events(tables: Tables, setting: Setting, path: Path) -> None:
-    """Differences with intervals, untrained beside trained, and the course around an event."""
+    """Draws differences with intervals, untrained and trained, and angles around an event."""
     from matplotlib.figure import Figure
 
     first, last = tables.steps[0], tables.steps[-1]
@@ -120,19 +120,19 @@ def draw_events(tables: Tables, setting: Setting, path: Path) -> None:
 
 
 def report(run: str, tables: Tables, setting: Setting) -> str:
-    """What the tables say, with its uncertainty; `run` says of what."""
+    """The findings in words, with their uncertainty; `run` describes the run."""
     parts = (_learning, _ranks, _drifts, _events, _norms, _summary)
     return "\n\n".join([run, *("\n".join(part(tables, setting)) for part in parts)])
 
 
 def _learning(tables: Tables, setting: Setting) -> list[str]:
     graph = setting.graph
-    # A walk is at a vertex in proportion to its neighbours.
+    # The probability of a vertex is proportional to its number of neighbours.
     degrees = graph.adjacency.sum(1).double()
     edge = ((degrees * degrees.log()).sum() / degrees.sum()).item()
     n = len(graph.region)
     return [
-        f"Learning (loss in nats; {math.log(n):.2f} knowing nothing, {math.log(n / graph.regions):.2f} "
+        f"Learning (loss in nats; {math.log(n):.2f} without knowledge, {math.log(n / graph.regions):.2f} "
         f"knowing the region, {edge:.2f} knowing the neighbours):",
         *(
             f"  step {row.step:>5}: along edges {row.edge_nats:.3f}, at landings "
@@ -203,10 +203,10 @@ def _summary(tables: Tables, setting: Setting) -> list[str]:
     less = sum(row.difference > 0 for row in clear)
     return [
         f"Of {len(rows)} comparisons beyond the untrained model, {len(clear)} exclude zero: {less} "
-        f"less stable inside, {len(clear) - less} more stable. By chance {0.05 * len(rows):.1f} would on "
-        "average. All share the same walks and the same bootstrap draws, so they tend to exclude zero "
-        "together: that number is a mean, and this count is no test of all of them at once.",
-        "The intervals cover the choice of walks, not that of the graph or of the model: one of each, "
-        "by its seed. A window holds other events besides its newest token's, so a difference is of "
-        "one token entering, and one leaving.",
+        f"less stable inside, {len(clear) - less} more stable. By chance the mean would be "
+        f"{0.05 * len(rows):.1f}. All share the same walks and bootstrap draws, so they tend to exclude "
+        "zero together: this count is not a joint test of all comparisons.",
+        "The intervals cover the choice of walks, but not the choice of graph and model: there is one "
+        "of each, by its seed. A window may hold other events than its newest token's, so a difference "
+        "is the effect of one token entering and one leaving.",
     ]

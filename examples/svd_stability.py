@@ -1,19 +1,19 @@
 """Are a small transformer's attention maps less stable around events? The study of svd-transformer.md.
 
-A model with one head learns random walks on a graph (`walks.py`), whose jumpers move the walk into
-another region some steps later. At checkpoints from the first step to the last, all three SVD targets
-are taken on the same walks, seen through a window that slides by one token:
+A model with one head learns random walks on a graph (`walks.py`). Jumpers move the walk into another
+region some steps later. All three SVD targets are computed at several checkpoints, always on the same
+walks, in a window that slides by one token:
 
-- spectra: singular values of WvWo, of QK^T and AVWo, and what can be read from them;
+- spectra: singular values of WvWo, QK^T and AVWo, and numbers that summarize them;
 - drift: how far the top singular subspace turns from one checkpoint to the next;
-- events: how far it turns, and how much the singular values change, from one window to the next, where
-  the newest token lies in an event window, [jumper, jumper + delay + buffer], against elsewhere.
+- events: how far it turns, and how much the singular values change, from one window to the next. Windows
+  with their newest token in an event window, [jumper, jumper + delay + buffer], are compared with others.
 
-Differences come with 95% intervals from a bootstrap over walks. The untrained model's are shown beside
-them, as what it shows too does not come from training.
+Differences have 95% intervals from a bootstrap over walks. They are also shown for the untrained model:
+effects that it shows too do not come from training.
 
-The checkpoints that are looked at stay in the directory, each a model for `models.load`. --resume goes
-on after Ctrl-C; when training is complete it looks at them again, also with other --walks.
+The analysed checkpoints stay in the directory, each a model for `models.load`. --resume continues after
+Ctrl-C. After training is complete, it repeats the analysis, also with other --walks.
 
     python examples/svd_stability.py --out out/svd_stability
     python examples/svd_stability.py --out out/svd_stability --resume --walks 96
@@ -38,30 +38,29 @@ from models import TrainingConfig, Transformer, build, save, train
 
 MODEL, WIDTH = "svd-64-2l", 32
 TRAINING, LENGTH, DELAY, BUFFER = 500, 160, 6, 5
-TOP = 3  # the dimension of the subspaces that are followed
-# A run that is killed loses at most this share of its steps, a second or two.
+TOP = 3  # the dimension of the top singular subspaces
+# Saves per run: a killed run loses at most one part of this many, a second or two.
 SAVES = 60
 
 
 def kept_steps(steps: int) -> list[int]:
-    """Up to nine steps whose checkpoints are looked at, 0 and the last included: early ones are near
-    each other, as most changes there."""
+    """Up to nine steps for analysis, including 0 and the last. Early ones are closer together, because
+    most changes happen there."""
     return sorted({0, *(round(steps * 2.0**-part) for part in range(6)), steps * 3 // 4})
 
 
 def train_with_checkpoints(
     model: Transformer, walks: Walks, config: TrainingConfig, out: Path, resume: bool
 ) -> dict[int, Path]:
-    """Trains on the walks' sliding windows; where the models of the steps to look at are.
+    """Trains on the walks' sliding windows, and returns the paths of the models to analyse, by step.
 
-    A model is written before the run's own checkpoint of that step, so what a resumed run takes for
-    done is there.
+    Each model is saved before the run's own checkpoint of that step, so a resumed run always has it.
 
     Raises:
-        As `train`.
+        As for `train`.
     """
     kept = {step: out / "checkpoints" / f"step-{step}" for step in kept_steps(config.steps)}
-    # One more than the model reads: its last position has a next token to learn too.
+    # One more than the model reads, because its last position also predicts a token.
     windows = sliding_windows(walks.tokens, WIDTH + 1).flatten(0, 1)
 
     def batches(step: int, generator: torch.Generator) -> Tensor:
@@ -82,21 +81,21 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=3000, help="of training (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of graph, walks, model and bootstrap")
+    parser.add_argument("--steps", type=int, default=3000, help="training steps (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="for graph, walks, model and bootstrap")
     parser.add_argument(
-        "--walks", type=int, default=48, help=f"how many to look at, {FEWEST} or more (%(default)s)"
+        "--walks", type=int, default=48, help=f"held-out walks, at least {FEWEST} (%(default)s)"
     )
     parser.add_argument("--out", type=Path, default=Path("out/svd_stability"), metavar="DIRECTORY")
-    parser.add_argument("--resume", action="store_true", help="go on from --out's checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from --out's checkpoint")
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains, looks, writes tables and figures, and says what was found.
+    """Trains, analyses the checkpoints, writes tables and figures, and prints the findings.
 
     Raises:
-        ValueError, OSError, FloatingPointError: saying what cannot be done.
+        ValueError, OSError, FloatingPointError: the message says what is wrong.
     """
     require_matplotlib()
     require_least(options, {"steps": 1, "walks": FEWEST})
@@ -124,14 +123,14 @@ def run(options: argparse.Namespace) -> None:
         look(setting, checkpoints, held_out, out, f"{MODEL}, {options.steps} steps, seed {seed}")
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"interrupted; {out} has all checkpoints: --resume looks at them again"
+            f"interrupted; {out} has all checkpoints: --resume analyses them again"
         ) from None
 
 
 def look(
     setting: Setting, checkpoints: Mapping[int, Path], walks: Walks, out: Path, what: str
 ) -> None:
-    """Writes tables, figures and findings; `what` was trained."""
+    """Writes tables, figures and findings; `what` describes the model."""
     tables = analyse(setting, checkpoints, walks)
     tables.write(out)
     draw_spectra(tables, out / "spectra.png")
@@ -149,7 +148,7 @@ def look(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
     return attempt(partial(run, parser().parse_args(arguments)))
 
 

@@ -1,10 +1,10 @@
 """Means inside and outside event windows, and around events, with intervals over walks.
 
-Steps of one walk depend on each other, so walks are drawn again with replacement, whole: the
-bootstrap by clusters. Its plain percentiles are too narrow for few walks, as the sample's own spread
-stands in for that of all walks; they are taken further out here, by as much as Student's t of n - 1
-is wider than the normal, and the spread with n - 1 wider than that with n (Hesterberg 2015, "What
-teachers should know about the bootstrap", the expanded percentile interval).
+Steps of one walk depend on each other, so the bootstrap draws whole walks with replacement (a cluster
+bootstrap). For few walks its plain percentiles are too narrow, because they use the spread of the sample.
+The percentiles here are further out: by the ratio of Student's t with n - 1 degrees of freedom to the
+normal, and by sqrt(n / (n - 1)). This is the expanded percentile interval of Hesterberg 2015, "What
+teachers should know about the bootstrap".
 """
 
 import math
@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# With fewer no percentile helps: two walks have three different samples, three have ten, and null
-# differences exclude zero in a quarter of trials over three walks, in up to an eighth over five.
+# Fewer walks have too few different samples: two have three, three have ten. Without any true difference
+# intervals exclude zero in a quarter of trials with three walks, and in up to an eighth with five.
 FEWEST = 12
 RESAMPLES = 4000
 
@@ -33,7 +33,7 @@ class Compared(NamedTuple):
 
 
 class AtLag(NamedTuple):
-    """The mean over events so many steps after them, and its 95% interval."""
+    """The mean at `lag` steps after events, and its 95% interval."""
 
     lag: int
     mean: float
@@ -44,12 +44,12 @@ class AtLag(NamedTuple):
 def interval(
     values: Float[Tensor, "walk step"], inside: Bool[Tensor, "walk step"], seed: int
 ) -> Compared:
-    """Compares steps inside with steps outside; NaN counts in neither.
+    """Compares the means of steps inside and outside, without NaN.
 
     Args:
-        values: what is compared.
+        values: the values to compare.
         inside: which steps are inside.
-        seed: of the draws, so that comparisons of one seed and number of walks share them.
+        seed: the seed of the draws. Comparisons with the same seed and number of walks share them.
 
     Raises:
         ValueError: if there are fewer than two walks.
@@ -74,13 +74,13 @@ def locked(
     lags: Iterable[int],
     seed: int,
 ) -> list[AtLag]:
-    """The mean of values at each lag from an event, before it where the lag is negative.
+    """The mean of values at each lag from an event; negative lags are before it.
 
     Args:
-        values: what is averaged; NaN does not count.
+        values: the values to average; NaN does not count.
         events: where events begin.
         lags: in steps, each shorter than a walk.
-        seed: of the draws.
+        seed: the seed of the draws.
 
     Raises:
         ValueError: if there are fewer than two walks.
@@ -106,7 +106,7 @@ def _drawn(walks: int, seed: int) -> Int[Tensor, "resample walk"]:
 
 
 def _percentiles(found: Float[Tensor, " resample"], walks: int) -> tuple[float, float]:
-    """The interval's ends; a resample without any step of a kind is NaN and left out."""
+    """The interval's ends, without resamples that are NaN because they have no steps of one kind."""
     normal, free = NormalDist(), walks - 1
     z = normal.inv_cdf(0.975)
     # Student's t to 0.002 from 11 degrees of freedom on (Abramowitz & Stegun 1964, 26.7.5).

@@ -1,4 +1,4 @@
-"""What the stability study is set in, and the rows of its tables."""
+"""The settings of the stability study, and the rows of its tables."""
 
 import csv
 from dataclasses import dataclass, field, fields
@@ -8,22 +8,22 @@ from typing import NamedTuple
 from walks import Graph
 
 METRICS = ("angle", "change")
-"""How a window's decomposition is compared with the one before: the largest angle by which the top
-subspace turned, in radians, and how far singular values moved, as a share of their norm."""
+"""How a window is compared with the one before: the largest angle between top subspaces, in radians, and
+the change of singular values, relative to their norm."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is walked on, what is read at once, and what is followed.
+    """The settings of the analysis.
 
     Attributes:
-        graph: of the walks.
-        width: tokens of a window, all that the model reads.
+        graph: the graph of the walks.
+        width: the number of tokens in a window, which is the model's input.
         delay: steps from a jumper to the landing.
-        buffer: steps after it that still belong to an event window.
+        buffer: steps after the landing that still belong to an event window.
         d_model: the model's width.
-        top: dimension of the singular subspaces that are followed.
-        seed: of the bootstrap's draws.
+        top: the dimension of the top singular subspaces.
+        seed: the seed of the bootstrap's draws.
     """
 
     graph: Graph
@@ -36,7 +36,7 @@ class Setting:
 
 
 class Spectrum(NamedTuple):
-    """A singular value, its mean over windows; counted from 1."""
+    """The mean over windows of a singular value; `number` counts from 1."""
 
     step: int
     target: str
@@ -46,7 +46,7 @@ class Spectrum(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """What is read from singular values; medians over windows."""
+    """Medians over windows of numbers that summarize singular values."""
 
     step: int
     target: str
@@ -69,7 +69,7 @@ class Drift(NamedTuple):
 
 
 class Event(NamedTuple):
-    """How far it turns from window to window, the newest token inside an event window or not."""
+    """The mean change from window to window, with the newest token inside or outside event windows."""
 
     step: int
     target: str
@@ -83,7 +83,7 @@ class Event(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """That difference less the untrained model's."""
+    """The difference of `Event` minus that of the untrained model."""
 
     target: str
     layer: int
@@ -94,7 +94,7 @@ class Beyond(NamedTuple):
 
 
 class Around(NamedTuple):
-    """The angle between windows so many steps after an event began."""
+    """The mean angle between windows at `lag` steps after the beginning of an event."""
 
     step: int
     target: str
@@ -115,7 +115,7 @@ class Learned(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The residual stream's norm after a block, and how many dimensions it fills in windows."""
+    """The residual stream's norm after a block, and its effective rank in event windows."""
 
     layer: int
     inside: float
@@ -128,7 +128,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """All rows, by the name of their file."""
+    """The rows of all tables, by the names of their files."""
 
     spectra: list[Spectrum] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
@@ -141,16 +141,16 @@ class Tables:
 
     @property
     def steps(self) -> list[int]:
-        """Of the checkpoints, in order."""
+        """The steps of the checkpoints, in order."""
         return [row.step for row in self.learning]
 
     @property
     def layers(self) -> list[int]:
-        """All of the model's."""
+        """All layers of the model."""
         return [row.layer for row in self.residual_norms]
 
     def write(self, directory: Path) -> None:
-        """A CSV file for each table; numbers with six digits."""
+        """Writes a CSV file for each table, with numbers of six digits."""
         for table in fields(self):
             rows = getattr(self, table.name)
             with (directory / f"{table.name}.csv").open("w", newline="") as file:

@@ -1,14 +1,14 @@
-"""Trains a small language model of characters, samples from it, and draws what it learned.
+"""Trains a small character model, samples from it, and draws what it learned.
 
-By default it is nanoGPT's setting for a CPU (4 layers, 4 heads, width 128, context 64, 2000 batches of 12,
-no dropout) at twice its learning rate: 1.82 nats per character on the held-out tenth of Tiny Shakespeare
-after some minutes. At nanoGPT's own 1e-3 it is 1.90; nanoGPT's published 1.88 is estimated from 20 random
-batches, with a standard deviation of 0.016. The text is ../shared/data/tinyshakespeare.txt if it is
-there, else Python's own documentation. The tiny transformer's experiments are options: sizes,
-positions, regularisation, schedule, or any registered config.
+The default is nanoGPT's setting for a CPU (4 layers, 4 heads, width 128, context 64, 2000 batches of 12,
+no dropout) with twice its learning rate. After some minutes it reaches 1.82 nats per character on the
+held-out tenth of Tiny Shakespeare. With nanoGPT's own 1e-3 it is 1.90. nanoGPT's published 1.88 is an
+estimate from 20 random batches, with a standard deviation of 0.016. The text is
+../shared/data/tinyshakespeare.txt if it exists, otherwise Python's own documentation. Options change
+sizes, positions, regularisation and schedule, or choose any registered config.
 
-A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's name; so
-give each further experiment an --out of its own.
+A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's name.
+Give each further experiment its own --out.
 
     python examples/tiny_lm.py
     python examples/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
@@ -50,7 +50,7 @@ from models import (
 )
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
-# Options that are fields of the model's config: those that are given replace what it has.
+# Options for fields of the model's config. Options that are given replace its values.
 FIELDS = {
     "layers": "n_layers",
     "heads": "n_heads",
@@ -60,7 +60,7 @@ FIELDS = {
     "positions": "positions",
     "dropout": "dropout",
 }
-# Those that are fields of the training's.
+# Options for fields of the training config.
 TRAINING = (
     *("steps", "batch_size", "learning_rate", "final_rate", "warmup", "weight_decay", "clip"),
     *("seed", "evaluate_every"),
@@ -81,16 +81,15 @@ def nano(vocab_size: int) -> TransformerConfig:
 
 
 def text_of(path: Path | None) -> tuple[str, str]:
-    """The text at a path, by default Tiny Shakespeare where it is, else Python's documentation; and
-    where it is from."""
+    """The text and the name of its source: a path, or Tiny Shakespeare if it exists, otherwise Python's
+    documentation."""
     if path is not None or SHAKESPEARE.is_file():
         return text_at(path or SHAKESPEARE), str(path or SHAKESPEARE)
     return pydoc_text(), "Python's documentation"
 
 
 def prompt_of(given: str | None, text: str, tokenizer: CharTokenizer) -> list[int]:
-    """What samples begin with: if nothing is given a new line or, in a text of one line, its first
-    character."""
+    """The beginning of samples: by default a new line or, in a text of one line, its first character."""
     if given is None:
         given = "\n" if "\n" in text else text[0]
     if not given:
@@ -104,8 +103,8 @@ def prompt_of(given: str | None, text: str, tokenizer: CharTokenizer) -> list[in
 def continued(
     model: Transformer, prompt: list[int], length: int, sampling: Sampling, seed: int
 ) -> list[int]:
-    """A prompt and `length` more tokens, also beyond the context: each time it is full, the model
-    reads the last half of what is written anew."""
+    """A prompt and `length` more tokens, also beyond the context. Each time it is full, the model
+    reads the last half of a context again."""
     n_ctx, tokens = model.config.n_ctx, list(prompt)
     generator = torch.Generator().manual_seed(seed)
     while (left := len(prompt) + length - len(tokens)) > 0:
@@ -133,9 +132,9 @@ def all_options() -> argparse.ArgumentParser:
     data.add_argument(
         "--validation-windows",
         type=int,
-        help="at most so many contexts of the held-out tenth are evaluated (all; 16 with --model)",
+        help="the most contexts of the held-out tenth to evaluate (all; 16 with --model)",
     )
-    model = options.add_argument_group("model; what is not given is nanoGPT's, or the --model's")
+    model = options.add_argument_group("model (by default nanoGPT's or --model's values)")
     model.add_argument("--model", metavar="NAME", help=", ".join(available()))
     for name in ("layers", "heads", "width", "mlp-width", "context"):
         model.add_argument(f"--{name}", type=int)
@@ -146,21 +145,21 @@ def all_options() -> argparse.ArgumentParser:
     training.add_argument("--learning-rate", type=float, default=2e-3, help="(%(default)s)")
     training.add_argument("--warmup", type=int, default=100, help="steps (%(default)s)")
     training.add_argument(
-        "--final-rate", type=float, default=0.1, help="share of the rate at the end; 1: constant"
+        "--final-rate", type=float, default=0.1, help="the rate's share at the end; 1: constant"
     )
     training.add_argument("--weight-decay", type=float, default=0.1)
-    training.add_argument("--clip", type=float, default=1.0, help="gradient norm; 0 for any")
+    training.add_argument("--clip", type=float, default=1.0, help="gradient norm; 0: no limit")
     training.add_argument("--evaluate-every", type=int, default=250, metavar="STEPS")
-    training.add_argument("--resume", action="store_true", help="go on from --out's checkpoint")
+    training.add_argument("--resume", action="store_true", help="continue --out's checkpoint")
     samples = options.add_argument_group("samples")
     samples.add_argument("--prompt", help="how they begin (a new line, or the first character)")
-    samples.add_argument("--length", type=int, default=300, help="characters a sample")
+    samples.add_argument("--length", type=int, default=300, help="characters per sample")
     return options
 
 
 def run(options: argparse.Namespace) -> None:
     """Trains, then writes model, samples and figures to the directory."""
-    # With a context of 1 there is no room for a character after the prompt.
+    # A context of 1 has no room for a character after the prompt.
     require_least(options, {"validation_windows": 1, "context": 2, "length": 1})
     require_matplotlib()
     out = Path("out", options.model or "tiny-lm") if options.out is None else options.out
@@ -211,7 +210,7 @@ def draw(
     held_out: torch.Tensor,
     result: TrainingResult,
 ) -> None:
-    """Writes the figures: attention on the first held-out characters."""
+    """Writes the figures of losses, and of attention on the first held-out characters."""
     from tiny_lm_figures import attention_figure, loss_figure
 
     validation = {step: found.nats for step, found in result.validation.items()}
@@ -221,7 +220,7 @@ def draw(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
     return attempt(partial(run, all_options().parse_args(arguments)))
 
 

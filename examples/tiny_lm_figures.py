@@ -1,4 +1,4 @@
-"""What `tiny_lm.py` draws: losses by step, and what each head attends to."""
+"""The figures of `tiny_lm.py`: losses by step, and attention patterns."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from hooks import HookedRunner
 from models import CharTokenizer, Transformer
 
-# At most so many layers and heads are drawn.
+# The most layers and heads to draw.
 MAPS = 6
 VISIBLE = {"\n": "↵", " ": "·"}
 
@@ -42,16 +42,16 @@ def loss_figure(losses: Sequence[float], validation: Mapping[int, float]) -> Fig
 
 
 def attention_figure(model: Transformer, tokenizer: CharTokenizer, text: str) -> Figure:
-    """What each head's queries attend to on a text: a map for each of the first layers and heads."""
+    """Attention patterns on a text, one map for each of the first layers and heads."""
     tokens = torch.tensor([tokenizer.encode(text)])
     _, cache = HookedRunner(model).run_with_cache(tokens, names="blocks.*.attn.pattern")
     layers, heads = min(model.config.n_layers, MAPS), min(model.config.n_heads, MAPS)
     labels = labels_of(text)
-    # Code points would run into one another.
+    # Horizontal code points would overlap.
     rotation = "vertical" if max(map(len, labels)) > 1 else "horizontal"
     figure = Figure(figsize=(2.4 * heads + 0.6, 2.5 * layers + 0.4), layout="constrained")
     grid = figure.subplots(layers, heads, squeeze=False)
-    # By the root: shares of a tenth are seen too.
+    # The square root makes weights of a tenth visible too.
     shades = PowerNorm(0.5, vmin=0, vmax=1)
     for layer in range(layers):
         for head, axes in enumerate(grid[layer]):

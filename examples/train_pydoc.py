@@ -1,12 +1,12 @@
-"""Trains a character model like pydoc-4l, which ships with the package, on Python's own documentation.
+"""Trains a character model like the bundled pydoc-4l on Python's own documentation.
 
-The text is `pydoc_data.topics`, which every Python carries; its last tenth is held out. Batches
-are prose at first. Once the model has learned to look at the character before, six of their sixteen
-rows are random characters repeated, and it learns to copy in context within some hundred steps; with
-such rows from the start, both take much longer.
+The text is `pydoc_data.topics`, a part of every Python. Its last tenth is held out. At first batches are
+only prose, and the model learns to attend to the previous character. Then six of their sixteen rows are
+repeated random characters, and it learns to copy in context within some hundred steps. With such rows
+from the start, both take much longer.
 
-The directory gets a log and checkpoints, and of the models that copy the one with the lowest validation
-loss. pydoc-4l itself was trained on rows of one character less, so a run gives other weights; its losses
+The directory gets a log, checkpoints, and the model with the lowest validation loss among those that
+copy. pydoc-4l itself was trained on rows of one character less, so a run gives other weights. Its losses
 are in its training.json.
 
     python examples/train_pydoc.py --out out/pydoc-4l
@@ -52,7 +52,7 @@ def model_config(vocab_size: int, dropout: float) -> TransformerConfig:
 
 
 def repeated(rows: int, length: int, vocab_size: int, generator: torch.Generator) -> torch.Tensor:
-    """Random characters with a period of 4 to 48, another for each row: [rows, length]."""
+    """Random characters that repeat, [rows, length], each row with its own period of 4 to 48."""
     periods = torch.randint(4, 49, (rows, 1), generator=generator)
     once = torch.randint(vocab_size, (rows, 48), generator=generator)
     return once.gather(1, torch.arange(length) % periods)
@@ -60,14 +60,14 @@ def repeated(rows: int, length: int, vocab_size: int, generator: torch.Generator
 
 @torch.no_grad()
 def copying(model: Transformer) -> tuple[float, float]:
-    """Mean loss, in nats per character, on the first and on the second copy of 40 random ones."""
+    """Mean losses, in nats per character, on the first and the second copy of 40 random characters."""
     tokens = repeated_tokens(model.config.vocab_size, period=40, batch=64)
     loss = next_token_loss(model(tokens), tokens)
     return loss[:, :39].mean().item(), loss[:, 39:].mean().item()
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Trains, keeps the weights with the lowest validation loss that copy, writes what it measured."""
+    """Trains, keeps the best model that copies, by validation loss, and writes measurements."""
     require_least(options, {"prose_steps": 0})
     require_own(options.out, resume=options.resume)
     text = pydoc_text()
@@ -85,13 +85,13 @@ def run(options: argparse.Namespace, command: str) -> None:
 
     def batches(step: int, generator: torch.Generator) -> torch.Tensor:
         copies = COPIES if step >= options.prose_steps else 0
-        # The last of each row is not read, only predicted.
+        # The last character of each row is only predicted, not read.
         length = config.n_ctx + 1
         prose = sample_batch(training, ROWS - copies, length, generator)
         return torch.cat([prose, repeated(copies, length, config.vocab_size, generator)])
 
     best = math.inf
-    if (options.out / "config.json").exists():  # the run's own, as it is resumed
+    if (options.out / "config.json").exists():  # from this run, which is resumed
         best = evaluate(load(options.out), validation).nats
 
     def after_step(step: int, loss: float) -> None:
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, command: str) -> None:
     train(model, batches, schedule, directory=where, resume=resume, after_step=after_step)
     if best == math.inf:
         raise ValueError(
-            f"after {options.steps} steps the model does not copy in context; no model was kept"
+            f"the model must copy in context; it does not after {options.steps} steps: none is kept"
         )
     kept = load(options.out)
     first, second = copying(kept)
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for what cannot be done, 130 for Ctrl-C."""
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser(__doc__, "out/pydoc-4l", 3500)
     options.add_argument(
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--learning-rate", type=float, default=2e-3)
     options.add_argument("--dropout", type=float, default=0.0)
     options.add_argument(
-        "--resume", action="store_true", help="go on from --out's checkpoint, other options as then"
+        "--resume", action="store_true", help="continue --out's checkpoint with the same options"
     )
     command = shlex.join(["python", "examples/train_pydoc.py", *arguments])
     return attempt(partial(run, options.parse_args(arguments), command))

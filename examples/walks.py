@@ -1,9 +1,8 @@
-"""Random walks on a graph of regions, with jumpers: vertices that move the walk elsewhere later.
+"""Random walks on a graph of regions, with jumpers: vertices that later move the walk to another region.
 
-A token is a vertex; there are no others. Vertices are numbered at random, so a number says nothing.
-Edges join vertices of one region. When the walk stands on a jumper and no event is under way, an event
-begins: `delay` steps later, wherever it is by then, the walk stands in the region that the jumper leads
-to.
+Each token is a vertex. Vertices are numbered at random, so their numbers carry no information. Edges
+join vertices of one region. When the walk is on a jumper and no event is active, an event begins:
+`delay` steps later the walk is in the region that the jumper leads to, wherever it was before.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ class Graph:
 
     Attributes:
         adjacency: True where an edge joins two vertices.
-        region: of each vertex, counted from 0.
+        region: the region of each vertex, counted from 0.
         leads_to: the region that a jumper moves the walk into; -1 for other vertices.
     """
 
@@ -29,7 +28,7 @@ class Graph:
 
     @property
     def regions(self) -> int:
-        """How many regions there are."""
+        """The number of regions."""
         return int(self.region.max()) + 1
 
 
@@ -39,7 +38,7 @@ class Walks:
 
     Attributes:
         tokens: the vertex at each step.
-        events: True where the walk stands on a jumper and an event begins.
+        events: True where the walk is on a jumper and an event begins.
     """
 
     tokens: Int[Tensor, "walk step"]
@@ -49,18 +48,18 @@ class Walks:
 def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> Graph:
     """A random graph of regions of near equal size, each connected.
 
-    Each region is a random cycle with chords. Its first jumper leads to the next region, so that every
-    vertex can be reached from every other; its further ones lead anywhere else.
+    Each region is a random cycle with chords. Its first jumper leads to the next region, so every vertex
+    can be reached from every other. Its other jumpers lead to random other regions.
 
     Args:
         n: number of vertices.
         regions: number of regions, at least 2, of at least 3 vertices each.
         degree: mean number of neighbours, at least 2 and below the size of a region.
         jumpers: how many in each region, at least 1 and below its size.
-        seed: of everything random here.
+        seed: the seed of the graph.
 
     Raises:
-        ValueError: naming the rule and the number that breaks it.
+        ValueError: if a number is out of range; it names the rule and the number.
     """
     size = n // regions
     if regions < 2 or size < 3:
@@ -84,7 +83,7 @@ def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> 
         upper = torch.ones(n, n, dtype=torch.bool).triu(1)
         inside = (region[:, None] == number) & (region == number)
         free = (upper & inside & ~adjacency).nonzero()
-        # The cycle has as many edges as members, and gives each two neighbours.
+        # The cycle has as many edges as members, and gives each member two neighbours.
         chords = (degree - 2) * len(members) // 2
         chosen = free[torch.randperm(len(free), generator=generator)[:chords]]
         adjacency[chosen[:, 0], chosen[:, 1]] = adjacency[chosen[:, 1], chosen[:, 0]] = True
@@ -97,17 +96,16 @@ def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> 
 def random_walks(
     graph: Graph, count: int, length: int, delay: int, generator: torch.Generator
 ) -> Walks:
-    """Walks that begin anywhere and continue to a uniformly chosen neighbour; see the module for events.
+    """Walks from random vertices to uniformly chosen neighbours, with the events of this module.
 
-    An event ends on a vertex chosen uniformly from its region. What jumpers the walk passes meanwhile
-    changes nothing.
+    An event ends on a vertex chosen uniformly from its region. Other jumpers on the way have no effect.
 
     Args:
-        graph: where to walk.
+        graph: the graph.
         count: number of walks.
-        length: steps of each, its first vertex included.
+        length: vertices of each walk, including the first.
         delay: steps from a jumper to the other region (r), at least 1.
-        generator: of everything random here.
+        generator: the generator of the walks.
 
     Raises:
         ValueError: if the delay is below 1.
@@ -132,14 +130,14 @@ def random_walks(
 def event_windows(
     events: Bool[Tensor, "walk step"], delay: int, buffer: int
 ) -> Bool[Tensor, "walk step"]:
-    """True in `[s, s + delay + buffer]`, both ends included, for each event's step s.
+    """True in `[s, s + delay + buffer]`, including both ends, for each event at a step s.
 
     A window that runs past the last step ends there.
 
     Args:
         events: True at the steps where events begin.
         delay: steps from a jumper to the other region (r), at least 1.
-        buffer: steps after that which still belong to the window.
+        buffer: steps after the landing that still belong to the window.
 
     Raises:
         ValueError: if the delay is below 1.
@@ -154,7 +152,7 @@ def event_windows(
 def sliding_windows(
     values: Shaped[Tensor, "walk step"], width: int
 ) -> Shaped[Tensor, "walk start width"]:
-    """Every stretch of `width` steps, with stride 1: a view."""
+    """All windows of `width` steps, with stride 1, as a view."""
     return values.unfold(1, width, 1)
 
 

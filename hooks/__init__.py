@@ -1,4 +1,4 @@
-"""Hook points, a runner that listens at them, and the cache it hands back. Knows no transformer."""
+"""Hook points, a runner that listens at them, and the cache it returns. Works on any `nn.Module`."""
 
 from hooks._torch import Identity
 from hooks.cache import ActivationCache

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# A plan runs the model on tensors without numbers, and PyTorch documents no other kind.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -14,18 +16,24 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import forward_ad
+
+# Hooks that a user sets on all modules at once must act on an `Identity` too.
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
+
+# A counter of operations, for instance, must not miss those that oneDNN does.
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+# The arguments of a block may be nested in any way. PyTorch has no public function for that.
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
 class Identity(nn.Module):
-    """Gives back its input, as `nn.Identity` does, at less cost while no hook is set on it.
+    """Returns its input, like `nn.Identity`, at less cost while it has no hooks.
 
     >>> Identity()(torch.tensor([2.0, 3.0]))
     tensor([2., 3.])
@@ -53,11 +61,11 @@ class Identity(nn.Module):
 
 
 class Component(nn.Module):
-    """An `nn.Module` whose children and weights are found in 0.1 instead of 0.7 microseconds.
+    """An `nn.Module` that finds its children and weights in 0.1 instead of 0.7 microseconds.
 
-    `nn.Module` finds them in `__getattr__`, which Python calls last. A block asks for forty of them in
-    each step, which is a quarter of the time that a small model needs to generate a token. Here the class
-    has a descriptor for each name. It reads the module's own dictionaries, so it is never out of date.
+    `nn.Module` finds them in `__getattr__`, which Python calls last. A block does this forty times in
+    each step: a quarter of the time that a small model needs to generate a token. Here the class has
+    a descriptor for each name. It reads the module's own dictionaries, so it is never out of date.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -68,7 +76,7 @@ class Component(nn.Module):
 
 
 class _Kept:
-    """A descriptor without `__set__`, so that an instance may also have an attribute of that name."""
+    """A descriptor without `__set__`, so an instance may also have an attribute of that name."""
 
     def __init__(self, kept_in: str, name: str) -> None:
         self.kept_in, self.name = kept_in, name
@@ -83,7 +91,7 @@ class _Kept:
 
 
 def children(module: nn.Module) -> list[nn.Module]:
-    """The child modules. `named_children` keeps a set of those seen, which costs more than the rest."""
+    """The child modules. `named_children` also keeps a set of them, and that costs more than the rest."""
     return [child for child in module._modules.values() if child is not None]
 
 
@@ -98,7 +106,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that are registered on `module`, those of backward passes last."""
+    """The hooks registered on `module`, backward hooks last."""
     return [
         *module._forward_pre_hooks.values(),
         *module._forward_hooks.values(),
@@ -108,9 +116,9 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def state_of(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of `module` and of what is inside it.
+    """The parameters and buffers of `module` and of the modules inside it.
 
-    `parameters()` and `buffers()` take ten times as long, as they make names and look for repetitions.
+    `parameters()` and `buffers()` take ten times as long: they build names and remove duplicates.
     """
     own = (*module._parameters.values(), *module._buffers.values())
     found = [tensor for tensor in own if tensor is not None]
@@ -120,12 +128,12 @@ def state_of(module: nn.Module) -> list[Tensor]:
 
 
 def own_attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's attributes and its buffers, to be put back as they were."""
+    """A module's dictionaries of attributes and of buffers, for a caller that restores them."""
     return module.__dict__, module._buffers
 
 
 def version(tensor: Tensor) -> int:
-    """How often `tensor` was written to in place; -1 for an inference tensor, which does not count."""
+    """The number of in-place writes to `tensor`; -1 for an inference tensor, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -135,7 +143,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` has memory of its own: not inside vmap and grad."""
+    """Whether `tensor` has memory of its own; inside vmap and grad it has none."""
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -145,15 +153,15 @@ def is_of_parameter(tensor: Tensor) -> bool:
 
 
 def is_unwatched(tensor: Tensor) -> bool:
-    """Whether neither autograd, in reverse or forward mode, nor vmap follows what is done to a tensor."""
+    """Whether neither autograd (reverse or forward mode) nor vmap tracks operations on `tensor`."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (tensor.requires_grad or transformed)
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether these are ordinary float32 tensors on the CPU, and nothing follows what is done to them.
+    """Whether these are ordinary float32 tensors on the CPU, and nothing tracks operations on them.
 
-    Autograd, vmap, autocast, compilers, tracers and dispatch modes follow single operations.
+    Autograd, vmap, autocast, compilers, tracers and dispatch modes all do.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
@@ -173,9 +181,9 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of plain tensors by oneDNN, if it is there; on some processors in half the time.
+    """`F.linear` of plain tensors, by oneDNN where available: on some processors in half the time.
 
-    It is the operator that torch.compile uses; `F.linear` never does.
+    torch.compile uses this operator; `F.linear` never does.
     """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return F.linear(x, weight, bias)
@@ -185,8 +193,8 @@ def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def traced_as_constant(function: Callable[..., bool]) -> Callable[..., bool]:
     """Makes torch.compile call `function` while it traces, and keep the answer.
 
-    The mark is what `torch.compiler.assume_constant_result` sets; that function would import the
-    compiler, which takes longer than all else here.
+    `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler. That
+    takes longer than all other imports here.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions carry attributes
     return function

@@ -1,4 +1,4 @@
-"""ActivationCache: what a run kept, by name, read-only."""
+"""ActivationCache: the values that a run kept, by name, read-only."""
 
 import os
 import textwrap
@@ -24,9 +24,9 @@ class ActivationCache(Mapping[str, Tensor]):
 
     Args:
         values: the tensors by name.
-        axes: the axis names of each value; a name that is absent has none.
-        known: every point of the model, in its order: short forms count layers among these.
-        config_hash: says which configuration the values came from.
+        axes: the axis names of each value.
+        known: the names of all points of the model, in order. Short forms count layers among these.
+        config_hash: the hash of the configuration that the values came from.
         grads: gradients by name; None where the run did not ask for them.
 
     >>> from hooks import HookedRunner, HookPoint
@@ -57,7 +57,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """The value under a full name, or under a (short name, layer) pair.
 
         Raises:
-            UnknownNameError: if it is not here; it names close matches.
+            UnknownNameError: if the cache has no such value. The error names close matches.
         """
         return self._values[self.name(key)]
 
@@ -90,7 +90,7 @@ class ActivationCache(Mapping[str, Tensor]):
     def _all_names(self) -> list[str]:
         return list(dict.fromkeys([*self._known, *self._values]))
 
-    # Mapping compares item by item, and tensors do not compare to a truth value.
+    # Mapping compares item by item, and comparing tensors does not give one truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -113,7 +113,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
     @property
     def grads(self) -> "ActivationCache":
-        """The gradient at each point, as the last backward pass brought it.
+        """The gradient at each point, from the last backward pass.
 
         Raises:
             CacheError: if the run did not ask for them, or no backward pass has reached them yet.
@@ -126,11 +126,11 @@ class ActivationCache(Mapping[str, Tensor]):
         return ActivationCache(arrived, self._axes, self._known, self.config_hash)
 
     def stack(self, short: str) -> Tensor:
-        """The values that end in `short`, of every layer of the model: [layer, ...].
+        """The values of all layers whose names end in `short`, stacked: [layer, ...].
 
         Raises:
             UnknownNameError: if there is no such value.
-            CacheError: if a layer of the model that has it is missing from this cache.
+            CacheError: if the model has such a value in a layer, and this cache does not.
         """
         found = names.layers(short, self._all_names())
         missing = [name for name in found.values() if name not in self._values]
@@ -146,7 +146,7 @@ class ActivationCache(Mapping[str, Tensor]):
     def at(self, **where: Index) -> "ActivationCache":
         """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
 
-        An integer drops the axis. Values without the axis stay whole. A lazy cache is recomputed.
+        An integer drops the axis. Values without the axis stay whole. Lazy values are computed first.
 
         Raises:
             UnknownNameError: if no value has an axis of that name.
@@ -164,9 +164,9 @@ class ActivationCache(Mapping[str, Tensor]):
         return self._mapped(lambda name, value: value[index[name]] if index[name] else value, axes)
 
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
-        """A cache on another device, or in another dtype, which integers do not take.
+        """A cache on another device, or in another dtype. Integers keep their dtype.
 
-        A lazy cache is recomputed.
+        Lazy values are computed first.
         """
 
         def moved(name: str, value: Tensor) -> Tensor:
@@ -177,24 +177,24 @@ class ActivationCache(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """The memory the cache holds now, in bytes; storage that values share counts once."""
+        """The memory that the cache holds now, in bytes. Storage that values share counts once."""
         values = self._values
         return storage.nbytes(
             values.held() if isinstance(values, LazyValues) else list(values.values())
         )
 
     def drop(self) -> None:
-        """Forgets what a lazy cache recomputed; asked for again, it is computed again.
+        """Frees the values that a lazy cache recomputed. It computes them again when asked.
 
         Raises:
-            CacheError: if the cache is not lazy, as nothing could bring the values back.
+            CacheError: if the cache is not lazy, because the values would be lost.
         """
         if not isinstance(self._values, LazyValues):
             raise CacheError("only a lazy cache can drop values and compute them again")
         self._values.drop()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the values as safetensors, whole or not at all. A lazy cache is recomputed.
+        """Writes the values as safetensors, completely or not at all. Lazy values are computed first.
 
         Raises:
             FileNotFoundError: if there is no such directory.
@@ -212,17 +212,17 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Args:
             path: the file.
-            model: where given, the cache must have come from this model's configuration.
+            model: if given, the cache must come from a model with the same configuration.
 
         Raises:
-            CacheError: if the file is truncated or foreign, or came from another configuration.
+            CacheError: if the file is truncated, is no cache, or came from another configuration.
         """
         values, described = storage.load(Path(path))
         hashed = described["config_hash"]
         if model is not None and storage.config_hash(model) != hashed:
             raise CacheError(
-                f"{path} came from a model with config hash {hashed[:12]}; this model's is "
-                f"{storage.config_hash(model)[:12]}"
+                f"{path} must come from a model with this model's config hash, "
+                f"{storage.config_hash(model)[:12]}; got {hashed[:12]}"
             )
         return cls(values, **described)
 

@@ -1,4 +1,4 @@
-"""Recorder: keeps what the requested points give, as its options say, and nothing more."""
+"""Recorder: keeps the values of the requested points. Options: how it keeps them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,16 +29,16 @@ class Options:
     """How a run keeps values: keyword arguments of every method that makes or plans a cache.
 
     Attributes:
-        positions: keep only these positions of the axes `pos` and `query`; nothing else is kept.
-        windows: of the residual stream keep the vectors where this boolean [batch, pos] is True, under
-            the point's name as [window, d_model], and the L2 norms of all, under `NAME.norm` as
-            [batch, pos]. The order of the windows is by row, then by position.
-        device, dtype: where and as what to keep values; integers keep their type.
-        detach: whether kept values are cut from the autograd graph.
+        positions: keep only these positions of the axes `pos` and `query`.
+        windows: a boolean mask [batch, pos] for the residual stream. Vectors where it is True are kept
+            under the point's name as [window, d_model], ordered by row, then by position. The L2
+            norms of all vectors are kept under `NAME.norm` as [batch, pos].
+        device, dtype: the device and dtype of kept values; integers keep their dtype.
+        detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
 
     Raises:
-        ValueError: if options contradict each other, or gradients are asked for and switched off.
+        ValueError: if options contradict each other, or `grads=True` while gradients are off.
         TypeError: if `positions` is neither a slice nor a list of integers.
 
     >>> Options(positions=range(2)).positions
@@ -65,7 +65,7 @@ class Options:
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
-        """The options among keyword arguments, and the rest, which are the model's."""
+        """Splits keyword arguments into options and the model's own arguments."""
         names = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in kwargs.items() if name in names}
         if given.get("windows") is not None:
@@ -73,10 +73,10 @@ class Options:
         return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
 
     def suited(self, points: dict[str, Point]) -> dict[str, Point]:
-        """`points`, if every option acts on some of them.
+        """Returns `points` if every option applies to at least one of them.
 
         Raises:
-            ValueError: if there are windows, and no point of the residual stream.
+            ValueError: if there are windows but no point of the residual stream.
         """
         if self.windows is not None and not any(map(self.windows.apply_to, points.values())):
             raise ValueError(
@@ -86,32 +86,32 @@ class Options:
         return points
 
     def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
-        """The names under which the value of `point` is kept, each with its axes."""
+        """The names that the value of `point` is kept under, each with its axes."""
         if self.windows is None or not self.windows.apply_to(point):
             return {point.name: point.axes}
         return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
 
     def reduce(self, value: Tensor, point: Point) -> Iterator[tuple[str, Tensor]]:
-        """What is left of `value`, under each name of `kept_as`."""
+        """The part of `value` to keep under each name of `kept_as`."""
         parts = [value]
         if self.windows is not None and self.windows.apply_to(point):
             parts = self.windows.reduce(value, point)
         elif self.positions is not None:
             parts = [_take_positions(value, point, self.positions)]
         for name, part in zip(self.kept_as(point), parts, strict=True):
-            # Integers, token ids for instance, would be rounded.
+            # A floating dtype would round integers such as token ids.
             yield name, part.to(self.device, self.dtype if part.is_floating_point() else None)
 
 
 class Recorder:
     """Collects the values of `points`, and their gradients if asked, during one run.
 
-    With `joined`, a point may fire many times, and its values are put together by position.
+    With `joined`, a point may fire many times. Its values are joined along the position axis.
 
     Attributes:
-        values: what was captured, by name, in the model's order.
+        values: the captured values by name, in the model's order.
         axes: the axes of each value.
-        grads: the gradients that a later backward pass brings; they never hold a graph.
+        grads: the gradients from a later backward pass, without their graph.
         options: how values are kept.
     """
 
@@ -133,15 +133,15 @@ class Recorder:
         self._parts: dict[str, list[Tensor]] | None = {} if joined else None
 
     def hook(self, point: Point) -> Callable[[Any], Any]:
-        """A forward hook that records `point`, and changes no number of its output."""
+        """A forward hook that records `point` and leaves its value unchanged."""
 
         def record(output: Any) -> Any:
             value = first_tensor(output, point)
             if point.axes and value.ndim != len(point.axes):
-                raise HookError(f"{point} carried a value of shape {tuple(value.shape)}")
+                raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
             if point.name in self._fired and self._parts is None:
                 raise HookError(
-                    f"{point.name} fired twice in one run, and a cache keeps one value a name: "
+                    f"{point.name} fired twice in one run, and a cache keeps one value per name: "
                     "leave it out of the selector"
                 )
             self._fired.add(point.name)
@@ -157,11 +157,11 @@ class Recorder:
         return record
 
     def finish(self, reason: str = NEVER_FIRED) -> None:
-        """Puts values in the model's order, and makes sure that they are all there and untouched.
+        """Puts values in the model's order. Checks that all are present and none was overwritten.
 
         Raises:
-            NeverFiredError: names the points that the run did not reach, with `reason`.
-            CacheError: names the points whose values a later module overwrote in place.
+            NeverFiredError: if the run did not reach a point; the message includes `reason`.
+            CacheError: if a later module overwrote a value in place.
         """
         require_fired(self.points, self._fired, reason)
         if self._parts is not None:
@@ -170,17 +170,17 @@ class Recorder:
         for name, before in self._versions.items():
             if version(self.values[name]) != before:
                 raise CacheError(
-                    f"the value of {name} was changed in place by the model after it was captured; "
-                    "ask for the module that changed it, or switch its in-place option off"
+                    f"the model changed the value of {name} in place after its capture; "
+                    "select the module that changed it, or switch its in-place option off"
                 )
         if self.options.detach:
             self.values = _compacted(self.values)
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         if not value.is_floating_point():
-            raise HookError(f"{point.name} holds {value.dtype}, which has no gradient")
+            raise HookError(f"grads=True needs floating values; got {value.dtype} at {point.name}")
         value = as_node(value)
-        # The hook lives as long as the graph: it must not hold the recorder, which holds values.
+        # The hook lives as long as the graph, so it must not hold the recorder and its values.
         grads, options = self.grads, self.options
 
         def keep(grad: Tensor) -> None:
@@ -196,27 +196,27 @@ class Recorder:
         value = value.detach() if self.options.detach else value
         for name, kept in self.options.reduce(value, point):
             if self._parts is not None:
-                # A later run may write where this one did, into a cache of keys for instance.
+                # A later run may overwrite this memory, a key/value cache for instance.
                 self._parts.setdefault(name, []).append(kept.clone())
             elif torch.compiler.is_compiling():
                 self.values[name] = kept
             elif kept.is_inference():
-                # Inference tensors do not tell when they are overwritten.
+                # Inference tensors do not record in-place writes.
                 self.values[name] = kept.clone()
             else:
                 self.values[name], self._versions[name] = kept, version(kept)
 
 
 def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
-    """The values of several runs, a generation's for instance, as those of one run over all positions.
+    """Joins the values of several runs (a generation's steps) as if one run covered all positions.
 
-    Along `key` each part ends at its own last position; where a part has no key, there is zero.
+    Along `key` each part ends at its own last position, and later keys are zero.
     """
     along = [axis for axis in axes if axis in POSITION_AXES]
     if len(along) != 1:
         has = f"has the axes {' '.join(axes)}" if axes else "declares no axes"
         raise HookError(
-            f"the values of several runs are joined along one axis of positions, and {name} {has}"
+            f"joining the values of several runs needs one axis of positions; {name} {has}"
         )
     at = axes.index(along[0])
     if "key" in axes:
@@ -228,7 +228,7 @@ def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
 
 
 def _padded(part: Tensor, axis: int, end: int, size: int) -> Tensor:
-    """`part` in a tensor of zeros whose `axis` has this size, so that it ends before `end`."""
+    """`part` in a tensor of zeros with this size of `axis`, ending before `end`."""
     shape = [*part.shape[:axis], size, *part.shape[axis + 1 :]]
     whole = part.new_zeros(shape)
     whole.narrow(axis, end - part.shape[axis], part.shape[axis]).copy_(part)
@@ -236,7 +236,7 @@ def _padded(part: Tensor, axis: int, end: int, size: int) -> Tensor:
 
 
 def _take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
-    """A copy of the given positions of `value`, along the axes that count positions of this call."""
+    """A copy of `value` at the given positions of its `pos` or `query` axis."""
     if not point.axes:
         raise HookError(f"positions= needs named axes, and {point.name} declares none")
     for axis in POSITION_AXES:
@@ -244,31 +244,31 @@ def _take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor
             continue
         size = value.shape[point.axes.index(axis)]
         if not isinstance(positions, slice) and not all(-size <= int(p) < size for p in positions):
-            raise HookError(f"positions must lie in the {size} of {point}; got {positions}")
+            raise HookError(f"positions must lie within the {size} of {point}; got {positions}")
         value = value[index_by_axis(point.axes, {axis: positions}, point.name)]
         value = value.clone() if isinstance(positions, slice) else value
         if value.shape[point.axes.index(axis)] == 0:
-            raise HookError(f"positions {positions} select none of the {size} of {point}")
+            raise HookError(f"positions must select some of the {size} of {point}; got {positions}")
     return value
 
 
 def _compacted(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`values`, copied where they are small parts of memory that nothing else of them uses.
+    """Copies values that use only a part of their memory, so the rest can be freed.
 
-    Queries, for instance, may be a view of what one matrix gave as queries, keys and values.
+    Queries, for instance, may be a view of one tensor that holds queries, keys and values.
     """
     parts: dict[int, dict[object, Tensor]] = {}
     for value in filter(has_storage, values.values()):
-        parts.setdefault(memory_of(value), {})[_place(value)] = value
+        parts.setdefault(memory_of(value), {})[_extent(value)] = value
     for held in parts.values():
         whole = next(iter(held.values())).untyped_storage().nbytes()
         if sum(value.nbytes for value in held.values()) < whole:
             held.update({place: value.clone() for place, value in held.items()})
     return {
-        name: parts[memory_of(value)][_place(value)] if has_storage(value) else value
+        name: parts[memory_of(value)][_extent(value)] if has_storage(value) else value
         for name, value in values.items()
     }
 
 
-def _place(value: Tensor) -> object:
+def _extent(value: Tensor) -> object:
     return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype

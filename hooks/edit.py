@@ -1,4 +1,4 @@
-"""Edits: hook functions checked against the points that they act on, and the `with` in which they act."""
+"""Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,11 +13,11 @@ from hooks.point import Point, as_node, first_tensor, with_first_tensor
 from hooks.session import Session, muted
 
 Hook = Callable[[Tensor, Point], Tensor | None]
-"""`hook(activation, point)` returns the value to go on with; None goes on with `activation`, as it is
-then. It is the hook's own copy, so that writing into it is an edit too."""
+"""`hook(activation, point)` returns the value to continue with. None means `activation` itself. It is
+the hook's own copy, so writing into it is an edit too."""
 
 Hooks = Mapping[Any, Hook]
-"""What to run where: a function for each `Selector`."""
+"""A hook function for each `Selector`."""
 
 
 Listener = tuple[Point, Callable[[Any], Any], bool]
@@ -25,11 +25,11 @@ Listener = tuple[Point, Callable[[Any], Any], bool]
 
 
 class HookContext:
-    """Edits that act inside one `with`, once; made by `HookedRunner.hooks`.
+    """Edits that act inside one `with` statement, made by `HookedRunner.hooks`.
 
     Raises:
         ContextError: on entering a second time.
-        NeverFiredError: on leaving, if a forward pass was completed inside and missed an edited point.
+        NeverFiredError: on leaving, if forward passes ran inside and all missed an edited point.
 
     >>> from hooks import HookedRunner
     >>> model = nn.Sequential(nn.ReLU())
@@ -68,13 +68,13 @@ class HookContext:
         self._completed = True
 
 
-def places(
+def edited_points(
     selector: Selector, hook: Hook, known: Mapping[str, Point], points: Mapping[str, Point]
 ) -> list[Point]:
-    """Where a hook acts: a module that goes by two names is one place, under the first.
+    """The points where a hook acts. A module with two names is one point, under its first name.
 
     Raises:
-        TypeError: if the hook is no function.
+        TypeError: if the hook is not callable.
         UnknownNameError: if the selector matches nothing.
     """
     if not callable(hook):
@@ -89,7 +89,7 @@ def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], A
     """A forward hook that lets `hook` replace the value at `point`.
 
     Raises:
-        EditError: from the returned function, if `hook` returns what `point` cannot carry.
+        EditError: from the returned function, if `hook` changes the shape, dtype or device.
     """
 
     def edit(output: Any) -> Any:
@@ -100,11 +100,11 @@ def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], A
 
 
 def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
-    """A forward hook that calls `hook` with the gradient at `point` when a backward pass brings it.
+    """A forward hook that makes the backward pass call `hook` with the gradient at `point`.
 
     Raises:
-        HookError: from the returned function, if no gradient will ever reach the point.
-        EditError: in the backward pass, if `hook` returns what the gradient cannot be.
+        HookError: from the returned function, if no gradient can reach the point.
+        EditError: in the backward pass, if `hook` changes the shape, dtype or device.
     """
 
     def watch(output: Any) -> Any:
@@ -120,10 +120,10 @@ def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], 
 
 
 def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
-    # The hook is given a copy, so that it may write into it: a residual stream is one tensor at two
-    # points, and writing into the original would change what a cache of the other already holds.
+    # The hook may write into its copy. Two points of the residual stream can share one tensor, and
+    # writing into the original would change what a cache already holds for the other point.
     copy = value.clone()
-    # A model that the hook runs is run as if no hooks were set; tracing has no threads to ask.
+    # If the hook itself runs a model, no hooks act there. Tracing has no threads to ask.
     with nullcontext() if torch.compiler.is_compiling() else muted():
         new = hook(copy, point)
     if new is None:

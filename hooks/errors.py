@@ -1,12 +1,12 @@
-"""What can go wrong at a hook, as a tree.
+"""The exceptions of this package, as a tree.
 
 HookError
 ├── UnknownNameError   a name or selector that matches nothing (also a KeyError)
 ├── NeverFiredError    a requested point that the forward pass did not reach
-├── EditError          a hook that returned something the point cannot carry
-├── ModeError          an extraction that the model's state forbids
+├── EditError          a hook returned a value that does not fit the point
+├── ModeError          a run that the model's training mode forbids
 ├── ContextError       a hook context used twice
-└── CacheError         a cache, or a file of one, that cannot answer
+└── CacheError         a cache, or its file, that does not have what was asked for
 """
 
 import difflib
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 NEVER_FIRED = (
     "this input may not lead there, a parent may compute it another way (PyTorch's own attention layers "
     "do unless torch.backends.mha.set_fastpath_enabled(False)), or the model was compiled before the "
-    "hooks were set; choose points that leave it out if that is meant"
+    "hooks were set; if this is intended, do not select it"
 )
 
 
@@ -55,7 +55,7 @@ class NeverFiredError(HookError):
 
 
 class EditError(HookError):
-    """A hook that returned something the point cannot carry.
+    """A hook returned a value that does not fit the point.
 
     >>> import torch
     >>> from hooks import HookedRunner
@@ -67,7 +67,7 @@ class EditError(HookError):
 
 
 class ModeError(HookError):
-    """An extraction that the model's state forbids.
+    """A run that the model's training mode forbids.
 
     >>> import torch
     >>> from hooks import HookedRunner
@@ -91,7 +91,7 @@ class ContextError(HookError):
 
 
 class CacheError(HookError):
-    """A cache, or a file of one, that cannot answer.
+    """A cache, or its file, that does not have what was asked for.
 
     >>> from hooks import ActivationCache
     >>> ActivationCache({}, {}, (), "").drop()
@@ -109,7 +109,7 @@ def close_matches(name: str, known: Iterable[str], most: int = 5) -> tuple[str, 
 
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> UnknownNameError:
-    """The error for `name`, which no `what` has, with its close matches in the message."""
+    """The error for a `name` that no `what` has, with close matches in the message."""
     matches = close_matches(name, known)
     hint = f"; close matches: {', '.join(matches)}" if matches else ""
     return UnknownNameError(f"no {what} is named {name!r}{hint}", matches)

@@ -1,4 +1,4 @@
-"""Modes, and windows of the residual stream: what a study of the SVD of attention keeps of a run."""
+"""Modes and windows of the residual stream: ways to choose what a run keeps."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -14,8 +14,8 @@ from hooks.point import Point
 class Mode(StrEnum):
     """How much of a run to keep.
 
-    `none` keeps nothing, `svd_targets` the attention scores, patterns and values, `residual` those
-    and the residual stream, `full` every point.
+    `none` keeps nothing. `svd_targets` keeps the attention scores, patterns and values. `residual`
+    adds the residual stream. `full` keeps every point.
 
     >>> Mode("residual")
     <Mode.residual: 'residual'>
@@ -44,10 +44,10 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 
 
 class Windows:
-    """Positions at which the vectors of the residual stream are kept; elsewhere only their norms are.
+    """Positions where vectors of the residual stream are kept. Elsewhere only their norms are kept.
 
     Args:
-        mask: True inside a window.
+        mask: [batch, pos], True inside a window.
 
     Raises:
         ValueError: if the mask is not boolean.
@@ -57,7 +57,7 @@ class Windows:
         if mask.dtype != torch.bool:
             raise ValueError(f"windows must be boolean; got {mask.dtype}")
         self.shape = mask.shape
-        # Found here, so that the number of rows is known where tensors are fake.
+        # Computed here, because fake tensors could not tell the number of rows later.
         self.inside = mask.nonzero(as_tuple=True)
 
     def apply_to(self, point: Point) -> bool:
@@ -68,7 +68,7 @@ class Windows:
         """The vectors inside the windows, [window, d_model], and the norms of all, [batch, pos].
 
         Raises:
-            HookError: if the mask is of another shape than the stream.
+            HookError: if the shape of the mask is not that of the residual stream.
         """
         if self.shape != value.shape[:2]:
             raise HookError(

@@ -1,4 +1,4 @@
-"""Names of points: reading layers out of them, and selectors, by which a run says which ones it is about."""
+"""Names of points: selectors that choose among them, and the layers that they contain."""
 
 import fnmatch
 import re
@@ -19,10 +19,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
-    """The names, globs, predicates and modes that a selector is made of.
+    """The names, globs, predicates and modes in a selector, as a flat list.
 
     Raises:
-        TypeError: if a part of it is none of these.
+        TypeError: if a part is none of these.
     """
     if isinstance(selector, str) or callable(selector):
         return [selector]
@@ -41,12 +41,12 @@ def resolve(
 
     Args:
         selector: what to look for.
-        known: every module. An exact name may be any of them, and a glob that matches no point.
-        points: those that globs, predicates and modes range over; None for all.
+        known: all modules. Exact names are looked up here, and globs that match none of `points`.
+        points: what globs, predicates and modes choose from; None for all.
 
     Raises:
-        UnknownNameError: if a part of the selector matches nothing; it carries close matches.
-        TypeError: if a part of the selector is none of the kinds above.
+        UnknownNameError: if a part of the selector matches nothing; it has close matches.
+        TypeError: if a part of the selector is of another kind.
     """
     parts = flatten(selector)
     if not parts:
@@ -98,7 +98,7 @@ def layers(short: str, names: Iterable[str]) -> dict[int, str]:
     """The names that end in `short`, by layer.
 
     Raises:
-        UnknownNameError: if no name with a layer ends in `short`, or two of one layer do.
+        UnknownNameError: if no name with a layer ends in `short`, or two in one layer do.
     """
     names = list(names)
     found: dict[int, str] = {}
@@ -118,7 +118,7 @@ def layers(short: str, names: Iterable[str]) -> dict[int, str]:
 
 
 def aligned(described: Mapping[str, str]) -> str:
-    """A line for each name and description; layers that have the same description share one.
+    """One line for each name and description. Layers with the same description share a line.
 
     >>> print(aligned({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"}))
     embed         tokens

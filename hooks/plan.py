@@ -1,4 +1,4 @@
-"""What a cache would hold, found out by running the model on fake tensors."""
+"""Plans: what a cache would hold, found by a run on fake tensors."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +50,7 @@ class Plan:
 
     Attributes:
         values: each value by name.
-        nbytes: the memory of the whole cache, in bytes: values that share memory count once.
+        nbytes: the memory of the whole cache, in bytes. Memory that values share counts once.
 
     >>> from hooks import HookedRunner
     >>> plan = HookedRunner(nn.Sequential(nn.Linear(3, 5)).eval()).plan(torch.ones(2, 3))
@@ -93,7 +93,7 @@ def planned(
 
 @contextmanager
 def _kept_clean(model: nn.Module) -> Iterator[None]:
-    """Takes back the fake tensors that a model which memoises tensors has put among its own."""
+    """Removes fake tensors that the model stored in its attributes or buffers during the run."""
     owned = [store for module in model.modules() for store in own_attributes(module)]
     before = [dict(store) for store in owned]
     try:
@@ -108,9 +108,9 @@ def _kept_clean(model: nn.Module) -> Iterator[None]:
 def _faked(leaf: Any, fake: FakeTensorMode) -> Any:
     if isinstance(leaf, Tensor):
         return fake.from_tensor(leaf)
-    # A cache of keys, for instance, would take up what this run makes.
+    # A copy, because the run would write fake tensors into a key/value cache, for instance.
     try:
         with FakeCopyMode(fake):
             return copy.deepcopy(leaf)
-    except TypeError:  # a lock, say, which a run does not change
+    except TypeError:  # a lock, for instance; the run does not change it
         return leaf

@@ -1,4 +1,4 @@
-"""HookPoint, the identity module that names a value; Point, a place to listen, its value and its axes."""
+"""HookPoint, the identity module that names a value, and Point, a place where hooks can listen."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hooks._torch import Identity
 from hooks.errors import HookError, unknown_name
 
-# The axes that count the positions of this call; `key` counts cached positions too.
+# The axes over the positions of this call. `key` also covers cached positions.
 POSITION_AXES = ("pos", "query")
 
 Index = SupportsIndex | slice | Sequence[SupportsIndex]
@@ -42,14 +42,14 @@ class Point:
 
 
 class HookPoint(Identity):
-    """Gives back its input, and gives it a name: the module's path.
+    """Returns its input, and names it by the module's path.
 
     Args:
         axes: the value's axes, such as `"batch pos head d_head"`; `1` is an axis of size one.
         meaning: what the value is, in a few words, for the generated table of points.
 
     Raises:
-        ValueError: if an axis is neither an identifier nor `1`, or is given twice.
+        ValueError: if there is no axis, if one is neither an identifier nor `1`, or is repeated.
 
     >>> HookPoint("batch pos d_model", "residual stream entering the block")
     HookPoint(batch pos d_model)
@@ -73,11 +73,11 @@ def index_by_axis(
 ) -> tuple[int | slice | list[int], ...]:
     """The subscript that selects `where` (axis name to index) from a tensor with these axes.
 
-    At most one of the indices may be a list, so that subscripting never broadcasts two.
+    At most one index may be a list, because PyTorch would broadcast two lists.
 
     Raises:
-        UnknownNameError: if `what`, which has these axes, has no axis of that name.
-        TypeError: if an index is no integer, slice or list of integers.
+        UnknownNameError: if `axes`, the axes of `what`, have no such name.
+        TypeError: if an index is not an integer, a slice or a list of integers.
         ValueError: if two indices are lists.
 
     >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
@@ -97,7 +97,7 @@ def plain_index(index: Index) -> int | slice | list[int]:
     """An index as Python's own int, slice or list of ints.
 
     Raises:
-        TypeError: if it is none of these; booleans are no integers here.
+        TypeError: if it is none of these. Booleans do not count as integers.
     """
     if isinstance(index, slice):
         return index
@@ -122,11 +122,11 @@ def first_tensor(output: Any, point: Point) -> Tensor:
     """
     for tensor in tensors_in(output):
         return tensor
-    raise HookError(f"{point.name} returned no tensor but {type(output).__name__}")
+    raise HookError(f"{point.name} must return a tensor; got {type(output).__name__}")
 
 
 def with_first_tensor(output: Any, value: Tensor) -> Any:
-    """A copy of `output` in which `value` stands where `first_tensor` found one."""
+    """A copy of `output` with `value` in place of its first tensor."""
     if isinstance(output, Tensor):
         return value
     key, field = next((k, f) for k, f in _fields(output) if any(True for _ in tensors_in(f)))
@@ -160,14 +160,14 @@ def _replace(output: Any, key: Any, field: Any) -> Any:
     if isinstance(output, (Mapping, list)):
         changed[key] = field
     else:
-        # Not dataclasses.replace, which would run the class's own initialisation again.
+        # dataclasses.replace would run the class's own initialisation again.
         object.__setattr__(changed, key, field)
     return changed
 
 
 def as_node(value: Tensor) -> Tensor:
-    """`value` as a node of the graph, so that its gradient counts only what flows through this point.
+    """A new graph node for `value`, whose gradient is only what flows through this point.
 
-    Where nothing before the point needs a gradient (frozen weights), the point becomes the leaf.
+    If nothing before the point needs a gradient (frozen weights), the point becomes a leaf.
     """
     return value.view_as(value) if value.requires_grad else value.detach().requires_grad_()

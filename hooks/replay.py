@@ -1,4 +1,4 @@
-"""Replay: one block run again on stored arguments. Lazy caches read what is inside blocks by it."""
+"""Replay: runs one block again on stored arguments. Lazy caches compute their values this way."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,16 +18,16 @@ from hooks.session import Edits, Session, muted
 def replay(
     block: nn.Module, args: Any, kwargs: Any, edits: Edits, recorder: Recorder | None = None
 ) -> Any:
-    """Runs one block again on given arguments, and returns what it gives.
+    """Runs one block again on the given arguments and returns its output.
 
-    Hooks that are set outside do not act, but those that the user registered on the block do. Gradients,
-    autocast and the like are the caller's.
+    Open hook contexts do not act. Hooks that the user registered on the block do. Gradient mode and
+    autocast stay as the caller set them.
 
     Args:
         block: the module to run.
-        args, kwargs: what it is called with.
-        edits: modules with what edits their outputs. Those outside the block are left out.
-        recorder: collects its points, all of which are inside the block.
+        args, kwargs: the block's arguments.
+        edits: modules, each with a function of its output. Modules outside the block are ignored.
+        recorder: records its points. All must be inside the block.
 
     >>> block = nn.Sequential(nn.ReLU(), nn.Tanhshrink())
     >>> replay(block, (torch.tensor([-1.0, 2.0]),), {}, [(block[1], lambda output: output * 0)])
@@ -45,12 +45,12 @@ def replay(
 
 
 class BlockCall:
-    """One call of a block in a run: its arguments, and what tells whether the block has changed since.
+    """One call of a block: its arguments, and enough to detect later changes of the block.
 
     Args:
-        name: the block's.
+        name: the block's name.
         block: the module.
-        points: those of its points that the run is about.
+        points: the block's points that were asked for.
     """
 
     def __init__(self, name: str, block: nn.Module, points: Mapping[str, Point]) -> None:
@@ -61,21 +61,21 @@ class BlockCall:
         self._given: list[Tensor] = []
 
     def listen(self, session: Session) -> None:
-        """Stores the block's next call, seen by the session's hooks."""
+        """Stores the block's next call, through hooks of the session."""
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
 
     def _store(self, args: Any, kwargs: Any) -> None:
         if self.fired:
             raise HookError(
-                f"{self.name} ran twice in one run; a lazy cache keeps one input a block"
+                f"{self.name} ran twice in one run; a lazy cache keeps one input per block"
             )
         leaves, self._structure = tree_flatten((args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
                 raise HookError(
-                    f"{self.name} was given a {type(leaf).__name__}, which running it again could "
-                    "change; switch it off (use_cache=False, for instance) or cache without lazy=True"
+                    f"lazy=True needs plain arguments, and {self.name} got a {type(leaf).__name__}: "
+                    "switch it off (use_cache=False, for instance) or use lazy=False"
                 )
         self.fired = True
         self._leaves = [_held(leaf) for leaf in leaves]
@@ -86,7 +86,7 @@ class BlockCall:
         self._given = _sampled(output)
 
     def tensors(self) -> list[Tensor]:
-        """What the run keeps of this call: the arguments, and a sample of what the block gave."""
+        """The tensors kept of this call: its arguments and a sample of its output."""
         return self._inputs() + self._given
 
     def _inputs(self) -> list[Tensor]:
@@ -97,24 +97,24 @@ class BlockCall:
         """Runs the block on its stored arguments, under the edits of the first run.
 
         Args:
-            points: those of the block's points to record.
-            edits: what acted in the first run, anywhere in the model.
+            points: the block's points to record.
+            edits: the edits of the first run, anywhere in the model.
             options: how to keep values.
 
         Raises:
-            CacheError: if the block, its weights or its stored input changed since, or it gives
-                something else than it gave in the run.
+            CacheError: if the block, its weights or its stored input changed since, or if its output
+                differs from that of the first run.
         """
         if self._fingerprint() != self._state:
             raise self._changed("its weights or its stored input")
         recorder = Recorder(points, options)
-        # In containers made anew, as the block may write into them.
+        # New containers, because the block may write into them.
         args, kwargs = tree_unflatten(self._leaves, self._structure)
         with self._autocast():
             output = replay(self.block, args, kwargs, edits, recorder)
             agrees = self._agrees(output)
             if not agrees:
-                # Listening may choose other kernels. Where those round more, the run's own decide.
+                # Hooks may cause other kernels to run. If those round more, compare without hooks.
                 args, kwargs = tree_unflatten(self._leaves, self._structure)
                 agrees = self._agrees(replay(self.block, args, kwargs, edits))
         if not agrees:
@@ -135,16 +135,16 @@ class BlockCall:
         return [*weights, *map(version, self._inputs())]
 
     def _agrees(self, output: Any) -> bool:
-        """Whether the block gave now what it gave in the run, up to rounding."""
+        """Whether `output` equals the output of the first run, up to rounding."""
         pairs = list(zip_longest(self._given, _sampled(output)))
         return all(_are_close(ours, theirs, self._precision) for ours, theirs in pairs)
 
 
 class LazyValues(Mapping[str, Tensor]):
-    """Values of a lazy run: some kept from the run, the rest recomputed a block at a time.
+    """Values of a lazy run: some kept from the run, the rest recomputed one block at a time.
 
-    Asking for one value recomputes every value of its block that the run was asked for, and keeps
-    them until they are dropped. A copy, deep or pickled, is a plain dict of them all.
+    Reading one value recomputes all requested values of its block, and keeps them until `drop`.
+    A deep copy or a pickle is a plain dict of all values.
     """
 
     def __init__(
@@ -182,33 +182,33 @@ class LazyValues(Mapping[str, Tensor]):
         return dict, (dict(self),)
 
     def is_held(self, name: str) -> bool:
-        """Whether the value is in memory, so that asking for it computes nothing."""
+        """Whether the value is in memory."""
         return name in self._kept or name in self._recomputed
 
     def fill(self, names: Iterable[str]) -> None:
-        """Recomputes those of `names` that are not here yet, and no others of their blocks."""
+        """Recomputes the values of `names` that are not in memory, and nothing else."""
         missing = [self._origin[name] for name in names if not self.is_held(name)]
         for call, group in groupby(missing, key=lambda origin: origin[0]):
             points = {point.name: point for _, point in group}
             self._recomputed |= call.read(points, self._edits, self._options).values
 
     def drop(self) -> None:
-        """Forgets what was recomputed."""
+        """Frees the recomputed values."""
         self._recomputed.clear()
 
     def held(self) -> list[Tensor]:
-        """Every tensor in memory: what the run kept, of values and of calls, and recomputed values."""
+        """Every tensor in memory: kept values, stored calls and recomputed values."""
         stored = [tensor for call in self._calls for tensor in call.tensors()]
         return [*self._kept.values(), *stored, *self._recomputed.values()]
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: containers such as ModuleList cannot."""
+    """Whether a module can be called. Containers such as ModuleList cannot."""
     return type(module).forward is not nn.Module.forward
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules in the model's outermost `ModuleList`s, by name, and in containers inside those."""
+    """The callable modules in the model's outermost `ModuleList`s and their containers, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and block_of(name, found) is None:
@@ -225,7 +225,7 @@ def _called(container: nn.Module, prefix: str) -> dict[str, nn.Module]:
 
 
 def block_of(name: str, blocks: Container[str]) -> str | None:
-    """The block among `blocks` that `name` lies in."""
+    """The block among `blocks` that contains `name`, or None."""
     return next(
         (path for path in accumulate(name.split("."), "{}.{}".format) if path in blocks), None
     )
@@ -234,14 +234,14 @@ def block_of(name: str, blocks: Container[str]) -> str | None:
 def divided(
     points: Mapping[str, Point], blocks: Mapping[str, nn.Module]
 ) -> tuple[list[BlockCall], dict[str, Point]]:
-    """A call to store for each block that points lie in, and the points outside all blocks.
+    """One `BlockCall` for each block that has points, and the points outside all blocks.
 
     Raises:
         HookError: if there are no blocks.
     """
     if not blocks:
         raise HookError(
-            "lazy=True needs blocks, children of an nn.ModuleList, and this model has none"
+            "lazy=True needs blocks (children of an nn.ModuleList); this model has none"
         )
     inside: dict[str, dict[str, Point]] = {}
     outside: dict[str, Point] = {}
@@ -254,12 +254,12 @@ def divided(
 def _held(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    # Inference tensors do not tell when they are overwritten.
+    # Inference tensors do not record in-place writes.
     return leaf.clone() if leaf.is_inference() else leaf.detach()
 
 
 def _sampled(output: Any) -> list[Tensor]:
-    """A number of each row of an output's tensors, of other columns in turn."""
+    """One number from each row of the output's tensors; the column moves by one from row to row."""
     rows = [(tensor, tensor.shape[-1] if tensor.ndim else 1) for tensor in tensors_in(output)]
     return [tensor.detach().flatten()[:: size + 1].clone() for tensor, size in rows]
 
@@ -271,13 +271,13 @@ def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> 
         return True
     wide = torch.complex128 if ours.is_complex() else torch.float64
     ours, theirs = ours.to(wide), theirs.to(wide)
-    # Not the largest: some models have a few values that are a thousand times the others.
+    # The median, because in some models a few values are a thousand times larger than the others.
     typical = theirs.abs().nan_to_num(0, 0, 0).median().item()
     return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
 
 
 def _numerics(tensors: list[Tensor]) -> tuple[Callable[[], AbstractContextManager[object]], float]:
-    """The autocast of now, to be entered again, and what may be rounding, relative to a value."""
+    """The current autocast, to enter again, and the relative size of rounding errors."""
     device = tensors[0].device.type if tensors else "cpu"
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {torch.float32}

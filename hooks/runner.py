@@ -10,7 +10,7 @@ from hooks import names as layered
 from hooks import storage
 from hooks.cache import ActivationCache
 from hooks.capture import Options, Recorder
-from hooks.edit import HookContext, Hooks, backward_edit, forward_edit, places
+from hooks.edit import HookContext, Hooks, backward_edit, edited_points, forward_edit
 from hooks.errors import NEVER_FIRED, ModeError, require_fired
 from hooks.modes import Mode
 from hooks.names import Selector, flatten, resolve
@@ -21,22 +21,22 @@ from hooks.session import Session, edits_in_force
 
 
 class _Stop(BaseException):
-    """Ends a forward pass whose last requested value has come; a model's `except` must not eat it."""
+    """Ends a forward pass after its last requested value. `except Exception` does not catch it."""
 
     def __init__(self, token: object) -> None:
         self.token = token
 
 
 class HookedRunner:
-    """Listens at a model's points with ordinary forward hooks, which live only inside a call or a `with`.
+    """Reads and edits a model's values with forward hooks that live only inside a call or a `with`.
 
-    Works on any `nn.Module`. Points are the model's `HookPoint`s; where it has none, all its modules are,
-    and a module's value is its output, or the first tensor of an output that holds several. An exact
-    name may always be any module. A selector is a name, a glob, a predicate on `Point`, a `Mode`, or a
-    list of selectors.
+    Works on any `nn.Module`. Points are the model's `HookPoint`s, or all its modules if it has none.
+    The value at a module is its output, or the first tensor of an output that holds several. A selector
+    is a name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors. An exact name may
+    always be any module.
 
     Args:
-        model: the model; a runner made before its structure changes does not see the change.
+        model: the model. If its structure changes, make a new runner.
 
     Attributes:
         points: the points by name, in the model's order.
@@ -75,28 +75,28 @@ class HookedRunner:
         """Runs the model and returns its output with a cache of the chosen points.
 
         Args:
-            args: what the model is called with.
+            args: the model's arguments.
             names: a selector of points.
             mode: a `Mode` or its name; without `names` and `mode` it is `full`.
-            lazy: keep the input of each block (a child of a `ModuleList`), and run a block again, with
-                the edits of this run, when a value inside it is asked for. Equal to an eager cache up
-                to rounding (1e-5 of the largest value in float32), as the two may run different kernels.
-                A block that no longer gives what it gave in the run is an error.
-            run: what to call in the model's place: a function that runs it many times, such as a
-                generation. The values of all runs are joined along their positions; what attention
-                did not compute, scores of later keys, is zero.
+            lazy: keep only the input of each block (a child of a `ModuleList`). The block runs again,
+                with the edits of this run, when a value inside it is read. Values equal those of an
+                eager cache up to rounding (1e-5 of the largest value in float32), because the two may
+                run different kernels. A CacheError is raised if the block changed in between.
+            run: a function to call instead of the model. It may run the model many times, as a
+                generation does. The values of all runs are joined along their positions. Scores of
+                later keys, which attention did not compute, are zero.
             kwargs: `positions=`, `windows=`, `device=`, `dtype=`, `detach=` and `grads=` say how values
-                are kept; see `hooks.Options`. The model is called with the others.
+                are kept; see `hooks.Options`. All others go to the model.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
-            ModeError: if a mode other than `none` is asked of a model in training mode.
+            ModeError: if the model is in training mode and the mode is not `none`.
             NeverFiredError: if the forward pass did not reach a requested point.
         """
         options, kwargs = Options.taken_from(kwargs)
         chooses_positions = options.positions is not None or options.windows is not None
         if run is not None and (lazy or options.grads or chooses_positions):
-            raise ValueError("run= takes neither lazy=, grads=, positions= nor windows=")
+            raise ValueError("run= cannot be combined with lazy=, grads=, positions= or windows=")
         points = options.suited(self._choose(names, mode))
         if run is not None:
             return self._run(points, options, args, kwargs, run)
@@ -107,7 +107,7 @@ class HookedRunner:
 
         Args:
             names: a selector of points.
-            args, kwargs: as for `run_with_cache`; there is no output to take gradients of.
+            args, kwargs: as for `run_with_cache`, without `grads=`, because there is no output.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
@@ -115,7 +115,7 @@ class HookedRunner:
         """
         options, kwargs = Options.taken_from(kwargs)
         if options.grads:
-            raise ValueError("capture gives no output to call backward() on; got grads=True")
+            raise ValueError("capture returns no output to call backward() on; got grads=True")
         points, token = options.suited(self._choose(names, None)), object()
 
         def stop() -> None:
@@ -138,15 +138,15 @@ class HookedRunner:
         """Runs the model under edits and returns its output.
 
         Args:
-            args, kwargs: what the model is called with.
-            hooks: a function for each selector: `fn(activation, point)` returns the value to go on
-                with. The activation is the function's own copy: it may write into it and return None.
-            backward: likewise `fn(gradient, point)`, called when the caller runs `backward()` on this
-                output; it stays with this run's graph, and the model is left without it.
+            args, kwargs: the model's arguments.
+            hooks: a function for each selector. `fn(activation, point)` returns the value to continue
+                with, or writes into `activation`, its own copy, and returns None.
+            backward: likewise `fn(gradient, point)`, called by `backward()` on this output. These
+                functions stay with the graph of this run, not with the model.
 
         Raises:
             UnknownNameError: if a selector matches nothing.
-            EditError: if a function returns another shape, dtype or device than the point's.
+            EditError: if a function changes the shape, dtype or device of its value.
             NeverFiredError: if the forward pass did not reach an edited point.
         """
         with self.hooks(hooks, backward=backward):
@@ -155,17 +155,20 @@ class HookedRunner:
     def hooks(self, hooks: Hooks | None = None, *, backward: Hooks | None = None) -> HookContext:
         """A context in which every run of this model, in this thread, is edited; see `run_with_hooks`.
 
-        Contexts nest: an inner hook sees what an outer one returned. A model that a hook function
-        itself runs is run without hooks. On leaving, a point that no forward pass reached although
-        one was completed raises NeverFiredError. With activation checkpointing the forward pass runs
-        again in the backward pass: call `backward()` inside the `with`.
+        Contexts nest: an inner hook sees what an outer one returned. No hooks act on a model that a hook
+        function itself runs. With activation checkpointing the forward pass runs again in the backward
+        pass, so call `backward()` inside the `with`.
+
+        Raises:
+            UnknownNameError: if a selector matches nothing.
+            NeverFiredError: on leaving, if forward passes ran inside and all missed an edited point.
         """
         fired: set[str] = set()
         listeners = [
             (point, make(hook, point, fired), make is forward_edit)
             for make, given in ((forward_edit, hooks), (backward_edit, backward))
             for selector, hook in (given or {}).items()
-            for point in places(selector, hook, self._known, self.points)
+            for point in edited_points(selector, hook, self._known, self.points)
         ]
         return HookContext(self.model, listeners, fired)
 
@@ -177,9 +180,9 @@ class HookedRunner:
         lazy: bool = False,
         **kwargs: Any,
     ) -> Plan:
-        """What a cached run would keep: shapes and bytes by name, exact, without doing its arithmetic.
+        """The exact shapes and bytes that a cached run would keep, found without its arithmetic.
 
-        With `lazy=True` the bytes are what the run itself keeps, before anything is recomputed.
+        With `lazy=True` the bytes are those of the run itself, before anything is recomputed.
 
         Args:
             args, names, mode, lazy, kwargs: as for `run_with_cache`.
@@ -193,7 +196,7 @@ class HookedRunner:
         return planned(self.model, run, points, options, args, kwargs)
 
     def table(self) -> str:
-        """Every point with its axes and meaning; layers that have the same points share a line."""
+        """All points with their axes and meanings. Layers with the same points share a line."""
         wide = max((len(" ".join(point.axes)) for point in self.points.values()), default=0)
         return layered.aligned(
             {n: f"{' '.join(p.axes):<{wide}}  {p.meaning}" for n, p in self.points.items()}
@@ -238,7 +241,7 @@ class HookedRunner:
     ) -> tuple[Any, ActivationCache]:
         if options.grads or not options.detach:
             raise ValueError(
-                "lazy=True recomputes outside the graph: it has neither grads=True nor detach=False"
+                "lazy=True recomputes without gradients: use it without grads=True and detach=False"
             )
         self._require_evaluation("lazy=True")
         calls, outside = divided(points, self._blocks)
@@ -260,7 +263,7 @@ class HookedRunner:
         return ActivationCache(kept, recorder.axes, tuple(self._known), self.config_hash, grads)
 
     def _require_evaluation(self, what: str) -> None:
-        # A module may be in another mode than the model.
+        # Parts of the model may be in training mode when the model is not.
         if self.model.training or any(point.module.training for point in self._known.values()):
             raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
 

@@ -1,4 +1,4 @@
-"""Hooks that live inside one `with` and act in one thread; fused kernels for where nobody listens."""
+"""Hooks that live inside one `with` and one thread, and fused kernels for when no hook listens."""
 
 import functools
 import threading
@@ -16,9 +16,9 @@ M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 
 Edits = list[tuple[nn.Module, Callable[[Any], Any]]]
-"""Modules, each with a function from its output to the one that takes its place."""
+"""Modules, each with a function that maps its output to a new one."""
 
-# PyTorch numbers hooks with an unguarded counter; two threads could be given the same number.
+# PyTorch numbers hooks with a counter that is not thread-safe: two hooks could get the same number.
 _registry = threading.Lock()
 _thread = threading.local()
 
@@ -31,14 +31,19 @@ def _open_sessions() -> list["Session"]:
 
 
 class _Gate:
-    """Which thread a session's hooks act in, 0 before and after its `with`; and whether they are silent."""
+    """When a session's hooks act.
+
+    Attributes:
+        owner: the identifier of their thread; 0 before and after the `with`.
+        muted: whether they are switched off for now.
+    """
 
     owner = 0
     muted = False
 
 
 def _acting(gate: _Gate) -> Callable[[], bool]:
-    # Without arguments: older compilers keep the answers of functions of constants only.
+    # Without arguments, because a compiler may keep an answer only if all arguments are constants.
     def acts() -> bool:
         return not gate.muted and threading.get_ident() == gate.owner
 
@@ -46,12 +51,12 @@ def _acting(gate: _Gate) -> Callable[[], bool]:
 
 
 class Session:
-    """The hooks that one `with` statement sets: only its own thread sees them act.
+    """The hooks of one `with` statement. They act only in its own thread.
 
     Attributes:
-        edits: those of the hooks that running a block again must repeat.
-        gate: opens the hooks to a thread.
-        acts: whether they act in the running thread, now. A traced graph keeps the answer.
+        edits: the hooks that must also act when a block runs again.
+        gate: says in which thread the hooks act.
+        acts: whether they act now in this thread. A traced graph keeps the answer.
     """
 
     def __init__(self) -> None:
@@ -68,19 +73,19 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self._opened_among.remove(self)
-        # A copy of the model, made inside the `with`, carries these hooks for ever.
+        # A copy of the model made inside the `with` keeps these hooks, so they must stop acting.
         self.gate.owner = 0
         with _registry:
             while self._handles:
                 self._handles.pop().remove()
 
     def after(self, module: nn.Module, hook: Callable[[Any], Any], edit: bool = False) -> None:
-        """Calls `hook(output)` when `module` has run; a result other than None replaces the output.
+        """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
 
         Args:
             module: where to listen.
             hook: what to call.
-            edit: whether the hook changes values, so that running a block again must repeat it.
+            edit: whether the hook changes values, and so must also act when a block runs again.
         """
         acts = self.acts
 
@@ -94,17 +99,17 @@ class Session:
             self._handles.append(module.register_forward_hook(listener))
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
-        """Calls `hook(args, kwargs)` when `module` is about to run."""
+        """Calls `hook(args, kwargs)` before `module` runs."""
         acts = self.acts
 
-        # Another thread may call a listener it saw just before its removal, then without kwargs.
+        # Another thread may call a listener during its removal, and then without kwargs.
         def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             if acts():
                 hook(args, kwargs)
 
         listener.session_acts = acts  # type: ignore[attr-defined]  # functions carry attributes
         with _registry:
-            # First of all, so that the arguments are seen before the user's own hooks change them.
+            # Prepended, to see the arguments before the user's own hooks change them.
             self._handles.append(
                 module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
             )
@@ -112,7 +117,7 @@ class Session:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Silences every session that the running thread has open."""
+    """Switches off every session that is open in this thread."""
     silenced = [session.gate for session in _open_sessions() if not session.gate.muted]
     for gate in silenced:
         gate.muted = True
@@ -124,7 +129,7 @@ def muted() -> Iterator[None]:
 
 
 def edits_in_force() -> Edits:
-    """The edits that act in the running thread, outermost first."""
+    """The edits that act in this thread, outermost first."""
     return [edit for session in _open_sessions() if session.acts() for edit in session.edits]
 
 
@@ -144,14 +149,14 @@ def _is_awake(hook: Callable[..., Any]) -> bool:
 
 
 class FusedUnlessHooked:
-    """Decorates the explicit form of a method, which passes its inner values through hook points.
+    """A decorator that runs a fused form of a method while no hook needs its inner values.
 
-    Each call runs `fused` in its place while nothing listens at those points in the calling thread.
-    The two must be the same function up to rounding.
+    It decorates the explicit form, which passes inner values through hook points. Each call runs `fused`
+    instead if no hook at those points acts in this thread. Both must agree up to rounding.
 
     Args:
-        points: names of what the fused form skips: the module's own hook points, or its children,
-            which stand for whatever is inside them.
+        points: names of the hook points that the fused form skips. A child module stands for all
+            points inside it.
         fused: the fused method, with the arguments of the explicit one.
 
     >>> import torch
@@ -177,7 +182,7 @@ class FusedUnlessHooked:
         self.fused = fused
 
     def __call__(self, explicit: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-        """The method that chooses between `explicit` and the fused one at each call."""
+        """A method that chooses between `explicit` and the fused form at each call."""
         points, fused = self.points, self.fused
 
         @functools.wraps(explicit)

@@ -21,7 +21,7 @@ _FORMAT = "hookscope-cache-1"
 
 
 def config_hash(model: nn.Module) -> str:
-    """A hash of the model's `config`, or where it has none of its parameters' names and shapes."""
+    """A hash of the model's `config`, or of its parameters' names and shapes if it has none."""
     config: Any = getattr(model, "config", None)
     described: Any
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -46,23 +46,23 @@ def _described(value: object) -> object:
 
 
 def nbytes(tensors: list[Tensor]) -> int:
-    """The memory behind `tensors`; storage that several of them share counts once."""
+    """The memory of `tensors`, in bytes. Storage that they share counts once."""
     return sum({memory_of(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) -> None:
-    """Writes values and their description to `path`, whole or not at all."""
+    """Writes values and their description to `path`, completely or not at all."""
     alone: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in values.items():
-        # safetensors refuses tensors that share memory, and would write the whole of a slice's.
+        # safetensors refuses tensors that share memory, and writes a slice's whole storage.
         whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
         if not whole or memory_of(value) in seen:
             value = value.clone(memory_format=torch.contiguous_format)
         alone[name] = value
         seen.add(memory_of(value))
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"no directory {str(path.parent)!r} to save a cache in")
+        raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         save_file(alone, partial, metadata={"format": _FORMAT, "cache": json.dumps(description)})
@@ -72,11 +72,11 @@ def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) 
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save` wrote to `path`.
+    """Reads the values and the description that `save` wrote to `path`.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        CacheError: if it is truncated, or not a file of ours.
+        CacheError: if the file is truncated, or `save` did not write it.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -85,7 +85,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError) as error:
-        raise CacheError(f"{path} is not a whole safetensors file: {error}") from None
+        raise CacheError(f"{path} must be a complete safetensors file: {error}") from None
     if metadata.get("format") != _FORMAT:
         raise CacheError(
             f"{path} is not a cache: its format must be {_FORMAT!r}; got {metadata.get('format')!r}"
@@ -96,7 +96,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         known, hashed = tuple(map(str, description["known"])), str(description["config_hash"])
         ordered = {name: values.pop(name) for name in axes}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise CacheError(f"{path} does not describe its values: {error!r}") from None
+        raise CacheError(f"{path} must describe its values: {error!r}") from None
     if values:
-        raise CacheError(f"{path} does not describe its values: {', '.join(values)} has no axes")
+        raise CacheError(f"{path} must have axes for all values; got none for {', '.join(values)}")
     return ordered, {"axes": axes, "known": known, "config_hash": hashed}

@@ -1,4 +1,4 @@
-"""Analyses of what happens inside a model. They see it through its hook points and `interp.protocol`."""
+"""Analyses of what happens inside a model, through its hook points and `interp.protocol`."""
 
 try:
     from hooks import HookedRunner as _HookedRunner  # noqa: F401  # only ours has it
@@ -6,7 +6,7 @@ except ImportError as error:
     import hooks as _found
 
     raise ImportError(
-        f"interp needs the package `hooks` of hookscope, and Python found {_found.__file__}; "
+        f"the package `hooks` must be hookscope's; got {_found.__file__}: "
         "rename or move that one, or put hookscope before it on sys.path"
     ) from error
 

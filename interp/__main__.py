@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from interp.report import ReportData
 
 DEFAULT_MODEL = "pydoc-4l"
-# A name that no text holds, so that only the first occurrence can tell how the second ends.
+# A name that is in no text, so only its first occurrence tells how the second ends.
 DEFAULT_PROMPT = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
 DEFAULT_CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
 INDUCTION_PERIOD = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0, 1 for what cannot be done, 130 for Ctrl-C.
+    """Runs a command and returns its exit status: 0, 1 for an error, 130 for Ctrl-C.
 
     Raises:
         SystemExit: with status 2 if the arguments are wrong.
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.command(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader went away, as `head` does
+    except BrokenPipeError:  # the reader has stopped, as `head` does
         return 1
     except (OSError, ValueError, ImportError, HookError) as error:
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command", required=True)
     report = commands.add_parser(
         "report",
-        help="run a model on a text and write one HTML page of what happened inside",
-        description="Runs a model on a text and writes one HTML page, which works offline: loss of each "
+        help="run a model on a text and write an HTML page about what happened inside",
+        description="Runs a model on a text and writes one HTML page that works offline: loss of each "
         "token, attention patterns, logit lens, head scores and activation patching.",
     )
     report.add_argument(
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--corrupted",
         metavar="TEXT",
-        help="a text with equally many tokens that the model continues otherwise, for patching; by "
+        help="for patching, a text of equally many tokens that the model continues differently; by "
         "default one token of the prompt is replaced, and the report says which",
     )
     report.add_argument(
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
             "--model",
             default=DEFAULT_MODEL,
             metavar="NAME",
-            help="name of a bundled model, or path of a saved one (%(default)s)",
+            help="a bundled model, a path, or a model on the Hugging Face hub (%(default)s)",
         )
     return parser
 
@@ -121,7 +121,7 @@ def _report(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _replacing(out: str) -> Iterator[TextIO]:
-    """A new file that takes the place of `out`, links followed, once it is whole."""
+    """A new file that replaces `out`, or the file that it links to, when it is complete."""
     path = Path(os.path.realpath(out))
     partial = path.with_name(f".report-{os.getpid()}.partial")
     try:
@@ -141,9 +141,9 @@ def _replacing(out: str) -> Iterator[TextIO]:
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token, or its number where only the model knows it.
+    """The text of a token, or its number if the tokenizer does not know it.
 
-    A model may know more tokens than its tokenizer: many vocabularies are padded to a round number.
+    A model may have more tokens than its tokenizer: many vocabularies are padded to a round number.
     """
     try:
         return tokenizer.tokens_as_text([token])[0]
@@ -173,7 +173,7 @@ def _summary(data: "ReportData") -> str:
         "",
         f"log-probability of {data.answer!r}, in nats: {result.clean:.2f} clean, "
         f"{result.corrupted:.2f} corrupted",
-        "largest share of the difference that one patch brings back",
+        "largest share of the difference that one patch restores",
     ]
     for site, patches in data.patches.items():
         layer, place, share = peak(patches.normalized())

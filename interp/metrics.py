@@ -1,4 +1,4 @@
-"""Metrics: callables from logits [batch, pos, vocab] to a number per row, [batch], or to a scalar."""
+"""Metrics: functions from logits [batch, pos, vocab] to one number per row [batch] or a scalar."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ Metric = Callable[[Float[Tensor, "batch pos vocab"]], Float[Tensor, "*batch"]]
 def logit_diff(right: int, wrong: int, pos: int = -1) -> Metric:
     """A metric: the logit of token `right` minus that of token `wrong` at a position.
 
-    Like every metric here it is in float32 also where the logits are in half precision.
+    All metrics here are in float32 when the logits are in half precision.
 
     >>> logits = torch.tensor([[[0.0, 1.0, 3.0]], [[2.0, 2.0, 2.0]]])  # [batch, pos, vocab]
     >>> logit_diff(right=2, wrong=0)(logits)
@@ -40,5 +40,5 @@ def log_prob(token: int, pos: int = -1) -> Metric:
 
 
 def at_least_float32(values: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """Values in float32 where they are in half precision; others as they are."""
+    """Values in float32 if they are in half precision; others do not change."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

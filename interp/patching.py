@@ -1,4 +1,4 @@
-"""Activation patching: which value, put from one run into another, brings the answer back."""
+"""Activation patching: which value of the clean run restores the answer in the corrupted run."""
 
 import itertools
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ SITES = {
 
 @dataclass(frozen=True)
 class PatchingResult:
-    """What a patch at each place makes of the metric.
+    """The metric after a patch at each place.
 
     Attributes:
-        values: the metric of each patched run, in the metric's unit, mean over the batch.
+        values: the metric of each patched run, as a mean over the batch, in the metric's unit.
         axes: the names of the axes of `values`.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
@@ -42,7 +42,7 @@ class PatchingResult:
     corrupted: float
 
     def normalized(self) -> Float[Tensor, "..."]:
-        """Share of the answer that the patch brings back: 0 is the corrupted run, 1 the clean one.
+        """The share of the answer that each patch restores: 0 is the corrupted run, 1 the clean one.
 
         Raises:
             ValueError: if the two runs do not differ in the metric.
@@ -65,7 +65,7 @@ class PatchingResult:
         axes.set_ylabel(self.axes[0])
         axes.set_xlabel(self.axes[1])
         axes.locator_params(integer=True)
-        figure.colorbar(image, label="share of the clean metric brought back")
+        figure.colorbar(image, label="share of the clean metric restored")
         return figure
 
 
@@ -78,21 +78,21 @@ def activation_patching(
     site: str = "resid_pre",
     over: tuple[str, ...] | None = None,
 ) -> PatchingResult:
-    """Runs the corrupted tokens once per place, with that place's value taken from the clean run.
+    """Runs the corrupted tokens once for each place, with the value of the clean run there.
 
     This is the denoising direction of Heimersheim & Nanda 2024, "How to use and interpret activation
     patching".
 
     Args:
         model: any model with the usual points.
-        clean: tokens whose answer is right.
-        corrupted: tokens of the same shape whose answer is not.
-        metric: what to measure, from logits [batch, pos, vocab] to [batch] or a scalar.
+        clean: tokens with the right answer.
+        corrupted: tokens of the same shape with another answer.
+        metric: a function from logits [batch, pos, vocab] to [batch] or a scalar.
         site: `resid_pre`, `attn_out` or `mlp_out`, by layer and pos, or `z`, by layer and head.
-        over: the axes to go through: both, which is what None means, or `("layer",)` alone.
+        over: the axes to patch over: `("layer",)`, or both axes of the site, the default.
 
     Raises:
-        ValueError: if the shapes of the tokens differ, or the site has no such axes.
+        ValueError: if the shapes of the tokens differ, or `site` or `over` is unknown.
         ModeError: if the model is in training mode.
     """
     if clean.shape != corrupted.shape:

@@ -1,4 +1,4 @@
-"""What the analyses ask of a model beyond its hook points, and how they run it."""
+"""What the analyses need from a model besides its hook points, and how they run it."""
 
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ class Sizes(Protocol):
 class LanguageModel(Protocol):
     """The parts of a model that analyses use. `models.Transformer` has all of them.
 
-    A model of your own needs only those that the analysis at hand asks for. Weights multiply row
-    vectors, `x @ W`. Several heads may share the key and value weights of one `kv_head`.
+    Your own model needs only the parts that the analysis uses. Weights multiply row vectors, `x @ W`.
+    Several heads may share the key and value weights of one `kv_head`.
     """
 
     config: Sizes
@@ -45,17 +45,17 @@ class LanguageModel(Protocol):
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Logits at the last positions from the stream that leaves the last block; 0 means all."""
+        """Logits of the `last` positions, from the stream after the last block; 0 means all."""
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits that a residual stream leads to, final norm included."""
+        """Logits from a residual stream, including the final norm."""
 
 
-# Not `-> LanguageModel`: where types are checked at run time, that would ask for all parts.
+# Not `-> LanguageModel`: a type check at run time would then require all parts.
 def of(model: nn.Module, *parts: str) -> Any:
-    """The `LanguageModel` that analyses use for `model`: the model itself.
+    """Returns `model` itself, after a check that it has the parts of `LanguageModel` that are used.
 
     Args:
         model: any module.
@@ -64,7 +64,7 @@ def of(model: nn.Module, *parts: str) -> Any:
     Raises:
         TypeError: if the model lacks one of them.
     """
-    # A weight view is computed when an instance is asked for it, so the class is asked first.
+    # The class first, because reading a weight view from the instance computes it.
     lacking = [p for p in parts if not (hasattr(type(model), p) or hasattr(model, p))]
     if lacking:
         raise TypeError(
@@ -75,26 +75,26 @@ def of(model: nn.Module, *parts: str) -> Any:
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
-    """The logits in what a model returned: the output itself, or its attribute `logits`."""
+    """The logits of a model's output: the output itself, or its attribute `logits`."""
     return output if isinstance(output, Tensor) else output.logits
 
 
 def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, ActivationCache]:
-    """The model's output with a cache; arguments as for `HookedRunner.run_with_cache`.
+    """The model's output with a cache; see `HookedRunner.run_with_cache`.
 
     Args:
         model: any module.
-        args, options: what the model is called with, and which points to keep.
+        args, options: the model's arguments, and the options of the cache.
     """
     return HookedRunner(model).run_with_cache(*args, **options)
 
 
 def runner_of(model: nn.Module) -> HookedRunner:
-    """A runner of a model whose runs can be compared with each other.
+    """A runner for comparable runs of a model, without dropout.
 
     Raises:
-        ModeError: if some of the model is in training mode, where dropout draws anew in each run.
+        ModeError: if any part of the model is in training mode.
     """
     if any(module.training for module in model.modules()):
-        raise ModeError("the model must be in eval mode, as dropout differs between runs: call model.eval()")  # fmt: skip
+        raise ModeError("the model must be in evaluation mode: call model.eval() first")
     return HookedRunner(model)

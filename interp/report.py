@@ -1,4 +1,4 @@
-"""The report: what its page shows, collected from one model and two prompts, and the page itself."""
+"""The report: collects results from one model and two prompts, and renders them as an HTML page."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +23,17 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the report needs Jinja2: pip install "hookscope[report]"') from error
 
 GUESSES = 5
-# Metrics closer than this, in nats, differ by little more than float32 rounding.
+# A smaller difference of metrics, in nats, may be float32 rounding.
 LEAST_GAP = 1e-4
 _TOKENS_PER_FORWARD = 16_384
 _SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 Texts = Callable[[Sequence[int]], Sequence[str]]
-"""Gives the text of each of some tokens."""
+"""Gives the texts of tokens."""
 
 
 class Guess(NamedTuple):
-    """A token that might come next, and its probability, 0 to 1."""
+    """A possible next token and its probability, 0 to 1."""
 
     text: str
     probability: float
@@ -52,22 +52,22 @@ class ReportData:
     """What a report shows.
 
     Attributes:
-        name: what the model is called.
-        facts: its configuration, to be shown as it is.
+        name: the model's name.
+        facts: its configuration, shown unchanged.
         clean: the text of each token of the clean prompt.
-        corrupted: likewise of the corrupted prompt.
+        corrupted: the same for the corrupted prompt.
         changed: the positions where the two prompts differ.
         derived: whether the corrupted prompt was made by `derive_corruption`.
         answer: the token that the clean run predicts last; patching measures its log-probability.
         loss: cross-entropy of each token after the first, in nats.
-        guesses: `guesses[layer][pos]` are the likeliest next tokens, best first, read from the stream
-            entering each layer; the last entry is the model's own prediction.
+        guesses: `guesses[layer][pos]` are the likeliest next tokens, best first, by the logit lens on
+            the stream entering each layer; the last entry is the model's own prediction.
         pattern: attention of the clean run.
         previous: mean attention of each head to the token before, 0 to 1.
-        induction: mean attention of each head from repeated random tokens to what followed them
-            before, 0 to 1.
-        period: the length of those repeated tokens.
-        patches: what patching each site of `SITES` gives.
+        induction: mean attention of each head from repeated random tokens to the token after their
+            first copy, 0 to 1.
+        period: the number of tokens before they repeat.
+        patches: the result of patching each site of `SITES`.
     """
 
     name: str
@@ -97,7 +97,7 @@ def peak(table: Float[Tensor, "layer place"]) -> Peak:
 
 
 def visible(text: str) -> str:
-    """`text` with a sign for each character that would not show.
+    """`text` with a visible sign for each invisible character.
 
     >>> visible("a b" + chr(10) + chr(7))
     'a·b⏎\\\\x07'
@@ -110,10 +110,10 @@ def visible(text: str) -> str:
 def derive_corruption(
     model: nn.Module, clean: Int[Tensor, "1 pos"], metric: Metric
 ) -> Int[Tensor, "1 pos"]:
-    """The prompt with one token replaced, so that the metric is as low as possible.
+    """The prompt with one token replaced, by the replacement that lowers the metric most.
 
-    Each position but the last is tried once, with the next token of the prompt that differs from it
-    (from the end of the prompt on, its beginning).
+    It tries each position but the last once. The replacement is the next token of the prompt that
+    differs, with the search continuing at the beginning of the prompt.
 
     Raises:
         ValueError: if the prompt is one token repeated.
@@ -145,15 +145,16 @@ def build_report(
     facts: Mapping[str, object],
     period: int = 40,
 ) -> ReportData:
-    """Runs the model on the clean prompt, once, and on what patching needs, for what the page shows.
+    """Runs the model on the prompts and collects what the page shows.
 
     Args:
-        model: a model in eval mode with the usual points, `unembed` and `config`.
+        model: a model in evaluation mode with the usual points, `unembed` and `config`.
         clean: the prompt that the page is about.
-        corrupted: a prompt of the same length that the model continues otherwise; None to derive one.
-        texts: gives the text of each of some tokens.
-        name, facts: what to say about the model.
-        period: the length of the random tokens that induction is scored on; twice that many must fit
+        corrupted: a prompt of the same length that the model continues differently; None to derive
+            one.
+        texts: gives the texts of tokens.
+        name, facts: the model's name and configuration.
+        period: the number of random tokens that repeat, for induction scores. Twice as many must fit
             the model's context.
 
     Raises:
@@ -177,11 +178,11 @@ def build_report(
     if corrupted is None:
         corrupted = derive_corruption(model, clean, metric)
     right, wrong = metric(logits).item(), metric(logits_of(model(corrupted))).item()
-    # Written so that it also fails where a metric is not a number.
+    # In this form, NaN is also refused.
     if not abs(right - wrong) >= LEAST_GAP:
         raise ValueError(
             "the clean and the corrupted prompt must differ in the metric by at least "
-            f"{LEAST_GAP} nats, or patching has nothing to bring back; got {right:.6f} and {wrong:.6f}"
+            f"{LEAST_GAP} nats, or patching has nothing to restore; got {right:.6f} and {wrong:.6f}"
         )
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
     _, repetition = runner.run_with_cache(repeated, names="blocks.*.pattern")
@@ -209,7 +210,7 @@ def build_report(
 
 
 def render(data: ReportData) -> str:
-    """The page, HTML that needs no other file and no network."""
+    """The HTML page. It needs no other file and no network."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

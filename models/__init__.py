@@ -1,4 +1,4 @@
-"""The plain transformer and its forms, checkpoints, tokenizers, generation and training."""
+"""Transformers, checkpoints, tokenizers, generation and training."""
 
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block

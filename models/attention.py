@@ -1,4 +1,4 @@
-"""Causal attention: as a function of q, k and v, and as a module with every value on its way named."""
+"""Causal attention, as a function of q, k and v and as a module with hook points."""
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +23,17 @@ def scaled_dot_product_attention(
 ) -> Float[Tensor, "*#axes query d_v"]:
     """`softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
 
-    A query that the mask leaves no key gets zeros, not NaN. Large scores are no danger: the softmax
-    subtracts each row's largest first.
+    A query without any allowed key gets zeros, not NaN. Large scores do not overflow, because the softmax
+    first subtracts the largest of each row.
 
     Args:
         q, k, v: queries, keys, values.
-        mask: boolean, True where a query may attend to a key, or a float one to add to the scores;
-            [query, key], or with all of the scores' axes, each the full size or 1. See `causal_mask`.
+        mask: boolean, True where a query may attend to a key, or floating-point, added to the scores.
+            Its shape is [query, key], or all axes of the scores, each of full size or 1. See
+            `causal_mask`.
 
     Raises:
-        ValueError: if the mask does not broadcast to the scores, or holds integers.
+        ValueError: if the mask has another shape, or holds integers.
 
     >>> import torch
     >>> q = k = torch.zeros(3, 2)
@@ -47,14 +48,14 @@ def scaled_dot_product_attention(
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"mask must be boolean or floating-point; got {mask.dtype}")
-    # With some of the leading axes it would be open which: a mask of rows could be taken for one of heads.
+    # A mask with only some of the leading axes is ambiguous: rows could be taken for heads.
     fits = mask.ndim in (2, scores.ndim) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], scores.shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(
-            f"mask must be [query, key] or have all axes of the scores, {tuple(scores.shape)}, each of "
-            f"that size or 1; got {tuple(mask.shape)}"
+            f"mask must be [query, key] or have all axes of the scores {tuple(scores.shape)}, each of "
+            f"full size or 1; got {tuple(mask.shape)}"
         )
     if mask.dtype == torch.bool:
         return torch.where(mask, scores, -torch.inf)
@@ -62,19 +63,19 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
-    """True where the key is not later than the query."""
+    """A mask that is True where the key is not later than the query."""
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
 def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """The softmax over keys; rows that are -inf throughout become zeros."""
+    """The softmax over keys. Rows of only -inf become zeros."""
     empty = scores.amax(-1, keepdim=True) == -torch.inf
-    # Zeros go in as well as out, or the gradient of such a row would be NaN.
+    # Such rows are zero before the softmax too, or their gradient would be NaN.
     return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))
 
 
 class SoftCap(nn.Module):
-    """`cap * tanh(x / cap)`: the identity near zero, never beyond the cap (Gemma 2)."""
+    """`cap * tanh(x / cap)`: close to `x` near zero, and never beyond the cap (Gemma 2)."""
 
     def __init__(self, cap: float) -> None:
         super().__init__()
@@ -86,13 +87,13 @@ class SoftCap(nn.Module):
 
 
 class Attention(Component):
-    """`softmax(scale q k^T, over earlier keys) v`, head by head (Vaswani et al. 2017).
+    """Causal attention, `softmax(scale q k^T) v` in each head (Vaswani et al. 2017).
 
-    One linear map gives queries, keys and values; `n_heads / n_kv_heads` query heads share a key head.
+    One linear map gives queries, keys and values. `n_heads / n_kv_heads` query heads share a key head.
 
     Args:
         config: sizes and choices.
-        layer: the block's number.
+        layer: the index of the block.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
@@ -146,7 +147,7 @@ class Attention(Component):
             v,
             attn_mask=mask,
             dropout_p=self.pattern_dropout.p if self.pattern_dropout.training else 0.0,
-            # While a graph is made, sizes are no ints, and what is compared with them no bool.
+            # During tracing sizes are symbolic, and comparing them does not give a bool.
             is_causal=True if mask is None and q.shape[2] > 1 else False,  # noqa: SIM210
             scale=self.scale,
             enable_gqa=self.heads[0] != self.heads[1],
@@ -159,8 +160,8 @@ class Attention(Component):
         v: Float[Tensor, "batch kv_head key d_head"],
         mask: Tensor | None,
     ) -> Float[Tensor, "batch head query d_head"]:
-        """What each head reads; without a mask, from all keys up to the query's own."""
-        # The query heads of one key head, side by side, are a taller matrix.
+        """The output of each head. Without a mask a query sees all keys up to its own."""
+        # The query heads that share a key head form one taller matrix.
         tall = (q * self.scale).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         scores = self.scores((tall @ k.transpose(-1, -2)).view(*q.shape[:3], -1))
         pattern = self.pattern(self.masked_softmax(scores, mask))
@@ -178,8 +179,8 @@ class Attention(Component):
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         later = later.triu(1 + scores.shape[-1] - scores.shape[-2])
         masked = torch.where(later, -torch.inf, scores)
-        # In place where no derivative or vmap needs the scores: one matrix of T² numbers less to allocate
-        # makes it three times as fast at T = 1024.
+        # In place where no derivative or vmap needs the scores. Without the extra matrix of T² numbers
+        # this is three times as fast at T = 1024.
         return torch.softmax(masked, -1, out=masked if is_unwatched(masked) else None)
 
     @property
@@ -231,7 +232,7 @@ class Attention(Component):
 
 
 class CappedAttention(Attention):
-    """Attention whose scores are capped before the mask (Gemma 2); no fused kernel can do that."""
+    """Attention with scores capped before the mask (Gemma 2). No fused kernel does that."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__(config, layer)

@@ -1,4 +1,4 @@
-"""Blocks: each form of block has a forward that reads like its equation."""
+"""Transformer blocks: one class for each form, with a forward that reads like its equation."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,12 +17,12 @@ ADDED = "what the sublayer adds: the norm of its output"
 class Block(Component):
     """Attention, then the MLP; each reads the residual stream and adds to it (GPT-2).
 
-    `norm_place` says which norms there are: `ln1` and `ln2` of what the sublayers read, `ln1_post`
-    and `ln2_post` of what they add. Those that are absent are identities.
+    `norm_place` chooses the norms: `ln1` and `ln2` of what the sublayers read, `ln1_post` and
+    `ln2_post` of what they add. Absent norms are identities.
 
     Args:
         config: sizes and choices.
-        layer: the block's number.
+        layer: the index of the block.
 
     >>> import torch
     >>> from models import Transformer, TransformerConfig
@@ -66,7 +66,7 @@ class Block(Component):
 
 
 class PostNormBlock(Block):
-    """The norm of the sum of stream and sublayer, twice (Vaswani et al. 2017)."""
+    """After each sublayer, the norm of the sum of stream and sublayer (Vaswani et al. 2017)."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -96,7 +96,7 @@ class ParallelBlock(Block):
 
 
 class AttentionBlock(Block):
-    """Attention alone is added to the stream."""
+    """Attention without an MLP."""
 
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: Context

@@ -1,4 +1,4 @@
-"""What is checked of arguments: the fields of configs, whole numbers, tokens; and a model's mode."""
+"""Checks of arguments: config fields, whole numbers and tokens. Also sets a model's mode."""
 
 import dataclasses
 import math
@@ -17,16 +17,16 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_types(config: Any, prefix: str = "") -> None:
-    """Refuses values that are not of their fields' types; an int passes for a float.
+    """Refuses values that do not have the types of their fields. An int is valid for a float.
 
-    Numbers of numpy become Python's, which files can hold.
+    NumPy numbers become Python numbers, which JSON can store.
 
     Args:
         config: a dataclass.
-        prefix: what stands before the names of its fields in errors.
+        prefix: text before the field names in errors.
 
     Raises:
-        ValueError: naming the first such field, its type and its value.
+        ValueError: naming the first wrong field, its type and its value.
     """
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), field.type
@@ -54,10 +54,10 @@ def require(config: Any, name: str, holds: object, rule: str, prefix: str = "") 
 
 
 def check_whole(name: str, value: object, least: float = 1) -> None:
-    """Refuses what is not a whole number, or is too small.
+    """Refuses a value that is not a whole number, or is less than `least`.
 
     Raises:
-        ValueError: naming the argument, its least value and the one given.
+        ValueError: naming the argument, its least value and the given one.
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         bound = "" if math.isinf(least) else f" of at least {least}"
@@ -65,10 +65,10 @@ def check_whole(name: str, value: object, least: float = 1) -> None:
 
 
 def check_tokens(tokens: object, rule: str) -> None:
-    """Refuses what is not a matrix of whole numbers.
+    """Refuses tokens that are not a matrix of whole numbers.
 
     Raises:
-        ValueError: `rule`, and what was given.
+        ValueError: with `rule` and what was given.
     """
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{rule}; got a {type(tokens).__name__}")
@@ -77,14 +77,14 @@ def check_tokens(tokens: object, rule: str) -> None:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be looked at now: not while a graph or a plan is made."""
+    """Whether a tensor's numbers can be read now. They cannot during compilation or a plan."""
     absent = tensor.is_meta or isinstance(tensor, FakeTensor)
     return not absent and not torch.compiler.is_compiling()
 
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Sets training or evaluation mode; each module gets its own back."""
+    """Sets training or evaluation mode, and restores the mode of each module afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -101,7 +101,7 @@ def _is(value: object, kind: Any) -> bool:
             return False
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return len(value) == len(kinds) and all(map(_is, value, kinds))
-    if isinstance(value, bool):  # which Python takes for an int
+    if isinstance(value, bool):  # in Python also an int
         return kind is bool
     return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))
 

@@ -1,4 +1,4 @@
-"""TransformerConfig: what a transformer is, by values alone, checked when it is built."""
+"""TransformerConfig: the sizes and choices that define a transformer, checked when it is built."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,27 +9,26 @@ from typing import Any, Literal
 
 from models.checks import check_types, require
 
-# Turns within the original context: divided below the first, kept above the second; as published.
+# The published `low` and `high` of `RotaryScaling`.
 PUBLISHED_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How rotary frequencies are stretched for contexts longer than a model was first trained on.
+    """How rotary frequencies are scaled for contexts longer than the original training context.
 
     Attributes:
-        kind: `linear` divides all by `factor` (Chen et al. 2023). `llama3` divides the slow ones and
-            blends in between (Grattafiori et al. 2024). `yarn` blends by turns made within
-            `original_n_ctx` and scales the vectors (Peng et al. 2023). `factors` divides each
-            frequency by its own number.
-        factor: by how much.
-        original_n_ctx: the context first trained on, in tokens; for `llama3` and `yarn`.
-        low, high: `llama3`: turns within the original context below which a frequency is divided,
-            and above which it is kept. `yarn`: likewise, published as beta_slow and beta_fast. 0
-            stands for the published numbers: 1 and 4, or 1 and 32.
-        attention_factor: `yarn`: what rotated vectors are multiplied by; 0 stands for
-            `0.1 ln(factor) + 1`.
-        factors: `factors`: one divisor a frequency.
+        kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides the
+            slow ones and blends in between (Grattafiori et al. 2024). `yarn` blends by the number of
+            turns within `original_n_ctx` and scales the vectors (Peng et al. 2023). `factors`
+            divides each frequency by its own number.
+        factor: the divisor.
+        original_n_ctx: for `llama3` and `yarn`: the original training context, in tokens.
+        low, high: for `llama3` and `yarn`: a frequency with fewer turns than `low` within the
+            original context is divided, one with more than `high` is kept. YaRN calls them
+            beta_slow and beta_fast. 0 means the published numbers: 1 and 4, or 1 and 32.
+        attention_factor: for `yarn`: the factor of rotated vectors; 0 means `0.1 ln(factor) + 1`.
+        factors: for `factors`: one divisor for each frequency.
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
@@ -56,7 +55,7 @@ class RotaryScaling:
 
     @property
     def turns(self) -> tuple[float, float]:
-        """`low` and `high`, the published ones where they are 0."""
+        """`low` and `high`, or the published numbers where they are 0."""
         low, high = PUBLISHED_TURNS[self.kind]
         return self.low or low, self.high or high
 
@@ -64,7 +63,7 @@ class RotaryScaling:
         require(self, name, holds, rule, "rotary_scaling.")
 
 
-# The least values of sizes; 0 has a meaning of its own.
+# The least values of sizes. Where 0 is allowed, it has a meaning of its own.
 LEAST = {
     **dict.fromkeys(("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"), 1),
     **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "window", "norm_eps"), 0),
@@ -78,52 +77,52 @@ class TransformerConfig:
 
     Attributes:
         vocab_size: number of tokens.
-        n_ctx: the longest context, in tokens: rows of the learned position table, or where the
-            model was trained up to.
+        n_ctx: the longest context, in tokens: the rows of the learned position table, or the
+            longest context in training.
         n_layers: number of blocks.
         n_heads: query heads per block.
         d_model: width of the residual stream.
-        n_kv_heads: key and value heads per block, each read by `n_heads / n_kv_heads` query heads
-            (grouped queries, Ainslie et al. 2023; 1 is multi-query, Shazeer 2019); 0 stands for
+        n_kv_heads: key and value heads per block, each shared by `n_heads / n_kv_heads` query heads
+            (grouped queries, Ainslie et al. 2023; 1 is multi-query, Shazeer 2019); 0 means
             `n_heads`.
-        d_head: width of a head; 0 stands for `d_model / n_heads`.
-        d_mlp: width of the MLP's hidden layer; 0 stands for `4 * d_model`.
+        d_head: width of a head; 0 means `d_model / n_heads`.
+        d_mlp: width of the MLP's hidden layer; 0 means `4 * d_model`.
         norm: `layernorm` (Ba et al. 2016), `rmsnorm` (Zhang & Sennrich 2019) or `none`.
         norm_place: `pre`: each sublayer reads a norm of the stream (GPT-2). `post`: the norm is of
             the sum of stream and sublayer (Vaswani et al. 2017). `output`: the norm is of what a
             sublayer adds (OLMo 2). `sandwich`: before and after each sublayer (Gemma 2, qk-norm.md).
-        norm_eps: what a norm adds to the variance or the mean square.
+        norm_eps: the number that a norm adds to the variance or the mean square.
         norm_learned: whether norms have weights: a gain and, for LayerNorm, a bias.
         norm_bias: whether LayerNorm's weights include the bias.
         final_norm: whether the unembedding reads a norm of the stream.
         embed_norm: whether the first block reads a norm of the embeddings (model-architecture.md).
-        embed_scale: what token embeddings are multiplied by (Gemma: `sqrt(d_model)`).
-        positions: `learned`, `sinusoidal` (Vaswani et al. 2017), `rotary` (Su et al. 2021; halves
-            rotated together, as in GPT-NeoX and Llama) or `none`.
+        embed_scale: the factor of token embeddings (Gemma: `sqrt(d_model)`).
+        positions: `learned`, `sinusoidal` (Vaswani et al. 2017), `rotary` (Su et al. 2021; dimension
+            i pairs with i + d_rotary/2, as in GPT-NeoX and Llama) or `none`.
         rotary_theta: base of the rotary wavelengths.
-        rotary_fraction: share of each head's dimensions that is rotated, the first ones.
-        rotary_scaling: how frequencies are stretched; None for not at all.
-        qk_norm: RMSNorm of queries and keys, before rotation: `none`, `head` (each head's vector
-            for itself, Qwen 3, qk-norm.md) or `all` (all heads' vectors as one, OLMo 2).
+        rotary_fraction: share of each head's dimensions that is rotated, from the first on.
+        rotary_scaling: how frequencies are scaled for longer contexts; None for no scaling.
+        qk_norm: RMSNorm of queries and keys, before rotation: `none`, `head` (each head separately,
+            Qwen 3, qk-norm.md) or `all` (all heads as one vector, OLMo 2).
         qk_norm_learned: whether that norm has a gain.
-        attn_scale: what dot products are multiplied by; 0 for `1 / sqrt(d_head)`.
-        attn_scale_by_layer: whether block L's are also divided by `L + 1`, as Hugging Face's
-            `scale_attn_by_inverse_layer_idx` does.
+        attn_scale: the factor of dot products; 0 means `1 / sqrt(d_head)`.
+        attn_scale_by_layer: whether dot products in block L are also divided by `L + 1`, as Hugging
+            Face's `scale_attn_by_inverse_layer_idx` does.
         attn_cap: scores become `attn_cap * tanh(scores / attn_cap)` before the mask (Gemma 2);
-            0 for not at all.
+            0 means no cap.
         logit_cap: likewise for the logits.
-        window: how many positions a query sees, its own included (Mistral); 0 for all.
-        window_layers: the blocks that have the window; empty stands for all.
+        window: how many positions a query sees, its own included (Mistral); 0 means all.
+        window_layers: the blocks that have the window; empty means all.
         parallel: whether attention and the MLP read the same stream and are added together
             (GPT-NeoX, Wang & Komatsuzaki 2021).
         mlp: `plain` (input, activation, output), `gated` (Shazeer 2020) or `none`: attention only.
         activation: `gelu`, `gelu_tanh` (its approximation by tanh, GPT-2's), `relu` or `silu`.
         qkv_bias, out_bias, mlp_bias, unembed_bias: whether these linear maps have a bias.
         tied_unembed: whether the unembedding is the token embedding's own weight.
-        dropout: probability of dropping a value in training: embeddings, patterns, both sublayers.
-        init: how weights start. `gpt2`: N(0, 0.02²), divided by sqrt(2 n_layers) where they write to
-            the stream. `xavier` (Glorot & Bengio 2010), `kaiming` (He et al. 2015): uniform, by each
-            matrix's own sizes; embeddings N(0, 0.02²).
+        dropout: the dropout probability in training, for embeddings, patterns and both sublayers.
+        init: how weights start. `gpt2`: N(0, 0.02²), with 0.02 divided by sqrt(2 n_layers) for maps
+            that write to the stream. `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015):
+            uniform, with a range from each matrix's sizes; embeddings N(0, 0.02²).
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
@@ -186,10 +185,10 @@ class TransformerConfig:
         self._check()
 
     def replace(self, **changes: Any) -> "TransformerConfig":
-        """A config with some fields changed; sizes that followed from others follow the new ones.
+        """A config with some fields changed. Derived sizes are derived again.
 
-        What the changes leave without effect, the activation without an MLP for instance, goes back to
-        its default.
+        A field that no longer has an effect, such as the activation without an MLP, returns to its
+        default.
 
         Raises:
             TypeError: if there is no such field.
@@ -204,7 +203,7 @@ class TransformerConfig:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """How many positions a query of each block sees; 0 for all."""
+        """For each block, how many positions a query sees; 0 means all."""
         layers = self.window_layers or range(self.n_layers)
         return tuple(self.window if layer in layers else 0 for layer in range(self.n_layers))
 
@@ -223,7 +222,7 @@ class TransformerConfig:
         }
 
     def _check(self) -> None:
-        """Refuses what would give other numbers than were asked for."""
+        """Refuses fields that have no effect or contradict each other."""
         for names, used, condition in _effects(self):
             for name in () if used else names.split():
                 default = self.__dataclass_fields__[name].default
@@ -258,7 +257,7 @@ class TransformerConfig:
 
 
 def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
-    """Fields that others may leave without effect, whether they have one, and when they do."""
+    """Groups of fields, whether each has an effect, and the condition for it."""
     normed, qk_normed = config.norm != "none", config.qk_norm != "none"
     rotary = config.positions == "rotary"
     yield "rotary_theta rotary_fraction rotary_scaling", rotary, "positions are rotary"

@@ -1,4 +1,4 @@
-"""What blocks need to know beyond the residual stream: which keys a query sees, rotations, the past."""
+"""Context: what blocks read besides the residual stream, such as masks, rotations and past keys."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,22 +13,22 @@ from models.kvcache import KVCache, oldest_reached
 from models.positions import Rotation
 
 Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]]
-"""One layer's keys and values as they entered attention."""
+"""One layer's keys and values, after norm and rotation."""
 
 
 class Context(NamedTuple):
-    """One call's surroundings; `model.context(tokens)` makes it, every block reads it.
+    """What one call gives to every block; made by `model.context(tokens)`.
 
     Attributes:
-        positions: each token's place in its own text, padding not counted: Int[batch pos], or
-            [1 pos] where all rows agree.
-        masks: for each window in use, which keys a query sees: Bool[batch head query key], axes of
-            one standing for all; None for all up to its own position.
-        rotation: what rotary models turn queries and keys by.
+        positions: each token's position in its own text, without padding: Int[batch pos], or
+            [1 pos] if all rows have the same.
+        masks: for each window in use, which keys a query sees: Bool[batch head query key], where an
+            axis may have size one. None means all keys up to the query's own position.
+        rotation: the cosines and sines that rotary models rotate queries and keys with.
         start: how many columns of the text come before these.
-        kv_cache: where their keys and values are.
-        real: which columns so far are no padding: Bool[batch key]; None where no mask says so.
-        past: the keys and values of the columns before these, layer by layer, where they are only read.
+        kv_cache: the cache that holds earlier keys and values, and takes the new ones.
+        real: which columns so far are not padding: Bool[batch key]; None without a mask.
+        past: the keys and values of earlier columns for each layer, read-only.
     """
 
     positions: Tensor
@@ -40,12 +40,12 @@ class Context(NamedTuple):
     past: tuple[Past, ...] | None = None
 
     def commit(self) -> None:
-        """Tells the cache that all blocks have read the new positions."""
+        """Tells the key/value cache that all blocks have read the new positions."""
         if self.kv_cache is not None:
             self.kv_cache.commit(self.start + self.positions.shape[1], self.real)
 
     def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, kv_head, key, d_head]: those of a layer's past, then the new."""
+        """Earlier and new keys and values of a layer, [batch, kv_head, key, d_head]."""
         if self.kv_cache is not None:
             return self.kv_cache.layers[layer].extended(self.start, k, v)
         if self.past is not None:
@@ -54,12 +54,12 @@ class Context(NamedTuple):
         return k, v
 
     def repeated(self, n: int) -> "Context":
-        """The context of `n` copies of the batch, one after another: row `copy * batch + row`.
+        """The context of `n` copies of the batch in sequence: row `copy * batch + row`.
 
-        The past is not copied: each copy reads the same.
+        All copies share one past.
 
         Raises:
-            ValueError: if the context has a `KVCache`, whose rows are those of one batch.
+            ValueError: if the context has a `KVCache`, which has the rows of one batch only.
         """
         self._refuse_cache("repeated")
         return self._replace(
@@ -72,17 +72,16 @@ class Context(NamedTuple):
     def after(self, pos: int, past: Sequence[Past]) -> "Context":
         """The context of the same texts from column `pos` on.
 
-        A block that runs on `resid[:, pos:]` gives what it gave at those columns of the whole text.
+        A block that runs on `resid[:, pos:]` gives the same values as on the whole text.
 
         Args:
             pos: counted from the start of the text.
-            past: for each layer, keys and values of all columns before `pos`, as they entered attention
-                (after norm and rotation). Nothing is written to them. Their rows are those of the
-                batch, or of the batch that was repeated.
+            past: for each layer, keys and values of all columns before `pos`, after norm and rotation.
+                They are only read. Their rows are those of the batch, before or after `repeated`.
 
         Raises:
-            ValueError: if the context has a `KVCache`, which keeps its own past; if it has no column
-                `pos`; or if the past is not of `pos` columns.
+            ValueError: if the context has a `KVCache` or no column `pos`, or the past does not have
+                `pos` columns.
         """
         self._refuse_cache("after")
         end = self.start + self.positions.shape[1]
@@ -120,14 +119,14 @@ def place(
     """The context of one call.
 
     Args:
-        config: the model's.
+        config: the model's config.
         tokens: the new tokens.
         attention_mask: see `Transformer.forward`.
-        kv_cache: what was read before.
+        kv_cache: the keys and values read before.
         rotate: gives the rotation of positions.
 
     Raises:
-        ValueError: if tokens, mask and cache do not fit each other or the config's context.
+        ValueError: if tokens, mask and cache do not fit each other or `n_ctx`.
     """
     (batch, new), device = tokens.shape, tokens.device
     start, known = 0, None
@@ -149,7 +148,7 @@ def place(
         if allowed.ndim > 2:
             masks = dict.fromkeys(windows, allowed[:, None] if allowed.ndim == 3 else allowed)
         else:
-            # Padding has no positions, and nobody sees it.
+            # Padding has no position, and no query sees it.
             real, counted = allowed, (allowed.long().cumsum(1) - 1).clamp(min=0)
             masks = {w: _padded_mask(w, start, real, counted) for w in windows}
             positions = counted[:, start:]
@@ -157,7 +156,7 @@ def place(
 
 
 def _as_boolean(mask: Tensor, batch: int, n_heads: int, new: int, end: int) -> Tensor:
-    """`mask` as a boolean one, once its shape and its values are those of a mask."""
+    """`mask` as a boolean tensor, after checking its shape and values."""
     shapes = {2: (batch, end), 3: (batch, new, end), 4: (batch, n_heads, new, end)}
     pairs = list(zip(mask.shape, shapes.get(mask.ndim, ()), strict=False))
     if not pairs or any(size != full and (mask.ndim == 2 or size != 1) for size, full in pairs):
@@ -176,14 +175,14 @@ def _as_boolean(mask: Tensor, batch: int, n_heads: int, new: int, end: int) -> T
 
 
 def _check_no_row_is_empty(allowed: Tensor) -> None:
-    # Where a text is read in pieces, a row may well begin with a whole piece of padding.
+    # Not with a cache: when a text is read in pieces, a whole piece of a row may be padding.
     if can_be_read(allowed) and not allowed.flatten(1).any(1).all():
         row = int((~allowed.flatten(1).any(1)).nonzero()[0])
         raise ValueError(f"attention_mask must leave each row a key; got none in row {row}")
 
 
 def _check_fits_cache(allowed: Tensor, start: int, known: Tensor | None, windowed: bool) -> None:
-    """Refuses masks that say otherwise of cached keys than before, or need keys that were dropped."""
+    """Refuses masks that contradict the mask of cached keys, or need keys that were dropped."""
     if allowed.ndim > 2:
         if windowed:
             raise ValueError(
@@ -199,11 +198,11 @@ def _check_fits_cache(allowed: Tensor, start: int, known: Tensor | None, windowe
         read = allowed[:, :start]
         if not (read.all() if known is None else torch.equal(known, read)):
             raise ValueError(
-                "attention_mask must say of cached tokens what it said before; it differs"
+                "attention_mask must be the same as before for cached tokens; it differs"
             )
         if windowed and bool((allowed[:, 1:] < allowed[:, :-1]).any()):
             raise ValueError(
-                "padding must stand on the left with a KVCache of a sliding window, which keeps the "
+                "padding must be on the left with a KVCache of a sliding window, which keeps the "
                 "last keys; got padding after a real token"
             )
 
@@ -211,7 +210,7 @@ def _check_fits_cache(allowed: Tensor, start: int, known: Tensor | None, windowe
 def _mask(
     window: int, start: int, end: int, device: torch.device
 ) -> Bool[Tensor, "1 1 query key"] | None:
-    """Which keys the queries from `start` on see; None for all up to their own."""
+    """Which keys the queries from `start` on see; None means all up to their own."""
     first = oldest_reached(window, start)
     narrow = window and end - start > 1 and end - first > window
     if not narrow and (start == 0 or end - start == 1):
@@ -230,7 +229,7 @@ def _padded_mask(
     first, end = oldest_reached(window, start), real.shape[1]
     query = torch.arange(start, end, device=real.device)[:, None]
     key = torch.arange(first, end, device=real.device)
-    # Within a text, distances are counted without the padding.
+    # Distances within a text do not count padding.
     distance = positions[:, start:, None] - positions[:, None, first:]
     return (_seen(window, query, key, distance) & real[:, None, first:])[:, None]
 
@@ -244,12 +243,12 @@ def _both(change: Callable[[Tensor], Tensor], rotation: Rotation) -> Rotation:
 
 
 def _tiled(value: Tensor, n: int) -> Tensor:
-    """`n` copies along the batch; one row that stands for all still does."""
+    """`n` copies along the batch. A batch of one broadcasts, so it stays as it is."""
     return value if value.shape[0] == 1 else value.repeat(n, *[1] * (value.ndim - 1))
 
 
 def _joined(old: Tensor, new: Tensor) -> Tensor:
-    """Keys or values of a past and of new positions, of which there may be several copies of the past."""
+    """Past and new keys or values, joined. The new ones may have several copies of the past's batch."""
     copies = len(new) // len(old)
     old = old.expand(copies, *old.shape)
     return torch.cat([old, new.unflatten(0, (copies, -1))], 3).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Reading JSON files, and importing libraries that are optional."""
+"""Reads JSON files and imports optional libraries."""
 
 import importlib
 import json
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def library(name: str) -> Any:
-    """An optional library, imported.
+    """Imports an optional library.
 
     Raises:
-        ImportError: if it is missing, with what to install.
+        ImportError: if it is missing; the message says what to install.
     """
     try:
         return importlib.import_module(name)
@@ -21,10 +21,10 @@ def library(name: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file.
+    """Reads the value in a JSON file.
 
     Raises:
-        ValueError: naming the file, if it is not JSON in UTF-8.
+        ValueError: if it is not JSON in UTF-8; the message names the file.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -33,10 +33,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
-        ValueError: naming the file, if it is not JSON in UTF-8, or not an object.
+        ValueError: if it is not a JSON object in UTF-8; the message names the file.
     """
     value = read_json(path)
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Generation: prompts of any lengths are continued token by token, from cached keys and values."""
+"""Generation: continues prompts of any lengths token by token, with cached keys and values."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from models.sampling import Sampling
 from models.transformer import Transformer
 
 Prompts = Int[Tensor, "batch pos"] | Sequence[Sequence[int]]
-"""Tokens of each prompt; in a list they may differ in length."""
+"""Tokens of each prompt. Prompts in a list may differ in length."""
 IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
 
@@ -26,8 +26,8 @@ class Step:
 
     Attributes:
         tokens: the new token of each row.
-        running: whether the row had not met a stop token before; if not, its token means nothing.
-        logits: what the tokens were chosen from, before temperature and cuts.
+        running: whether the row had no stop token before this step; otherwise ignore its token.
+        logits: the logits of the choice, before temperature, top_k, top_p and min_p.
     """
 
     tokens: Int[Tensor, " batch"]
@@ -36,7 +36,7 @@ class Step:
 
 
 class Options(TypedDict, total=False):
-    """What `generate` passes on to `stream`, where it is described."""
+    """The options that `generate` passes on to `stream`; see there."""
 
     temperature: float
     top_k: int | None
@@ -51,24 +51,24 @@ class Options(TypedDict, total=False):
 def generate(
     model: Transformer, prompts: Prompts, *, max_new_tokens: int, **options: Unpack[Options]
 ) -> list[list[int]]:
-    """Each prompt with its continuation, up to and with a stop token.
+    """Returns each prompt with its continuation, up to and including a stop token.
 
-    A row of a batch gets what it would get alone, up to rounding: batches of other sizes are multiplied
-    by other kernels, so two tokens that are almost equally probable may change places.
+    A row of a batch gets the same tokens as it would alone, up to rounding. Other batch sizes may use
+    other kernels, so two tokens of almost equal probability may change places.
 
-    Hooks in force act in every step. To keep values of all steps in one cache,
-    `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`: its
-    positions are those of the prompt and of all new tokens but the last, which the model does not read.
+    Hooks act in every step. To keep the values of all steps in one cache, use
+    `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`. Its
+    positions are the prompt and all new tokens but the last, which the model does not read.
 
     Args:
-        model: in eval mode.
+        model: in evaluation mode.
         prompts: tokens [batch, pos], or a list of prompts of any lengths.
         max_new_tokens: how many tokens to add at most.
         options: `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`, `max_context` and
             `prefill_chunk`; see `stream`.
 
     Raises:
-        ValueError: as `stream`.
+        ValueError: as for `stream`.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -99,25 +99,25 @@ def stream(
     max_context: int | None = None,
     prefill_chunk: int = 1024,
 ) -> Iterator[Step]:
-    """The steps of `generate`, one at a time as they are made.
+    """Yields the steps of `generate` one at a time.
 
     A caller may change a step's tensors: the next step does not read them.
 
     Args:
-        model: in eval mode.
+        model: in evaluation mode.
         prompts: tokens [batch, pos], or a list of prompts of any lengths.
         max_new_tokens: how many tokens to add at most.
         temperature, top_k, top_p, min_p: see `Sampling`; temperature 0 takes the most probable token.
         stop: tokens that end a row.
-        seed: row i draws from a generator of its own, seeded with `seed + i`, so alone with that seed
-            it draws the same; or one generator that all rows draw from in turn.
-        max_context: the most positions to hold; None for the model's `n_ctx`.
+        seed: row i has its own generator with the seed `seed + i`, so it draws the same alone with
+            that seed. Or one generator, from which all rows draw in turn.
+        max_context: the largest number of positions; None for the model's `n_ctx`.
         prefill_chunk: how many positions of the prompts are read at once.
 
     Raises:
-        ValueError: at the call, if a sampling option is out of its range, a prompt is empty or does
-            not fit with its continuation, a token is outside the vocabulary, or the model is in
-            training mode. Later, if the logits of a row that has not ended are not finite.
+        ValueError: at the call, if a sampling option is out of range, a prompt is empty or too long
+            with its continuation, a token is outside the vocabulary, or the model is in training
+            mode. Later, if the logits of a running row are not finite.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -148,7 +148,7 @@ def stream(
     return _steps(read, tokens, sampling, generators, stops, max_new_tokens)
 
 
-# Not around the generator below: there it would act between the steps too.
+# Not on the generator below: there it would also act between the steps.
 @torch.no_grad()
 def _read(
     model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor
@@ -174,7 +174,7 @@ def _steps(
     running = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(count):
         logits = read(tokens)
-        # A row that has ended goes on with anything, so that it cannot fail.
+        # Rows that have ended continue with zeros, so NaN in them raises no error.
         finite = logits if not stop or running.all() else torch.where(running[:, None], logits, 0.0)
         new = sampling.choose(finite, generators)
         yield Step(new.clone(), running.clone(), logits)
@@ -193,7 +193,7 @@ def _as_lists(prompts: Prompts) -> list[list[int]]:
 def _check(
     model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
 ) -> None:
-    """Refuses what would give wrong tokens, or fail after some work."""
+    """Refuses arguments that would give wrong tokens, or fail after some steps."""
     if any(module.training for module in model.modules()):
         raise ValueError(IN_TRAINING)
     empty = [row for row, text in enumerate(texts) if not text]

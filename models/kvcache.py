@@ -1,4 +1,4 @@
-"""KVCache: keys and values of the positions that a model has read already."""
+"""KVCache: the keys and values of positions that a model has already read."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -7,9 +7,9 @@ from torch import Tensor
 from models.checks import check_whole
 from models.config import TransformerConfig
 
-# Room is made for this many positions at a time.
+# The buffers grow by this many positions at a time.
 STEP = 512
-# The fields of a config that say what cached keys and values are.
+# Two models can share a cache only if these fields of their configs agree.
 DECISIVE = (
     *("n_layers", "d_model", "n_ctx", "n_kv_heads", "d_head", "windows", "qk_norm"),
     *("positions", "rotary_theta", "rotary_fraction", "rotary_scaling"),
@@ -17,19 +17,19 @@ DECISIVE = (
 
 
 class KVCache:
-    """Lets a model go on where it stopped: `model(new_tokens, kv_cache=cache)`.
+    """A key/value cache, with which a model continues a text: `model(new_tokens, kv_cache=cache)`.
 
-    Keys and values are those that entered attention, edits of hooks included. Where a block has a
-    sliding window, only what the window can still reach is kept. A forward pass that fails leaves the
-    cache as it was. Gradients flow into what was read while they were recorded. A model with other
-    weights, but the same sizes and positions, can go on from it, as an intervention.
+    Keys and values are stored after norm, rotation and edits by hooks. A block with a sliding window
+    keeps only what the window can still reach. A forward pass that fails leaves the cache unchanged.
+    Gradients flow into positions that were read while gradients were recorded. As an intervention, a
+    model with other weights but the same sizes and positions can continue from it.
 
     Args:
-        max_context: the most positions it may ever hold; None for the model's `n_ctx`.
+        max_context: the largest number of positions; None for the model's `n_ctx`.
 
     Attributes:
         length: how many positions have been read.
-        mask: which of them are real, if a mask has said so: Bool[batch length].
+        mask: which of them are not padding: Bool[batch length]; None without a mask.
 
     Raises:
         ValueError: if `max_context` is not a whole number of at least 1.
@@ -57,15 +57,15 @@ class KVCache:
         return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, config: TransformerConfig, batch: int, new: int) -> int:
-        """Makes sure that `new` more positions fit, and returns how many there are already.
+        """Checks that `new` more positions fit, and returns how many have been read.
 
         Args:
-            config: of the model that is about to run.
-            batch: rows of the coming call.
-            new: positions of the coming call.
+            config: the config of the model that will run.
+            batch: rows of the next call.
+            new: positions of the next call.
 
         Raises:
-            ValueError: if they do not fit, or the batch or the model is another one.
+            ValueError: if they do not fit, or the batch size or the model does not match.
         """
         limit = min(self.max_context or config.n_ctx, config.n_ctx)
         if self.length + new > limit:
@@ -81,7 +81,7 @@ class KVCache:
             other = [n for n in DECISIVE if getattr(config, n) != getattr(self._config, n)]
             if other:
                 raise ValueError(
-                    f"a KVCache must be used by models of the same {', '.join(other)}; got another"
+                    f"a KVCache must be used by models of the same {', '.join(other)}; they differ"
                 )
         if self.layers[0].batch != batch:
             raise ValueError(
@@ -90,11 +90,11 @@ class KVCache:
         return self.length
 
     def commit(self, length: int, mask: Tensor | None) -> None:
-        """Accepts what a forward pass has written, once it has ended.
+        """Accepts what a forward pass has written, after it has ended.
 
         Args:
-            length: how many positions have been read now.
-            mask: which of them are real: Bool[batch length]; None where no mask says so.
+            length: how many positions have been read.
+            mask: which of them are not padding: Bool[batch length]; None without a mask.
         """
         self.length, self.mask = length, mask
 
@@ -103,8 +103,8 @@ class LayerCache:
     """Keys and values of one block, in order of position.
 
     Args:
-        window: how many positions a query reaches, its own included; 0 for all.
-        limit: the most positions there will ever be.
+        window: how many positions a query sees, its own included; 0 means all.
+        limit: the largest number of positions.
     """
 
     def __init__(self, window: int, limit: int) -> None:
@@ -131,15 +131,15 @@ class LayerCache:
     ) -> tuple[
         Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
     ]:
-        """The keys and values that the new positions may reach, their own included.
+        """Stores new keys and values, and returns all those that the new positions may see.
 
         Args:
-            start: the position of the first new one; whatever stood from there on is overwritten.
-            k, v: of the new positions.
+            start: the first new position. Anything stored from there on is overwritten.
+            k, v: keys and values of the new positions.
         """
         oldest, end = oldest_reached(self.window, start), start + k.shape[2]
         is_full = end - self._first > self._keys.shape[2] or not self.batch
-        # What gradients were recorded of may not be overwritten: a backward pass needs it.
+        # A backward pass needs the values in a graph, so they must not be overwritten.
         has_graph = self._keys.requires_grad or self._values.requires_grad
         is_locked = self._keys.is_inference() and not torch.is_inference_mode_enabled()
         if is_full or has_graph or is_locked or k.dtype != self._keys.dtype:
@@ -150,8 +150,8 @@ class LayerCache:
         return self._keys.narrow(*seen), self._values.narrow(*seen)
 
     def _make_room(self, oldest: int, start: int, end: int, like: Tensor) -> None:
-        """New buffers that reach beyond `end`; what no window sees any more stays behind."""
-        # A window's buffers are moved again and again, and need a step of room each time.
+        """Moves to buffers with room beyond `end`, without positions that no query can see again."""
+        # A window's buffers move repeatedly, and need a step of room each time.
         needed = end - oldest + (STEP if self.window else 0)
         capacity = min(-(-needed // STEP) * STEP, self._limit - oldest)
         batch, heads, _, width = like.shape
@@ -164,5 +164,5 @@ class LayerCache:
 
 
 def oldest_reached(window: int, start: int) -> int:
-    """The first position that a query at `start` reaches; a window of 0 reaches all."""
+    """The first position that a query at `start` sees; a window of 0 sees all."""
     return max(0, start - window + 1) if window else 0

@@ -1,4 +1,4 @@
-"""Linear: `nn.Linear`, which a CPU runs faster where no gradients are recorded."""
+"""Linear: an `nn.Linear` that is faster on a CPU while no gradients are recorded."""
 
 import torch
 import torch.nn.functional as F
@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from hooks._torch import Component, is_plain, linear_by_onednn
 
-# Below it a matrix stays in the processor's cache, and choosing costs more than it saves.
+# Smaller matrices stay in the processor's cache, and choosing a kernel costs more than it saves.
 LARGE = 2**17
 
 
 class Linear(Component, nn.Linear):
-    """`x weight^T + bias`, as `nn.Linear`.
+    """`x weight^T + bias`, like `nn.Linear`.
 
-    Where no gradients are recorded, large matrices are multiplied by other kernels on a CPU, so results
-    with and without gradients differ by rounding: about 1e-6 of the largest value.
+    On a CPU, large matrices use other kernels while no gradients are recorded. Results with and without
+    gradients then differ by rounding: about 1e-6 of the largest value.
     """
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
@@ -23,7 +23,7 @@ class Linear(Component, nn.Linear):
         self.is_large = d_in * d_out >= LARGE
 
     def forward(self, x: Float[Tensor, "*axes d_in"]) -> Float[Tensor, "*axes d_out"]:
-        """The map of each row."""
+        """The map applied to each row."""
         if not (self.is_large and is_plain(x, self.weight)):
             return F.linear(x, self.weight, self.bias)
         product = _side_by_side if x.numel() <= 2 * x.shape[-1] else linear_by_onednn
@@ -36,10 +36,10 @@ class Linear(Component, nn.Linear):
 
 
 def _side_by_side(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The map of one or two rows, with a part of the matrix for each thread.
+    """The map applied to one or two rows, with a part of the matrix for each thread.
 
-    Generation multiplies one row by each matrix. Some BLAS libraries do that in one thread; then this is
-    twice as fast on two cores, and elsewhere as fast.
+    Generation multiplies one row by each matrix. Some BLAS libraries use only one thread for that. Then
+    this is twice as fast on two cores; with other libraries it is equally fast.
     """
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     parts = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with named scale and output; and what a config chooses, which may be nothing."""
+"""LayerNorm and RMSNorm with hook points, and functions that choose norm and dropout by config."""
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,7 @@ class LayerNorm(Component):
 
     Args:
         d_model: the size of the normalized axis.
-        eps: what is added to the variance, which divides by `d_model`.
+        eps: what is added to the variance, which has the divisor `d_model`.
         learned: whether there is a gain.
         bias: whether there is a bias besides the gain.
         meaning: what the output is, for the table of points.
@@ -53,7 +53,7 @@ class LayerNorm(Component):
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
-        """The explicit norm, whose divisor can be seen."""
+        """The explicit norm, with a hook point at its divisor."""
         wide = _widened(x)
         centred = wide - wide.mean(-1, keepdim=True)
         normal = centred / self.scale(_root_mean_square(centred, self.eps))
@@ -100,18 +100,18 @@ class RMSNorm(Component):
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
-        """The explicit norm, whose divisor can be seen."""
+        """The explicit norm, with a hook point at its divisor."""
         wide = _widened(x)
         normal = wide / self.scale(_root_mean_square(wide, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)
 
 
 class QKNorm(nn.Module):
-    """RMSNorm of queries or keys before they are rotated (Henry et al. 2020; OLMo 2).
+    """RMSNorm of queries or keys before rotation (Henry et al. 2020; OLMo 2).
 
     Args:
-        n_heads: how many heads there are.
-        config: whether each head is normalized for itself or all of them as one vector; eps; gain.
+        n_heads: the number of heads.
+        config: says whether heads are normalized separately or as one vector, with which eps and gain.
     """
 
     weight: nn.Parameter | None
@@ -132,7 +132,7 @@ class QKNorm(nn.Module):
 
 
 def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
-    """The config's norm of the stream, or nothing where it is not `present`."""
+    """The config's norm of the stream, or an identity if it is not `present`."""
     if not present or config.norm == "none":
         return Identity()
     if config.norm == "rmsnorm":
@@ -142,12 +142,12 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
 
 
 def dropout(config: TransformerConfig) -> nn.Module:
-    """The config's dropout of values, or nothing where its probability is zero."""
+    """The config's dropout, or an identity if its probability is zero."""
     return nn.Dropout(config.dropout) if config.dropout else Identity()
 
 
 def _widened(x: Tensor) -> Tensor:
-    """At least float32, rounded once at the end, as the fused kernels do: their very numbers."""
+    """`x` in at least float32. The fused kernels also round only once, at the end."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""How a model knows the order of its tokens: encodings that are added, or rotations of q and k."""
+"""Positions: encodings that are added to embeddings, or rotations of queries and keys."""
 
 import math
 
@@ -13,7 +13,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Sinusoidal(nn.Module):
-    """`sin(pos / 10000^(2i/d_model))` at 2i, the cosine at 2i+1 (Vaswani et al. 2017); lower i is faster.
+    """`sin(pos / 10000^(2i/d_model))` in dimension 2i, the cosine in 2i+1 (Vaswani et al. 2017).
 
     Args:
         d_model: the size of an encoding; even.
@@ -21,7 +21,7 @@ class Sinusoidal(nn.Module):
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
-        # No buffer: `model.to(bfloat16)` would round it.
+        # Not a buffer: `model.to(bfloat16)` would round it.
         self.frequencies = _frequencies(d_model, 10_000.0)
 
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
@@ -39,7 +39,7 @@ class NoPositions(nn.Module):
 
 
 def added_positions(config: TransformerConfig) -> nn.Module:
-    """What gives the encodings that are added to token embeddings."""
+    """The module that gives the encodings to add to token embeddings."""
     if config.positions == "learned":
         return nn.Embedding(config.n_ctx, config.d_model)
     return Sinusoidal(config.d_model) if config.positions == "sinusoidal" else NoPositions()
@@ -48,20 +48,20 @@ def added_positions(config: TransformerConfig) -> nn.Module:
 class Rotary:
     """Rotates pairs of a head's dimensions by angles that grow with the position (Su et al. 2021).
 
-    Dimension i is paired with i + d_rotary/2; dimensions from d_rotary on stay as they are.
+    Dimension i is paired with i + d_rotary/2. Dimensions from d_rotary on are unchanged.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         self.d_rotary = config.d_rotary
         scaling = config.rotary_scaling
-        # No module and no buffer: `model.to(bfloat16)` would round it.
+        # Not a buffer: `model.to(bfloat16)` would round it.
         self.frequencies = _stretched(_frequencies(self.d_rotary, config.rotary_theta), config)
         self.length = 1.0
         if scaling and scaling.kind == "yarn":
             self.length = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
 
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
-        """The cosines and sines to rotate by."""
+        """The cosines and sines of the rotation angles."""
         angles = positions[..., None] * self.frequencies.to(positions.device)
         angles = torch.cat([angles, angles], -1).unsqueeze(-2)
         return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
@@ -82,7 +82,7 @@ class Rotary:
 
 
 class NoRotation:
-    """Leaves queries and keys as they are."""
+    """Leaves queries and keys unchanged."""
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> None:
         """None."""
@@ -93,18 +93,18 @@ class NoRotation:
 
 
 def rotary(config: TransformerConfig) -> Rotary | NoRotation:
-    """What turns the queries and keys of a model by their positions."""
+    """The rotation of queries and keys that the config chooses."""
     return Rotary(config) if config.positions == "rotary" else NoRotation()
 
 
 def _frequencies(size: int, theta: float) -> Float[Tensor, " half"]:
-    # In float32 and in this order, as the models that were trained with them have it. The device is
-    # named, as a model may be built on the meta device.
+    # In float32 and in this order, as in the original models. The device is explicit, because a model
+    # may be built on the meta device.
     return 1.0 / theta ** (torch.arange(0, size, 2, device="cpu").float() / size)
 
 
 def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, " half"]:
-    """Frequencies, in radians a position, as the config's scaling has them; sources stand there."""
+    """Frequencies in radians per position, scaled as `RotaryScaling` says."""
     scaling = config.rotary_scaling
     if scaling is None:
         return frequencies
@@ -122,7 +122,7 @@ def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, 
 
 
 def _kept_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:
-    """How much of each frequency is kept: all where it turns often within the original context."""
+    """The kept share of each frequency: 1 if it turns often within the original context."""
 
     def dimension(turns: float) -> float:
         return half * math.log(scaling.original_n_ctx / (turns * 2 * math.pi)) / math.log(theta)

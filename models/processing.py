@@ -1,4 +1,4 @@
-"""Other weights, the same probabilities: `fold_norms` and `center`, each of which proves itself."""
+"""`fold_norms` and `center`: change the weights, keep the probabilities, and check that."""
 
 from collections.abc import Iterator
 
@@ -15,21 +15,22 @@ from models.verification import deviation, random_tokens
 
 @torch.no_grad()
 def fold_norms(model: Transformer) -> Transformer:
-    """A new model whose norms only normalize: what they learned is in the maps that read them.
+    """A new model with the norms' gains and biases folded into the linear maps that read them.
 
-    `W (gain * x + bias) + b` becomes `(W * gain) x + (W bias + b)`: with `ln1` that is `attn.qkv`, with
-    `ln2` `mlp.input` and `mlp.gate`, with `ln_final` the unembedding, which is then tied no more. The
-    new config has `norm_learned=False`, and biases where there were norms' biases; `normalized` points
-    lose gain and bias. The gains of `qk_norm` stay. A model with `norm_learned=False` is copied.
+    `W (gain * x + bias) + b` becomes `(W * gain) x + (W bias + b)`. `ln1` is folded into `attn.qkv`,
+    `ln2` into `mlp.input` and `mlp.gate`, and `ln_final` into the unembedding, which is then untied. The
+    new config has `norm_learned=False`, and biases in maps that took a norm's bias. Values at
+    `normalized` lose gain and bias. The gains of `qk_norm` stay. A model with `norm_learned=False` is
+    copied.
 
     Args:
-        model: left as it is; the new one has its dtype, device and mode, and memory of its own. In
+        model: unchanged. The new model has the same dtype, device and mode, and its own memory. In
             half precision the products are rounded.
 
     Raises:
         ValueError: if there are no norms, if `norm_place` is not `pre`, or if a norm of the
             embeddings is learned.
-        RuntimeError: if log-probabilities of random tokens differ by more than may be rounding:
+        RuntimeError: if log-probabilities of random tokens differ by more than rounding may explain:
             1e-4 of the largest in float32, 1e-10 in float64, 1e-2 in float16, 1e-1 in bfloat16.
 
     >>> from models import TransformerConfig
@@ -60,7 +61,7 @@ def fold_norms(model: Transformer) -> Transformer:
         changes["mlp_bias"] = config.mlp_bias or config.mlp != "none"
         changes["unembed_bias"] = config.unembed_bias or config.final_norm
         for layer in range(config.n_layers if config.mlp != "none" else 0):
-            # `mlp_bias` is one switch for what goes in and what comes out.
+            # `mlp_bias` also switches on the output bias.
             zeros = model.W_E.new_zeros(config.d_model)
             values.setdefault(f"blocks.{layer}.mlp.output.bias", zeros)
     return _proven("fold_norms", model, config.replace(**changes), values)
@@ -68,24 +69,24 @@ def fold_norms(model: Transformer) -> Transformer:
 
 @torch.no_grad()
 def center(model: Transformer) -> Transformer:
-    """A new model that writes vectors of mean zero to the residual stream, and gives such logits.
+    """A new model that writes vectors of mean zero to the residual stream, with centred logits.
 
-    LayerNorm subtracts the mean over d_model from all that it reads, so what adds to it is without
-    effect: it is taken out of token and learned position embeddings and of the weights and biases of
-    `attn.output` and `mlp.output`. Sinusoidal positions are not weights, and keep their mean. The
-    softmax takes no notice of the mean over the vocabulary: it is taken out of the unembedding's
-    weights and bias, but not where `logit_cap` would notice. A tied unembedding becomes one of its own.
+    LayerNorm subtracts the mean over d_model of what it reads, so that mean has no effect. It is removed
+    from token and learned position embeddings, and from the weights and biases of `attn.output` and
+    `mlp.output`. Sinusoidal positions are not weights, and keep their mean. The mean over the vocabulary
+    has no effect on the softmax. It is removed from the unembedding's weights and bias, but not with a
+    `logit_cap`, which it would affect. A tied unembedding is untied.
 
-    Exact unless dropout is at work, which zeroes single numbers of a vector.
+    Exact except with active dropout, which zeroes single numbers of a vector.
 
     Args:
-        model: left as it is; the new one has its dtype, device and mode, and memory of its own. In
+        model: unchanged. The new model has the same dtype, device and mode, and its own memory. In
             half precision the differences are rounded, and means are zero up to that.
 
     Raises:
-        ValueError: if not all that reads the stream is a LayerNorm, or all that writes to it a
-            linear map: `norm` is not `layernorm`, `norm_place` not `pre`, `final_norm` is False, or a
-            norm of the embeddings is learned.
+        ValueError: unless only LayerNorms read the stream and only linear maps write to it: if `norm`
+            is not `layernorm`, `norm_place` is not `pre`, `final_norm` is False, or a norm of the
+            embeddings is learned.
         RuntimeError: as for `fold_norms`.
 
     >>> from models import TransformerConfig
@@ -111,7 +112,7 @@ def center(model: Transformer) -> Transformer:
 
 
 def _copied(model: Transformer) -> dict[str, Tensor]:
-    """Copies of all parameters; of a weight that is tied, one for each name."""
+    """Copies of all parameters. A tied weight has one copy for each name."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.clone() for name, parameter in named}
 
@@ -119,7 +120,7 @@ def _copied(model: Transformer) -> dict[str, Tensor]:
 def _proven(
     function: str, model: Transformer, config: TransformerConfig, values: dict[str, Tensor]
 ) -> Transformer:
-    """The model of a config and values, once it gave some tokens the given model's probabilities."""
+    """The model of `config` and `values`, after a check that it gives the same probabilities."""
     made = without_values(config)
     made.load_state_dict(values, assign=True)
     tokens = random_tokens(model)
@@ -129,20 +130,20 @@ def _proven(
     largest, allowed = deviation(found, expected, model.W_E.dtype)
     if not largest <= allowed:  # NaN is not
         raise RuntimeError(
-            f"{function} must keep log-probabilities within {allowed:.3g}, what may be rounding in "
+            f"{function} must keep log-probabilities within {allowed:.3g}, the rounding of "
             f"{model.W_E.dtype}; got a difference of {largest:.3g}: the model does not compute what "
-            "its config says, or its weights leave the range of their dtype"
+            "its config says, or its weights overflow their dtype"
         )
     given = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in made.named_parameters():
-        # A bias that is new is trained if its map's weight is.
+        # A new bias is trainable if the weight of its map is.
         like = name if name in given else name.removesuffix("bias") + "weight"
         parameter.requires_grad_(given[like].requires_grad)
     return made.train(model.training)
 
 
 def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Each norm, and a linear map that reads it, by their names."""
+    """The names of each norm and of a linear map that reads it."""
     for layer in range(config.n_layers):
         yield f"blocks.{layer}.ln1", f"blocks.{layer}.attn.qkv"
         if config.mlp != "none":

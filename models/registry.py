@@ -1,4 +1,4 @@
-"""Named configs, those of GPT-2 and of the source documents: `build("gpt2")`, `register("name")`."""
+"""Named configs of GPT-2 and of the source documents: `build("gpt2")`, `register("name")`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ _configs: dict[str, Describe] = {}
 
 
 def register(name: str) -> Callable[[Describe], Describe]:
-    """Decorates a function that returns a config, so that `build` and `config_of` know its name.
+    """A decorator that registers a function that returns a config, for `build` and `config_of`.
 
     Raises:
         ValueError: if the name is taken.
@@ -36,18 +36,18 @@ def register(name: str) -> Callable[[Describe], Describe]:
 
 
 def available() -> list[str]:
-    """The registered names, in the order in which they were registered."""
+    """The registered names, in order of registration."""
     return list(_configs)
 
 
 def config_of(name: str, **overrides: Any) -> TransformerConfig:
     """The config registered under a name, with some fields changed.
 
-    Sizes that followed from others (`d_mlp` from `d_model`, for instance) follow the new ones.
+    Derived sizes, such as `d_mlp` from `d_model`, are derived again.
 
     Raises:
-        UnknownNameError: if there is no such name (see `available`) or field; a KeyError, with close
-            matches.
+        UnknownNameError: if there is no such name (see `available`) or field. It is a KeyError with
+            close matches.
         ValueError: if an override is not allowed.
     """
     if name not in _configs:
@@ -59,7 +59,7 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
 
 
 def build(name: str, **overrides: Any) -> Transformer:
-    """A model with fresh weights, from a registered config; arguments and errors as for `config_of`.
+    """A model with fresh weights from a registered config. For arguments and errors see `config_of`.
 
     >>> build("gpt2", vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4).count_parameters()
     544
@@ -122,15 +122,15 @@ def d12_post_norm() -> TransformerConfig:
 
 @register("d12_post_norm_qk_norm")
 def d12_post_norm_qk_norm() -> TransformerConfig:
-    """qk-norm.md: likewise, and queries and keys normalized head by head before rotation."""
+    """qk-norm.md: likewise, with each head's queries and keys normalized before rotation."""
     return d12_post_norm().replace(qk_norm="head", qk_norm_learned=False)
 
 
 @register("tiny-lm")
 def tiny_lm() -> TransformerConfig:
-    """tiny-transformer-handout.md: sinusoids, attention without biases, an output map of its own.
+    """tiny-transformer-handout.md: sinusoids, attention without biases, an untied unembedding.
 
-    The vocabulary is that of printable text; give `vocab_size` of your own.
+    The vocabulary is printable text; for other texts give `vocab_size`.
     """
     return TransformerConfig(
         vocab_size=96,

@@ -1,4 +1,4 @@
-"""Which token comes next: the most probable one, or one drawn from what temperature and cuts leave."""
+"""Sampling: takes the most probable next token, or draws one by temperature and cuts."""
 
 import math
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ class Sampling:
     """How a token is chosen from logits.
 
     Attributes:
-        temperature: what logits are divided by; below 1e-6 the most probable token is taken.
-        top_k: draw from this many most probable tokens.
+        temperature: the divisor of logits; below 1e-6 the most probable token is taken.
+        top_k: draw from this many of the most probable tokens.
         top_p: draw from the fewest tokens whose probabilities sum to at least this (Holtzman et al.
             2020).
         min_p: draw from tokens at least this many times as probable as the most probable one (Nguyen
             et al. 2024).
 
-    The cuts act after the temperature, in this order, each on what the one before left. The most probable
-    token survives every cut.
+    The cuts act after the temperature, one after another in this order. The most probable token always
+    remains.
 
     Raises:
-        ValueError: if an option is out of its range, or a cut comes without a temperature.
+        ValueError: if an option is out of range, or a cut is given without a temperature.
 
     >>> logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     >>> Sampling(temperature=1.0, top_k=2).cut(logits).softmax(-1)
@@ -50,7 +50,7 @@ class Sampling:
                 raise ValueError(f"{name} must be {bound}; got {value}")
             if name in cuts and value is not None and self.is_greedy:
                 raise ValueError(
-                    f"{name} must come with a temperature, as it is a choice of what to draw from; "
+                    f"{name} must come with a temperature above 0, because it acts on random draws; "
                     f"got temperature={self.temperature}"
                 )
 
@@ -66,13 +66,13 @@ class Sampling:
             count = min(self.top_k, logits.shape[-1])
             least = logits.topk(count).values[:, -1:]
             above, level = logits > least, logits == least
-            # Of equal tokens the first ones, so that there are `top_k`.
+            # Of equal tokens keep the first ones, for exactly `top_k` tokens.
             kept = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
             logits = torch.where(kept, logits, -torch.inf)
         if self.top_p is not None:
             ordered, order = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
-            # The first token that reaches top_p is still in, and so is the very first.
+            # Keep the token at which the sum reaches top_p, and always the most probable one.
             beyond = probabilities.cumsum(-1) - probabilities >= self.top_p
             beyond[:, 0] = False
             forbidden = torch.zeros_like(beyond).scatter_(1, order, beyond)
@@ -89,11 +89,11 @@ class Sampling:
         """One token for each row.
 
         Args:
-            logits: of the next token.
-            generators: what each row draws from; not used where nothing is drawn.
+            logits: the logits of the next token.
+            generators: the generator of each row; not used at temperature 0.
 
         Raises:
-            ValueError: if a row's logits hold NaN, are all -inf or, where tokens are drawn, hold inf.
+            ValueError: if a row's logits hold NaN or are all -inf, or hold inf when tokens are drawn.
         """
         best = logits.max(-1)  # NaN counts as the largest
         for row, largest in enumerate(best.values.tolist()):

@@ -1,4 +1,4 @@
-"""The transformer. Read top-down: model, `block.py`, `attention.py` and `mlp.py`, `norm.py`."""
+"""The transformer. Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`."""
 
 import math
 from functools import partial
@@ -21,7 +21,7 @@ from models.weights import BlockWeights, tie
 
 
 class TokenEmbedding(nn.Embedding):
-    """A vector for each token, times a scale (Gemma's sqrt(d_model); else one)."""
+    """A vector for each token, times a scale: sqrt(d_model) in Gemma, otherwise 1."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.vocab_size, config.d_model)
@@ -31,16 +31,16 @@ class TokenEmbedding(nn.Embedding):
         """The vectors of the tokens.
 
         Raises:
-            ValueError: if a token is outside the vocabulary, naming the first.
+            ValueError: if a token is outside the vocabulary; it names the first.
         """
-        if not tokens.is_cpu:  # an accelerator would stop, or give anything
+        if not tokens.is_cpu:  # an accelerator would abort, or return arbitrary values
             self._check(tokens)
         try:
             vectors = torch.embedding(self.weight, tokens.long())
         except IndexError:
             self._check(tokens)
             raise
-        # Rounded to the weights' type first, as the models that have a scale were trained.
+        # The scale is rounded to the weights' dtype, as in the training of models with a scale.
         return vectors if self.scale == 1 else vectors * vectors.new_tensor(self.scale)
 
     def _check(self, tokens: Tensor) -> None:
@@ -56,7 +56,9 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Transformer(BlockWeights):
-    """Tokens to logits; `context`, `input_resid`, `blocks`, `unembed` are the steps of the forward pass.
+    """A decoder-only transformer: tokens to logits.
+
+    The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`.
 
     Args:
         config: sizes and choices; see `TransformerConfig`.
@@ -98,17 +100,17 @@ class Transformer(BlockWeights):
         """Logits of the next token at every position.
 
         Args:
-            tokens: of the vocabulary; what comes after the cached ones, where there is a cache.
-            attention_mask: boolean, or 0 and 1. [batch, key]: which tokens are real, cached ones
-                included; each row then gets what it would get without its padding, left or right,
-                and the padding's own values mean nothing. [batch, query, key] or [batch, head, query,
-                key]: which keys each query sees, in place of the causal rule and of windows.
-            kv_cache: what was read before; it takes up the new positions.
-            last: give logits of this many last positions only; 0 for all.
+            tokens: the tokens; with a cache, those after the cached ones.
+            attention_mask: boolean, or 0 and 1. [batch, key]: which tokens, including cached ones, are
+                not padding. Each row gets the same values as without its padding, left or right.
+                Ignore the values at padding. [batch, query, key] or [batch, head, query, key]: which
+                keys each query sees. It replaces the causal rule and windows.
+            kv_cache: earlier keys and values; the new ones are added to it.
+            last: return logits of only this many last positions; 0 means all.
 
         Raises:
-            ValueError: if tokens are outside the vocabulary, do not fit the context, or do not fit
-                mask or cache.
+            ValueError: if tokens are outside the vocabulary, or do not fit the context, the mask or
+                the cache.
         """
         if last < 0:
             raise ValueError(f"last must be at least 0; got {last}")
@@ -126,7 +128,7 @@ class Transformer(BlockWeights):
         attention_mask: Tensor | None = None,
         kv_cache: KVCache | None = None,
     ) -> Context:
-        """What the blocks read besides the stream; arguments and errors as for `forward`."""
+        """What the blocks read besides the stream. For arguments and errors see `forward`."""
         check_tokens(tokens, "tokens must be integers of shape [batch, pos]")
         rotate = partial(self.rotary.rotation, dtype=self.token_embedding.weight.dtype)
         return place(self.config, tokens, attention_mask, kv_cache, rotate)
@@ -137,8 +139,8 @@ class Transformer(BlockWeights):
         """The residual stream entering the first block: token plus position embeddings.
 
         Args:
-            tokens: of the vocabulary.
-            context: of the same tokens; None where they are whole texts without padding.
+            tokens: the tokens.
+            context: the context of the same tokens; None for whole texts without padding.
         """
         context = self.context(tokens) if context is None else context
         embed = self.embed(self.token_embedding(tokens))
@@ -148,7 +150,7 @@ class Transformer(BlockWeights):
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits that a residual stream leads to: the final norm, then the unembedding."""
+        """Logits from a residual stream: the final norm, then the unembedding and its cap."""
         return self.logit_cap(self.unembedding(self.ln_final(resid)))
 
     def _logits_of_last(self, resid: Tensor, last: int) -> Tensor:
@@ -158,17 +160,17 @@ class Transformer(BlockWeights):
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Logits of the last positions, all if `last` is 0; where somebody listens, all are made."""
+        """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
         return self.unembed(resid)[:, -last:]
 
     def count_parameters(self) -> int:
-        """How many numbers are trained; tied weights count once."""
+        """The number of trainable parameters; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
 @torch.no_grad()
 def initialise(model: Transformer) -> None:
-    """Draws all weights anew, as `config.init` says; biases become 0, gains 1."""
+    """Draws all weights again, as `config.init` says. Biases become 0 and gains 1."""
     config = model.config
     for name, parameter in model.named_parameters():
         part = name.removesuffix(".weight")
@@ -176,12 +178,12 @@ def initialise(model: Transformer) -> None:
             parameter.fill_(float(name.endswith("weight")))
         elif part in ("token_embedding", "position_embedding"):
             nn.init.normal_(parameter, std=0.02)
-        elif part.endswith("qkv"):  # three matrices, each with sizes of its own
+        elif part.endswith("qkv"):  # three matrices, each with its own size
             heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
             for matrix in parameter.split([n * config.d_head for n in heads]):
                 _draw(matrix, config)
         else:
-            # What writes to the residual stream starts smaller, as many add up (Radford et al. 2019).
+            # Maps that write to the stream start smaller, because many add up (Radford et al. 2019).
             _draw(parameter, config, math.sqrt(2 * config.n_layers) if "output" in part else 1.0)
 
 

@@ -1,4 +1,4 @@
-"""`verify`: the identities that a model's activations promise, checked on the model itself."""
+"""`verify`: checks that a model's activations satisfy the identities of its architecture."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -16,31 +16,31 @@ from models.kvcache import KVCache
 from models.transformer import Transformer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
-"""How much of the largest value may be rounding."""
-# Positions of the rows that are run, where the context has as many.
+"""The largest rounding error allowed, relative to the largest value."""
+# The length of the test rows, unless the context is shorter.
 LENGTH = 12
 POINTS = ("resid_pre", "attn.z", "attn", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
 Identity = tuple[str, str, Tensor, Tensor]
-"""What holds, at which point, the value there, and the value that it promises to be."""
+"""An identity, the point where it is checked, the value found there and the expected one."""
 
 
 class VerificationError(ValueError):
-    """A model breaks an identity: the message says which, where, by how much, and what is rounding."""
+    """A model breaks an identity. The message says which, where, and by how much."""
 
 
 @torch.no_grad()
 def verify(model: Transformer) -> None:
-    """Checks a model's arithmetic on two short rows of random tokens, the same each time, in eval mode.
+    """Checks a model's arithmetic on two short, fixed rows of random tokens, in evaluation mode.
 
-    - In each block, `resid_mid` and `resid_post` are the sums that its form of block promises, or
-      the norms of those sums.
+    - In each block, `resid_mid` and `resid_post` are the sums of its form of block, or their norms.
     - Attention's output is `sum over heads of z @ W_O + b_O`.
-    - A row of a batch, padded left or right or not at all, gets what it gets alone.
-    - A text read in pieces through a `KVCache`, padded left or not, gets what it gets as a whole.
+    - A row of a batch gets the same values as alone, with padding on the left or right or without.
+    - A text read in pieces through a `KVCache` gets the same values as a whole, with padding on the
+      left or without.
 
-    Rounding may be 1e-4 of the largest of the values compared in float32, 1e-10 in float64, 1e-2 in
-    float16 and 1e-1 in bfloat16. The model is left as it was.
+    Differences may be 1e-4 of the largest value compared in float32, 1e-10 in float64, 1e-2 in float16
+    and 1e-1 in bfloat16. The model is not changed.
 
     Raises:
         VerificationError: naming the identity, the first point where it fails, the largest
@@ -55,13 +55,13 @@ def verify(model: Transformer) -> None:
             largest, allowed = deviation(found, expected, model.W_E.dtype)
             if not largest <= allowed:  # NaN is not
                 raise VerificationError(
-                    f"'{identity}' must hold at {where} within {allowed:.3g}, which is rounding in "
+                    f"'{identity}' must hold at {where} within {allowed:.3g}, the rounding of "
                     f"{model.W_E.dtype}; got a difference of {largest:.3g}"
                 )
 
 
 def random_tokens(model: Transformer, length: int = LENGTH) -> Int[Tensor, "2 pos"]:
-    """Two rows, the same each time, of this length or of the model's whole context."""
+    """Two rows of random tokens, the same at each call, of this length or `n_ctx` if that is less."""
     shape = (2, min(length, model.config.n_ctx))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu")
@@ -69,7 +69,7 @@ def random_tokens(model: Transformer, length: int = LENGTH) -> Int[Tensor, "2 po
 
 
 def deviation(found: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest difference, and what of it may be rounding where a model has this dtype."""
+    """The largest difference, and the largest that rounding may cause in a model of this dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     found, expected = found.to(wide), expected.to(wide)
     return (found - expected).abs().max().item(), TOLERANCE[dtype] * expected.abs().max().item()
@@ -103,7 +103,7 @@ def _sums_of_block(
     config: TransformerConfig, block: Block, values: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str, Tensor]]:
     resid, attn_out = values["resid_pre"], values["attn_out"]
-    # In half precision, a sum of heads that is not rounded to it.
+    # In half precision, do not round the sum over heads.
     wide = torch.promote_types(resid.dtype, torch.float32)
     z, W_O = values["attn.z"].to(wide), block.attn.W_O.to(wide)
     heads = torch.einsum("b p h d, h d m -> b p m", z, W_O) + block.attn.b_O
@@ -151,7 +151,7 @@ def _pieces(
 def _stream(
     runner: HookedRunner, tokens: Tensor, real: Tensor | None = None, cache: KVCache | None = None
 ) -> dict[str, Tensor]:
-    """What leaves each block, and then the logits: by name, [batch, pos, ...]."""
+    """The output of each block and the logits, by name: [batch, pos, ...]."""
     mask = None if real is None or real.all() else real
     logits, values = runner.run_with_cache(
         tokens, names="blocks.*.resid_post", attention_mask=mask, kv_cache=cache

@@ -1,4 +1,4 @@
-"""Weights as the literature writes them, `x @ W`, computed on access; and two that are one, tied."""
+"""Weights by their names in the literature, for `x @ W`, and the tied unembedding."""
 
 from operator import attrgetter
 from typing import Any
@@ -15,8 +15,8 @@ from models.linear import Linear
 class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
-    Nothing is stored, so nothing goes stale. A block's own (`blocks[3].attn.W_Q`) are views. A bias
-    that the config leaves out is zeros.
+    They are computed at each access. The weights of one block (`blocks[3].attn.W_Q`) are views. A bias
+    that the config switches off is zeros.
     """
 
     blocks: nn.ModuleList
@@ -142,15 +142,15 @@ class BlockWeights(Component):
 
     @property
     def b_U(self) -> Float[Tensor, " vocab"]:
-        """Output bias of the unembedding."""
+        """The bias of the unembedding."""
         return self.unembedding.offset
 
 
 def tie(model: BlockWeights) -> None:
-    """Makes the unembedding's weight that of the token embedding.
+    """Makes the unembedding's weight the same parameter as the token embedding.
 
-    `load_state_dict` then keeps them one parameter, with `assign=True` too, and takes either name or
-    both. It raises a ValueError if the two names have different values: PyTorch would keep the last.
+    `load_state_dict` then keeps them one parameter, even with `assign=True`, and accepts either name or
+    both. If the two names have different values it raises a ValueError; PyTorch would keep the last.
     """
     model.unembedding.weight = model.token_embedding.weight
     nn.Module.register_load_state_dict_pre_hook(model, _load_one_for_both)
@@ -165,17 +165,17 @@ def _load_one_for_both(
     given = [state_dict[name] for name in names if name in state_dict]
     if len(given) == 2 and differ(*given):
         raise ValueError(
-            f"{names[1]} must equal {names[0]} where they are tied, and it differs; a model with "
-            "tied_unembed=False has both"
+            f"{names[1]} must equal {names[0]}, to which it is tied; they differ: use a model with "
+            "tied_unembed=False"
         )
     if given:
-        # `load_state_dict` gives it the requires_grad of the weight that it replaces.
+        # `load_state_dict` sets requires_grad to that of the replaced weight.
         shared = nn.Parameter(given[0], requires_grad=False)
         state_dict.update(dict.fromkeys(names, shared))
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold different numbers; NaN equals NaN here, and types may differ."""
+    """Whether two tensors hold different numbers. NaN equals NaN, and dtypes may differ."""
     if one.shape != other.shape:
         return True
     if one is other or not (can_be_read(one) and can_be_read(other)):

@@ -153,5 +153,5 @@ def test_a_foreign_package_called_hooks_is_named(tmp_path):
     done = python(f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import interp")
     assert done.returncode == 1
     line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("ImportError: interp needs the package `hooks` of hookscope")
+    assert line.startswith("ImportError: the package `hooks` must be hookscope's")
     assert str(tmp_path / "hooks.py") in line

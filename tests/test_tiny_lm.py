@@ -171,7 +171,7 @@ REFUSED = [
     (tiny_lm, ["--text", "/no/such/file"], "/no/such/file"),
     (tiny_lm, ["--resume"], "checkpoint.pt"),
     (tiny_lm, ["--out", __file__], f"--out must be a directory; got the file {__file__}"),
-    (tiny_lm, ["--out", str(EXAMPLES.parent / "models/bundled/pydoc-4l")], "has a model already"),
+    (tiny_lm, ["--out", str(EXAMPLES.parent / "models/bundled/pydoc-4l")], "already has a model"),
     (tiny_lm, ["--prompt", "Ω"], "--prompt: "),
     (tiny_lm, ["--prompt", ""], "--prompt "),
     (tiny_lm, ["--validation-windows", "-1"], "--validation-windows must be at least 1; got -1"),
@@ -324,7 +324,7 @@ def test_qk_norm_measures_scores_and_entropy():
         loss = F.cross_entropy(logits, text[1:36]).item()
         model.token_embedding.weight.fill_(math.nan)
     assert found.validation_loss == pytest.approx(loss, rel=1e-4)
-    with pytest.raises(FloatingPointError, match="nan after step 6"):
+    with pytest.raises(FloatingPointError, match="nan at step 6"):
         qk_norm.measure(model, text[:14].view(2, 7), text, 6)
 
 
@@ -401,7 +401,7 @@ def test_pydoc_keeps_the_best_model_and_goes_on(small_pydoc, tmp_path, capsys, m
     assert "--resume" in complaints
     kept = load(out).W_E
     assert small_pydoc.main(arguments) == 1
-    assert "has the checkpoint of a run already: --resume goes on" in capsys.readouterr().err
+    assert "already has a checkpoint of a run: --resume" in capsys.readouterr().err
     at_steps = []
     monkeypatch.setattr(
         small_pydoc, "copying", lambda model: at_steps.append(load(out).W_E) or (4.0, 1.0)

@@ -1,1 +1,1 @@
-"""Tables that read a cached run and run nothing: `table(model, cache, tokens=None)`."""
+"""Analyses that read a cache and run no model: `analysis(model, cache, tokens=None)`."""

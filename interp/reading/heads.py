@@ -1,4 +1,4 @@
-"""Scores of attention heads: how much a head looks at the token before, or at an earlier copy's next."""
+"""Scores of attention heads: previous-token heads and induction heads."""
 
 import torch
 from jaxtyping import Float, Int
@@ -11,13 +11,13 @@ from interp.metrics import at_least_float32
 def previous_token_scores(
     model: nn.Module, cache: ActivationCache, tokens: Int[Tensor, "batch pos"] | None = None
 ) -> Float[Tensor, "layer head"]:
-    """Mean attention, 0 to 1, that each head pays to the position before the query.
+    """Mean attention, 0 to 1, of each head to the position before the query.
 
-    Padding counts as any other position, so the texts should have none.
+    Padding counts like any other position, so the texts should have none.
 
     Args:
         model: the model of the run; not read here.
-        cache: of a run that kept `pattern` at all its positions.
+        cache: the cache of a run that kept `pattern` at all positions.
         tokens: the tokens of the run; not read here.
 
     Raises:
@@ -29,18 +29,18 @@ def previous_token_scores(
 def induction_scores(
     model: nn.Module, cache: ActivationCache, tokens: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "layer head"]:
-    """Mean attention, 0 to 1, from each token of later copies to what followed its earlier copy.
+    """Mean attention, 0 to 1, from each repeated token to the token after its previous copy.
 
     As in Olsson et al. 2022, "In-context learning and induction heads".
 
     Args:
         model: the model of the run; not read here.
-        cache: of a run that kept `pattern` at all its positions.
-        tokens: the tokens of the run, random ones given at least twice; see `repeated_tokens`.
+        cache: the cache of a run that kept `pattern` at all positions.
+        tokens: the tokens of the run, random ones repeated at least once; see `repeated_tokens`.
 
     Raises:
-        ValueError: if the tokens are not the same two or more tokens again and again, or not of the
-            cache's shape; or as for `previous_token_scores`.
+        ValueError: if the tokens do not repeat with a period of 2 or more, or do not have the cache's
+            shape; or as for `previous_token_scores`.
     """
     copies = range(1, tokens.shape[1] // 2 + 1)
     period = next((p for p in copies if torch.equal(tokens[:, p:], tokens[:, :-p])), 0)
@@ -53,7 +53,7 @@ def induction_scores(
     cached = (diagonal.shape[1], diagonal.shape[-1] + period - 1)
     if tokens.shape != cached:
         raise ValueError(f"tokens must have the cache's shape, {cached}; got {tuple(tokens.shape)}")
-    # Queries of the first copy have no earlier copy: the diagonal starts at the first that has.
+    # Only queries of later copies have an earlier copy. Their diagonal starts one place later.
     return diagonal[..., 1:].mean((1, -1))
 
 
@@ -71,7 +71,7 @@ def repeated_tokens(
 
 
 def _diagonal(cache: ActivationCache, back: int) -> Float[Tensor, "layer batch head query"]:
-    """Attention from each query that has one to the key `back` positions before it."""
+    """Attention from each query to the key `back` positions before it, where there is one."""
     pattern = cache.stack("pattern").detach()
     queries, keys = pattern.shape[-2:]
     if queries != keys or keys <= back:

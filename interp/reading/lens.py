@@ -15,14 +15,14 @@ _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32
 
 @dataclass(frozen=True)
 class LogitLens:
-    """Predictions from the stream that enters each block and, last, from that which leaves the model.
+    """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
-    Probabilities are 0 to 1, in float32 also where the model is in half precision.
+    Probabilities are 0 to 1. They are in float32 when the model is in half precision.
 
     Attributes:
         tokens: the likeliest next tokens, best first.
-        probabilities: of those.
-        target_probabilities: of the targets.
+        probabilities: their probabilities.
+        target_probabilities: the probabilities of the targets.
         target_ranks: how many tokens are likelier than the target; 0 for the likeliest.
     """
 
@@ -43,18 +43,18 @@ def logit_lens(
 ) -> LogitLens:
     """Unembeds the residual stream between all blocks (nostalgebraist 2020).
 
-    A few positions at a time, so memory grows with `top_k` and not with the vocabulary.
+    It reads a few positions at a time, so its memory grows with `top_k` and not with the vocabulary.
 
     Args:
         model: the model of the run, with `unembed` and `config`.
-        cache: of a run that kept every `resid_pre` and the last `resid_post`.
+        cache: the cache of a run that kept every `resid_pre` and the last `resid_post`.
         tokens: the tokens of the run; not read here.
         targets: tokens to follow through the layers; by default those that the model predicts.
         top_k: how many of the likeliest tokens to keep.
 
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
-        UnknownNameError, CacheError: if the cache lacks the stream at some layer.
+        UnknownNameError, CacheError: if the stream of some layer is not in the cache.
     """
     language: LanguageModel = of(model, "unembed", "config")
     streams = torch.stack([*cache.stack("resid_pre"), cache["resid_post", -1]])

@@ -9,24 +9,24 @@ from torch import Tensor
 from interp.spectral.svd import SVD, check_k, svd
 
 Side = Literal["left", "right"]
-"""Which singular vectors: `left` ones live in the space of rows, `right` ones in that of columns."""
+"""Which singular vectors: `left` (columns of u) or `right` (rows of vh)."""
 
 
 def principal_angles(
     a: Float[Tensor, "*batch dim k"], b: Float[Tensor, "*batch dim l"]
 ) -> Float[Tensor, "*batch min(k,l)"]:
-    """The angles between the spaces that the columns of `a` and of `b` span: radians, ascending.
+    """The angles between the column spaces of `a` and `b`, in radians, ascending.
 
     Björck & Golub 1973, "Numerical methods for computing angles between linear subspaces". Small
-    angles come from sines, large ones from cosines, so both are exact to about 1e-15. Zero is a common
-    direction, pi / 2 an orthogonal one.
+    angles come from sines, large ones from cosines, so both are exact to about 1e-15. Zero means a
+    common direction, pi / 2 an orthogonal one.
 
     Args:
         a, b: bases, not necessarily orthonormal.
 
     Raises:
-        ValueError: as for `svd`, or if the columns of a basis are not linearly independent (of a zero
-            matrix, for instance); it names the first such matrix.
+        ValueError: as for `svd`, or if the columns of a basis are not linearly independent, as in a
+            zero matrix; it names the first such matrix.
 
     >>> line, plane = torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:]
     >>> principal_angles(line, plane).rad2deg()
@@ -38,16 +38,16 @@ def principal_angles(
 def subspace_angles(
     first: SVD, second: SVD, k: int, side: Side = "right"
 ) -> Float[Tensor, "*batch k"]:
-    """Principal angles between the spaces of the top `k` singular vectors: radians, ascending.
+    """Principal angles between the spaces of the top `k` singular vectors, in radians, ascending.
 
-    NaN where a matrix has no such space: its rank is below k (a zero matrix has rank 0), or its
+    They are NaN where the space is not defined: the rank is below k (a zero matrix has rank 0), or
     singular values k and k + 1 are equal up to the tolerance. Rounding, or the error of a randomised
-    decomposition, can turn a space by tolerance / gap, so smaller angles mean nothing.
+    decomposition, can turn a space by tolerance / gap, so smaller angles have no meaning.
 
     Args:
         first, second: decompositions of matrices of the same shape.
         k: how many singular vectors.
-        side: which of them.
+        side: left or right singular vectors.
 
     Raises:
         ValueError: if side is neither, or k is not 1 to the number of singular values.
@@ -63,7 +63,7 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
     Args:
         decomposition: of matrices [step, ..., rows, columns].
         k: how many singular vectors.
-        side: which of them.
+        side: left or right singular vectors.
 
     Raises:
         ValueError: as for `subspace_angles`.
@@ -72,10 +72,10 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
 
 
 def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Tensor, "*batch k"]:
-    """|cosine| between the singular vectors of the same number: 0 to 1, whatever their signs.
+    """|cosine| between singular vectors of the same index: 0 to 1, independent of sign.
 
-    NaN where a vector is not defined: its singular value is 0, or equals a neighbour's, up to the
-    tolerance. Arguments and errors as for `subspace_angles`.
+    It is NaN where a vector is not defined: up to the tolerance, its singular value is 0 or equals a
+    neighbour's. For arguments and errors see `subspace_angles`.
     """
     cosines = (_vectors(first, k, side) * _vectors(second, k, side)).sum(-2)
     defined = _isolated(first, k) & _isolated(second, k)
@@ -88,7 +88,7 @@ def _angles(a: Tensor, b: Tensor) -> Tensor:
     product = a.mT @ b
     cosines = torch.linalg.svdvals(product).clamp(0, 1)
     sines = torch.linalg.svdvals(b - a @ product).flip(-1).clamp(0, 1)
-    # A cosine near 1 has lost half of the digits of its angle, and so has a sine.
+    # A cosine near 1 keeps only half of the digits of its angle, and so does a sine near 1.
     return torch.where(cosines.square() > 0.5, sines.asin(), cosines.acos())
 
 

@@ -1,4 +1,4 @@
-"""Singular value decompositions in float64, batched, and what stability analyses read from them."""
+"""Batched singular value decompositions in float64, and numbers that summarize singular values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +13,19 @@ from interp.spectral.targets import SVDTargets
 
 @dataclass(frozen=True)
 class SVD:
-    """A batch of matrices as `u @ diag(s) @ vh`, thin, in float64; `svd[1:]` slices the batch.
+    """Thin decompositions `u @ diag(s) @ vh` of a batch of matrices, in float64.
+
+    `decomposition[1:]` slices the batch.
 
     Attributes:
         u: left singular vectors, the columns.
         s: singular values, descending, in the matrix's unit.
         vh: right singular vectors, the rows.
-        next_value: the singular value after the last one in `s`; 0 where there is none.
-        tolerance: how large the error of a singular value, or of a difference of two, may be. For a
-            full decomposition that is rounding: max(rows, columns) * eps of the input's dtype * s[0],
-            as in numpy's `matrix_rank`. For a randomised one it is at least the Frobenius norm of
-            `A v - s u` over the vectors found and one more. Angles are known to tolerance / gap
+        next_value: the singular value after the last one in `s`; 0 if there is none.
+        tolerance: the possible error of a singular value, or of a difference of two. For a full
+            decomposition it is rounding: max(rows, columns) * eps of the input's dtype * s[0], as in
+            numpy's `matrix_rank`. For a randomised one it is at least the Frobenius norm of
+            `A v - s u` over the vectors found and one more. The error of angles is tolerance / gap
             (Wedin 1972).
     """
 
@@ -38,14 +40,14 @@ class SVD:
         index = index if isinstance(index, tuple) else (index,)
         if Ellipsis in index:
             raise IndexError(
-                f"an index must be of the batch axes, without an ellipsis; got {index}"
+                f"an index must be on the batch axes, without an ellipsis; got {index}"
             )
         parts = (self.u, self.s, self.vh, self.next_value, self.tolerance)
         return SVD(*(part[index] for part in parts))
 
     @property
     def rank(self) -> Int[Tensor, "*batch"]:
-        """How many of the singular values in `s` are above the tolerance; 0 for a zero matrix."""
+        """The number of singular values in `s` above the tolerance; 0 for a zero matrix."""
         return (self.s > self.tolerance[..., None]).sum(-1)
 
     @property
@@ -55,14 +57,14 @@ class SVD:
 
 
 def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") -> SVD:
-    """The full thin decomposition of each matrix, in float64 whatever the input's type.
+    """The full thin decomposition of each matrix, in float64 for any input dtype.
 
     A zero matrix has zero singular values and arbitrary orthonormal vectors. The vectors of equal
     singular values are any orthonormal basis of their common space.
 
     Args:
         matrices: finite numbers.
-        name: what errors call the matrices.
+        name: the name of the matrices in errors.
 
     Raises:
         ValueError: if a number is not finite; it names the first such place.
@@ -85,24 +87,24 @@ def randomized_svd(
     """The top `k` of each decomposition, by subspace iteration from a random start, in float64.
 
     Halko, Martinsson & Tropp 2011, "Finding structure with randomness", algorithms 4.4 and 5.1. Apart
-    from rounding, no singular value found is above the true one. For k above 1 the expected shortfall of
+    from rounding, no singular value found is above the true one. For k above 1 the expected error of
     each value is at most
     `(1 + sqrt(k / (p - 1)) + e sqrt(k + p) / p * sqrt(min(rows, columns) - k)) ** (1 / (2 q + 1))`
-    times the true value number k + 1, with p = `oversample` and q = `iterations` (corollary 10.10).
+    times the true singular value k + 1, with p = `oversample` and q = `iterations` (corollary 10.10).
     Usually it is far less. With the defaults, on matrices of 64 to 512 rows, it is at most 1e-5 of the
-    true value where values fall as 1 / number, and 0.1 of it where they hardly fall (noise). The result
-    is exact up to rounding if the rank is at most k + p. Vectors are less certain than values: for
-    noise, the top k found may lie 30 degrees and more from the true ones. `tolerance` shows this, so
-    comparisons of such subspaces give NaN. Faster than `svd` from about 64 rows and columns on (CPU,
-    k = 8; measured by `tests/bench/svd.py`).
+    true value if value i falls as 1 / i, and 0.1 of it if values hardly fall (noise). The result is
+    exact up to rounding if the rank is at most k + p. Vectors are less exact than values: for noise, the
+    space of the top k may be 30 degrees or more from the true one. `tolerance` shows this, so
+    comparisons of such subspaces give NaN. It is faster than `svd` from about 64 rows and columns on
+    (CPU, k = 8; measured by `tests/bench/svd.py`).
 
     Args:
         matrices: finite numbers.
-        k: how many singular values and vectors to give.
-        oversample: how many more directions to follow than asked for, at least 2.
-        iterations: how often to multiply by the matrix and its transpose again.
-        seed: of the random start.
-        name: what errors call the matrices.
+        k: how many singular values and vectors to compute.
+        oversample: how many extra directions to use, at least 2.
+        iterations: how often to multiply by the transpose and the matrix again.
+        seed: the seed of the random start.
+        name: the name of the matrices in errors.
 
     Raises:
         ValueError: as for `svd`, or if k is not 1 to min(rows, columns), or oversample is below 2.
@@ -136,13 +138,13 @@ def randomized_svd(
 def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     """The decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
 
-    Of `qkt`, left singular vectors are over queries and right ones over keys. Of `wvwo`, left ones are
-    directions that a head reads and right ones what it writes. Of `avwo`, left ones are over positions
-    and right ones are directions that are written.
+    In `qkt`, left singular vectors are over queries and right ones over keys. In `wvwo`, left ones are
+    directions that a head reads, and right ones those that it writes. In `avwo`, left ones are over
+    positions, and right ones are directions that a head writes.
 
     Args:
-        targets: of a run; see `svd_targets`.
-        k: how many singular values and vectors, by `randomized_svd`; None for all, by `svd`.
+        targets: the targets of a run; see `svd_targets`.
+        k: how many singular values and vectors, with `randomized_svd`; None for all, with `svd`.
 
     Raises:
         ValueError: if a number is not finite (it names the target and the first such place), or as
@@ -160,10 +162,9 @@ def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
 
 
 def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """The exponential of the entropy of the singular values' shares: 1 to k, without unit.
+    """The exponential of the entropy of `s / sum(s)`: 1 to k, without unit.
 
-    Roy & Vetterli 2007, "The effective rank". k equal singular values give k; a zero matrix, for
-    which it is not defined, gives 0.
+    Roy & Vetterli 2007, "The effective rank". k equal singular values give k. A zero matrix gives 0.
 
     Args:
         s: all singular values of a matrix, descending.
@@ -176,7 +177,7 @@ def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """
     s = _checked_values(s)
     largest = s[..., :1]
-    s = s / largest.where(largest > 0, 1)  # or the sum could be infinite
+    s = s / largest.where(largest > 0, 1)  # otherwise the sum could overflow
     total = s.sum(-1, keepdim=True)
     entropy = torch.special.entr(s / total.where(total > 0, 1)).sum(-1)
     return torch.where(total[..., 0] > 0, entropy.exp(), 0)
@@ -186,8 +187,7 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """The squared Frobenius norm over the squared largest singular value: 1 to k, without unit.
 
     Rudelson & Vershynin 2007, "Sampling from large matrices" (there: numerical rank). k equal
-    singular values give k; a zero matrix, for which it is not defined, gives 0. Arguments and errors
-    as for `effective_rank`.
+    singular values give k. A zero matrix gives 0. For arguments and errors see `effective_rank`.
     """
     s = _checked_values(s)
     largest = s[..., :1]
@@ -195,17 +195,17 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 
 def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*batch"]:
-    """Singular value number `at` minus the next, in the matrix's unit.
+    """Singular value `at` minus the next one, in the matrix's unit.
 
     A small change of the matrix turns its top subspace by at most about the size of the change divided
-    by this gap (Wedin 1972). After the last value comes 0. Repeated values and a zero matrix give 0.
+    by this gap (Wedin 1972). The value after the last one is 0. Repeated values and a zero matrix give 0.
 
     Args:
         s: singular values of a matrix, descending.
-        at: counted from 1.
+        at: which singular value, counted from 1.
 
     Raises:
-        ValueError: as for `effective_rank`, or if there is no singular value of that number.
+        ValueError: as for `effective_rank`, or if there is no such singular value.
     """
     s = _checked_values(s)
     check_k(at, s.shape[-1], "at")
@@ -213,11 +213,11 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
 
 
 def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """The largest singular value over the smallest: 1 to infinity, without unit; as `numpy.linalg.cond`.
+    """The largest singular value over the smallest: 1 to infinity, without unit, as `numpy.linalg.cond`.
 
-    Equal singular values give 1; a zero matrix gives infinity. A matrix that lacks rank gives
-    infinity, or a number near 1 / eps where rounding left the smallest value above 0. Arguments and
-    errors as for `effective_rank`.
+    Equal singular values give 1, and a zero matrix infinity. A matrix without full rank gives infinity,
+    or a number near 1 / eps if rounding left the smallest value above 0. For arguments and errors see
+    `effective_rank`.
     """
     s = _checked_values(s)
     return torch.where(s[..., -1] > 0, s[..., 0] / s[..., -1], torch.inf)
@@ -228,7 +228,7 @@ def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
 
 
 def _finite(matrices: Tensor, name: str) -> Tensor:
-    """The matrices in float64."""
+    """The matrices in float64, after a check that they are finite."""
     wrong = ~matrices.isfinite()
     if wrong.any():
         where = wrong.nonzero()[0].tolist()
@@ -237,7 +237,7 @@ def _finite(matrices: Tensor, name: str) -> Tensor:
 
 
 def _checked_values(s: Tensor) -> Tensor:
-    """Singular values in float64."""
+    """Singular values in float64, after checks."""
     # Comparisons with NaN are false.
     if not (s.isfinite().all() and (s >= 0).all() and (s.diff(dim=-1) <= 0).all()):
         first = s.flatten()[:8].tolist()
@@ -246,6 +246,6 @@ def _checked_values(s: Tensor) -> Tensor:
 
 
 def check_k(k: int, most: int, name: str = "k") -> None:
-    """Raises ValueError unless there is a singular value number `k`, counted from 1."""
+    """Refuses a `k` that is not from 1 to `most`."""
     if not 1 <= k <= most:
         raise ValueError(f"{name} must be 1 to {most}, the number of singular values; got {k}")

@@ -1,4 +1,4 @@
-"""What SVD analyses look at: the score matrices, the maps of the OV circuit, what heads write."""
+"""The targets of SVD analyses: attention scores, OV circuits, and the outputs of heads."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -19,10 +19,10 @@ class SVDTargets:
 
     Attributes:
         qkt: scaled dot products of queries and keys, before any soft cap, zero above the diagonal.
-            Keys that a sliding window or a padding mask hides keep their products.
-        pattern: the weight of each key for each query; rows sum to 1, those of padding to 0.
-        values: what a head reads at each position; heads that share a key head have the same.
-        wvwo: `W_V @ W_O`, from weights alone: `x @ wvwo` is what a head writes where it reads `x`.
+            Keys hidden by a sliding window or a padding mask keep their products.
+        pattern: the weight of each key for each query. Rows sum to 1, and rows of padding to 0.
+        values: the value vectors of each head. Heads that share a key head have the same.
+        wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x`.
         avwo: `pattern @ values @ W_O`: what each head writes, without the output bias.
     """
 
@@ -51,10 +51,10 @@ class SVDTargets:
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The residual stream in windows, and its size everywhere.
+    """The residual stream inside windows, and its norms at all positions.
 
     Attributes:
-        vectors: the stream at each position inside a window, by row, then by position: the order of
+        vectors: the stream at each position inside a window, ordered by row, then by position, as in
             `windows.nonzero()`.
         norms: L2 norms at all positions.
     """
@@ -67,8 +67,8 @@ class ResidualStream:
 def wvwo(model: nn.Module) -> Float[Tensor, "layer head d_model d_model"]:
     """`W_V @ W_O` of every head, detached: the OV circuit of Elhage et al. 2021, for row vectors.
 
-    Rows are directions that a head reads, columns those that it writes. It needs no run, so the model
-    may be in training mode.
+    Rows belong to the input of a head, columns to its output. No run is needed, so the model may be in
+    training mode.
 
     Args:
         model: a model with `W_V` and `W_O`; see `LanguageModel`.
@@ -86,24 +86,23 @@ def svd_targets(
 ) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
-    Products are taken in the wider of the types of cache and weights, on the cache's device.
+    Products have the wider dtype of cache and weights, and are computed on the cache's device.
 
     Args:
-        model: the model of that run, its weights unchanged since.
-        cache: of a run in the mode `svd_targets`, `residual` or `full`, lazy or not, over all its
-            positions.
+        model: the model of that run, with unchanged weights.
+        cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
         tokens: the tokens of the run; not read here.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
-        CacheError: if the cache lacks scores, patterns or values; it says which mode to run.
-        ValueError: if the cache holds some of the positions only.
+        CacheError: if the cache has no scores, patterns or values; it says which mode to run.
+        ValueError: if the cache does not hold all positions.
     """
     w_v, w_o = _weights(model)
     scores, pattern, v = _stacks(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     if not scores.shape[-2] == scores.shape[-1] == v.shape[2]:
         raise ValueError(
-            f"the cache must hold whole texts, run without positions= and kv_cache=; got "
+            f"the cache must hold whole texts, without positions= and kv_cache=; got "
             f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[2]} values"
         )
     values = v.transpose(2, 3).repeat_interleave(pattern.shape[2] // v.shape[3], 2)
@@ -122,11 +121,11 @@ def residual_stream(cache: ActivationCache, point: str = "resid_post") -> Residu
     """The residual stream of a run with `windows=`, stacked over layers and detached.
 
     Args:
-        cache: of a run in the mode `residual` or `full`, with `windows=`.
+        cache: the cache of a run in the mode `residual` or `full`, with `windows=`.
         point: `resid_pre`, `resid_mid` or `resid_post`.
 
     Raises:
-        CacheError: if the cache lacks the stream or its norms; it says what to run.
+        CacheError: if the cache has no stream or norms; it says what to run.
     """
     vectors, norms = _stacks(cache, (point, f"{point}.norm"), 'mode="residual" and windows=')
     return ResidualStream(vectors.detach().transpose(0, 1), norms.detach().movedim(0, -1))

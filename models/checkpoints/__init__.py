@@ -1,4 +1,4 @@
-"""Checkpoints: this package's own, Hugging Face's, GGUF's, read into one model and one format."""
+"""Checkpoints in this package's own format, Hugging Face's and GGUF."""
 
 from models.checkpoints.huggingface import from_hf
 from models.checkpoints.loading import load, load_tokenizer

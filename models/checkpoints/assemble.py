@@ -1,4 +1,4 @@
-"""From named tensors to a model: every key is accounted for, every parameter has its own memory."""
+"""Builds a model from named tensors. Every key is checked, and every parameter has its own memory."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from models.transformer import Transformer
 from models.weights import differ
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Either may hold the weight that both share where the config ties them.
+# If the config ties them, either may hold the shared weight.
 _TIED = ("unembedding.weight", "token_embedding.weight")
 
 
 def concatenated(*tensors: Tensor) -> Tensor:
-    """Tensors one after another along their first axis; a single one as it is."""
+    """Tensors concatenated along their first axis. A single one is not copied."""
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one of our parameters comes from.
+    """The source of one of our parameters.
 
     Attributes:
         keys: names of tensors in the file.
@@ -39,10 +39,10 @@ class Source:
 
 @runtime_checkable
 class Reader(Protocol):
-    """Tensors by name, read one at a time, so that a file is never in memory twice.
+    """Tensors by name, read one at a time, so a file is never in memory twice.
 
     Attributes:
-        keep: whether a tensor that was read may become a parameter; else it is copied.
+        keep: whether a tensor that was read may become a parameter without a copy.
     """
 
     keep: bool
@@ -51,7 +51,7 @@ class Reader(Protocol):
         """The names of all tensors."""
 
     def read(self, key: str) -> Tensor:
-        """The tensor of a name, asked for once."""
+        """The tensor of that name; called at most once for each."""
 
 
 @torch.no_grad()
@@ -64,23 +64,23 @@ def assemble(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """A model in eval mode whose parameters are a file's tensors.
+    """A model in evaluation mode with the tensors of a file as its parameters.
 
     Args:
-        config: what the model is. Where it ties the unembedding to the embedding, the file may hold
-            either or both, and both have to be equal.
+        config: the model's config. If it ties the unembedding to the embedding, the file may hold
+            either, or both if they are equal.
         table: the source of each parameter, by its name in `Transformer(config)`. A parameter without
             a row is read under its own name; rows for other parameters are not used.
         reader: the file's tensors.
         where: the file, for errors.
-        ignored: whether a key of the file carries nothing that the model needs.
-        dtype: of all parameters; None for the file's own, and where that has several, for the
-            narrowest that holds them all without rounding.
+        ignored: says whether the model does not need a key of the file.
+        dtype: of all parameters; None for the file's own, or if it has several, the narrowest that
+            holds them all without rounding.
         device: where the parameters go; None for the CPU.
 
     Raises:
-        ValueError: listing all keys that are missing or unexpected; naming a tensor of another shape
-            or of a type in which models do not run; or if `dtype` is such a type.
+        ValueError: if keys are missing or unexpected (it lists all), if a tensor has a wrong shape or
+            a dtype in which models do not run, or if `dtype` is such a dtype.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
@@ -94,8 +94,8 @@ def assemble(
             del sources[name]
     _check_keys({key for source in sources.values() for key in source.keys}, held, where)
     values: dict[str, Tensor] = {}
-    taken: set[int] = set()  # addresses of memory that is in use
-    # The largest first: when the last ones are read, file and model hold the rest together.
+    taken: set[int] = set()  # addresses of memory in use
+    # Largest first, because a tensor and its copy are in memory together while the model is small.
     for name in sorted(sources, key=lambda name: -shapes[name].numel()):
         tensors = [reader.read(key) for key in sources[name].keys]
         if not reader.keep:
@@ -117,7 +117,7 @@ def assemble(
 
 
 def without_values(config: TransformerConfig) -> Transformer:
-    """A model whose parameters are on the device meta, where they need no memory."""
+    """A model with parameters on the meta device, where they need no memory."""
     with torch.device("meta"), _Undrawn():
         return Transformer(config)
 
@@ -144,11 +144,11 @@ def _converted(
     )
     if any(tensor.dtype not in DTYPES for tensor in tensors):
         raise ValueError(f"{where}: weights must be {', '.join(map(str, DTYPES))}; got {held}")
-    if dtype is not None:  # or a sum would be rounded to the file's type first
+    if dtype is not None:  # otherwise a sum would be rounded to the file's dtype first
         tensors = [tensor.to(torch.promote_types(tensor.dtype, dtype)) for tensor in tensors]
     try:
         value = source.convert(*tensors)
-    except (RuntimeError, IndexError):  # sizes that cannot be viewed or concatenated so
+    except (RuntimeError, IndexError):  # sizes that do not fit the view or concatenation
         value = None
     if value is None or value.shape != shape:
         raise ValueError(f"{where}: shape must be {list(shape)} by the config; got {held}")
@@ -156,7 +156,7 @@ def _converted(
 
 
 def _owned(value: Tensor, taken: set[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The value as a parameter's own, copied if it is part of some memory or shares it."""
+    """The value in its own memory, copied if it shares memory or is part of a larger tensor."""
     storage = value.untyped_storage()
     alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in taken
     if alone and value.is_contiguous() and (value.dtype, value.device) == (dtype, device):
@@ -165,7 +165,7 @@ def _owned(value: Tensor, taken: set[int], dtype: torch.dtype, device: torch.dev
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves out the drawing of weights, which on the device meta imports sympy and takes a second."""
+    """Skips the drawing of weights. On the meta device it imports sympy, which takes a second."""
 
     def __torch_function__(
         self,

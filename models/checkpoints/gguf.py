@@ -1,4 +1,4 @@
-"""Models in GGUF, llama.cpp's file format: the architectures llama and gpt2."""
+"""Models in GGUF, the file format of llama.cpp, with the architectures llama and gpt2."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -18,7 +18,7 @@ from models.transformer import Transformer
 
 ARCHITECTURES = ("llama", "gpt2")
 
-# Our modules and the file's, where a block's q, k and v may be apart.
+# Our modules and the file's, which may have q, k and v in separate tensors.
 _TOP = {
     "token_embedding": "token_embd",
     "position_embedding": "position_embd",
@@ -36,7 +36,7 @@ _BLOCK = {
 }
 _QKV_APART = ("attn_q", "attn_k", "attn_v")
 
-# Keys of an architecture that the model has no counterpart for, and the only values that change nothing.
+# Keys without a counterpart in the model, and the only value of each that changes nothing.
 _ONLY = {
     "attention.causal": True,
     "attention.sliding_window": 0,
@@ -47,7 +47,7 @@ _ONLY = {
     "rope.scaling.yarn_ext_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
 }
-# How the file came about; the tensors already are as they say.
+# Keys about how the file was made. They do not affect the model.
 _WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned"}
 
 
@@ -56,19 +56,19 @@ def load_gguf(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """The model in a GGUF file, in eval mode.
+    """Loads the model in a GGUF file, in evaluation mode.
 
-    Tensors are dequantized one at a time, so that the memory needed is about the model's own.
+    Tensors are dequantized one at a time, so loading needs little more memory than the model.
 
     Args:
-        path: a file of `ARCHITECTURES`, in one part, with tensors of any type that the package gguf
+        path: a single file of one of `ARCHITECTURES`, with tensors of any type that the package gguf
             can dequantize.
         dtype: of all weights; None for float32, whatever the file's types.
         device: where the weights go; None for the CPU.
 
     Raises:
-        ValueError: naming the file, if it is damaged, holds something that the model cannot
-            express, or its tensors are not those of its metadata.
+        ValueError: if the file is damaged, describes something that the model cannot express, or its
+            tensors do not match its metadata. The message names the file.
     """
     with _naming(path):
         file = GGUFFile(path)
@@ -83,11 +83,11 @@ def load_gguf(
 
 
 def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer in a GGUF file: byte pairs cut as by GPT-2 or Llama 3, or SentencePiece's BPE.
+    """Loads the tokenizer in a GGUF file: byte-level BPE of GPT-2 or Llama 3, or SentencePiece's BPE.
 
     Raises:
         ImportError: if the library `tokenizers` is missing.
-        ValueError: naming the file, if it is damaged or its tokenizer is of another kind.
+        ValueError: if the file is damaged or its tokenizer is of another kind; it names the file.
     """
     with _naming(path):
         return read_tokenizer(GGUFFile(path))
@@ -95,11 +95,11 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 @contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors name the file. A missing key or tensor and a value of another type are errors of the file."""
+    """Makes errors name the file, and turns missing keys and wrong types into a ValueError."""
     try:
         yield
     except KeyError as error:
-        raise ValueError(f"{path} lacks {error}, which is needed") from None
+        raise ValueError(f"{path} must have {error}; got a file without it") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -143,7 +143,7 @@ def _config(file: GGUFFile) -> TransformerConfig:
 
 
 def _gpt2(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, Any]:
-    # The converter writes GPT-2's embedding a second time, as the unembedding.
+    # The converter writes GPT-2's embedding again as the unembedding.
     pair = ("output.weight", "token_embd.weight")
     tied = pair[0] not in file.shapes or torch.equal(*map(file.read, pair))
     return {"norm_eps": keys.pop("attention.layer_norm_epsilon"), "tied_unembed": tied}
@@ -211,10 +211,10 @@ def _table(config: TransformerConfig, held: Collection[str]) -> dict[str, Source
 
 
 def _halves_together(n_rotated: int, d_head: int, *qkv: Tensor) -> Tensor:
-    """Rows of q, k and v, where those of q's and k's heads are in the order that we rotate in.
+    """Joins q, k and v, and puts the rows of each head of q and k in our order for rotation.
 
-    llama.cpp rotates neighbours, 2i with 2i + 1, and its files have q and k permuted to that end; we
-    rotate i with i + d_head/2.
+    llama.cpp rotates neighbours, 2i with 2i + 1, and its files have q and k permuted for that. We rotate
+    i with i + d_head/2.
     """
     rows = torch.cat(qkv)
     turned = rearrange(

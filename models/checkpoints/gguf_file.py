@@ -1,4 +1,4 @@
-"""GGUF files as the package gguf reads them: metadata, tensors one at a time, and the tokenizer."""
+"""GGUF files, read with the package gguf: metadata, single tensors, and the tokenizer."""
 
 import os
 import struct
@@ -18,10 +18,9 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError('GGUF needs the package gguf: pip install "hookscope[hf]"') from error
 
-# Rows that are dequantized at a time; the library makes a second copy meanwhile.
+# Rows to dequantize at a time, because the library needs a second copy of them.
 _ROWS = 256
-# How a text is cut into pieces that no token crosses, by `tokenizer.ggml.pre`: as GPT-2 does (None),
-# or at the matches of a pattern.
+# How a text is split into pieces before BPE, by `tokenizer.ggml.pre`: None for GPT-2's way, or a pattern.
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,11 +34,11 @@ class GGUFFile:
     """A GGUF file.
 
     Attributes:
-        keep: True, as what `read` gives is the caller's own.
-        shapes: of all tensors, as PyTorch has them.
+        keep: True, because `read` returns new memory.
+        shapes: the shapes of all tensors, in PyTorch's order.
 
     Args:
-        path: a whole file in little-endian order.
+        path: a complete file in little-endian order.
 
     Raises:
         ValueError: if it is not such a file, or damaged.
@@ -52,7 +51,7 @@ class GGUFFile:
         try:
             reader = _Reader(path)
         except (ValueError, LookupError, OverflowError, struct.error) as error:
-            raise ValueError(f"not a whole GGUF file: {error}") from None
+            raise ValueError(f"the file must be a complete GGUF file: {error}") from None
         if reader.byte_order != "I":
             raise ValueError("the byte order must be that of this machine; got the other one")
         self._fields = reader.fields
@@ -62,7 +61,7 @@ class GGUFFile:
         }
 
     def metadata(self, prefix: str) -> dict[str, Any]:
-        """The header's values under the keys that start with a prefix, by the rest of the key."""
+        """The header's values under keys that start with `prefix`, by the rest of the key."""
         return {
             key.removeprefix(prefix): field.contents()
             for key, field in self._fields.items()
@@ -77,10 +76,10 @@ class GGUFFile:
         """A tensor's values in float32.
 
         Raises:
-            ValueError: naming the tensor and its type, if the library cannot dequantize that.
+            ValueError: if the library cannot dequantize its type; it names the tensor and the type.
         """
         tensor, shape = self._tensors[key], self.shapes[key]
-        # Pages of the library's map would count as memory of this process while it is open.
+        # Not through the library's memory map, whose pages count as memory of this process.
         stored = np.fromfile(
             self._path, tensor.data.dtype, tensor.data.size, offset=int(tensor.data_offset)
         )
@@ -97,10 +96,10 @@ class GGUFFile:
 
 
 class _Reader(GGUFReader):
-    """The library's reader, with another way to read arrays.
+    """The library's reader, with a faster way to read arrays.
 
-    Its own makes several objects for each element: a vocabulary of 128,000 tokens takes seconds and
-    hundreds of megabytes, and a damaged length a loop without end.
+    The library makes several objects for each element. A vocabulary of 128,000 tokens then takes seconds
+    and hundreds of megabytes, and a damaged length causes an endless loop.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
@@ -127,11 +126,11 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
 
     Raises:
         ImportError: if the library `tokenizers` is missing.
-        KeyError: naming a key that the file lacks.
-        ValueError: if the tokenizer is of another kind than those that can be read.
+        KeyError: if the file has no such key.
+        ValueError: if the tokenizer is of an unknown kind.
     """
     given = file.metadata("tokenizer.ggml.")
-    if file.metadata("general.")["architecture"] == "gpt2":  # whose older files do not say
+    if file.metadata("general.")["architecture"] == "gpt2":  # older files have no `pre`
         given.setdefault("pre", "gpt-2")
     makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
     if (model := given.get("model")) not in makers:
@@ -153,7 +152,7 @@ def _byte_pairs(given: Mapping[str, Any]) -> Any:
     vocabulary = {piece: token for token, piece in enumerate(given["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in given["merges"]]
     pattern = _SPLITS[pre]
-    # Llama 3 looks up a whole piece first, as no merges lead to some of its tokens.
+    # Llama 3 looks up whole pieces first, because merges cannot make some of its tokens.
     try:
         model = library_.models.BPE(vocabulary, merges, ignore_merges=pattern is not None)
     except Exception as error:  # the library raises nothing more particular
@@ -169,7 +168,7 @@ def _byte_pairs(given: Mapping[str, Any]) -> Any:
 def _sentence_pieces(given: Mapping[str, Any]) -> Any:
     library_, pieces, kinds = library("tokenizers"), given["tokens"], given["token_type"]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
-    # SentencePiece joins the two neighbours that make the piece of the highest score.
+    # SentencePiece joins the two neighbours that give the piece with the highest score.
     scores = dict(zip(pieces, given["scores"], strict=True))
     normal = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _NORMAL]
     merges = [

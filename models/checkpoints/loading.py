@@ -1,4 +1,4 @@
-"""`load` and `load_tokenizer`: from a name or a path to a model and its tokenizer."""
+"""`load` and `load_tokenizer`: load a model or its tokenizer by name or path."""
 
 import difflib
 import os
@@ -14,7 +14,7 @@ from models.files import library, read_object
 from models.tokenizer import Tokenizer, tokenizer_from
 from models.transformer import Transformer
 
-# What is fetched from the hub. Names there are "gpt2" or "org/name".
+# Names and files of the hub. Names are "gpt2" or "org/name".
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _WEIGHTS_BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
@@ -37,27 +37,27 @@ def load(
     device: torch.device | str | None = None,
     verify: bool = False,
 ) -> Transformer:
-    """A model in eval mode, with the weights of the file as they are.
+    """Loads a model in evaluation mode, with the unprocessed weights of the file.
 
-    Looked for in this order: a model that ships with the package; a directory, of `save` or of
-    Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a model of
-    the Hugging Face hub, which is downloaded unless its cache has it. While loading, the memory needed
-    is about the model's own, which is more than the file where that has several types and is read into
-    the widest of them: twice as much, if most of it is bfloat16 and some float32.
+    It looks in this order for: a model that ships with the package; a directory of `save` or of
+    Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a model on
+    the Hugging Face hub, which is downloaded unless it is in the hub's cache. Loading needs little more
+    memory than the model. A file with several dtypes is read into the widest. If most of it is bfloat16
+    and some float32, the model takes twice as much memory as the file.
 
     Args:
         name_or_path: `"pydoc-4l"`, a path, or a name on the hub such as `"gpt2"`.
         dtype: of all parameters: float64, float32, bfloat16 or float16; None for the file's own. A file
-            of several types gives the narrowest type that holds them all without rounding; GGUF gives
-            float32. Gemma 2's gains, stored as their distance from 1, are rounded to this type.
+            of several dtypes gives the narrowest that holds them all without rounding. GGUF gives
+            float32. Gemma 2's gains, stored as their distance from 1, are rounded to this dtype.
         device: where the parameters go; None for the CPU.
-        verify: whether to check the model's arithmetic, with `models.verify`.
+        verify: whether to check the model's arithmetic with `models.verify`.
 
     Raises:
         FileNotFoundError: if there is no such model; it lists those that ship with the package.
         ImportError: if a library that the format needs is not installed.
-        ValueError: naming the file, if it is damaged, holds what cannot be expressed, or its
-            weights are not those of its config; no model is then made. Or if `dtype` is another one.
+        ValueError: if the file is damaged, cannot be expressed, or has weights that do not match its
+            config (it names the file); or if `dtype` is not one of those above.
 
     >>> model = load("pydoc-4l")
     >>> model.config.n_layers, model.W_E.dtype
@@ -78,12 +78,12 @@ def load(
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a model, looked for as by `load`; or of any directory, a tokenizer.json or a GGUF file.
+    """Loads the tokenizer of a model, found as by `load`, or of a directory or tokenizer.json.
 
     Raises:
         FileNotFoundError: if there is no such model or directory, or it has no tokenizer.
         ImportError: if a library that the tokenizer needs is not installed.
-        ValueError: naming the file, if it is damaged or of an unknown kind.
+        ValueError: if a file is damaged or of an unknown kind; it names the file.
     """
     path = locate(name_or_path, weights=False)
     if path.suffix == ".gguf" and path.is_file():
@@ -94,11 +94,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
-    """The directory or the file that a name or a path stands for.
+    """The directory or file of a name or path.
 
     Args:
         name_or_path: see `load`.
-        weights: whether those of a hub model are downloaded.
+        weights: whether to download the weights of a hub model.
 
     Raises:
         FileNotFoundError: if there is none; it lists the models that ship with the package.
@@ -116,13 +116,13 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
         raise FileNotFoundError(missing)
     try:
         return _download(name, weights)
-    except Exception as error:  # of many kinds: of the hub, of HTTP, of the network, of the disk
+    except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
         raise kind(f"{missing}; from the hub: {' '.join(str(error).split())}") from error
 
 
 def _download(name: str, weights: bool) -> Path:
-    """The directory of a hub model's files, in the hub's own cache; fetched unless they are there."""
+    """Downloads the files of a hub model unless they are in the hub's cache. Returns their directory."""
     fetch = library("huggingface_hub").snapshot_download
     wanted = _DESCRIPTION + _WEIGHTS if weights else _DESCRIPTION
     directory = Path(fetch(name, allow_patterns=wanted))

@@ -33,15 +33,15 @@ def load_own(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """The model in a directory that `save` wrote; `described` is its config.json.
+    """Loads the model in a directory that `save` wrote; `described` is its config.json.
 
     Raises:
         FileNotFoundError: if there are no weights.
-        ValueError: if a file there is damaged, or its weights are not the config's.
+        ValueError: if a file is damaged, or the weights do not match the config.
     """
     try:
         config = _config(described)
-    except (TypeError, ValueError) as error:  # fields that there are not, and wrong values
+    except (TypeError, ValueError) as error:  # unknown fields and wrong values
         raise ValueError(f"{directory / CONFIG}: {error}") from None
     reader, path = reader_of(directory)
     return assemble(config, {}, reader, str(path), dtype=dtype, device=device)
@@ -50,11 +50,10 @@ def load_own(
 def save(
     directory: str | os.PathLike[str], model: Transformer, tokenizer: CharTokenizer | None = None
 ) -> None:
-    """Writes a directory that `load` and, with a tokenizer, `load_tokenizer` read.
+    """Writes a directory that `load` and, with a tokenizer, `load_tokenizer` can read.
 
-    Each file is whole or not there: what is in the directory is replaced when all is written. Other
-    files of the directory stay as they are. Tokenizers of other kinds have files of their own, which
-    `load_tokenizer` reads if they are put into the directory.
+    Files in the directory are replaced only after all new ones are complete. Other files there do not
+    change. For other kinds of tokenizers, copy their own files into the directory.
 
     >>> from models import Transformer, TransformerConfig, load
     >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)
@@ -65,14 +64,14 @@ def save(
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    # Beside the old files, as a move between file systems is a copy.
+    # In the same directory, because a move between file systems is a copy.
     staged = Path(tempfile.mkdtemp(prefix=".saving-", dir=path))
     try:
-        # Of tied weights only the first name.
+        # Tied weights are written under their first name only.
         weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
         save_file(weights, staged / WHOLE)
         _write(staged / CONFIG, dataclasses.asdict(model.config))
-        # safetensors makes it readable by its owner alone.
+        # safetensors makes the file readable by its owner only.
         (staged / WHOLE).chmod((staged / CONFIG).stat().st_mode)
         if tokenizer is not None:
             _write(staged / VOCABULARY, list(tokenizer.characters))
@@ -90,7 +89,7 @@ def _config(described: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists where configs have tuples."""
+    """Turns JSON's lists into the tuples of configs."""
     return {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
 
 

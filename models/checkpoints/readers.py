@@ -20,14 +20,14 @@ WHOLE_BIN = "pytorch_model.bin"
 class SafetensorsReader:
     """The tensors of safetensors files.
 
-    A file is mapped into memory, and what was read of it counts as the process's until it is closed: so
-    it is opened anew for each tensor.
+    An open file is mapped into memory, and the parts that were read count as memory of the process. So
+    each read opens the file again.
 
     Args:
-        files: which file each tensor is in, by the tensor's name.
+        files: the file of each tensor, by the tensor's name.
     """
 
-    keep = False  # it is the file's own memory
+    keep = False  # tensors are in the file's mapped memory
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
@@ -37,13 +37,13 @@ class SafetensorsReader:
         return self._files.keys()
 
     def read(self, key: str) -> Tensor:
-        """The tensor of a name."""
+        """The tensor of that name."""
         with _naming(self._files[key]), safe_open(self._files[key], "pt") as file:
             return file.get_tensor(key)
 
 
 class StateReader:
-    """The tensors of a state dict, each of which is let go of when it is read.
+    """The tensors of a state dict. Each is removed from it when it is read.
 
     Args:
         state: tensors by name; it is emptied.
@@ -60,17 +60,17 @@ class StateReader:
         return self._keys
 
     def read(self, key: str) -> Tensor:
-        """The tensor of a name, once."""
+        """The tensor of that name; only once."""
         return self._state.pop(key)
 
 
 def reader_of(directory: Path) -> tuple[Reader, Path]:
     """A reader of the weights in a directory, and the file to name in errors.
 
-    A tensor that an index names is read from the file that it says.
+    An index says which file each tensor is read from.
 
     Raises:
-        FileNotFoundError: if there are no weights, or a file that the index names is not there.
+        FileNotFoundError: if there are no weights, or a file in the index is missing.
         ValueError: if a file is damaged, or would run code.
     """
     names = [f"{whole}{end}" for whole in (WHOLE, WHOLE_BIN) for end in ("", ".index.json")]
@@ -108,17 +108,17 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Says which file it was that safetensors or torch could not read."""
+    """Adds the file's name to errors of safetensors and torch."""
     try:
         yield
-    except FileNotFoundError:  # which names the file
+    except FileNotFoundError:  # already names the file
         raise
     except pickle.UnpicklingError as error:
-        # Not the rest of torch's message, which says how to run the code all the same.
+        # The rest of torch's message is left out: it says how to run the code anyway.
         called = re.search(r"GLOBAL \S+", str(error))
         what = called[0] if called else "another pickle"
         raise ValueError(
-            f"{path} must hold tensors alone, as a pickle may run any code; got {what}"
+            f"{path} must hold only tensors, because a pickle may run any code; got {what}"
         ) from None
     except Exception as error:  # torch and safetensors raise many kinds
-        raise ValueError(f"{path} must be a whole file of tensors; got {error!r}") from None
+        raise ValueError(f"{path} must be a complete file of tensors: {error!r}") from None

@@ -1,4 +1,4 @@
-"""Training: `train` a model on a text, `evaluate` it on another."""
+"""Training: `train` a model on one text and `evaluate` it on another."""
 
 from models.training.data import (
     Batches,

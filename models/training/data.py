@@ -1,4 +1,4 @@
-"""What a model is trained and measured on: texts, batches of them, and the loss of each next token."""
+"""Data for training and evaluation: texts, batches, and the loss of each next token."""
 
 import hashlib
 import math
@@ -17,19 +17,18 @@ Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
 """Makes the batch of a step, counted from 0. The model reads all tokens of a row but the last, and
 predicts all but the first.
 
-A batch must follow from the step and the generator alone. Otherwise a resumed run would go on with other
-batches, and nothing could notice.
+A batch must depend only on the step and the generator. Otherwise a resumed run would continue with other
+batches, without an error.
 """
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A mean loss, in the units in which it is reported.
+    """A mean loss in several units.
 
     Attributes:
         nats: cross-entropy in nats per token.
-        characters_per_token: mean length of a token; 1 where tokens are characters, 0 where it is
-            not known.
+        characters_per_token: mean length of a token; 1 if tokens are characters, 0 if unknown.
 
     >>> Evaluation(nats=math.log(8), characters_per_token=2.0).bits_per_character
     1.5
@@ -45,12 +44,12 @@ class Evaluation:
 
     @property
     def bits_per_character(self) -> float | None:
-        """Cross-entropy in bits per character; None where the length of tokens is not known."""
+        """Cross-entropy in bits per character; None if the length of tokens is unknown."""
         return self.bits / self.characters_per_token if self.characters_per_token else None
 
     @property
     def perplexity(self) -> float:
-        """exp(nats): the number of equally likely tokens that are as uncertain."""
+        """exp(nats): the number of equally likely tokens with the same cross-entropy."""
         return math.exp(self.nats) if self.nats < 709 else math.inf  # float64 ends at exp(709.8)
 
 
@@ -62,7 +61,7 @@ def next_token_loss(
 
 
 def mean_loss(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats of all tokens but the first of each row, given those before."""
+    """Mean cross-entropy, in nats, of all tokens but the first of each row."""
     rows = rows.to(model.token_embedding.weight.device).long()
     logits = model(rows[:, :-1]).flatten(0, 1)
     # In half precision the sum over tokens would be rounded, or infinite.
@@ -84,8 +83,8 @@ def split(
     at = int(len(tokens) * fraction)
     if not 0 < at < len(tokens):
         raise ValueError(
-            f"both parts of a text must have tokens; got {at} of {len(tokens)} tokens to train on, by a "
-            f"fraction of {fraction}"
+            f"both parts of a text must have tokens; got {at} of {len(tokens)} tokens for training, "
+            f"with a fraction of {fraction}"
         )
     return tokens[:at], tokens[at:]
 
@@ -93,10 +92,10 @@ def split(
 def sample_batch(
     tokens: Int[Tensor, " text"], batch: int, length: int, generator: torch.Generator
 ) -> Int[Tensor, "batch length"]:
-    """Random stretches of a text, from anywhere in it.
+    """Random windows of a text.
 
     Raises:
-        ValueError: if the text is shorter than a stretch.
+        ValueError: if the text is shorter than a window.
 
     >>> rows = sample_batch(torch.arange(10), 2, 4, torch.Generator().manual_seed(0))
     >>> (rows - rows[:, :1]).tolist()
@@ -115,10 +114,10 @@ def evaluate(
     batch: int = 16,
     characters_per_token: float = 0.0,
 ) -> Evaluation:
-    """Mean loss over consecutive windows of the model's whole context, without dropout.
+    """Mean loss over consecutive windows of the model's whole context, in evaluation mode.
 
-    Windows do not overlap, and what is left over at the end is not read. Each module is afterwards in the
-    mode, training or evaluation, that it was in.
+    Windows do not overlap. A shorter rest at the end is not read. Afterwards each module has its previous
+    mode again.
 
     Args:
         model: the model to measure.
@@ -127,8 +126,8 @@ def evaluate(
         characters_per_token: see `Evaluation`.
 
     Raises:
-        ValueError: if the text is no row of integers, is shorter than a window and its next token, or
-            has tokens outside the vocabulary; or if `batch` is below 1.
+        ValueError: if the text is not a row of integers, is shorter than a window and its next token,
+            or has tokens outside the vocabulary; or if `batch` is below 1.
 
     >>> from models import TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=4, n_layers=1, n_heads=1, d_model=2)
@@ -145,9 +144,9 @@ def evaluate(
 
 
 def check_learnable(what: str, tokens: Tensor, axes: str, least: int, vocab_size: int) -> None:
-    """Refuses tokens whose loss would be wrong in silence, or whose fault would be found late.
+    """Refuses tokens that would give a wrong loss in silence, or an error only later.
 
-    Floats would be rounded, and cross-entropy leaves out targets of -100.
+    Floats would be rounded, and cross-entropy ignores targets of -100.
 
     Raises:
         ValueError: if they are not integers with these axes, have fewer than `least` positions or no
@@ -167,10 +166,10 @@ def check_learnable(what: str, tokens: Tensor, axes: str, least: int, vocab_size
 
 
 def digest(*texts: Int[Tensor, " _text"]) -> str:
-    """Some digits that tell texts apart, whatever integers hold their tokens."""
+    """A short hash of texts. The integer dtype of their tokens does not matter."""
     found = hashlib.sha256()
     for text in texts:
         found.update(f"{len(text)}:".encode())
-        for part in text.split(2**20):  # a copy of all of it in int64 might not fit in memory
+        for part in text.split(2**20):  # a whole copy in int64 might not fit in memory
             found.update(part.cpu().long().numpy().tobytes())
     return found.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The training loop: data in, steps, and an orderly end on Ctrl-C."""
+"""The training loop, with a clean stop on Ctrl-C."""
 
 import os
 import signal
@@ -22,10 +22,10 @@ HELD_OUT = "the text to validate on"
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The losses of a run from its first step on, also where it was resumed.
+    """The losses of a run from its first step on, including steps before it was resumed.
 
     Attributes:
-        losses: of each step's batch before the update, in nats per token.
+        losses: the loss of each step's batch before the update, in nats per token.
         validation: the loss on the held-out text, by the number of steps taken.
     """
 
@@ -45,34 +45,33 @@ def train(
 ) -> TrainingResult:
     """Trains `model` in place to predict each next token.
 
-    The same arguments give the same weights on the same machine, bit for bit, also when the run was
-    stopped and resumed; on a GPU under `torch.use_deterministic_algorithms(True)`. Dropout draws from
-    `config.seed` too (on CPU and CUDA), and torch's own generators are left as they were.
+    The same arguments give the same weights on the same machine, bit for bit, even if the run was stopped
+    and resumed. On a GPU this needs `torch.use_deterministic_algorithms(True)`. `config.seed` also
+    seeds dropout (on CPU and CUDA). PyTorch's own generators are restored afterwards.
 
-    A `directory` gets `log.jsonl`, a line a step with losses in nats per token, and `checkpoint.pt`,
-    which is replaced as a whole. Ctrl-C ends the run after the current step and saves it; a second
-    one ends it at once.
+    A `directory` gets `log.jsonl`, one line per step with losses in nats per token, and
+    `checkpoint.pt`, always replaced as a whole. Ctrl-C ends the run after the current step and saves it.
+    A second Ctrl-C ends it at once.
 
     Args:
-        model: each of its modules is afterwards in the mode, training or evaluation, that it was in.
-            No gradients are left.
-        data: a text, from which random stretches are drawn: its first `config.train_fraction` if no
-            `validation` is given, else all of it. Or a function that makes each step's batch.
+        model: afterwards each of its modules has its previous mode again. No gradients are left.
+        data: a text, from which random windows are drawn: from its first `config.train_fraction` if no
+            `validation` is given, otherwise from all of it. Or a function that makes each batch.
         config: how to train.
-        validation: the text that the loss is measured on.
+        validation: the held-out text for the validation loss.
         directory: where log and checkpoint go; None for neither.
-        resume: go on from the directory's checkpoint.
+        resume: continue from the directory's checkpoint.
         after_step: called with the number of steps taken and the last loss.
 
     Raises:
-        ValueError: if a text is shorter than a context and a next token or has tokens outside the
-            vocabulary, or a checkpoint is damaged or of another run; before any work. Later, if a
-            batch is no matrix of the vocabulary's tokens.
+        ValueError: before any work, if a text is shorter than a context and its next token, a text has
+            tokens outside the vocabulary, or a checkpoint is damaged or of another run. Later, if a
+            batch is not a matrix of the vocabulary's tokens.
         FileExistsError: if the directory has a checkpoint and `resume` is False.
         FileNotFoundError: if it has none and `resume` is True.
         FloatingPointError: if a loss or a gradient is not finite; the last checkpoint stays.
         OSError: if a file cannot be written; the last checkpoint stays.
-        KeyboardInterrupt: saying what was saved.
+        KeyboardInterrupt: after Ctrl-C; the message says what was saved.
 
     >>> from models import TransformerConfig
     >>> sizes = TransformerConfig(vocab_size=2, n_ctx=4, n_layers=1, n_heads=1, d_model=8)
@@ -91,7 +90,7 @@ def train(
     ):
         run.begin(resume=resume)
         done = len(run.records)
-        # No bar where nobody watches: in a file it would be one long line.
+        # No bar outside a terminal: in a file it would be one long line.
         bar = tqdm(total=config.steps, initial=done, unit="step", desc="training", disable=None)
         with bar:
             for step in range(done + 1, config.steps + 1):
@@ -106,7 +105,7 @@ def train(
                 bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 if after_step:
                     after_step(step, loss)
-                # Asked once, because the answer can change in between.
+                # Read once, because it can change in between.
                 stop = interrupted()
                 if due or stop:
                     run.save()
@@ -125,7 +124,7 @@ def train(
 def _source(
     data: Tensor | Batches, validation: Tensor | None, model: Transformer, config: TrainingConfig
 ) -> tuple[Batches, dict[str, Tensor]]:
-    """What makes batches, and the texts that are known beforehand."""
+    """The function that makes batches, and the texts that are known before training."""
     length, vocab_size = model.config.n_ctx + 1, model.config.vocab_size
     texts: dict[str, Tensor] = {}
     if isinstance(data, Tensor):
@@ -146,9 +145,9 @@ def _source(
 
 @contextmanager
 def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
-    """Says whether Ctrl-C was pressed, so that a run can stop between two steps.
+    """Yields a function that says whether Ctrl-C was pressed, so that a run can stop between steps.
 
-    Pressed again, it stops at once. Either way the error says what was saved, and no gradients are left.
+    A second Ctrl-C stops at once. Both times the error says what was saved, and no gradients are left.
     """
     pressed = threading.Event()
 
@@ -156,14 +155,14 @@ def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
         pressed.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    # Only the main thread may set a handler, and somebody else's handler stays.
+    # Only the main thread may set a handler, and a handler of the user stays.
     main = threading.current_thread() is threading.main_thread()
     ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, note)
     try:
         yield pressed.is_set
-        if pressed.is_set():  # also while the last checkpoint was written
+        if pressed.is_set():  # it may also have been pressed during the last save
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         steps = f"{len(run.records)} of {run.config.steps}"

@@ -1,4 +1,4 @@
-"""One training run: its settings, what changes from step to step, and the files that keep it."""
+"""One training run: its settings, its state, and its files."""
 
 import dataclasses
 import json
@@ -19,30 +19,29 @@ from models.training.data import check_learnable, digest, evaluate, mean_loss
 from models.transformer import Transformer
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
-# Raised by every change after which a resumed run would give other numbers.
+# Increase it with every change that gives a resumed run other numbers.
 CODE_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How to train; the defaults are nanoGPT's for small models of characters (Karpathy 2022).
+    """How to train. The defaults are nanoGPT's for small character models (Karpathy 2022).
 
     Attributes:
         steps: number of updates.
         batch_size: rows of a batch, and windows that are evaluated at once.
-        learning_rate: the largest step size, reached after `warmup` steps; it then falls along a
-            cosine (Loshchilov & Hutter 2017).
-        final_rate: where it falls to, as a share of `learning_rate`; 1 for a constant rate.
+        learning_rate: the largest rate, reached after `warmup` steps; it then falls along a cosine
+            (Loshchilov & Hutter 2017).
+        final_rate: the rate at the end, as a share of `learning_rate`; 1 for a constant rate.
         warmup: steps of linear warm-up.
-        betas: AdamW's decay of the mean and of the mean square of gradients.
+        betas: AdamW's decay rates for the mean and the mean square of gradients.
         weight_decay: AdamW's, for matrices; biases and norms are not decayed.
-        clip: the largest norm of the whole gradient; 0 for any.
-        seed: of the generator that draws batches, and of dropout.
-        train_fraction: the share of a text that is trained on; what follows it is held out.
-        evaluate_every: steps between measurements of the validation loss, after each of which a
-            checkpoint is written; both are done after the last step too.
-        characters_per_token: for bits per character: 1 where tokens are characters, 0 where it is
-            not known.
+        clip: the largest norm of the whole gradient; 0 means no limit.
+        seed: the seed of batches and dropout.
+        train_fraction: the share of a text for training; the rest is held out.
+        evaluate_every: steps between validations. A checkpoint follows each. Both are also done after
+            the last step.
+        characters_per_token: for bits per character: 1 if tokens are characters, 0 if unknown.
 
     Raises:
         ValueError: naming the field, its value and its range.
@@ -81,13 +80,13 @@ class TrainingConfig:
 
 
 class Run:
-    """Weights, optimizer, generators, the records of all steps, and the directory that keeps them.
+    """The state of a run: weights, optimizer, generators and records of all steps, with its directory.
 
     Args:
         model: trained in place.
         config: how to train.
-        texts: what is trained and measured on, as far as it is known beforehand.
-        directory: made if it is missing; if None, nothing is written.
+        texts: the texts for training and validation that are known before training.
+        directory: created if missing; if None, nothing is written.
     """
 
     def __init__(
@@ -107,12 +106,12 @@ class Run:
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         rate, decay, betas = config.learning_rate, config.weight_decay, config.betas
         self.optimizer = torch.optim.AdamW(groups, rate, betas, weight_decay=decay, fused=True)
-        # The first draws batches. The others are torch's own, which dropout draws from.
+        # The first draws batches. The others are PyTorch's own, for dropout.
         self.generators = [torch.Generator(), torch.default_generator]
         if self.device.type == "cuda":
             torch.cuda.init()
             self.generators.append(torch.cuda.default_generators[self.device.index])
-        # All that decides the numbers of a run.
+        # Everything that affects the numbers of a run.
         self._identity = {
             **{f"model.{k}": v for k, v in dataclasses.asdict(model.config).items()},
             **{f"training.{k}": v for k, v in dataclasses.asdict(config).items()},
@@ -125,21 +124,21 @@ class Run:
 
     @property
     def last(self) -> str:
-        """What can be resumed, in words."""
+        """A message that says what can be resumed."""
         if self.directory is None or not self._saved:
             return "no checkpoint has been written"
         return (
-            f"{self.directory / CHECKPOINT} holds step {self._saved}, resume=True continues there"
+            f"{self.directory / CHECKPOINT} holds step {self._saved}; resume=True continues there"
         )
 
     def begin(self, *, resume: bool) -> None:
         """Seeds the generators or, with `resume`, loads the checkpoint; then begins the log.
 
         Raises:
-            FileExistsError: if there is a checkpoint and it is not resumed.
-            FileNotFoundError: if there is none and it is to be resumed.
+            FileExistsError: if there is a checkpoint and `resume` is False.
+            FileNotFoundError: if there is none and `resume` is True.
             OSError: if the directory or the log cannot be written.
-            ValueError: if the checkpoint is damaged, or of another run; then it names what differs.
+            ValueError: if the checkpoint is damaged or of another run; it names what differs.
         """
         for generator in self.generators:
             generator.manual_seed(self.config.seed)
@@ -152,11 +151,11 @@ class Run:
             self._load(checkpoint)
         elif checkpoint.exists():
             raise FileExistsError(
-                f"{self.directory} has the checkpoint of a run already: resume it, or choose another "
+                f"{self.directory} already has a checkpoint of a run: resume it, or choose another "
                 "directory"
             )
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Written anew: a run that was killed may have logged steps after its checkpoint.
+        # Rewritten, because a killed run may have logged steps after its checkpoint.
         with self._replacing(self.directory / LOG) as file:
             file.write(b"".join(map(_line, self.records)))
 
@@ -164,8 +163,8 @@ class Run:
         """Takes one step and adds its record; returns the loss before it.
 
         Raises:
-            ValueError: if the tokens are no matrix of the vocabulary's tokens.
-            FloatingPointError: before the weights are touched, if loss or gradient is not finite.
+            ValueError: if the tokens are not a matrix of the vocabulary's tokens.
+            FloatingPointError: if loss or gradient is not finite; the weights are not changed.
         """
         step, vocab_size = len(self.records), self.model.config.vocab_size
         check_learnable(f"the batch of step {step + 1}", tokens, "batch pos", 2, vocab_size)
@@ -202,7 +201,7 @@ class Run:
         """Adds the last record to the log.
 
         Raises:
-            OSError: naming the file and what can be resumed, if it cannot be written.
+            OSError: if it cannot be written; the message says what can be resumed.
         """
         if self.directory is not None:
             path = self.directory / LOG
@@ -210,11 +209,11 @@ class Run:
                 file.write(_line(self.records[-1]))
 
     def save(self) -> None:
-        """Replaces the checkpoint. Whatever happens, the old or the new one is there, whole.
+        """Replaces the checkpoint. If that fails, the old one stays complete.
 
         Raises:
             FloatingPointError: if the weights are not finite.
-            OSError: naming the file and what can be resumed, if it cannot be written.
+            OSError: if it cannot be written; the message says what can be resumed.
         """
         step = len(self.records)
         total = sum(float(p.detach().sum()) for p in self._parameters)
@@ -238,9 +237,9 @@ class Run:
             theirs, records = state["run"], state["records"]
         except FileNotFoundError:
             raise
-        except Exception as error:  # of the system, zip, pickle or torch, by the damage
+        except Exception as error:  # from the system, zip, pickle or torch, depending on the damage
             reason = " ".join(str(error).split())[:100]
-            raise ValueError(f"{path} must be a whole checkpoint; got: {reason}") from error
+            raise ValueError(f"{path} must be a complete checkpoint: {reason}") from error
         different = [
             f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
             for name in {**theirs, **self._identity}
@@ -250,7 +249,7 @@ class Run:
             raise ValueError(f"{path} must be of the same run; {'; '.join(different)}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        # A run that moved to another device has another number of generators.
+        # On another device the number of generators may differ.
         for generator, saved in zip(self.generators, state["generators"], strict=False):
             generator.set_state(saved)
         self.records, self._saved = records, len(records)
@@ -263,7 +262,7 @@ class Run:
 
     @contextmanager
     def _replacing(self, path: Path) -> Iterator[BinaryIO]:
-        """A new file, which takes the name of the old one when it is complete."""
+        """A new file that replaces the old one when it is complete."""
         # In the same directory, because a move between file systems is a copy.
         partial = path.with_name(f".{path.name}.partial")
         try:
@@ -271,7 +270,7 @@ class Run:
                 with partial.open("wb") as file:
                     yield file
                     file.flush()
-                    # Without it a power cut could leave the new name on an empty file.
+                    # Without this, a power failure could leave an empty file under the name.
                     os.fsync(file.fileno())
                 partial.replace(path)
         finally:
@@ -279,7 +278,7 @@ class Run:
 
     @contextmanager
     def _naming(self, path: Path) -> Iterator[None]:
-        """Errors of writing name the file, and what can be resumed."""
+        """Adds the file's name and what can be resumed to errors of writing."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints, in a directory of `save_pretrained` or in memory, and their families."""
+"""Hugging Face checkpoints and their families, from a directory of `save_pretrained` or from memory."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -48,7 +48,7 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
         where: the file, for errors.
 
     Raises:
-        ValueError: naming the family or the attribute that is unknown or cannot be expressed.
+        ValueError: if the family or an attribute is unknown or cannot be expressed; it names it.
     """
     kind = str(described.get("model_type"))
     if kind not in FAMILIES:
@@ -73,11 +73,11 @@ def load_huggingface(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """The model in a directory; `described` is its config.json.
+    """Loads the model in a directory; `described` is its config.json.
 
     Raises:
-        FileNotFoundError: if there are no weights, or a shard is not there.
-        ValueError: if a file is damaged, the config cannot be expressed, or the weights are not its own.
+        FileNotFoundError: if there are no weights, or a shard is missing.
+        ValueError: if a file is damaged, or the config cannot be expressed or does not match the weights.
     """
     family, config = translated(described, str(directory / "config.json"))
     reader, path = reader_of(directory)
@@ -91,16 +91,16 @@ def from_hf(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """A copy of a `transformers` model in memory, in eval mode; no weight is shared.
+    """Copies a `transformers` model in memory to a `Transformer` in evaluation mode.
 
     Args:
-        model: a causal language model of a family in `FAMILIES`.
+        model: a causal language model of a family in `FAMILIES`. It shares no memory with the copy.
         dtype: of all parameters; None for the model's own.
-        device: where the parameters go; None for where the model's first is.
+        device: where the parameters go; None for the device of the model's first parameter.
 
     Raises:
         TypeError: if the model has no config of transformers.
-        ValueError: if its config cannot be expressed, or its weights are not the config's.
+        ValueError: if its config cannot be expressed, or its weights do not match the config.
     """
     what = type(model).__name__
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):

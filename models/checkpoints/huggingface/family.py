@@ -1,4 +1,4 @@
-"""What a family of Hugging Face checkpoints is: a translation of its config, a table of its keys."""
+"""Families of Hugging Face checkpoints: a translation of the config, and a table of keys."""
 
 import math
 import re
@@ -22,7 +22,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# Attributes that say nothing about the function from tokens to logits.
+# Attributes that do not affect the function from tokens to logits.
 _TOKENS = """
     bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id
     sep_token_id
@@ -49,7 +49,7 @@ _BOOKKEEPING = """
 """
 IDLE = frozenset(f"{_TOKENS} {_GENERATION} {_OTHER_TASKS} {_TRAINING} {_BOOKKEEPING}".split())
 
-# Attributes that any family may have, and the values that can be expressed.
+# Attributes of any family, with the values that can be expressed.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "cross_attention_hidden_size": (None,),
@@ -62,15 +62,15 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How checkpoints of one `model_type` become ours.
+    """How to read checkpoints of one `model_type`.
 
     Attributes:
-        config: our config, from the attributes of config.json.
-        rows: where our parameters come from: keys by our names; `N` stands for each layer, and `*`
-            for `weight` and `bias`. Rows of parameters that a config does not have are not used.
-        prefix: what keys start with, unless the model was saved without its head.
-        renamed: the names that other versions of transformers have for keys of the table.
-        ignored: patterns of keys, without the prefix, that hold no weights: buffers of old versions.
+        config: makes our config from the attributes of config.json.
+        rows: the file's keys by our parameter names. `N` stands for each layer, and `*` for `weight`
+            and `bias`. Rows of parameters that a config does not have are not used.
+        prefix: the prefix of keys, unless the model was saved without its head.
+        renamed: keys of the table with their names in other versions of transformers.
+        ignored: patterns of keys, without the prefix, of buffers that old versions stored.
     """
 
     config: Callable[["Attributes"], TransformerConfig]
@@ -80,7 +80,7 @@ class Family:
     ignored: tuple[str, ...] = ()
 
     def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, Source]:
-        """The source of each parameter, with the keys as a file with these keys spells them."""
+        """The source of each parameter, in the spelling of a file that has these `keys`."""
         table: dict[str, Source] = {}
         for ours, theirs in self.rows(config).items():
             source = theirs if isinstance(theirs, Source) else Source((theirs,))
@@ -91,7 +91,7 @@ class Family:
         return table
 
     def is_ignored(self, key: str) -> bool:
-        """Whether a key of a file holds nothing that the model needs."""
+        """Whether the model does not need a key of a file."""
         bare = key.removeprefix(self.prefix)
         return any(re.fullmatch(pattern, bare) for pattern in self.ignored)
 
@@ -105,10 +105,10 @@ def _filled(name: str, layer: int, kind: str) -> str:
 
 
 class Attributes:
-    """The attributes that a config.json gives, with a record of which have been used.
+    """The attributes of a config.json, with a record of which have been used.
 
-    A family's translation takes each attribute it knows. `finish` then refuses those that nobody
-    took: an attribute of unknown meaning may change what the model computes.
+    A family's translation takes each attribute that it knows. `finish` then refuses the others, because
+    an unknown attribute may change what the model computes.
 
     Args:
         given: attributes by name.
@@ -119,34 +119,33 @@ class Attributes:
         self._taken: set[str] = set()
 
     def take(self, name: str, default: Any) -> Any:
-        """The value of an attribute; the default, which is the family's, where the file has none.
+        """The value of an attribute, or the family's default if the file has none.
 
-        JSON has one kind of number, and files write 10000 for 10000.0: a whole number is a float where
-        the default is.
+        A whole number becomes a float if the default is one, because JSON may write 10000 for 10000.0.
         """
         self._taken.add(name)
         value = self._given.get(name, default)
         return float(value) if type(value) is int and type(default) is float else value
 
     def idle(self, *names: str) -> None:
-        """Accepts attributes, whatever their values, as without effect on the logits."""
+        """Accepts attributes with any value, because they do not affect the logits."""
         self._taken.update(names)
 
     def only(self, name: str, *allowed: Any) -> None:
         """Accepts an attribute that is absent or has one of these values.
 
         Raises:
-            ValueError: naming the attribute, its value and those that can be expressed.
+            ValueError: if it has another value; it names the attribute and both values.
         """
         value = self.take(name, allowed[0])
         if value not in allowed:
             raise self.error(name, value, " or ".join(map(repr, allowed)))
 
     def activation(self, name: str, default: str) -> Any:
-        """Our name of the activation that an attribute says.
+        """Our name of the activation in an attribute.
 
         Raises:
-            ValueError: if it is none of ours.
+            ValueError: if we do not have that activation.
         """
         value = self.take(name, default)
         if str(value) not in ACTIVATIONS:
@@ -154,10 +153,10 @@ class Attributes:
         return ACTIVATIONS[value]
 
     def dropout(self, defaults: Mapping[str, float]) -> float:
-        """The one probability that several attributes, given with their defaults, have to share.
+        """The common dropout probability of several attributes, given with their defaults.
 
         Raises:
-            ValueError: naming them, if their values differ.
+            ValueError: if their values differ; it names them.
         """
         values = [self.take(name, default) for name, default in defaults.items()]
         if values.count(values[0]) < len(values):
@@ -169,35 +168,35 @@ class Attributes:
         return ValueError(f"{name} must be {rule}; got {value!r}")
 
     def finish(self) -> None:
-        """Checks the attributes that all families share, and that none is left.
+        """Checks the attributes that all families share, and that all others were taken.
 
         Raises:
-            ValueError: naming those of unknown meaning.
+            ValueError: if an attribute is unknown or cannot be expressed; it names it.
         """
         for name, allowed in FIXED.items():
             self.only(name, *allowed)
         if left := sorted(self._given.keys() - self._taken - IDLE):
             got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
             raise ValueError(
-                f"attributes must be known, as others may change the logits; got {got}"
+                f"attributes must be known, because others may change the logits; got {got}"
             )
 
 
 def rotary(
     a: Attributes, n_ctx: int, spelled: Mapping[str, str] | None = None, fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Our rotary fields, from `rope_parameters`, or from `rope_scaling` and attributes beside it.
+    """Our rotary fields, from `rope_parameters`, or from `rope_scaling` and other attributes.
 
-    The context is among them, as scaling may stretch it.
+    They include `n_ctx`, because scaling may extend it.
 
     Args:
         a: the attributes.
-        n_ctx: `max_position_embeddings`, which in some files is the context before it is stretched.
-        spelled: what the family calls `rope_theta` and `partial_rotary_factor`, if something else.
-        fraction: the share of a head that is rotated where the file does not say it.
+        n_ctx: `max_position_embeddings`, in some files the context before scaling.
+        spelled: the family's names of `rope_theta` and `partial_rotary_factor`, if they differ.
+        fraction: the rotated share of a head if the file does not say it.
 
     Raises:
-        ValueError: if there is a form that cannot be expressed, or two places disagree.
+        ValueError: if the form cannot be expressed, or two attributes disagree.
     """
     given: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -227,11 +226,11 @@ def _agree(a: Attributes, given: dict[str, Any], name: str, value: Any) -> None:
     if type(value) is int and name != "original_max_position_embeddings":
         value = float(value)
     if value is not None and given.setdefault(name, value) != value:
-        raise a.error(name, value, f"{given[name]!r}, which is given as well")
+        raise a.error(name, value, f"{given[name]!r}, as given in another place")
 
 
 def _scaling(a: Attributes, given: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
-    """The scaling that a file gives, whose numbers have then all been taken from `given`."""
+    """The scaling of a file. It removes the numbers that it uses from `given`."""
     kind = given.pop("rope_type", "default")
     original = given.pop("original_max_position_embeddings", n_ctx)
     given.pop("finetuned", None)  # how the weights were trained; transformers never reads it
@@ -250,7 +249,7 @@ def _scaling(a: Attributes, given: dict[str, Any], n_ctx: int) -> RotaryScaling 
         scaling = _yarn(a, given, n_ctx, original)
     elif kind != "default":
         raise a.error("rope_type", kind, "default, linear, llama3 or yarn")
-    elif given.get("factor") == 1:  # which divides nothing
+    elif given.get("factor") == 1:  # has no effect
         del given["factor"]
     if given:
         raise a.error("rope_parameters", given, f"only what {kind} needs")
@@ -260,19 +259,19 @@ def _scaling(a: Attributes, given: dict[str, Any], n_ctx: int) -> RotaryScaling 
 def _yarn(a: Attributes, given: dict[str, Any], n_ctx: int, original: int) -> RotaryScaling:
     if (truncate := given.pop("truncate", True)) is not True:
         raise a.error("truncate", truncate, "True")
-    given.pop("attn_factor", None)  # llama.cpp's; transformers reads attention_factor alone
+    given.pop("attn_factor", None)  # llama.cpp's; transformers reads only attention_factor
     factor = given.pop("factor", n_ctx / original)
     above, below = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     length = given.pop("attention_factor", None)
     if length is None and above and below and factor > 1:  # DeepSeek's form
         length = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
-    if length == 0:  # which stands for the usual form in our config
+    if length == 0:  # in our config 0 means the usual form
         raise a.error("attention_factor", length, "above 0")
     return RotaryScaling(
         kind="yarn",
         factor=factor,
         original_n_ctx=original,
-        # 0 stands for the published values, there as here
+        # In both configs 0 means the published values.
         low=given.pop("beta_slow", 0.0),
         high=given.pop("beta_fast", 0.0),
         attention_factor=length or 0.0,

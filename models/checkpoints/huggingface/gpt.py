@@ -13,9 +13,9 @@ from models.config import TransformerConfig
 
 def gpt2_config(a: Attributes) -> TransformerConfig:
     """GPT-2's config (Radford et al. 2019)."""
-    # Another order of the same multiplications, against overflow in half precision.
+    # The same multiplications in another order, to avoid overflow in half precision.
     a.idle("reorder_and_upcast_attn")
-    # Of the first release, for GPT's fine-tuning.
+    # From the first release, for GPT's fine-tuning.
     a.only("n_special", 0)
     a.idle("predict_special_tokens")
     by_layer = a.take("scale_attn_by_inverse_layer_idx", False)
@@ -27,7 +27,7 @@ def bigcode_config(a: Attributes) -> TransformerConfig:
     multi_query = a.take("multi_query", True)
     n_kv_heads = 1 if multi_query else a.take("n_head", 12)
     a.only("num_key_value_heads", None, n_kv_heads)
-    # Precision and buffers of inference.
+    # Precision and buffers for inference.
     a.idle("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner")
     a.idle("max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
     a.idle("validate_runner_input")
@@ -35,7 +35,7 @@ def bigcode_config(a: Attributes) -> TransformerConfig:
 
 
 def _learned_positions(a: Attributes, activation: str, **others: Any) -> TransformerConfig:
-    a.idle("n_ctx")  # of the first release; transformers reads n_positions
+    a.idle("n_ctx")  # from the first release; transformers reads n_positions
     return TransformerConfig(
         vocab_size=a.take("vocab_size", 50257),
         n_ctx=a.take("n_positions", 1024),
@@ -54,7 +54,7 @@ def _learned_positions(a: Attributes, activation: str, **others: Any) -> Transfo
 
 def neox_config(a: Attributes) -> TransformerConfig:
     """GPT-NeoX's config (Black et al. 2022)."""
-    # Of BERT; the model reads the two dropouts below.
+    # From BERT; the model reads the two dropouts below.
     a.only("attention_probs_dropout_prob", 0)
     a.only("hidden_dropout_prob", 0)
     biased = a.take("attention_bias", True)
@@ -82,7 +82,7 @@ def gpt2_rows(config: TransformerConfig) -> Rows:
 
 
 def bigcode_rows(config: TransformerConfig) -> Rows:
-    """GPT-BigCode's keys. With one key head, queries, keys and values stand as ours; else by head."""
+    """GPT-BigCode's keys. With one key head, the order of q, k and v is ours; otherwise it is by head."""
     multi_query = config.n_kv_heads < config.n_heads
     return _gpt_rows(qkv=concatenated if multi_query else _by_kind(config.n_heads))
 
@@ -123,7 +123,7 @@ def neox_rows(config: TransformerConfig) -> Rows:
 
 
 def _by_kind(n_heads: int) -> Callable[[Tensor], Tensor]:
-    """Queries, keys and values that are stored head by head, as all queries, all keys, all values."""
+    """A conversion from the order by head to all queries, then all keys, then all values."""
 
     def convert(fused: Tensor) -> Tensor:
         return fused.unflatten(0, (n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)

@@ -11,7 +11,7 @@ from models.config import TransformerConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# What a config.json leaves out has the value that it has in transformers.
+# Defaults of transformers for attributes that a config.json leaves out.
 LLAMA = {
     "vocab_size": 32000,
     "max_position_embeddings": 2048,
@@ -53,7 +53,7 @@ GEMMA2 = {
 
 def llama_config(a: Attributes) -> TransformerConfig:
     """Llama's config (Touvron et al. 2023)."""
-    a.idle("pretraining_tp")  # how an old transformers cut its products; the present does not
+    a.idle("pretraining_tp")  # only old versions of transformers split products by it
     a.only("rope_interleaved", False)
     a.idle("is_llama_config", "transformers.js_config")
     fields = _shared(a, LLAMA) | _attention_bias(a)
@@ -69,7 +69,7 @@ def mistral_config(a: Attributes) -> TransformerConfig:
 
 
 def qwen2_config(a: Attributes) -> TransformerConfig:
-    """Qwen 2's config: biases of queries, keys and values alone (Yang et al. 2024)."""
+    """Qwen 2's config: biases only of queries, keys and values (Yang et al. 2024)."""
     a.only("use_mrope", False)
     return TransformerConfig(**_shared(a, QWEN2) | _upper_windows(a) | {"qkv_bias": True})
 
@@ -81,7 +81,7 @@ def qwen3_config(a: Attributes) -> TransformerConfig:
 
 
 def olmo2_config(a: Attributes) -> TransformerConfig:
-    """OLMo 2's config: norms of what sublayers add, of all queries and of all keys (2024)."""
+    """OLMo 2's config: norms of what sublayers add, and of all queries and all keys (2024)."""
     a.only("clip_qkv", None)
     fields = _shared(a, OLMO2) | _attention_bias(a)
     return TransformerConfig(**fields, norm_place="output", qk_norm="all")
@@ -111,9 +111,9 @@ def _shared(
     defaults: Mapping[str, Any],
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """The fields that all of these families spell alike, and no biases."""
+    """The fields with the same names in all of these families, without biases."""
     value = {name: a.take(name, default) for name, default in defaults.items()}
-    # Theirs is of patterns alone, ours of the sublayers too.
+    # Theirs drops only patterns; ours also drops sublayers' outputs.
     a.only("attention_dropout", 0.0)
     positions = rotary(a, value["max_position_embeddings"])
     if (fraction := positions["rotary_fraction"]) != 1:
@@ -143,7 +143,7 @@ def _attention_bias(a: Attributes) -> dict[str, Any]:
 
 
 def _upper_windows(a: Attributes) -> dict[str, Any]:
-    """Qwen's windows: layers from a certain one on, if they are switched on."""
+    """Qwen's windows: in layers from `max_window_layers` on, if they are switched on."""
     used, window = a.take("use_sliding_window", False), a.take("sliding_window", 4096)
     first, n_layers = a.take("max_window_layers", 28), a.take("num_hidden_layers", 32)
     window = window if used else None
@@ -152,7 +152,7 @@ def _upper_windows(a: Attributes) -> dict[str, Any]:
 
 
 def _windows(a: Attributes, window: int | None, types: Sequence[str]) -> dict[str, Any]:
-    """Our window fields, from the kind of attention that each layer has."""
+    """Our window fields, from the kind of attention in each layer."""
     n_layers = a.take("num_hidden_layers", len(types))
     if len(types) != n_layers or any(kind not in (FULL, SLIDING) for kind in types):
         raise a.error("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
@@ -165,7 +165,7 @@ def _windows(a: Attributes, window: int | None, types: Sequence[str]) -> dict[st
 
 
 def llama_rows(config: TransformerConfig) -> Rows:
-    """Llama's keys, which are Mistral's and Qwen 2's too."""
+    """The keys of Llama, Mistral and Qwen 2."""
     return _rows(_PRE)
 
 
@@ -180,9 +180,9 @@ def olmo2_rows(config: TransformerConfig) -> Rows:
 
 
 def gemma2_rows(config: TransformerConfig) -> Rows:
-    """Gemma 2's keys; its norms store how far their gain is from one.
+    """Gemma 2's keys. Its norms store the gain minus 1.
 
-    Kept in half precision the sum is rounded, which transformers, that adds in float32, does not do.
+    In half precision our sum is rounded. transformers adds in float32, so it does not round.
     """
     before = {"ln1": "input_layernorm", "ln2": "pre_feedforward_layernorm"}
     return _rows(before | _POST, gain=lambda stored: stored + 1)
