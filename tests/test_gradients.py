@@ -100,7 +100,7 @@ def test_gradients_that_cannot_be(runner, tokens):
         with pytest.raises(HookError, match="embed"):
             runner.run_with_hooks(tokens, backward={"embed": lambda gradient, point: None})
     counter, ids = HookedRunner(nn.Sequential(nn.Identity())), torch.ones(2).long()
-    with pytest.raises(HookError, match=r"0 .*int64"):
+    with pytest.raises(HookError, match="int64 at 0"):
         counter.run_with_cache(ids, names="0", grads=True)
     with pytest.raises(HookError, match="0"):
         counter.run_with_hooks(ids, backward={"0": lambda gradient, point: None})
