@@ -57,6 +57,8 @@ class PatchingResult:
         """The normalized values as a heat map, if they have two axes; needs the extra `report`."""
         from matplotlib.figure import Figure
 
+        if len(self.axes) != 2:
+            raise ValueError(f"a heat map must have two axes; got {self.axes}")
         figure = Figure(layout="constrained")
         axes = figure.subplots()
         values = self.normalized().numpy(force=True)

@@ -187,7 +187,11 @@ def _steps(
 
 def _as_lists(prompts: Prompts) -> list[list[int]]:
     rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-    return [[index(token) for token in row] for row in rows]
+    try:
+        return [[index(token) for token in row] for row in rows]
+    except TypeError:
+        rule = "prompts must be integers [batch, pos] or a list of lists of them"
+        raise ValueError(f"{rule}; got {prompts!r:.80}") from None
 
 
 def _check(

@@ -10,6 +10,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from models import CharTokenizer, RotaryScaling, Transformer, TransformerConfig, evaluate, split
@@ -69,13 +70,15 @@ def test_a_save_that_fails_changes_nothing(model, saved, tokens, monkeypatch):
         (saved / "config.json").stat().st_mode & 0o777
     }
 
-    def fails(weights, path):
-        path.write_bytes(b"half of the weights")
-        raise OSError("no space left on device")
+    for error in (OSError("no space left on device"), SafetensorError("no space left on device")):
 
-    monkeypatch.setattr(own, "save_file", fails)
-    with pytest.raises(OSError, match="no space"):
-        save(saved, Transformer(TransformerConfig(**SIZES)), CharTokenizer("xy"))
+        def fails(weights, path, error=error):
+            path.write_bytes(b"half of the weights")
+            raise error
+
+        monkeypatch.setattr(own, "save_file", fails)
+        with pytest.raises(OSError, match="no space"):
+            save(saved, Transformer(TransformerConfig(**SIZES)), CharTokenizer("xy"))
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 
 
@@ -166,6 +169,7 @@ def test_damaged_configs_are_errors(saved, unchecked):
         (json.dumps(described | {"n_heads": 3}), "config.json: n_kv_heads"),
         (json.dumps(described | {"rotary_scaling": {"kind": "ntk"}}), "rotary_scaling.kind"),
         ("{}", "config.json: model_type .*gemma2"),
+        (json.dumps(described | {"n_layers": 10**9}), "n_layers .* 1000000000"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message) as caught:

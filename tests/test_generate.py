@@ -418,8 +418,8 @@ BAD = [
     (dict(max_new_tokens=13, max_context=20), "19 positions; got 7 and 13"),
     (dict(temperature=-1.0), "temperature .*-1.0"),
     # One prompt without its batch, and numbers that would have to be rounded.
-    *((dict(prompts=prompts), None) for prompts in ([1, 2], torch.ones(3).long(), "text")),
-    *((dict(prompts=prompts), None) for prompts in ([[1.5]], torch.ones(2, 3))),
+    *((dict(prompts=prompts), "batch") for prompts in ([1, 2], torch.ones(3).long(), "text")),
+    *((dict(prompts=prompts), "batch") for prompts in ([[1.5]], torch.ones(2, 3))),
     *((change, None) for change in (dict(stop=5), dict(stop=[1.5]), dict(temperature=1, seed=1.5))),
 ]
 

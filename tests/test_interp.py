@@ -122,6 +122,8 @@ def test_normalized_and_plotted(model, tokens, corrupted):
     axes = result.plot().axes
     assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == ("pos", "layer")
     assert (axes[0].images[0].get_array() == result.normalized().numpy()).all()
+    with pytest.raises(ValueError, match="layer"):  # a heat map of one axis
+        dataclasses.replace(known, axes=("layer",)).plot()
     with pytest.raises(ValueError, match=str(result.corrupted)):
         dataclasses.replace(result, clean=result.corrupted).normalized()
 

@@ -439,6 +439,18 @@ def test_a_full_disk_leaves_the_files_before(saved, share, name):
     assert resumed == train(tiny(), TEXT, config())
 
 
+def test_a_full_disk_that_torch_reports_in_its_own_way(tmp_path, monkeypatch):
+    def fail(state, file):
+        try:
+            raise OSError(27, "File too large")
+        except OSError:
+            raise RuntimeError("enforce fail at inline_container.cc") from None
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match=r"checkpoint.pt cannot be written: .*File too large"):
+        train(tiny(), TEXT, config(), directory=tmp_path)
+
+
 def test_a_full_disk_while_logging_is_said(tmp_path):
     with pytest.raises(OSError, match=r"log.jsonl .*File too large.*no checkpoint"), limit(250):
         train(tiny(), TEXT, config(evaluate_every=7), directory=tmp_path)

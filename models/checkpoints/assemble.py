@@ -84,10 +84,14 @@ def assemble(
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
+    held = set(filterfalse(ignored, reader.keys()))
+    if config.n_layers > len(held):  # before anything is built for each layer
+        raise ValueError(
+            f"{where}: n_layers must be at most {len(held)}, its tensors; got {config.n_layers}"
+        )
     model = without_values(config)
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     sources = {name: table.get(name, Source((name,))) for name in shapes}
-    held = set(filterfalse(ignored, reader.keys()))
     if config.tied_unembed:
         absent = [name for name in _TIED if held.isdisjoint(sources[name].keys)]
         for name in absent[:1]:

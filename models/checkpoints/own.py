@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from models.checkpoints.assemble import assemble
@@ -62,6 +63,8 @@ def save(
     ...     load(directory).config == config
     True
     """
+    if not isinstance(tokenizer, CharTokenizer | None):
+        raise TypeError(f"tokenizer must be a CharTokenizer or None; got {tokenizer!r}")
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     # In the same directory, because a move between file systems is a copy.
@@ -77,6 +80,8 @@ def save(
             _write(staged / VOCABULARY, list(tokenizer.characters))
         for file in sorted(staged.iterdir()):
             file.replace(path / file.name)
+    except SafetensorError as error:
+        raise OSError(f"{path / WHOLE} cannot be written: {error}") from None
     finally:
         shutil.rmtree(staged)
 

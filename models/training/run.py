@@ -281,8 +281,10 @@ class Run:
         """Adds the file's name and what can be resumed to errors of writing."""
         try:
             yield
-        except OSError as error:
-            raise OSError(f"{path} cannot be written: {error}; {self.last}") from error
+        # torch.save hides the reason in an error of its own.
+        except (OSError, RuntimeError) as error:
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            raise OSError(f"{path} cannot be written: {reason}; {self.last}") from error
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

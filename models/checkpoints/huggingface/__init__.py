@@ -62,7 +62,7 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
         attributes.finish()
     except KeyError as error:
         raise ValueError(f"{where}: {error} must be given") from None
-    except (TypeError, ValueError) as error:  # numbers that are text
+    except (TypeError, ValueError, OverflowError) as error:  # numbers that are text
         raise ValueError(f"{where}: {error}") from None
     return FAMILIES[kind], config
 

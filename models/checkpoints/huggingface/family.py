@@ -85,7 +85,7 @@ class Family:
         for ours, theirs in self.rows(config).items():
             source = theirs if isinstance(theirs, Source) else Source((theirs,))
             for kind in ("weight", "bias") if ours.endswith("*") else ("",):
-                for layer in range(config.n_layers) if ".N." in ours else (0,):
+                for layer in range(min(config.n_layers, len(keys))) if ".N." in ours else (0,):
                     spelled = (self._spelled(_filled(k, layer, kind), keys) for k in source.keys)
                     table[_filled(ours, layer, kind)] = Source(tuple(spelled), source.convert)
         return table
