@@ -43,12 +43,11 @@ class CharTokenizer:
     Raises:
         ValueError: if the characters are not single and distinct.
 
-    Examples:
-        >>> tokenizer = CharTokenizer.of("hello world")
-        >>> tokenizer.encode("hole")
-        [3, 5, 4, 2]
-        >>> tokenizer.decode([3, 2, 4, 4, 5])
-        'hello'
+    >>> tokenizer = CharTokenizer.of("hello world")
+    >>> tokenizer.encode("hole")
+    [3, 5, 4, 2]
+    >>> tokenizer.decode([3, 2, 4, 4, 5])
+    'hello'
     """
 
     def __init__(self, characters: Sequence[str]) -> None:
