@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any, SupportsIndex
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from hooks._torch import has_storage, is_of_parameter, memory_of, version
@@ -36,6 +37,7 @@ class Options:
         device, dtype: the device and dtype of kept values; integers keep their dtype.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
+        divided: what `windows` keep; not an argument.
 
     Raises:
         ValueError: if options contradict each other, or `grads=True` while gradients are off.
@@ -46,11 +48,12 @@ class Options:
     """
 
     positions: Positions | None = None
-    windows: Windows | None = None
+    windows: Bool[Tensor, "batch pos"] | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
+    divided: Windows | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.windows is not None:
@@ -60,25 +63,25 @@ class Options:
             if isinstance(positions, int):
                 raise TypeError(f"positions must be a slice or a list of integers; got {positions}")
             object.__setattr__(self, "positions", positions)
+        if self.windows is not None:
+            object.__setattr__(self, "divided", Windows(self.windows))
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
         """Splits keyword arguments into options and the model's own arguments."""
-        names = {field.name for field in dataclasses.fields(cls)}
+        names = {field.name for field in dataclasses.fields(cls) if field.init}
         given = {name: value for name, value in kwargs.items() if name in names}
-        if given.get("windows") is not None:
-            given["windows"] = Windows(given["windows"])
         return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
 
     def suited(self, points: dict[str, Point]) -> dict[str, Point]:
-        """Returns `points` if every option applies to at least one of them.
+        """Returns `points` if the windows, where there are any, apply to one of them.
 
         Raises:
             ValueError: if there are windows but no point of the residual stream.
         """
-        if self.windows is not None and not any(map(self.windows.apply_to, points.values())):
+        if self.divided is not None and not any(map(self.divided.applies_to, points.values())):
             raise ValueError(
                 "windows= needs a point of the residual stream, "
                 f"{', '.join(sorted(RESIDUAL_STREAM))}; got none"
@@ -87,15 +90,15 @@ class Options:
 
     def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
         """The names that the value of `point` is kept under, each with its axes."""
-        if self.windows is None or not self.windows.apply_to(point):
+        if self.divided is None or not self.divided.applies_to(point):
             return {point.name: point.axes}
         return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
 
     def reduce(self, value: Tensor, point: Point) -> Iterator[tuple[str, Tensor]]:
         """The part of `value` to keep under each name of `kept_as`."""
         parts = [value]
-        if self.windows is not None and self.windows.apply_to(point):
-            parts = self.windows.reduce(value, point)
+        if self.divided is not None and self.divided.applies_to(point):
+            parts = self.divided.reduce(value, point)
         elif self.positions is not None:
             parts = [_take_positions(value, point, self.positions)]
         for name, part in zip(self.kept_as(point), parts, strict=True):

@@ -60,7 +60,7 @@ class Windows:
         # Computed here, because fake tensors could not tell the number of rows later.
         self.inside = mask.nonzero(as_tuple=True)
 
-    def apply_to(self, point: Point) -> bool:
+    def applies_to(self, point: Point) -> bool:
         """Whether the value of `point` is part of the residual stream."""
         return point.name.rpartition(".")[2] in RESIDUAL_STREAM
 

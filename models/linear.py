@@ -38,8 +38,8 @@ class Linear(Component, nn.Linear):
 def _side_by_side(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The map applied to one or two rows, with a part of the matrix for each thread.
 
-    Generation multiplies one row by each matrix. Some BLAS libraries use only one thread for that. Then
-    this is twice as fast on two cores; with other libraries it is equally fast.
+    Generation multiplies one row by each matrix. Some BLAS libraries use only one thread for that; here
+    all threads work. Where the library uses all threads itself, this costs a few hundredths.
     """
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     parts = torch.get_num_threads()

@@ -1,6 +1,7 @@
 """Lazy caches: values recomputed a block at a time, equal to an eager cache's, or an error."""
 
 import copy
+import itertools
 import pickle
 from contextlib import nullcontext
 from functools import reduce
@@ -161,6 +162,14 @@ def test_hooks_that_are_gone_and_edits_that_are_not_the_same_twice(model, runner
     for layer in range(3):
         with pytest.raises(CacheError, match=f"blocks.{layer}"):
             lazy["z", layer]
+
+
+def test_an_edit_that_acts_every_second_time(runner, tokens):
+    turns = itertools.count()
+    with runner.hooks({"blocks.1.mlp_out": lambda value, point: value * (1 + next(turns) % 2)}):
+        _, lazy = runner.run_with_cache(tokens, lazy=True)
+    with pytest.raises(CacheError, match="blocks.1"):
+        lazy["mlp_out", 1]
 
 
 def test_changes_that_leave_the_block_what_it_was_are_none(model, runner, tokens):
