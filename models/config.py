@@ -123,6 +123,7 @@ class TransformerConfig:
         init: how weights start. `gpt2`: N(0, 0.02²), with 0.02 divided by sqrt(2 n_layers) for maps
             that write to the stream. `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015):
             uniform, with a range from each matrix's sizes; embeddings N(0, 0.02²).
+        eos_token_ids: the tokens that end a text. Generation stops there.
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
@@ -172,6 +173,7 @@ class TransformerConfig:
     tied_unembed: bool = True
     dropout: float = 0.0
     init: Literal["gpt2", "xavier", "kaiming"] = "gpt2"
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -234,6 +236,8 @@ class TransformerConfig:
         self._require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
         inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
         self._require("window_layers", inside, f"among the {self.n_layers} layers")
+        known = all(0 <= token < self.vocab_size for token in self.eos_token_ids)
+        self._require("eos_token_ids", known, f"from 0 to {self.vocab_size - 1}")
         if self.positions == "rotary":
             even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
             rule = f"a share that is an even number of a head's {d_head} dimensions"

@@ -62,6 +62,7 @@ EFFECTS = {
     "tied_unembed": (False, {}, "parameters"),
     "dropout": (0.4, {}, "training"),
     "init": ("xavier", {}, "fresh weights"),
+    "eos_token_ids": ((2,), {}, "generation"),
 }  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def first_difference(one, other):
     torch.manual_seed(0)
     if not torch.allclose(fresh.blocks[0].mlp.W_in, Transformer(other.config).blocks[0].mlp.W_in):
         return "fresh weights"
-    return "nothing"
+    return "generation" if one.config.eos_token_ids != other.config.eos_token_ids else "nothing"
 
 
 @pytest.mark.parametrize("name", FIELDS)
