@@ -1,6 +1,8 @@
 """The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.nn.modules.module import (
 )
 
 # A counter of operations, for instance, must not miss those that oneDNN does.
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 # The arguments of a block may be nested in any way. PyTorch has no public function for that.
@@ -115,6 +118,28 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     ]
 
 
+def insert_hook(
+    module: nn.Module, key: int, hook: Callable[..., Any], before: bool = False
+) -> None:
+    """Registers a forward hook, or a pre-hook with kwargs that comes first, under a key of the caller's.
+
+    Unlike PyTorch's own functions it needs no lock: each change of a dictionary is one step.
+    """
+    if before:
+        module._forward_pre_hooks_with_kwargs[key] = True
+        module._forward_pre_hooks[key] = hook
+        module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+    else:
+        module._forward_hooks[key] = hook
+
+
+def remove_hook(module: nn.Module, key: int) -> None:
+    """Removes the hook that `insert_hook` registered under `key`, if it is there."""
+    module._forward_hooks.pop(key, None)
+    if module._forward_pre_hooks.pop(key, None) is not None:
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def state_of(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of `module` and of the modules inside it.
 
@@ -188,6 +213,14 @@ def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def is_checkpointed() -> bool:
+    """Whether the caller runs inside activation checkpointing, at first or again in a backward pass."""
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def traced_as_constant(function: Callable[..., bool]) -> Callable[..., bool]:

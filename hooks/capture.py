@@ -150,8 +150,10 @@ class Recorder:
             self._fired.add(point.name)
             replaced = None
             if self.options.grads:
-                value = self._watch(value, point)
-                replaced = with_first_tensor(output, value)
+                node = self._watch(value, point)
+                replaced = with_first_tensor(output, node)
+                # The model may write into the node. Without a graph the value itself does as well.
+                value = value if self.options.detach else node
             self._keep(value, point)
             if self._when_complete and len(self._fired) == len(self.points):
                 self._when_complete()

@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.errors import ContextError, EditError, HookError, require_fired
+from hooks._torch import is_checkpointed
+from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import Selector, resolve
 from hooks.point import Point, as_node, first_tensor, with_first_tensor
 from hooks.session import Session, muted
 
+ELSEWHERE = (
+    "the model ran only in other threads; hooks act in their own, and in asyncio tasks that start inside "
+    "the `with`: enter it in the thread that runs the model"
+)
 Hook = Callable[[Tensor, Point], Tensor | None]
 """`hook(activation, point)` returns the value to continue with. None means `activation` itself. It is
 the hook's own copy, so writing into it is an edit too."""
@@ -43,7 +48,8 @@ class HookContext:
         self._listeners = listeners
         self._fired = fired
         self._session: Session | None = None
-        self._completed = False
+        # For each forward pass that ran inside the `with`, whether the hooks acted there.
+        self._acted: set[bool] = set()
 
     def __enter__(self) -> None:
         if self._session is not None:
@@ -53,19 +59,20 @@ class HookContext:
         try:
             for point, listener, is_edit in self._listeners:
                 self._session.after(point.module, listener, is_edit)
-            self._session.after(self._model, self._complete)
+            self._session.note(self._model, self._acted)
         except BaseException:
             self._session.__exit__()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
         assert self._session is not None
-        self._session.__exit__()
-        if kind is None and self._completed:
-            require_fired([point.name for point, _, _ in self._listeners], self._fired)
-
-    def _complete(self, output: Any) -> None:
-        self._completed = True
+        self._session.__exit__(kind, error, traceback)
+        missed = not self._fired and self._acted
+        if kind is None and (True in self._acted or missed):
+            reason = NEVER_FIRED if True in self._acted else ELSEWHERE
+            require_fired([point.name for point, _, _ in self._listeners], self._fired, reason)
 
 
 def edited_points(
@@ -93,6 +100,7 @@ def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], A
     """
 
     def edit(output: Any) -> Any:
+        _require_one_forward(point)
         fired.add(point.name)
         return with_first_tensor(output, _run(hook, first_tensor(output, point), point))
 
@@ -108,6 +116,7 @@ def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], 
     """
 
     def watch(output: Any) -> Any:
+        _require_one_forward(point)
         value = first_tensor(output, point)
         fired.add(point.name)
         if not (torch.is_grad_enabled() and value.is_floating_point()):
@@ -117,6 +126,14 @@ def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], 
         return with_first_tensor(output, value)
 
     return watch
+
+
+def _require_one_forward(point: Point) -> None:
+    if not torch.compiler.is_compiling() and is_checkpointed():
+        raise HookError(
+            f"{point.name} is inside activation checkpointing, which runs it again in backward(), where "
+            "its hooks may no longer act: switch checkpointing off"
+        )
 
 
 def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:

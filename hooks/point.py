@@ -166,8 +166,9 @@ def _replace(output: Any, key: Any, field: Any) -> Any:
 
 
 def as_node(value: Tensor) -> Tensor:
-    """A new graph node for `value`, whose gradient is only what flows through this point.
+    """A copy of `value` as a new graph node, whose gradient is only what flows through this point.
 
-    If nothing before the point needs a gradient (frozen weights), the point becomes a leaf.
+    A view would lose its hooks when the model writes into it. If nothing before the point needs a gradient
+    (frozen weights), the graph begins here.
     """
-    return value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+    return (value if value.requires_grad else value.detach().requires_grad_()).clone()

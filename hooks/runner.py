@@ -105,6 +105,8 @@ class HookedRunner:
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
 
+        Models in PyTorch's `FullyShardedDataParallel` run to their end.
+
         Args:
             names: a selector of points.
             args, kwargs: as for `run_with_cache`, without `grads=`, because there is no output.
@@ -117,9 +119,11 @@ class HookedRunner:
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
         points, token = options.suited(self._choose(names, None)), object()
+        stops = not any(_must_finish(module) for module in self.model.modules())
 
         def stop() -> None:
-            raise _Stop(token)
+            if stops:
+                raise _Stop(token)
 
         recorder = Recorder(points, options, when_complete=stop)
         with Session() as session:
@@ -153,11 +157,11 @@ class HookedRunner:
             return self.model(*args, **kwargs)
 
     def hooks(self, hooks: Hooks | None = None, *, backward: Hooks | None = None) -> HookContext:
-        """A context in which every run of this model, in this thread, is edited; see `run_with_hooks`.
+        """A `with` in which every run of this model is edited; see `run_with_hooks`.
 
-        Contexts nest: an inner hook sees what an outer one returned. No hooks act on a model that a hook
-        function itself runs. With activation checkpointing the forward pass runs again in the backward
-        pass, so call `backward()` inside the `with`.
+        The edits act in the thread that enters the `with`, and in asyncio tasks that start inside it while
+        it is open; not in other threads, nor in other tasks. Contexts nest: an inner hook sees what an
+        outer one returned. No hooks act on a model that a hook function itself runs.
 
         Raises:
             UnknownNameError: if a selector matches nothing.
@@ -271,6 +275,12 @@ class HookedRunner:
 def _record(session: Session, recorder: Recorder) -> None:
     for point in recorder.points.values():
         session.after(point.module, recorder.hook(point))
+
+
+def _must_finish(module: nn.Module) -> bool:
+    """Whether a forward pass that is cut short would break later ones: its state says where it stands."""
+    # By name, because importing the class costs more than this package.
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
 def _point(name: str, module: nn.Module) -> Point:

@@ -1,15 +1,16 @@
-"""Hooks that live inside one `with` and one thread, and fused kernels for when no hook listens."""
+"""Hooks that live inside one `with` and its context, and fused kernels for when no hook listens."""
 
 import functools
-import threading
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from hooks._torch import children, has_hooks, hooks_of, traced_as_constant
+from hooks._torch import children, has_hooks, hooks_of, insert_hook, remove_hook, traced_as_constant
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -18,66 +19,64 @@ R = TypeVar("R")
 Edits = list[tuple[nn.Module, Callable[[Any], Any]]]
 """Modules, each with a function that maps its output to a new one."""
 
-# PyTorch numbers hooks with a counter that is not thread-safe: two hooks could get the same number.
-_registry = threading.Lock()
-_thread = threading.local()
+# Negative, because PyTorch numbers hooks from 0 on. It does so with a counter that is not thread-safe, and
+# its functions for registering take ten times as long as `insert_hook`.
+_keys = itertools.count(-1, -1)
 
-
-def _open_sessions() -> list["Session"]:
-    if not hasattr(_thread, "sessions"):
-        _thread.sessions = []
-    sessions: list[Session] = _thread.sessions
-    return sessions
-
-
-class _Gate:
-    """When a session's hooks act.
-
-    Attributes:
-        owner: the identifier of their thread; 0 before and after the `with`.
-        muted: whether they are switched off for now.
-    """
-
-    owner = 0
-    muted = False
-
-
-def _acting(gate: _Gate) -> Callable[[], bool]:
-    # Without arguments, because a compiler may keep an answer only if all arguments are constants.
-    def acts() -> bool:
-        return not gate.muted and threading.get_ident() == gate.owner
-
-    return traced_as_constant(acts)
+# A new thread starts with none. An asyncio task starts with those of the code that created it.
+_sessions: ContextVar[tuple[weakref.ref["Session"], ...]] = ContextVar("sessions", default=())
 
 
 class Session:
-    """The hooks of one `with` statement. They act only in its own thread.
+    """The hooks of one `with` statement.
+
+    They act in the context (see `contextvars`) of that statement and in copies of it, until it ends. They
+    also stop if an interrupt prevents the end: nothing but the `with` keeps a session alive.
 
     Attributes:
         edits: the hooks that must also act when a block runs again.
-        gate: says in which thread the hooks act.
-        acts: whether they act now in this thread. A traced graph keeps the answer.
+        acts: says whether the hooks act now, in this context. A traced graph keeps the answer.
     """
 
     def __init__(self) -> None:
         self.edits: Edits = []
-        self.gate = _Gate()
-        self.acts = _acting(self.gate)
-        self._handles: list[RemovableHandle] = []
+        self._open = True
+        self._registered: list[tuple[nn.Module, int]] = []
+        self._ref = ref = weakref.ref(self)
+
+        # Without arguments, because a compiler may keep an answer only if all arguments are constants.
+        def acts() -> bool:
+            session = ref()
+            return session is not None and session._open and ref in _sessions.get()
+
+        self.acts = traced_as_constant(acts)
 
     def __enter__(self) -> "Session":
-        self.gate.owner = threading.get_ident()
-        self._opened_among = _open_sessions()
-        self._opened_among.append(self)
+        _sessions.set((*(ref for ref in _sessions.get() if ref()), self._ref))
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._opened_among.remove(self)
-        # A copy of the model made inside the `with` keeps these hooks, so they must stop acting.
-        self.gate.owner = 0
-        with _registry:
-            while self._handles:
-                self._handles.pop().remove()
+    def __exit__(
+        self, kind: object = None, error: BaseException | None = None, traceback: object = None
+    ) -> None:
+        # First of all, because a copy of the model or of the context may still have these hooks.
+        self._open = False
+        _sessions.set(tuple(ref for ref in _sessions.get() if ref is not self._ref))
+        self._remove()
+        # PyTorch iterates over a module's hooks while an error leaves it. If another thread adds or
+        # removes a hook then, PyTorch raises this instead of the error.
+        original = error
+        while isinstance(original, RuntimeError) and "mutated during iteration" in str(original):
+            original = original.__context__
+        if original is not None and original is not error:
+            raise original from None
+
+    def __del__(self) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        while self._registered:
+            remove_hook(*self._registered[-1])
+            self._registered.pop()
 
     def after(self, module: nn.Module, hook: Callable[[Any], Any], edit: bool = False) -> None:
         """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
@@ -92,11 +91,9 @@ class Session:
         def listener(module: nn.Module, args: Any, output: Any) -> Any:
             return hook(output) if acts() else None
 
-        listener.session_acts = acts  # type: ignore[attr-defined]  # functions carry attributes
         if edit:
             self.edits.append((module, hook))
-        with _registry:
-            self._handles.append(module.register_forward_hook(listener))
+        self._register(module, listener)
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         """Calls `hook(args, kwargs)` before `module` runs."""
@@ -107,34 +104,42 @@ class Session:
             if acts():
                 hook(args, kwargs)
 
-        listener.session_acts = acts  # type: ignore[attr-defined]  # functions carry attributes
-        with _registry:
-            # Prepended, to see the arguments before the user's own hooks change them.
-            self._handles.append(
-                module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
-            )
+        self._register(module, listener, before=True)
+
+    def note(self, module: nn.Module, acted: set[bool]) -> None:
+        """Adds to `acted`, after each run of `module` in any context, whether the hooks act there."""
+        acts = self.acts
+        self._register(module, lambda module, args, output: acted.add(acts()))
+
+    def _register(
+        self, module: nn.Module, listener: Callable[..., Any], before: bool = False
+    ) -> None:
+        listener.session_acts = self.acts  # type: ignore[attr-defined]  # functions carry attributes
+        key = next(_keys)
+        # Noted before it is inserted: an interrupt may come between the two.
+        self._registered.append((module, key))
+        insert_hook(module, key, listener, before)
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Switches off every session that is open in this thread."""
-    silenced = [session.gate for session in _open_sessions() if not session.gate.muted]
-    for gate in silenced:
-        gate.muted = True
+    """Switches off every session that is open in this context."""
+    before = _sessions.get()
     try:
+        _sessions.set(())
         yield
     finally:
-        for gate in silenced:
-            gate.muted = False
+        _sessions.set(before)
 
 
 def edits_in_force() -> Edits:
-    """The edits that act in this thread, outermost first."""
-    return [edit for session in _open_sessions() if session.acts() for edit in session.edits]
+    """The edits that act in this context, outermost first."""
+    sessions = [session for ref in _sessions.get() if (session := ref()) and session.acts()]
+    return [edit for session in sessions for edit in session.edits]
 
 
 def is_listened_to(module: nn.Module) -> bool:
-    """Whether a hook on `module` or inside it, this package's or the user's, acts in this thread."""
+    """Whether a hook on `module` or inside it, this package's or the user's, acts in this context."""
     if has_hooks(module) and any(map(_is_awake, hooks_of(module))):
         return True
     for child in children(module):  # noqa: SIM110  # a generator costs more than the rest

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from hooks import CacheError, EditError, HookedRunner, HookError
 
@@ -128,3 +129,48 @@ def test_backward_hooks_see_and_replace_gradients(model, runner, tokens, factor)
     loss_of(logits).backward()
     torch.testing.assert_close(seen, [cache.grads["mlp_out", 1]])
     torch.testing.assert_close(model.blocks[1].mlp.output.bias.grad, factor * plain)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_where_the_next_operation_is_in_place(frozen):
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 2))
+    model.requires_grad_(not frozen)
+    x, (first, _, last) = torch.randn(7, 3), model
+    before = first(x)
+    # The gradient of the sum of the outputs, by hand: each column of the last weight, where ReLU is open.
+    expected = (before > 0) * last.weight.sum(0)
+    output, cache = HookedRunner(model).run_with_cache(x, names="0", grads=True)
+    output.sum().backward()
+    torch.testing.assert_close(cache.grads["0"], expected)
+    assert torch.equal(cache["0"], before)
+    seen = []
+    hooks = {"0": lambda gradient, point: [seen.append(gradient.clone()), gradient.zero_()].clear()}
+    first.weight.grad = None
+    HookedRunner(model).run_with_hooks(x, backward=hooks).sum().backward()
+    torch.testing.assert_close(seen[0], expected)
+    assert frozen or not first.weight.grad.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_edits_inside_activation_checkpointing_are_refused(reentrant):
+    """It would run the block again in the backward pass, without the edit."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return self[2](checkpoint(nn.Sequential.forward, self[:2], x, use_reentrant=reentrant))
+
+    model = Checkpointed(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    runner, x = HookedRunner(model), torch.randn(7, 3, requires_grad=True)
+    kinds = ("hooks",) if reentrant else ("hooks", "backward")
+    for kind in kinds:
+        with pytest.raises(HookError, match="0 .*checkpoint"):
+            runner.run_with_hooks(x, **{kind: {"0": lambda value, point: value * 2}})
+    output = model(x)
+    with runner.hooks({"0": lambda v, p: v * 2}), pytest.raises(HookError, match="checkpoint"):
+        output.sum().backward()
+    model(x).sum().backward()
+    expected, model[0].weight.grad = model[0].weight.grad, None
+    runner.run_with_hooks(x, hooks={"2": lambda value, point: value * 2}).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, 2 * expected)
+    _, cache = runner.run_with_cache(x, names=["0", "1"])
+    assert torch.equal(cache["1"], cache["0"].tanh())

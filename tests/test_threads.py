@@ -1,11 +1,16 @@
-"""Hooks belong to the thread that set them: eight at once each get what they would alone."""
+"""Hooks act in the thread or task that set them, and stop when their `with` ends, however it ends."""
 
+import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import pytest
 import torch
+from torch import nn
 
-from hooks import HookedRunner
+from hooks import HookedRunner, NeverFiredError
 
 
 def intervene(model, index, rounds=1, barrier=None):
@@ -40,3 +45,132 @@ def test_eight_interventions_at_once_equal_each_alone(model):
             assert len(values) == len(expected)
             assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def times(factor):
+    return {"0": lambda value, point: value * factor}
+
+
+@pytest.fixture
+def small():
+    """A runner of a model that returns its input, and a list of the model's modules' hooks."""
+    return HookedRunner(nn.Sequential(nn.Identity()))
+
+
+ONE = torch.ones(1)
+
+
+def test_tasks_have_the_hooks_of_the_code_that_started_them_while_those_are_open(small):
+    model, found = small.model, {}
+
+    async def main():
+        entered, left = asyncio.Event(), asyncio.Event()
+
+        async def other(name):
+            found[name] = model(ONE).item()
+            await left.wait()
+            found[f"{name} later"] = model(ONE).item()
+
+        async def owner():
+            with small.hooks(times(3)):
+                inner = asyncio.create_task(other("inside"))
+                entered.set()
+                await asyncio.sleep(0.01)
+                found["owner"] = model(ONE).item()
+                found["to_thread"] = (await asyncio.to_thread(model, ONE)).item()
+            left.set()
+            await inner
+
+        async def stranger():
+            await entered.wait()
+            with small.hooks(times(5)):
+                await asyncio.sleep(0)
+                found["stranger"] = model(ONE).item()
+
+        await asyncio.gather(owner(), stranger(), other("outside"))
+
+    asyncio.run(main())
+    edited = {"inside": 3, "owner": 3, "to_thread": 3, "stranger": 5}
+    assert found == edited | dict.fromkeys(("inside later", "outside", "outside later"), 1)
+
+
+def test_a_context_that_a_dead_thread_left_open_edits_nothing(small):
+    contexts = []
+
+    def leave_open():
+        contexts.append(small.hooks(times(3)))
+        contexts[0].__enter__()
+
+    for target in (leave_open, lambda: contexts.append(small.model(ONE))):
+        thread = threading.Thread(target=target)  # the second gets the first one's identifier
+        thread.start()
+        thread.join()
+    assert contexts.pop() == 1
+    contexts.clear()
+    assert not small.model[0]._forward_hooks
+
+
+def test_running_only_in_another_thread_is_an_error(small):
+    def run_elsewhere():
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(small.model, ONE).result() == 1
+
+    with pytest.raises(NeverFiredError, match="0.*thread"), small.hooks(times(3)):
+        run_elsewhere()
+    with small.hooks(times(3)):
+        run_elsewhere()
+        assert small.model(ONE) == 3
+
+
+@contextmanager
+def suspended(small):
+    with small.hooks(times(3)):
+        yield
+
+
+def test_a_generator_closed_while_a_hook_is_registered_does_not_block(small):
+    """The collector may do this at any time."""
+    generator = suspended(small)
+    generator.__enter__()
+
+    class Collecting(type(small.model._forward_hooks)):
+        def __setitem__(self, key, hook):
+            super().__setitem__(key, hook)
+            nonlocal generator
+            generator = None
+            gc.collect()
+
+    small.model._forward_hooks = Collecting()
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(small.run_with_hooks(ONE, hooks=times(5))), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert found == [5]
+    assert small.model(ONE) == 1
+    assert not any(module._forward_hooks for module in small.model.modules())
+
+
+def test_a_context_lost_without_its_end_edits_nothing(small):
+    context = small.hooks(times(3))
+    context.__enter__()
+    with small.hooks(times(5)):
+        assert small.model(ONE) == 15
+        del context
+        assert small.model(ONE) == 5
+    assert not any(module._forward_hooks for module in small.model.modules())
+
+
+def test_an_error_is_the_same_while_another_thread_registers_hooks(small):
+    """PyTorch iterates over a module's hooks while an error leaves it."""
+
+    def register(*args):  # as the other thread would, in the middle of that
+        small.model[0].register_forward_hook(lambda *args: None)
+
+    small.model[0].register_forward_hook(register, always_call=True)
+    small.model[0].register_forward_hook(lambda *args: None)
+    hooks = {"0": lambda value, point: 1 / 0}
+    for run in (small.run_with_hooks, small.run_with_hooks):
+        with pytest.raises(ZeroDivisionError):
+            run(ONE, hooks=hooks)
