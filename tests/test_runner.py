@@ -6,7 +6,8 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hooks import HookedRunner, HookPoint, Mode, errors
 
@@ -271,3 +272,19 @@ def test_a_copy_of_a_model_made_under_hooks_is_not_edited(model, runner, tokens)
         copied = copy.deepcopy(model)
         runner.run_with_cache(tokens, mode="none")
     assert torch.equal(copied(tokens), plain)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_capture_lets_a_fully_sharded_model_finish():
+    """Cut short, its bookkeeping would break later forward passes in some versions."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        inner, x, reached = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), torch.randn(2, 3), []
+        expected = [inner[0](x), inner(x)]
+        inner[1].register_forward_hook(lambda *args: reached.append(1))
+        model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+        cache = HookedRunner(model).capture(x, names="_fsdp_wrapped_module.0")
+        torch.testing.assert_close([*cache.values(), model(x)], expected)
+        assert len(reached) == 2
+    finally:
+        distributed.destroy_process_group()
