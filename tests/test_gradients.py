@@ -74,6 +74,10 @@ def test_a_gradient_counts_only_what_flows_through_the_point():
     output.backward()
     assert cache.grads["0"].tolist() == [3.0, 3.0]
     assert x.grad.tolist() == [8.0, 8.0]
+    output, cache = HookedRunner(model).run_with_cache(
+        x.detach(), names="0", grads=True, detach=False
+    )
+    assert torch.autograd.grad(output, cache["0"])[0].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

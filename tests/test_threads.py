@@ -1,6 +1,8 @@
 """Hooks act in the thread or task that set them, and stop when their `with` ends, however it ends."""
 
 import asyncio
+import contextvars
+import copy
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -162,15 +164,20 @@ def test_a_context_lost_without_its_end_edits_nothing(small):
     assert not any(module._forward_hooks for module in small.model.modules())
 
 
+def test_a_copied_model_in_a_copied_context_is_not_edited_later(small):
+    edits = small.hooks(times(3))
+    with edits:
+        model, context = copy.deepcopy(small.model), contextvars.copy_context()
+        assert context.run(model, ONE) == 3
+    assert context.run(model, ONE) == 1
+
+
 def test_an_error_is_the_same_while_another_thread_registers_hooks(small):
     """PyTorch iterates over a module's hooks while an error leaves it."""
 
     def register(*args):  # as the other thread would, in the middle of that
         small.model[0].register_forward_hook(lambda *args: None)
 
-    small.model[0].register_forward_hook(register, always_call=True)
-    small.model[0].register_forward_hook(lambda *args: None)
-    hooks = {"0": lambda value, point: 1 / 0}
-    for run in (small.run_with_hooks, small.run_with_hooks):
-        with pytest.raises(ZeroDivisionError):
-            run(ONE, hooks=hooks)
+    with pytest.raises(ZeroDivisionError), small.hooks({"0": lambda value, point: 1 / 0}):
+        small.model[0].register_forward_hook(register, always_call=True)
+        small.model(ONE)
