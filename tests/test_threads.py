@@ -175,9 +175,16 @@ def test_a_copied_model_in_a_copied_context_is_not_edited_later(small):
 def test_an_error_is_the_same_while_another_thread_registers_hooks(small):
     """PyTorch iterates over a module's hooks while an error leaves it."""
 
-    def register(*args):  # as the other thread would, in the middle of that
-        small.model[0].register_forward_hook(lambda *args: None)
+    point = small.model[0]
 
-    with pytest.raises(ZeroDivisionError), small.hooks({"0": lambda value, point: 1 / 0}):
-        small.model[0].register_forward_hook(register, always_call=True)
-        small.model(ONE)
+    def register(*args):  # as the other thread would, in the middle of that
+        point.register_forward_hook(lambda *args: None)
+
+    def run():
+        with small.hooks({"0": lambda value, point: 1 / 0}):
+            point.register_forward_hook(register, always_call=True)
+            point.register_forward_hook(lambda *args: None)
+            small.model(ONE)
+
+    with pytest.raises(ZeroDivisionError):
+        run()
