@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import names, storage
+from hooks.capture import Options
 from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.point import Index, index_by_axis
 from hooks.replay import LazyValues
@@ -28,6 +29,11 @@ class ActivationCache(Mapping[str, Tensor]):
         known: the names of all points of the model, in order. Short forms count layers among these.
         config_hash: the hash of the configuration that the values came from.
         grads: gradients by name; None where the run did not ask for them.
+        skipped: why chosen points have no value, by name.
+
+    Attributes:
+        skipped: the chosen points that have no value, each with the reason: in a model without
+            `HookPoint`s, a module that did not run, for instance.
 
     >>> from hooks import HookedRunner, HookPoint
     >>> model = nn.Sequential(HookPoint("batch d_model"), nn.ReLU()).eval()
@@ -46,18 +52,21 @@ class ActivationCache(Mapping[str, Tensor]):
         known: tuple[str, ...],
         config_hash: str,
         grads: Mapping[str, Tensor] | None = None,
+        skipped: Mapping[str, str] | None = None,
     ) -> None:
         self._values = values
         self._axes = axes
         self._known = known
         self._grads = grads
         self.config_hash = config_hash
+        self.skipped = dict(skipped or {})
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
         """The value under a full name, or under a (short name, layer) pair.
 
         Raises:
-            UnknownNameError: if the cache has no such value. The error names close matches.
+            UnknownNameError: if the cache has no such value. The error names close matches, or says why
+                the value was skipped.
         """
         return self._values[self.name(key)]
 
@@ -75,6 +84,8 @@ class ActivationCache(Mapping[str, Tensor]):
             case _:
                 raise TypeError(f"a key must be a name or a (short name, layer) pair; got {key!r}")
         if name not in self._values:
+            if name in self.skipped:
+                raise UnknownNameError(f"{name!r} was skipped: {self.skipped[name]}")
             raise unknown_name(name, self._values, "value in this cache")
         return name
 
@@ -123,7 +134,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if not self._grads:
             raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
-        return ActivationCache(arrived, self._axes, self._known, self.config_hash)
+        return type(self)(arrived, self._axes, self._known, self.config_hash, None, self.skipped)
 
     def stack(self, short: str) -> Tensor:
         """The values of all layers whose names end in `short`, stacked: [layer, ...].
@@ -138,6 +149,7 @@ class ActivationCache(Mapping[str, Tensor]):
             raise CacheError(
                 f"stack({short!r}) needs every layer, and {', '.join(missing[:4])} "
                 f"{'is' if len(missing) == 1 else 'are'} not in this cache"
+                + "".join(f"; {self.skipped[name]}" for name in missing[:4] if name in self.skipped)
             )
         if isinstance(self._values, LazyValues):
             self._values.fill(found.values())
@@ -146,10 +158,12 @@ class ActivationCache(Mapping[str, Tensor]):
     def at(self, **where: Index) -> "ActivationCache":
         """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
 
-        An integer drops the axis. Values without the axis stay whole. Lazy values are computed first.
+        An integer drops the axis. A list or a mask makes copies. Values without the axis stay whole. Lazy
+        values are computed first.
 
         Raises:
             UnknownNameError: if no value has an axis of that name.
+            CacheError: if nothing of a value is selected.
         """
         known = {axis for name in self for axis in self.axes(name)}
         for axis in where:
@@ -161,19 +175,26 @@ class ActivationCache(Mapping[str, Tensor]):
             index[name] = index_by_axis(self.axes(name), own, name)
             pairs = zip(self.axes(name), index[name], strict=True)
             axes[name] = tuple(axis for axis, at in pairs if not isinstance(at, int))
-        return self._mapped(lambda name, value: value[index[name]] if index[name] else value, axes)
+
+        def cut(name: str, value: Tensor) -> Tensor:
+            part = value[index[name]]
+            if value.numel() and not part.numel():
+                raise CacheError(f"nothing of {name} {list(value.shape)} is at {where}")
+            return part
+
+        return self._mapped(cut, axes)
 
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
-        """A cache on another device, or in another dtype. Integers keep their dtype.
+        """A cache on another device, or in another floating dtype. Integers keep their dtype.
 
         Lazy values are computed first.
+
+        Raises:
+            ValueError: if the dtype is not a floating one.
         """
-
-        def moved(name: str, value: Tensor) -> Tensor:
-            keeps = isinstance(target, torch.dtype) and not value.is_floating_point()
-            return value if keeps else value.to(target)
-
-        return self._mapped(moved, self._axes)
+        kind = "dtype" if isinstance(target, torch.dtype) else "device"
+        options = Options(**cast(Any, {kind: target}))
+        return self._mapped(lambda name, value: options.place(value), self._axes)
 
     @property
     def nbytes(self) -> int:
@@ -194,15 +215,18 @@ class ActivationCache(Mapping[str, Tensor]):
         self._values.drop()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the values as safetensors, completely or not at all. Lazy values are computed first.
+        """Writes the values and gradients as safetensors, completely or not at all.
+
+        Lazy values are computed first.
 
         Raises:
             FileNotFoundError: if there is no such directory.
         """
-        values = dict(self.items())
-        axes = {name: list(self.axes(name)) for name in values}
-        description = {"axes": axes, "known": self._known, "config_hash": self.config_hash}
-        storage.save(Path(path), values, description)
+        grads = self.grads if self._grads else {}
+        tensors = dict(self) | {storage.GRAD + name: grad for name, grad in grads.items()}
+        axes = {name: self._axes[name] for name in self}
+        about = {"axes": axes, "known": self._known, "config_hash": self.config_hash}
+        storage.save(Path(path), tensors, about | {"skipped": self.skipped})
 
     @classmethod
     def load(
@@ -231,11 +255,12 @@ class ActivationCache(Mapping[str, Tensor]):
     ) -> "ActivationCache":
         values = {name: change(name, value) for name, value in self.items()}
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
-        return ActivationCache(values, axes, self._known, self.config_hash, grads or None)
+        return type(self)(values, axes, self._known, self.config_hash, grads or None, self.skipped)
 
     def __repr__(self) -> str:
         table = names.aligned({name: self._describe(name) for name in self})
-        title = f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes"
+        skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
+        title = f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes{skipped}"
         return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()
 
     def _describe(self, name: str) -> str:

@@ -1,28 +1,25 @@
 """Recorder: keeps the values of the requested points. Options: how it keeps them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from hooks._torch import has_storage, is_of_parameter, memory_of, version
-from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
-from hooks.modes import RESIDUAL_STREAM, Windows
+from hooks.errors import NEVER_FIRED, CacheError, HookError, NeverFiredError, require_fired
+from hooks.modes import RESIDUAL_STREAM, Positions, Windows, take_positions
 from hooks.point import (
     POSITION_AXES,
     Point,
     as_node,
     first_tensor,
-    index_by_axis,
     plain_index,
     with_first_tensor,
 )
-
-Positions = slice | Sequence[SupportsIndex]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,18 +27,19 @@ class Options:
     """How a run keeps values: keyword arguments of every method that makes or plans a cache.
 
     Attributes:
-        positions: keep only these positions of the axes `pos` and `query`.
+        positions: keep only these positions of the axes `pos` and `query`. Booleans are a mask.
         windows: a boolean mask [batch, pos] for the residual stream. Vectors where it is True are kept
             under the point's name as [window, d_model], ordered by row, then by position. The L2
             norms of all vectors are kept under `NAME.norm` as [batch, pos].
-        device, dtype: the device and dtype of kept values; integers keep their dtype.
+        device, dtype: the device and floating dtype of kept values; integers keep their dtype.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
         divided: what `windows` keep; not an argument.
 
     Raises:
-        ValueError: if options contradict each other, or `grads=True` while gradients are off.
-        TypeError: if `positions` is neither a slice nor a list of integers.
+        ValueError: if options contradict each other, if `dtype` is not a floating one, or if
+            `grads=True` while gradients are off.
+        TypeError: if `positions` is not a slice, a list of integers or a mask.
 
     >>> Options(positions=range(2)).positions
     [0, 1]
@@ -63,6 +61,8 @@ class Options:
             if isinstance(positions, int):
                 raise TypeError(f"positions must be a slice or a list of integers; got {positions}")
             object.__setattr__(self, "positions", positions)
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
         if self.windows is not None:
             object.__setattr__(self, "divided", Windows(self.windows))
         if self.grads and not torch.is_grad_enabled():
@@ -100,20 +100,31 @@ class Options:
         if self.divided is not None and self.divided.applies_to(point):
             parts = self.divided.reduce(value, point)
         elif self.positions is not None:
-            parts = [_take_positions(value, point, self.positions)]
+            parts = [take_positions(value, point, self.positions)]
         for name, part in zip(self.kept_as(point), parts, strict=True):
-            # A floating dtype would round integers such as token ids.
-            yield name, part.to(self.device, self.dtype if part.is_floating_point() else None)
+            yield name, self.place(part)
+
+    def place(self, value: Tensor) -> Tensor:
+        """`value` on the device and in the dtype of these options."""
+        # A floating dtype would round integers such as token ids.
+        return value.to(self.device, self.dtype if value.is_floating_point() else None)
 
 
 class Recorder:
     """Collects the values of `points`, and their gradients if asked, during one run.
 
-    With `joined`, a point may fire many times. Its values are joined along the position axis.
+    Args:
+        points: what to listen at.
+        options: how to keep values.
+        when_complete: called once every point has fired.
+        joined: a point may fire many times. Its values are joined along the position axis.
+        unkept: names of points whose values are not kept. It is only noted that they fired.
 
     Attributes:
         values: the captured values by name, in the model's order.
         axes: the axes of each value.
+        fired: the names of the points that the run reached.
+        skipped: why optional points have no value, by name.
         grads: the gradients from a later backward pass, without their graph.
         options: how values are kept.
     """
@@ -124,60 +135,80 @@ class Recorder:
         options: Options,
         when_complete: Callable[[], None] | None = None,
         joined: bool = False,
+        unkept: Container[str] = (),
     ) -> None:
         self.points = points
         self.options = options
         self.axes = {n: a for p in points.values() for n, a in options.kept_as(p).items()}
         self.values: dict[str, Tensor] = {}
+        self.skipped: dict[str, str] = {}
         self.grads: dict[str, Tensor] = {}
-        self._fired: set[str] = set()
+        self.fired: set[str] = set()
         self._versions: dict[str, int] = {}
         self._when_complete = when_complete
+        self._unkept = unkept
         self._parts: dict[str, list[Tensor]] | None = {} if joined else None
 
     def hook(self, point: Point) -> Callable[[Any], Any]:
         """A forward hook that records `point` and leaves its value unchanged."""
 
         def record(output: Any) -> Any:
-            value = first_tensor(output, point)
-            if point.axes and value.ndim != len(point.axes):
-                raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
-            if point.name in self._fired and self._parts is None:
-                raise HookError(
-                    f"{point.name} fired twice in one run, and a cache keeps one value per name: "
-                    "leave it out of the selector"
-                )
-            self._fired.add(point.name)
             replaced = None
-            if self.options.grads:
-                node = self._watch(value, point)
-                replaced = with_first_tensor(output, node)
-                # The model may write into the node. Without a graph the value itself does as well.
-                value = value if self.options.detach else node
-            self._keep(value, point)
-            if self._when_complete and len(self._fired) == len(self.points):
+            try:
+                value = first_tensor(output, point)
+                if point.axes and value.ndim != len(point.axes):
+                    raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
+                if point.name in self.fired and self._parts is None:
+                    raise HookError(
+                        f"{point.name} fired twice in one run, and a cache keeps one value per name"
+                    )
+                if self.options.grads:
+                    node = self._watch(value, point)
+                    replaced = with_first_tensor(output, node)
+                    # The model may write into the node. Without a graph the value itself does as well.
+                    value = value if self.options.detach else node
+                if point.name not in self._unkept:
+                    self._keep(value, point)
+            except HookError as error:
+                self.skip(point, error)
+            self.fired.add(point.name)
+            if self._when_complete and len(self.fired) == len(self.points):
                 self._when_complete()
             return replaced
 
         return record
 
+    def skip(self, point: Point, error: HookError) -> None:
+        """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""
+        if not point.optional:
+            raise error
+        self.skipped[point.name] = str(error)
+
     def finish(self, reason: str = NEVER_FIRED) -> None:
         """Puts values in the model's order. Checks that all are present and none was overwritten.
 
         Raises:
-            NeverFiredError: if the run did not reach a point; the message includes `reason`.
+            NeverFiredError: if the run did not reach a point that is not optional, or if all were
+                skipped; the message includes `reason`.
             CacheError: if a later module overwrote a value in place.
         """
-        require_fired(self.points, self._fired, reason)
         if self._parts is not None:
             self.values = {n: join(p, n, self.axes[n]) for n, p in self._parts.items()}
-        self.values = {name: self.values[name] for name in self.axes}
         for name, before in self._versions.items():
             if version(self.values[name]) != before:
-                raise CacheError(
+                changed = (
                     f"the model changed the value of {name} in place after its capture; "
                     "select the module that changed it, or switch its in-place option off"
                 )
+                self.skip(self.points[name], CacheError(changed))
+        missed = [p.name for p in self.points.values() if p.optional and p.name not in self.fired]
+        self.skipped |= {name: f"{name} did not run: {reason}" for name in missed}
+        require_fired(self.points, self.fired | self.skipped.keys(), reason)
+        kept = [point for name, point in self.points.items() if name not in self.skipped]
+        if self.points and not kept:
+            raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
+        self.axes = {n: axes for p in kept for n, axes in self.options.kept_as(p).items()}
+        self.values = {name: self.values[name] for name in self.axes if name in self.values}
         if self.options.detach:
             self.values = _compacted(self.values)
 
@@ -238,23 +269,6 @@ def _padded(part: Tensor, axis: int, end: int, size: int) -> Tensor:
     whole = part.new_zeros(shape)
     whole.narrow(axis, end - part.shape[axis], part.shape[axis]).copy_(part)
     return whole
-
-
-def _take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
-    """A copy of `value` at the given positions of its `pos` or `query` axis."""
-    if not point.axes:
-        raise HookError(f"positions= needs named axes, and {point.name} declares none")
-    for axis in POSITION_AXES:
-        if axis not in point.axes:
-            continue
-        size = value.shape[point.axes.index(axis)]
-        if not isinstance(positions, slice) and not all(-size <= int(p) < size for p in positions):
-            raise HookError(f"positions must lie within the {size} of {point}; got {positions}")
-        value = value[index_by_axis(point.axes, {axis: positions}, point.name)]
-        value = value.clone() if isinstance(positions, slice) else value
-        if value.shape[point.axes.index(axis)] == 0:
-            raise HookError(f"positions must select some of the {size} of {point}; got {positions}")
-    return value
 
 
 def _compacted(values: dict[str, Tensor]) -> dict[str, Tensor]:

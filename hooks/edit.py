@@ -143,8 +143,8 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
     # If the hook itself runs a model, no hooks act there. Tracing has no threads to ask.
     with nullcontext() if torch.compiler.is_compiling() else muted():
         new = hook(copy, point)
-    if new is None:
-        return copy
+    # A hook that returns nothing may have reshaped its copy in place.
+    new = copy if new is None else new
     if not isinstance(new, Tensor):
         raise EditError(f"a hook at {point} must return a tensor or None; got {new!r}")
     for what in ("shape", "dtype", "device"):

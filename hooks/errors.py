@@ -10,6 +10,7 @@ HookError
 """
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 NEVER_FIRED = (
@@ -30,19 +31,32 @@ class HookError(Exception):
 class UnknownNameError(HookError, KeyError):
     """A name or selector that matches nothing.
 
-    Attributes:
-        close_matches: the known names nearest to the one asked for, best first.
+    Args:
+        message: what was wrong.
+        name: the name asked for.
+        known: the names that there are.
 
-    >>> unknown_name("atn.q", ["attn.q", "mlp.pre"], "hook point").close_matches
+    >>> UnknownNameError("no hook point is named 'atn.q'", "atn.q", ["attn.q", "mlp"]).close_matches
     ('attn.q',)
     """
 
-    def __init__(self, message: str, close_matches: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, name: str = "", known: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self.close_matches = close_matches
+        self._name = name
+        self._known = list(known)
 
-    # KeyError prints the repr of its argument, which would quote the message.
-    __str__ = Exception.__str__
+    # Searched for only when asked: `in` and `get` catch this error, and the search is slow.
+    @functools.cached_property
+    def close_matches(self) -> tuple[str, ...]:
+        """The known names nearest to the one asked for: those that end in it, then by spelling."""
+        known = [other for other in self._known if other != self._name]
+        endings = [other for other in known if other.endswith("." + self._name)]
+        similar = difflib.get_close_matches(self._name, known, n=5, cutoff=0.5)
+        return tuple(dict.fromkeys(endings[:5] + similar))[:5]
+
+    def __str__(self) -> str:
+        hint = f"; close matches: {', '.join(self.close_matches)}" if self.close_matches else ""
+        return f"{self.args[0]}{hint}"
 
 
 class NeverFiredError(HookError):
@@ -100,19 +114,9 @@ class CacheError(HookError):
     """
 
 
-def close_matches(name: str, known: Iterable[str], most: int = 5) -> tuple[str, ...]:
-    """The known names nearest to `name`: those that end in it first, then by spelling."""
-    known = [other for other in known if other != name]
-    endings = [other for other in known if other.endswith("." + name)]
-    similar = difflib.get_close_matches(name, known, n=most, cutoff=0.5)
-    return tuple(dict.fromkeys(endings[:most] + similar))[:most]
-
-
 def unknown_name(name: str, known: Iterable[str], what: str) -> UnknownNameError:
     """The error for a `name` that no `what` has, with close matches in the message."""
-    matches = close_matches(name, known)
-    hint = f"; close matches: {', '.join(matches)}" if matches else ""
-    return UnknownNameError(f"no {what} is named {name!r}{hint}", matches)
+    return UnknownNameError(f"no {what} is named {name!r}", name, known)
 
 
 def require_fired(names: Iterable[str], fired: set[str], reason: str = NEVER_FIRED) -> None:

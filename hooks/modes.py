@@ -1,21 +1,27 @@
-"""Modes and windows of the residual stream: ways to choose what a run keeps."""
+"""Modes, positions, and windows of the residual stream: ways to choose what a run keeps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from hooks.errors import HookError
-from hooks.point import Point
+from hooks.point import POSITION_AXES, Point, index_by_axis, is_mask
+
+Positions = slice | Sequence[SupportsIndex]
 
 
 class Mode(StrEnum):
     """How much of a run to keep.
 
     `none` keeps nothing. `svd_targets` keeps the attention scores, patterns and values. `residual`
-    adds the residual stream. `full` keeps every point.
+    adds the residual stream. Both need a model with `HookPoint`s. `full` keeps every point.
+
+    Scores are those before the mask, so they are not zero above the diagonal. `interp.svd_targets`
+    gives QK^T with zeros there, and the other matrices to decompose.
 
     >>> Mode("residual")
     <Mode.residual: 'residual'>
@@ -77,3 +83,24 @@ class Windows:
             )
         wide = torch.promote_types(value.dtype, torch.float32)
         return [value[self.inside], torch.linalg.vector_norm(value, dim=-1, dtype=wide)]
+
+
+def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
+    """A copy of `value` at the given positions of its `pos` or `query` axis."""
+    if not point.axes:
+        raise HookError(f"positions= needs named axes, and {point.name} declares none")
+    for axis in POSITION_AXES:
+        if axis not in point.axes:
+            continue
+        size = value.shape[point.axes.index(axis)]
+        if is_mask(positions):  # as integers, because fake tensors cannot be indexed by masks
+            if len(positions) != size:
+                raise HookError(f"a mask at {point} must have length {size}; got {len(positions)}")
+            positions = [n for n, inside in enumerate(positions) if inside]
+        if not isinstance(positions, slice) and not all(-size <= int(p) < size for p in positions):
+            raise HookError(f"positions must lie within the {size} of {point}; got {positions}")
+        value = value[index_by_axis(point.axes, {axis: positions}, point.name)]
+        value = value.clone() if isinstance(positions, slice) else value
+        if value.shape[point.axes.index(axis)] == 0:
+            raise HookError(f"positions must select some of the {size} of {point}; got {positions}")
+    return value

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from hooks.errors import UnknownNameError, unknown_name
 from hooks.modes import LAST_PARTS, Mode
@@ -52,7 +52,10 @@ def resolve(
     if not parts:
         raise UnknownNameError("an empty selector matches no hook point")
     points = known if points is None else points
-    chosen = {name for part in parts for name in _matching(part, known, points)}
+    found = [_matching(part, known, points) for part in parts]
+    if len(found) == 1:  # already in order, and thousands of names may be resolved one by one
+        return {name: known[name] for name in found[0]}
+    chosen = set().union(*found)
     return {name: point for name, point in known.items() if name in chosen}
 
 
@@ -61,9 +64,11 @@ def _matching(
 ) -> list[str]:
     if isinstance(part, Mode):
         last = LAST_PARTS[part]
-        found = [name for name in points if last is None or name.rpartition(".")[2] in last]
+        # Only a HookPoint declares axes. Elsewhere a last part such as `v` may name anything.
+        ends = {name: name.rpartition(".")[2] for name, point in points.items() if point.axes}
+        found = list(points) if last is None else [name for name in ends if ends[name] in last]
         if not found and part is not Mode.none:
-            raise UnknownNameError(f"mode {part.value!r} matches no hook point of this model")
+            raise UnknownNameError(f"mode {part.value!r} matches no HookPoint of this model")
     elif isinstance(part, str):
         found = [part] if part in known else _glob(part, points) or _glob(part, known)
         if not found and part in list(Mode):
@@ -94,23 +99,19 @@ def layer_of(name: str) -> int | None:
     return int(found.group()) if found else None
 
 
-def layers(short: str, names: Iterable[str]) -> dict[int, str]:
+def layers(short: str, names: Collection[str]) -> dict[int, str]:
     """The names that end in `short`, by layer.
 
     Raises:
         UnknownNameError: if no name with a layer ends in `short`, or two in one layer do.
     """
-    names = list(names)
     found: dict[int, str] = {}
     for name in names:
-        layer = layer_of(name)
-        if layer is None or not (name == short or name.endswith("." + short)):
+        if not (name == short or name.endswith("." + short)) or (layer := layer_of(name)) is None:
             continue
         if layer in found:
             both = (found[layer], name)
-            raise UnknownNameError(
-                f"{short!r} is ambiguous in layer {layer}: {' or '.join(both)}", both
-            )
+            raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}", short, both)
         found[layer] = name
     if not found:
         raise unknown_name(short, names, "value of a layer")

@@ -5,7 +5,7 @@ import dataclasses
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeGuard
 
 from torch import Tensor, nn
 
@@ -27,6 +27,8 @@ class Point:
         axes: names of the value's axes; empty where the module declares none.
         meaning: what the value is, in a few words.
         module: the module whose output is the value.
+        optional: whether a cached run may skip it: it was chosen, but not by its name, in a model
+            without `HookPoint`s. See `ActivationCache.skipped`.
 
     >>> print(Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head")))
     blocks.3.attn.z [batch pos head d_head]
@@ -36,6 +38,7 @@ class Point:
     axes: tuple[str, ...] = ()
     meaning: str = ""
     module: nn.Module = dataclasses.field(default_factory=Identity, repr=False, compare=False)
+    optional: bool = dataclasses.field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
@@ -73,11 +76,12 @@ def index_by_axis(
 ) -> tuple[int | slice | list[int], ...]:
     """The subscript that selects `where` (axis name to index) from a tensor with these axes.
 
-    At most one index may be a list, because PyTorch would broadcast two lists.
+    At most one index may be a list, because PyTorch would broadcast two lists. A list of booleans is a
+    mask. Tensors and arrays are lists too. PyTorch checks sizes when the subscript is used.
 
     Raises:
         UnknownNameError: if `axes`, the axes of `what`, have no such name.
-        TypeError: if an index is not an integer, a slice or a list of integers.
+        TypeError: if an index is not an integer, a slice, a list of integers or a mask.
         ValueError: if two indices are lists.
 
     >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
@@ -94,24 +98,35 @@ def index_by_axis(
 
 
 def plain_index(index: Index) -> int | slice | list[int]:
-    """An index as Python's own int, slice or list of ints.
+    """An index as Python's own int, slice, list of ints or, for a mask, list of booleans.
 
     Raises:
         TypeError: if it is none of these. Booleans do not count as integers.
     """
     if isinstance(index, slice):
         return index
+    plain = _plain(index)
     with suppress(TypeError):
-        return _integer(index)
+        return _integer(plain)
     with suppress(TypeError):
-        return [_integer(part) for part in index]  # type: ignore[union-attr]  # or a TypeError
-    raise TypeError(f"an index must be an integer, a slice or a list of integers; got {index!r}")
+        parts: list[Any] = list(map(_plain, plain))
+        return [*parts] if is_mask(parts) else list(map(_integer, parts))
+    raise TypeError(f"an index must be an integer, slice, list of integers or mask; got {index!r}")
 
 
-def _integer(value: object) -> int:
+def is_mask(index: object) -> TypeGuard[list[bool]]:
+    """Whether a result of `plain_index` is a mask."""
+    return isinstance(index, list) and index != [] and all(isinstance(i, bool) for i in index)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _integer(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
-    return operator.index(value)  # type: ignore[arg-type]  # or a TypeError
+    return operator.index(value)
 
 
 def first_tensor(output: Any, point: Point) -> Tensor:

@@ -57,7 +57,7 @@ class BlockCall:
         self.name = name
         self.block = block
         self.points = points
-        self.fired = False
+        self.fired = self.repeated = False
         self._given: list[Tensor] = []
 
     def listen(self, session: Session) -> None:
@@ -67,9 +67,8 @@ class BlockCall:
 
     def _store(self, args: Any, kwargs: Any) -> None:
         if self.fired:
-            raise HookError(
-                f"{self.name} ran twice in one run; a lazy cache keeps one input per block"
-            )
+            self.repeated = True
+            return
         leaves, self._structure = tree_flatten((args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
@@ -146,10 +145,8 @@ class LazyValues(Mapping[str, Tensor]):
     A deep copy or a pickle is a plain dict of all values.
     """
 
-    def __init__(
-        self, names: Iterable[str], kept: Recorder, calls: list[BlockCall], edits: Edits
-    ) -> None:
-        self._names = list(names)
+    def __init__(self, kept: Recorder, calls: list[BlockCall], edits: Edits) -> None:
+        self._names = list(kept.axes)
         self._kept = kept.values
         self._options = kept.options
         self._calls = calls
@@ -160,6 +157,7 @@ class LazyValues(Mapping[str, Tensor]):
             for call in calls
             for point in call.points.values()
             for name in kept.options.kept_as(point)
+            if name in kept.axes
         }
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,5 +1,6 @@
 """HookedRunner: runs a model, keeps what was asked for, and applies edits."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from hooks import storage
 from hooks.cache import ActivationCache
 from hooks.capture import Options, Recorder
 from hooks.edit import HookContext, Hooks, backward_edit, edited_points, forward_edit
-from hooks.errors import NEVER_FIRED, ModeError, require_fired
+from hooks.errors import NEVER_FIRED, HookError, ModeError
 from hooks.modes import Mode
 from hooks.names import Selector, flatten, resolve
 from hooks.plan import Plan, planned
@@ -61,6 +62,7 @@ class HookedRunner:
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self.points: Mapping[str, Point] = marked or called
+        self._is_marked = bool(marked)
         self._blocks = blocks_of(model)
 
     def run_with_cache(
@@ -91,7 +93,9 @@ class HookedRunner:
         Raises:
             UnknownNameError: if the selector matches nothing.
             ModeError: if the model is in training mode and the mode is not `none`.
-            NeverFiredError: if the forward pass did not reach a requested point.
+            NeverFiredError: if the forward pass did not reach a requested point. But in a model without
+                `HookPoint`s, all selectors but exact names skip modules that did not run once or gave no
+                tensor, and `cache.skipped` says which and why, unless nothing is left.
         """
         options, kwargs = Options.taken_from(kwargs)
         chooses_positions = options.positions is not None or options.windows is not None
@@ -105,7 +109,8 @@ class HookedRunner:
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
 
-        Models in PyTorch's `FullyShardedDataParallel` run to their end.
+        If one never fires, the model runs to its end. If one would fire again after the stop, it keeps
+        its first value. Models in PyTorch's `FullyShardedDataParallel` always run to their end.
 
         Args:
             names: a selector of points.
@@ -113,12 +118,12 @@ class HookedRunner:
 
         Raises:
             UnknownNameError: if the selector matches nothing.
-            NeverFiredError: if the forward pass ends without reaching a requested point.
+            NeverFiredError: if the forward pass ends without reaching a point; see `run_with_cache`.
         """
         options, kwargs = Options.taken_from(kwargs)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
-        points, token = options.suited(self._choose(names, None)), object()
+        points, token = options.suited(self._choose(flatten(names), None)), object()
         stops = not any(_must_finish(module) for module in self.model.modules())
 
         def stop() -> None:
@@ -215,11 +220,14 @@ class HookedRunner:
         if names is not None and mode is not None:
             raise ValueError("names= and mode= both choose points: give one of them")
         # Read once: the selector may be a generator.
-        selector = flatten(Mode(mode or Mode.full) if names is None else names)
+        selector = flatten(Mode(Mode.full if mode is None else mode) if names is None else names)
         modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
         if modes:
             self._require_evaluation(f"mode {modes[0].value!r}")
-        return resolve(selector, self._known, self.points)
+        points = resolve(selector, self._known, self.points)
+        exact = [part for part in selector if isinstance(part, str)]
+        loose = () if self._is_marked else points.keys() - exact
+        return points | {name: dataclasses.replace(points[name], optional=True) for name in loose}
 
     def _run(
         self,
@@ -248,23 +256,32 @@ class HookedRunner:
                 "lazy=True recomputes without gradients: use it without grads=True and detach=False"
             )
         self._require_evaluation("lazy=True")
-        calls, outside = divided(points, self._blocks)
-        recorder, edits = Recorder(outside, options), edits_in_force()
+        # When a block runs again, it must reach what it reached in the run.
+        calls, outside = divided({name: self._known[name] for name in points}, self._blocks)
+        recorder = Recorder(points, options, unkept=points.keys() - outside)
+        edits = edits_in_force()
         with Session() as session:
-            _record(session, recorder)
+            for name, point in points.items():
+                # A listener inside a block tells whether its point ran, but would switch a fused kernel
+                # off. Models that have these have HookPoints too, so no point is optional.
+                if point.optional or name in outside:
+                    session.after(point.module, recorder.hook(point))
             for call in calls:
                 call.listen(session)
             output = self.model(*args, **kwargs)
+        for call in calls:
+            recorder.fired |= {n for n in call.points if call.fired and not points[n].optional}
+            for name in call.points if call.repeated else ():
+                once = "a lazy cache keeps one input per block"
+                recorder.skip(points[name], HookError(f"{call.name} ran twice in one run; {once}"))
         recorder.finish()
-        reached = {name for call in calls if call.fired for name in call.points}
-        require_fired(points, reached | outside.keys())
-        everything = Recorder(points, options)
-        return output, self._cache(everything, LazyValues(everything.axes, recorder, calls, edits))
+        return output, self._cache(recorder, LazyValues(recorder, calls, edits))
 
     def _cache(self, recorder: Recorder, values: LazyValues | None = None) -> ActivationCache:
         grads = recorder.grads if recorder.options.grads else None
         kept = recorder.values if values is None else values
-        return ActivationCache(kept, recorder.axes, tuple(self._known), self.config_hash, grads)
+        known, skipped = tuple(self._known), recorder.skipped
+        return ActivationCache(kept, recorder.axes, known, self.config_hash, grads, skipped)
 
     def _require_evaluation(self, what: str) -> None:
         # Parts of the model may be in training mode when the model is not.

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hooks._torch import memory_of
 from hooks.errors import CacheError
 
-_FORMAT = "hookscope-cache-1"
+_FORMAT = "hookscope-cache-2"
+GRAD = ".grad."  # before the name of a gradient; no module's name starts with a dot
 
 
 def config_hash(model: nn.Module) -> str:
@@ -91,12 +92,17 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{path} is not a cache: its format must be {_FORMAT!r}; got {metadata.get('format')!r}"
         )
     try:
-        description = json.loads(metadata["cache"])
-        axes = {name: tuple(map(str, description["axes"][name])) for name in description["axes"]}
-        known, hashed = tuple(map(str, description["known"])), str(description["config_hash"])
+        read = json.loads(metadata["cache"])
+        axes = {name: tuple(map(str, own)) for name, own in read["axes"].items()}
+        known, hashed = tuple(map(str, read["known"])), str(read["config_hash"])
+        skipped = {name: str(reason) for name, reason in read["skipped"].items()}
+        described = {"axes": axes, "known": known, "config_hash": hashed, "skipped": skipped}
+        if json.loads(json.dumps(described)) != read:
+            raise TypeError("names, axes and reasons must be text")
         ordered = {name: values.pop(name) for name in axes}
+        grads = {name: values.pop(GRAD + name) for name in axes if GRAD + name in values}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CacheError(f"{path} must describe its values: {error!r}") from None
     if values:
         raise CacheError(f"{path} must have axes for all values; got none for {', '.join(values)}")
-    return ordered, {"axes": axes, "known": known, "config_hash": hashed}
+    return ordered, described | {"grads": grads or None}

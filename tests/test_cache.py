@@ -69,6 +69,13 @@ def test_a_key_that_is_not_there(cache, error, key, match):
     assert key not in cache
 
 
+def test_a_question_whether_a_value_is_there_searches_for_no_close_matches(cache, monkeypatch):
+    monkeypatch.setattr("difflib.get_close_matches", lambda *args, **kwargs: 1 / 0)
+    for key in ("blocks.1.attn.patern", ("patern", 1), ("scale", 1)):
+        assert key not in cache
+        assert cache.get(key) is None
+
+
 def test_at_slices_by_axis_name_and_drops_integers(cache):
     part = cache.at(pos=slice(5, None), batch=0)
     assert torch.equal(part["resid_mid", 1], cache["resid_mid", 1][0, 5:])
@@ -80,15 +87,34 @@ def test_at_slices_by_axis_name_and_drops_integers(cache):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_indices_of_other_kinds(cache):
+def test_indices_of_other_kinds(runner, tokens, cache):
+    inside = np.array([False, True, False, False, True, True, False])
+    masks = (
+        inside,
+        torch.tensor(inside),
+        list(inside),
+        inside.tolist(),
+        list(torch.tensor(inside)),
+    )
+    for mask in masks:
+        assert torch.equal(cache.at(pos=mask)["embed"], cache["embed"][:, [1, 4, 5]])
+        _, part = runner.run_with_cache(tokens, names="*.attn.pattern", positions=mask)
+        torch.testing.assert_close(part["pattern", 2], cache["pattern", 2][:, :, [1, 4, 5]])
+        plan = runner.plan(tokens, names="*.attn.pattern", positions=mask)
+        assert plan.nbytes == 3 * 4 * 2 * 3 * 7 * 4
+    with pytest.raises(IndexError, match=r"\[2\].*4, 7, 10"):
+        cache.at(pos=[True, False])
     for index in (np.int64(3), torch.tensor(3), np.array([3, 1])):
         part = cache.at(pos=index)
         assert torch.equal(part["embed"], cache["embed"][:, index])
         assert part.axes("embed") == ("batch", *["pos"] * index.ndim, "d_model")
     with pytest.raises(ValueError, match="query.*key"):  # which torch would broadcast
         cache.at(query=(1, 2), key=np.array([2, 3]))
-    for index in (True, None, 1.0, [True, False]):
+    for index in (True, None, 1.0, [True, 2], torch.tensor(True), np.array([inside])):
         with pytest.raises(TypeError, match=re.escape(repr(index))):
+            cache.at(pos=index)
+    for index in ([], slice(7, None), ~inside & inside):
+        with pytest.raises(CacheError, match=r"embed \[4, 7, 10\]"):
             cache.at(pos=index)
 
 
@@ -101,6 +127,16 @@ def test_to_device_and_dtype(runner, tokens, cache):
     assert torch.equal(half["z", 2], cache["z", 2].bfloat16())
     _, meta = runner.run_with_cache(tokens, names="blocks.*.attn.z", device="meta")
     assert meta["z", 2].device.type == "meta"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_targets_that_would_spoil_values(runner, tokens, cache):
+    for dtype in (torch.int8, torch.bool):
+        for convert in (cache.to, lambda dtype: runner.run_with_cache(tokens, dtype=dtype)):
+            with pytest.raises(ValueError, match=str(dtype)):
+                convert(dtype)
+    with pytest.raises(TypeError, match="float"):
+        cache.to(3.5)
 
 
 def test_integers_keep_their_type():
@@ -132,6 +168,19 @@ def test_save_and_load_keep_names_order_axes_and_values(cache, model, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
 
 
+def test_gradients_are_saved_too(runner, tokens, tmp_path):
+    output, cache = runner.run_with_cache(tokens, names=["embed", "*.attn.z"], grads=True)
+    cache.save(tmp_path / "early")
+    output.square().sum().backward()
+    cache.save(tmp_path / "late")
+    loaded = ActivationCache.load(tmp_path / "late")
+    assert list(loaded) == list(loaded.grads) == list(cache)
+    assert all(torch.equal(loaded.grads[name], cache.grads[name]) for name in cache)
+    assert torch.equal(loaded.at(pos=2).grads["z", 1], cache.grads["z", 1][:, 2])
+    with pytest.raises(CacheError, match="grads=True"):
+        _ = ActivationCache.load(tmp_path / "early").grads
+
+
 def test_files_that_are_not_whole_caches(cache, tmp_path):
     path = tmp_path / "run.safetensors"
     cache.save(path)
@@ -140,12 +189,18 @@ def test_files_that_are_not_whole_caches(cache, tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(CacheError, match=str(path)):
             ActivationCache.load(path)
-    ours, good = {"format": "hookscope-cache-1"}, {"known": [], "config_hash": "0"}
-    described = [
-        "{",
-        "[]",
-        *(json.dumps(good | {"axes": axes}) for axes in ({}, {"a": []}, {"b": 3})),
-    ]
+    ours = {"format": "hookscope-cache-2"}
+    good = {"axes": {"b": ["pos"]}, "known": ["b"], "config_hash": "0", "skipped": {}}
+    save_file({"b": torch.zeros(2)}, path, metadata=ours | {"cache": json.dumps(good)})
+    assert ActivationCache.load(path).axes("b") == ("pos",)
+    wrong = {
+        "axes": ({}, {"a": []}, {"b": 3}, {"b": "pos"}, {"b": [3]}, [1], "b", None),
+        "known": (None, 3, "b", {"b": 1}, [[]]),
+        "config_hash": (None, 0, []),
+        "skipped": (None, [], {"b": 3}),
+    }
+    changed = [good | {field: value} for field, values in wrong.items() for value in values]
+    described = ["{", "[]", "[" * 100_000, *map(json.dumps, changed)]
     for metadata in ({}, ours, *(ours | {"cache": text} for text in described)):
         save_file({"b": torch.zeros(2)}, path, metadata=metadata)
         with pytest.raises(CacheError, match=str(path)):
@@ -223,7 +278,10 @@ def test_positions_are_cut_at_capture(runner, tokens, positions):
         (HookError, "embed", slice(7, 9), "7 of embed"),
         (HookError, "blocks.0", [0], "blocks.0"),
         (TypeError, "embed", 3, "3"),
-        (TypeError, "embed", [True, False], "True"),
+        (HookError, "embed", [True, False], "7.*2"),
+        (HookError, "embed", np.zeros(7, bool), "7 of embed"),
+        (TypeError, "embed", [True, 3], "True"),
+        (TypeError, "embed", torch.tensor(True), "True"),
     ],
 )
 def test_positions_that_cannot_be(runner, tokens, error, name, positions, match):

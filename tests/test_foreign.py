@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hooks import HookedRunner, HookError, NeverFiredError
+from hooks import (
+    ActivationCache,
+    CacheError,
+    HookedRunner,
+    HookError,
+    HookPoint,
+    NeverFiredError,
+    UnknownNameError,
+)
 
 
 class Pair(NamedTuple):
@@ -92,6 +100,113 @@ def test_layers_with_a_fast_path():
         runner.run_with_cache(x, names="layers.0.self_attn.out_proj")
 
 
+class Experts(nn.Module):
+    """Each part runs another number of times: `spare` never, `shared` twice, `config` without a tensor."""
+
+    def __init__(self, lone, pair):
+        super().__init__()
+        self.first, self.shared, self.spare = nn.Linear(3, 3), nn.Tanh(), nn.Dropout()
+        self.config = returning(lambda x: "text")[0]
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.ids, self.last = nn.Identity(), nn.ReLU(inplace=True)
+        self.lone, self.pair = lone, pair
+
+    def forward(self, x):
+        self.config(x)
+        self.ids(torch.tensor([2, 3]))
+        expert = self.experts[self.lone](self.shared(self.shared(self.first(x))))
+        return self.last(expert.neg() + 0 * self.first.weight.sum())
+
+
+@pytest.fixture
+def mixture():
+    """Two layers, each with another expert that is not reached. A third layer runs twice."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([Experts(0, 3), Experts(1, 3), nn.Sequential(nn.Linear(3, 3))])
+
+    def forward(x):
+        one, two, again = model.layers
+        return again(again(two(one(x))))
+
+    model.forward = forward
+    return model.eval()
+
+
+SKIPPED = {
+    *("layers.0.spare", "layers.0.shared", "layers.0.config", "layers.0.experts.1"),
+    *("layers.1.spare", "layers.1.shared", "layers.1.config", "layers.1.experts.0"),
+    *("layers.2", "layers.2.0"),
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("names", [None, "*", lambda point: True, ["layers.0.first", "layers.*"]])
+def test_what_did_not_run_once_is_skipped_and_says_why(mixture, tmp_path, lazy, names):
+    runner, x, raw = HookedRunner(mixture), torch.randn(2, 3), {}
+    for name, module in mixture.named_modules():
+        module.register_forward_hook(lambda m, args, out, name=name: raw.update({name: out}))
+    output, cache = runner.run_with_cache(x, names=names, lazy=lazy)
+    expected = {name: value.clone() for name, value in raw.items() if name in cache}
+    assert torch.equal(output, raw[""])
+    assert set(cache.skipped) == SKIPPED
+    assert set(cache) == runner.points.keys() - SKIPPED == expected.keys()
+    assert all(torch.equal(cache[name], value) for name, value in expected.items())
+    assert "10 skipped" in repr(cache)
+    cache.save(tmp_path / "a")
+    for same in (cache, cache.at(), cache.to(torch.float64), ActivationCache.load(tmp_path / "a")):
+        for key, why in (
+            ("layers.0.spare", "did not run"),
+            (("shared", -1), "layers.1.shared.*twice"),
+            (("experts.0", 1), "layers.1.experts.0 did not run"),
+            ("layers.0.config", "str"),
+            ("layers.2.0", "layers.2.* twice"),
+        ):
+            assert key not in same
+            with pytest.raises(UnknownNameError, match=why):
+                same[key]
+        assert same.stack("first").shape == (2, 2, 3)
+        with pytest.raises(CacheError, match="layers.1.experts.0 did not run"):
+            same.stack("experts.0")
+    assert runner.plan(x, names=names, lazy=lazy).values.keys() == set(cache)
+
+
+def test_what_is_asked_for_by_name_is_never_skipped(mixture):
+    runner, x = HookedRunner(mixture), torch.randn(2, 3)
+    for run in (runner.run_with_cache, runner.capture):
+        for name in SKIPPED - {"layers.2", "layers.2.0"}:
+            with pytest.raises(HookError, match=name):
+                run(x, names=[name, "*"])
+        with pytest.raises(NeverFiredError, match="layers.0.spare"):
+            run(x, names="*.spare")
+        with pytest.raises(HookError, match="layers.0.shared fired twice"):
+            run(x, names=["*.shared", "*.spare"])
+    with pytest.raises(HookError, match=r"layers.2.* twice"):
+        runner.run_with_cache(x, names=["layers.2.0", "*"], lazy=True)
+    marked = nn.Sequential(HookPoint("batch d_model"), HookPoint("batch d_model")).eval()
+    marked.forward = lambda x: marked[1](x)
+    with pytest.raises(NeverFiredError, match="0"):
+        HookedRunner(marked).run_with_cache(x)
+
+
+def test_a_capture_with_skipped_points_and_gradients_of_the_others(mixture):
+    runner, x = HookedRunner(mixture), torch.randn(2, 3)
+    stopped = runner.capture(x, names="layers.0.[fel]*")  # `experts.1` never ends it
+    assert list(stopped.skipped) == ["layers.0.experts.1"]
+    output, cache = runner.run_with_cache(x, grads=True)
+    output.sum().backward()
+    assert "int64" in cache.skipped["layers.0.ids"]
+    assert set(cache.grads) == set(cache)
+    assert torch.equal(cache.grads["layers.1.first"].sum(0), mixture.layers[1].first.bias.grad)
+
+
+def test_values_overwritten_in_place_are_skipped():
+    model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)).eval(), torch.ones(2, 3)
+    output, cache = HookedRunner(model).run_with_cache(x)
+    assert list(cache) == ["1"]
+    assert torch.equal(cache["1"], output)
+    assert "in place" in cache.skipped["0"]
+
+
 @pytest.fixture(scope="module")
 def gpt2():
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -111,6 +226,10 @@ def test_a_transformers_model_against_its_own_hidden_states(gpt2, tokens):
     edited = runner.run_with_hooks(tokens, hooks={"lm_head": lambda value, point: value * 0})
     assert not edited.logits.any()
     assert "transformer.h" not in runner.points, "a ModuleList is never called"
+    with torch.no_grad():
+        _, full = runner.run_with_cache(tokens)
+    assert set(full.skipped) == {f"transformer.h.{n}.attn.attn_dropout" for n in range(3)}
+    assert torch.equal(full["lm_head"], reference.logits)
 
 
 def test_a_transformers_model_lazily_and_planned(gpt2, tokens):

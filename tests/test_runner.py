@@ -9,7 +9,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hooks import HookedRunner, HookPoint, Mode, errors
+from hooks import HookedRunner, HookPoint, Mode, Point, errors
+from hooks.names import resolve
 
 
 def hook_counts(model):
@@ -83,8 +84,19 @@ def test_a_selector_that_matches_nothing_is_an_error(runner, tokens, selector, c
         with pytest.raises(errors.UnknownNameError, match=close) as caught:
             run(tokens, names=selector)
         assert caught.value.close_matches[:1] == ((close,) if close else ())
-    with pytest.raises(errors.UnknownNameError, match="svd_targets"):
-        HookedRunner(nn.Sequential(nn.ReLU()).eval()).run_with_cache(tokens, mode="svd_targets")
+    foreign = HookedRunner(nn.Sequential(OrderedDict(v=nn.ReLU(), resid_pre=nn.ReLU())).eval())
+    for mode in ("svd_targets", "residual"):
+        with pytest.raises(errors.UnknownNameError, match=mode):
+            foreign.run_with_cache(tokens, mode=mode)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_name_is_found_without_a_scan_of_all():
+    class Unscanned(dict):
+        __iter__ = keys = values = items = None
+
+    known = Unscanned(a=Point("a"), b=Point("b"))
+    assert resolve("b", known) == {"b": Point("b")}
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -98,8 +110,11 @@ def test_arguments_that_cannot_be(runner, tokens):
     for hooks in ({3: leave}, {"embed": 3}):
         with pytest.raises(TypeError, match="3"):
             runner.hooks(hooks)
-    with pytest.raises(ValueError, match="'everything'"):
-        runner.run_with_cache(tokens, mode="everything")
+    for mode in ("everything", "", 0):
+        with pytest.raises(ValueError, match=f"got {mode!r}"):
+            runner.run_with_cache(tokens, mode=mode)
+    with pytest.raises(TypeError, match="None"):
+        runner.capture(tokens, names=None)
     with pytest.raises(ValueError, match=r"names=.*mode="):
         runner.run_with_cache(tokens, names="embed", mode="full")
     with pytest.raises(ValueError, match="grads=True"):
@@ -157,6 +172,7 @@ def test_writing_into_the_activation_is_an_edit_and_spares_other_points(runner, 
         (lambda v: v.double(), "torch.float32.*torch.float64"),
         (lambda v: v.to("meta"), "cpu.*meta"),
         (lambda v: 3.0, "3.0"),
+        (lambda v: [v.unsqueeze_(0)].clear(), r"\(4, 7, 2, 5\).*\(1, 4, 7, 2, 5\)"),
     ],
 )  # fmt: skip
 def test_an_edit_that_the_point_cannot_carry(runner, tokens, result, match):
