@@ -5,13 +5,13 @@ from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
 from models.config import RotaryScaling, TransformerConfig
 from models.context import Context
-from models.generation import Step, generate, stream
+from models.generation import Step, generate, generate_text, stream
 from models.kvcache import KVCache
 from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
-from models.sampling import Sampling
+from models.sampling import Sampling, row_generator
 from models.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,
@@ -58,10 +58,12 @@ __all__ = [
     "fold_norms",
     "from_hf",
     "generate",
+    "generate_text",
     "load",
     "load_tokenizer",
     "next_token_loss",
     "register",
+    "row_generator",
     "sample_batch",
     "save",
     "scaled_dot_product_attention",

@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from operator import index
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from models.checks import check_whole
 from models.kvcache import KVCache
-from models.sampling import Sampling
+from models.sampling import Sampling, row_generator
+from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 
 Prompts = Int[Tensor, "batch pos"] | Sequence[Sequence[int]]
 """Tokens of each prompt. Prompts in a list may differ in length."""
+Text = TypeVar("Text", str, list[str])
 IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
 
@@ -38,11 +41,12 @@ class Step:
 class Options(TypedDict, total=False):
     """The options that `generate` passes on to `stream`; see there."""
 
+    attention_mask: Shaped[Tensor, "batch pos"] | None
     temperature: float
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    stop: Iterable[int]
+    stop: int | Iterable[int] | None
     seed: int | torch.Generator
     max_context: int | None
     prefill_chunk: int
@@ -51,9 +55,10 @@ class Options(TypedDict, total=False):
 def generate(
     model: Transformer, prompts: Prompts, *, max_new_tokens: int, **options: Unpack[Options]
 ) -> list[list[int]]:
-    """Returns each prompt with its continuation, up to and including a stop token.
+    """Returns each prompt, without padding, and its continuation, up to and including a stop token.
 
-    A row of a batch gets the same tokens as it would alone, up to rounding. Other batch sizes may use
+    Rows end at the `eos_token_ids` of the model's config, unless `stop` says otherwise. A row of a
+    batch gets the same tokens as it would alone, up to rounding. Other batch sizes may use
     other kernels, so two tokens of almost equal probability may change places.
 
     Hooks act in every step. To keep the values of all steps in one cache, use
@@ -64,8 +69,8 @@ def generate(
         model: in evaluation mode.
         prompts: tokens [batch, pos], or a list of prompts of any lengths.
         max_new_tokens: how many tokens to add at most.
-        options: `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`, `max_context` and
-            `prefill_chunk`; see `stream`.
+        options: `attention_mask`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`,
+            `max_context` and `prefill_chunk`; see `stream`.
 
     Raises:
         ValueError: as for `stream`.
@@ -76,7 +81,7 @@ def generate(
     >>> [len(row) for row in rows]
     [5, 4]
     """
-    texts = _as_lists(prompts)
+    texts = _as_lists(prompts, options.pop("attention_mask", None))
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     made = [(step.tokens, step.running) for step in steps]
     tokens = torch.stack([token for token, _ in made], 1).tolist()
@@ -85,16 +90,63 @@ def generate(
     return [text + new[:length] for text, new, length in rows]
 
 
+def generate_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Text,
+    *,
+    max_new_tokens: int,
+    **options: Unpack[Options],
+) -> Text:
+    """Returns a text with its continuation, or a list of texts with theirs.
+
+    The tokens with which the tokenizer begins a text come before each prompt, and are not in the
+    result. Without `stop`, a row also ends at the tokenizer's own end of text. The result does not show
+    the end of text that ended a row; it shows stop tokens of your own. If the last character is not
+    complete, it is U+FFFD.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        prompts: a text, or a list of texts.
+        max_new_tokens: how many tokens to add at most.
+        options: see `stream`.
+
+    Raises:
+        ValueError: as for `stream`, or by the tokenizer.
+
+    >>> from models import load, load_tokenizer
+    >>> generate_text(load("pydoc-4l"), load_tokenizer("pydoc-4l"), "impor", max_new_tokens=1)
+    'import'
+    """
+    several = [prompts] if isinstance(prompts, str) else prompts
+    start, ends = list(tokenizer.bos_token_ids), set[int]()
+    if options.get("stop") is None:
+        options["stop"] = ends = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
+    encoded = [tokenizer.encode(text) for text in several]
+    read = [tokens if tokens[: len(start)] == start else start + tokens for tokens in encoded]
+    rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
+    # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
+    # the prompt as it was given.
+    texts = [
+        text
+        + tokenizer.decode(row[: -1 if row[-1] in ends else None])[len(tokenizer.decode(old)) :]
+        for text, old, row in zip(several, read, rows, strict=True)
+    ]
+    return texts[0] if isinstance(prompts, str) else texts
+
+
 def stream(
     model: Transformer,
     prompts: Prompts,
     *,
     max_new_tokens: int,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    stop: Iterable[int] = (),
+    stop: int | Iterable[int] | None = None,
     seed: int | torch.Generator = 0,
     max_context: int | None = None,
     prefill_chunk: int = 1024,
@@ -107,17 +159,19 @@ def stream(
         model: in evaluation mode.
         prompts: tokens [batch, pos], or a list of prompts of any lengths.
         max_new_tokens: how many tokens to add at most.
+        attention_mask: 1 for tokens and 0 for padding, which may be on either side; None for no padding.
         temperature, top_k, top_p, min_p: see `Sampling`; temperature 0 takes the most probable token.
-        stop: tokens that end a row.
-        seed: row i has its own generator with the seed `seed + i`, so it draws the same alone with
-            that seed. Or one generator, from which all rows draw in turn.
+        stop: a token that ends a row, or several; None for the `eos_token_ids` of the model's config,
+            () for none.
+        seed: row i draws from `row_generator(seed, i)`, whatever the other rows are. Or a generator,
+            from which all rows draw in turn.
         max_context: the largest number of positions; None for the model's `n_ctx`.
         prefill_chunk: how many positions of the prompts are read at once.
 
     Raises:
         ValueError: at the call, if a sampling option is out of range, a prompt is empty or too long
-            with its continuation, a token is outside the vocabulary, or the model is in training
-            mode. Later, if the logits of a running row are not finite.
+            with its continuation, a token is outside the vocabulary, the mask has another shape or
+            other values, or the model is in training mode. Later, if the logits of a running row are not finite.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -126,16 +180,18 @@ def stream(
     torch.Size([2, 5])
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    texts, stops = _as_lists(prompts), [index(token) for token in stop]
+    texts = _as_lists(prompts, attention_mask)
+    stop = model.config.eos_token_ids if stop is None else stop
+    stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
     check_whole("max_new_tokens", max_new_tokens)
+    check_whole("prefill_chunk", prefill_chunk)
     _check(model, texts, stops, max_new_tokens, max_context)
     device = model.token_embedding.weight.device
     generators: list[torch.Generator] = []
     if isinstance(seed, torch.Generator):
         generators = [seed] * len(texts)
     elif not sampling.is_greedy:
-        seeds = range(index(seed), index(seed) + len(texts))
-        generators = [torch.Generator(device).manual_seed(own) for own in seeds]
+        generators = [row_generator(seed, row, device) for row in range(len(texts))]
     pads = [max(map(len, texts)) - len(text) for text in texts]
     tokens = torch.tensor(
         [[0] * pad + text for pad, text in zip(pads, texts, strict=True)], device=device
@@ -185,13 +241,22 @@ def _steps(
         tokens = new[:, None]
 
 
-def _as_lists(prompts: Prompts) -> list[list[int]]:
+def _as_lists(
+    prompts: Prompts, attention_mask: Shaped[Tensor, "batch pos"] | None
+) -> list[list[int]]:
     rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
     try:
-        return [[index(token) for token in row] for row in rows]
+        texts = [[index(token) for token in row] for row in rows]
     except TypeError:
         rule = "prompts must be integers [batch, pos] or a list of lists of them"
         raise ValueError(f"{rule}; got {prompts!r:.80}") from None
+    if attention_mask is None:
+        return texts
+    shape, kept = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()
+    if attention_mask.shape != shape or set().union(*kept) - {0, 1}:
+        rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
+        raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {kept!r:.40}")
+    return [list(compress(*pair)) for pair in zip(texts, kept, strict=True)]
 
 
 def _check(
@@ -213,6 +278,8 @@ def _check(
     limit = n_ctx if max_context is None else min(max_context, n_ctx)
     longest = max(map(len, texts))
     if longest + new > limit:
+        more = "" if model.config.positions == "learned" else ", or call model.extend_context"
         raise ValueError(
-            f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}"
+            f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}: "
+            f"ask for fewer and go on from the last tokens of the result{more}"
         )

@@ -3,26 +3,27 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from operator import index
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from models.files import library, read_json, read_object
+from models.files import library
 
 if TYPE_CHECKING:
     import tokenizers
 
-# File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
-_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-# Tokens that no merge makes: <|endoftext|>, <s>, and fairseq's filler words.
-_SPECIAL = re.compile(r"<.+>|madeupword\d+")
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
+    """Turns text into tokens and back.
+
+    Attributes:
+        bos_token_ids: what a model of its family expects before a text.
+        eos_token_ids: the tokens that end a text.
+    """
+
+    bos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`; no special token is added."""
@@ -35,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token per character.
+    """One token per character; none begins or ends a text.
 
     Args:
         characters: the vocabulary; a character's index in it is its token.
@@ -49,6 +50,9 @@ class CharTokenizer:
     >>> tokenizer.decode([3, 2, 4, 4, 5])
     'hello'
     """
+
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, characters: Sequence[str]) -> None:
         self.characters = tuple(characters)
@@ -84,18 +88,25 @@ class CharTokenizer:
 class SubwordTokenizer:
     """A tokenizer of the library `tokenizers`.
 
-    It adds no special tokens, even if the tokenizer's template does. Special tokens written in the text
-    are recognised. Texts are never truncated or padded. With byte-level tokens, decoding gives exactly
+    It adds no special tokens, even if the tokenizer's template does; `bos_token_ids` are those that the
+    template puts before a text. Special tokens written in the text are recognised. Texts are never truncated or padded. With byte-level tokens, decoding gives exactly
     the encoded text; many SentencePiece tokenizers drop a space at the beginning.
 
     Args:
         tokenizer: the library's tokenizer; its truncation and padding are switched off.
+        eos_token_ids: the tokens that end a text, which the library does not know.
     """
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer") -> None:
+    def __init__(
+        self, tokenizer: "tokenizers.Tokenizer", eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
         library_ = library("tokenizers")
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        example = tokenizer.encode("a", add_special_tokens=True)
+        first = [*example.special_tokens_mask, 0].index(0)
+        self.bos_token_ids: tuple[int, ...] = tuple(example.ids[:first])
+        self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
         self._pieces = tokenizer.get_vocab(with_added_tokens=True)
         self._added = tokenizer.get_added_tokens_decoder().keys()
@@ -162,109 +173,6 @@ def byte_level(
     tokenizer.pre_tokenizer = library_.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = library_.decoders.ByteLevel()
     return tokenizer
-
-
-def tokenizer_from(path: Path) -> Tokenizer:
-    """Loads the tokenizer in a directory or a tokenizer.json.
-
-    In a directory it looks for these in order: vocabulary.json, a list of characters;
-    tokenizer.json; encoder.json with vocab.bpe; vocab.json with merges.txt. With the last two it also
-    reads added_tokens.json, tokenizer_config.json and special_tokens_map.json.
-
-    Raises:
-        FileNotFoundError: if the directory holds none of them.
-        ImportError: if the library `tokenizers` is needed and missing.
-        ValueError: if a file is damaged or describes another kind of tokenizer; it names the file.
-    """
-    if path.is_file():
-        return _from_json(path)
-    if (file := path / "vocabulary.json").is_file():
-        return _characters(file)
-    if (file := path / "tokenizer.json").is_file():
-        return _from_json(file)
-    for names in _PAIRS:
-        vocabulary, merges = (path / name for name in names)
-        if vocabulary.is_file() and merges.is_file():
-            return _byte_pairs(vocabulary, merges)
-    raise FileNotFoundError(
-        f"{path} must hold vocabulary.json, tokenizer.json, "
-        + " or ".join(" with ".join(names) for names in _PAIRS)
-    )
-
-
-def _characters(path: Path) -> CharTokenizer:
-    characters = read_json(path)
-    if not isinstance(characters, list) or not all(isinstance(c, str) for c in characters):
-        raise ValueError(f"{path} must hold a list of characters; got {str(characters)[:40]}")
-    try:
-        return CharTokenizer(characters)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _from_json(path: Path) -> SubwordTokenizer:
-    kind = library("tokenizers").Tokenizer
-    try:
-        return SubwordTokenizer(kind.from_file(str(path)))
-    except Exception as error:  # the library raises nothing more particular
-        raise ValueError(f"{path} must be a valid tokenizer.json: {error}") from None
-
-
-def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
-    """Loads GPT-2's two files, and the added and special tokens from the files beside them."""
-    library_ = library("tokenizers")
-    config = _beside(vocabulary, "tokenizer_config.json")
-    kind = config.get("tokenizer_class") or _CLASSES[0]
-    if kind not in _CLASSES or config.get("auto_map") or config.get("split_special_tokens"):
-        rule = (
-            "must hold a tokenizer.json, because its tokenizer may not split texts as GPT-2's does"
-        )
-        raise ValueError(f"{vocabulary.parent} {rule}; got the tokenizer_class {kind!r}")
-    try:
-        pieces, pairs = library_.models.BPE.read_file(str(vocabulary), str(merges))
-        model = library_.models.BPE(pieces, pairs)
-    except Exception as error:  # the library raises nothing more particular
-        raise ValueError(f"{vocabulary} and {merges.name} must be valid: {error}") from None
-    tokens = _added(vocabulary, config)
-    made = {first + second for first, second in pairs} | tokens.keys()
-    unmade = [piece for piece in pieces if len(piece) > 1 and piece not in made]
-    if plain := [piece for piece in unmade if not _SPECIAL.fullmatch(piece)]:
-        raise ValueError(f"{merges} must make all pieces of {vocabulary.name}; got no {plain[:5]}")
-    tokens |= {piece: {} for piece in unmade}
-    tokenizer = byte_level(model, bool(config.get("add_prefix_space")))
-    flags = {piece: {n: token.get(n, False) for n in _FLAGS} for piece, token in tokens.items()}
-    tokenizer.add_tokens([library_.AddedToken(piece, **flags[piece]) for piece in tokens])
-    for piece, token in tokens.items():
-        expected, given = tokenizer.token_to_id(piece), token.get("id", pieces.get(piece))
-        if given != expected:
-            where = f"{vocabulary.parent}: the number of the added token {piece!r}"
-            raise ValueError(f"{where} must be {expected}; got {given}")
-    return SubwordTokenizer(tokenizer)
-
-
-def _added(vocabulary: Path, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The tokens that are recognised before a text is split, with their numbers and flags."""
-    older = _beside(vocabulary, "added_tokens.json")
-    tokens: dict[str, dict[str, Any]] = {piece: {"id": number} for piece, number in older.items()}
-    for number, token in config.get("added_tokens_decoder", {}).items():
-        tokens[token["content"]] = {**token, "id": int(number)}
-    # The library numbers new tokens in order of addition.
-    tokens = dict(sorted(tokens.items(), key=lambda item: item[1]["id"]))
-    more = _beside(vocabulary, "special_tokens_map.json")
-    for name, value in [*config.items(), *more.items()]:
-        if name.endswith("_token") and isinstance(value, str | dict):  # not add_bos_token
-            value = [value]
-        elif name not in ("additional_special_tokens", "extra_special_tokens"):
-            continue
-        for token in value.values() if isinstance(value, dict) else value or ():
-            described = {"content": token} if isinstance(token, str) else token
-            tokens.setdefault(described["content"], described)
-    return tokens
-
-
-def _beside(file: Path, name: str) -> dict[str, Any]:
-    path = file.with_name(name)
-    return read_object(path) if path.is_file() else {}
 
 
 def _bytes_of(piece: str, signs: Mapping[str, int]) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import Sampling, Transformer, TransformerConfig, generate, stream
+from models import Sampling, Transformer, TransformerConfig, generate, row_generator, stream
 
 VOCAB, N_CTX, LAYERS, HEADS = 29, 19, 3, 4
 NEW = 6
@@ -83,6 +83,20 @@ def test_chunks_of_the_prompts_change_nothing(form, chunk):
     assert lengths == prefill + [1] * (NEW - 1)
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("left", [0, 2, 9])
+def test_padding_is_left_out(left, kind):
+    """On the right, on both sides, and on the left as far as it goes."""
+    model, padded = build("windows"), []
+    for prompt in PROMPTS:
+        before = min(left, 8 - len(prompt))
+        padded.append([None] * before + prompt + [None] * (8 - len(prompt) - before))
+    tokens = torch.tensor([[13 if token is None else token for token in row] for row in padded])
+    mask = torch.tensor([[token is not None for token in row] for row in padded]).to(kind)
+    expected = [continued(model, prompt) for prompt in PROMPTS]
+    assert generate(model, tokens, max_new_tokens=NEW, attention_mask=mask) == expected
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_prompts_and_options_may_come_in_many_types():
     model, options = build(), dict(max_new_tokens=3, temperature=0.5, top_k=4, seed=3, stop=[2, 9])
@@ -121,14 +135,19 @@ def test_greedy_is_that_of_transformers():
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.1 if parameter.ndim == 1 else 0.5))
-    theirs.generation_config.eos_token_id = None
-    ours = generate(from_hf(theirs), PROMPTS, max_new_tokens=NEW)
-    for prompt, row in zip(PROMPTS, ours, strict=True):
-        mask = torch.ones(1, len(prompt), dtype=torch.int64)
-        options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-        expected = theirs.generate(torch.tensor([prompt]), attention_mask=mask, **options)
-        assert row == expected[0].tolist()
+    ours = generate(from_hf(theirs), PROMPTS, max_new_tokens=NEW, stop=())
     assert len({tuple(row[-NEW:]) for row in ours}) == len(PROMPTS)
+    end = ours[0][-3]
+    for eos, found in (
+        (None, ours),
+        (end, generate(from_hf(theirs), PROMPTS, max_new_tokens=NEW, stop=end)),
+    ):
+        theirs.generation_config.eos_token_id = eos
+        for prompt, row in zip(PROMPTS, found, strict=True):
+            mask = torch.ones(1, len(prompt), dtype=torch.int64)
+            options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+            expected = theirs.generate(torch.tensor([prompt]), attention_mask=mask, **options)
+            assert row == expected[0].tolist()
 
 
 # Sampled.
@@ -139,8 +158,8 @@ def test_a_row_draws_what_it_draws_alone(form):
     options = dict(max_new_tokens=NEW, temperature=1.7, top_k=20, top_p=0.97, min_p=0.01)
     together = generate(build(form), PROMPTS, seed=40, **options)
     for row, prompt in enumerate(PROMPTS):
-        assert generate(build(form), [prompt], seed=40 + row, **options) == [together[row]]
-    assert generate(build(form), PROMPTS, seed=41, **options) != together
+        alone = row_generator(40, row)
+        assert generate(build(form), [prompt], seed=alone, **options) == [together[row]]
     assert together != [continued(build(form), prompt) for prompt in PROMPTS]
 
 
@@ -148,16 +167,24 @@ def test_a_row_draws_what_it_draws_alone(form):
     "options", [dict(temperature=0.6), dict(temperature=1.4, top_k=9, top_p=0.8, min_p=0.1)]
 )
 def test_draws_are_those_of_full_reruns(options):
-    """Row i is drawn by a generator of seed + i from what the options leave of the rerun's logits."""
+    """Row i is drawn by its own generator from what the options leave of the rerun's logits."""
     model, sampling = build("rotary"), Sampling(**options)
     rows = generate(model, PROMPTS, max_new_tokens=NEW, seed=90, **options)
     for row, prompt in enumerate(PROMPTS):
-        own = torch.Generator().manual_seed(90 + row)
+        own = row_generator(90, row)
 
         def draw(logits, own=own):
             return torch.multinomial(sampling.cut(logits[None]).softmax(-1)[0], 1, generator=own)
 
         assert rows[row] == continued(model, prompt, choose=draw)
+
+
+def test_seeds_share_no_row():
+    options = dict(max_new_tokens=NEW, temperature=3.0)
+    seeds = (0, 1, 2, -1, 2**32, 2**64)
+    drawn = [generate(build(), [[3, 1, 4]] * 5, seed=seed, **options) for seed in seeds]
+    assert len({tuple(row) for rows in drawn for row in rows}) == 5 * len(seeds)
+    assert generate(build(), [[3, 1, 4]] * 5, seed=-1, **options) == drawn[3]
 
 
 def test_a_generator_as_seed_is_drawn_from_row_by_row():
@@ -183,7 +210,7 @@ def test_the_global_generator_is_left_alone():
 # Stop tokens.
 
 
-def test_a_row_ends_with_its_stop_token_and_the_others_go_on():
+def test_a_row_ends_with_its_stop_token_and_the_others_go_on(monkeypatch):
     model = build()
     whole = [continued(model, prompt, 9) for prompt in PROMPTS]
     stops = [whole[0][len(PROMPTS[0]) + 2], whole[2][len(PROMPTS[2]) + 5]]
@@ -192,6 +219,13 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on():
     assert min(lengths) <= 3
     assert len(set(lengths)) > 1
     assert generate(model, PROMPTS, max_new_tokens=9, stop=stops) == expected
+    # A config's own tokens act unless others are given.
+    ended = model.config.replace(eos_token_ids=tuple(stops))
+    monkeypatch.setattr(model, "config", ended)
+    assert generate(model, PROMPTS, max_new_tokens=9) == expected
+    assert generate(model, PROMPTS, max_new_tokens=9, stop=()) == whole
+    one = [continued(model, prompt, 9, stop=stops[:1]) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, max_new_tokens=9, stop=stops[0]) == one != expected
 
 
 def test_it_ends_when_every_row_has_stopped():
@@ -420,7 +454,22 @@ BAD = [
     # One prompt without its batch, and numbers that would have to be rounded.
     *((dict(prompts=prompts), "batch") for prompts in ([1, 2], torch.ones(3).long(), "text")),
     *((dict(prompts=prompts), "batch") for prompts in ([[1.5]], torch.ones(2, 3))),
-    *((change, None) for change in (dict(stop=5), dict(stop=[1.5]), dict(temperature=1, seed=1.5))),
+    (dict(stop=29), "stop .*28.* 29"),
+    (dict(prefill_chunk=0), "prefill_chunk .*0"),
+    (dict(attention_mask=torch.ones(4, 7)), "attention_mask .*7"),
+    *(
+        (dict(prompts=torch.ones(2, 3).long(), attention_mask=mask), f"attention_mask .*{said}")
+        for mask, said in (
+            (torch.ones(2, 2), "2, 2"),
+            (torch.ones(3), "3,"),
+            (torch.tensor([[0, 1, 1], [1, 7, 1]]), "7"),
+        )
+    ),
+    (dict(prompts=torch.ones(2, 3).long(), attention_mask=torch.eye(3)[:2] * 0), r"\[0, 1\]"),
+    *(
+        (change, None)
+        for change in (dict(stop=5.5), dict(stop=[1.5]), dict(temperature=1, seed=1.5))
+    ),
 ]
 
 
@@ -434,6 +483,11 @@ def test_bad_arguments_are_errors_at_the_call(function, change, message):
     with handle, pytest.raises((ValueError, TypeError), match=message):
         function(model, **arguments)
     assert lengths == []
+
+
+def test_where_a_longer_context_is_possible_the_error_says_how():
+    with pytest.raises(ValueError, match=r"model\.extend_context"):
+        generate(build("rotary"), PROMPTS, max_new_tokens=13)
 
 
 def test_training_mode_is_refused():

@@ -79,7 +79,7 @@ PUBLIC = {
     "models": """Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
         RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult Transformer
         TransformerConfig VerificationError available build bundled causal_mask center config_of evaluate fold_norms
-        from_hf generate load load_tokenizer next_token_loss register sample_batch save
+        from_hf generate generate_text load load_tokenizer next_token_loss register row_generator sample_batch save
         scaled_dot_product_attention split stream train verify""",
     "interp": """LanguageModel LogitLens Metric PatchingResult ResidualStream SVD SVDTargets activation_patching
         alignment condition_number drift effective_rank induction_scores log_prob

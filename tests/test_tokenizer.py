@@ -13,10 +13,18 @@ import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import models as kinds
 
-from models import load_tokenizer
+from models import Transformer, TransformerConfig, generate_text, load_tokenizer
 from models.tokenizer import CharTokenizer, Tokenizer
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
@@ -194,7 +202,7 @@ PAD = {"262": dict(PLAIN, content="<pad>"), "263": dict(PLAIN, content="né w", 
         dict(tokenizer_config=dict(additional_special_tokens=["hell", "w"], add_bos_token=False)),
         dict(special_tokens_map=dict(bos_token=END, eos_token=dict(content="he", special=True))),
         dict(tokenizer_config=dict(added_tokens_decoder={"262": PAD["262"] | dict(lstrip=True)})),
-        dict(tokenizer_config=dict(add_prefix_space=True, model_max_length=1024)),
+        dict(tokenizer_config=dict(add_prefix_space=True, model_max_length=1024, eos_token="ll")),
     ],
 )
 def test_added_tokens_are_those_of_transformers(files, tmp_path):
@@ -205,6 +213,7 @@ def test_added_tokens_are_those_of_transformers(files, tmp_path):
         tokens = ours.encode(text)
         assert tokens == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(tokens) == theirs.decode(tokens)
+    assert (ours.bos_token_ids, ours.eos_token_ids) == ((), (theirs.eos_token_id,))
 
 
 def test_added_tokens_worked_out_by_hand(tmp_path):
@@ -304,7 +313,8 @@ def write_gguf(path, tokenizer, model, architecture="llama", **more):
     } | more
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in said.items():
-        adder = {str: writer.add_string, bool: writer.add_bool}.get(type(value), writer.add_array)
+        adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
+        adder = adders.get(type(value), writer.add_array)
         if value is not None:
             adder(f"tokenizer.ggml.{key}", value)
     writer.write_header_to_file()
@@ -392,6 +402,7 @@ def test_what_the_library_leaves_out_is_refused(parts, text, tokens, refused, sa
         with pytest.raises(ValueError, match=f"got {lost}$"):
             ours.encode(wrong)
     assert saved(kinds.BPE({"?": 0, "a": 1}, [], unk_token="?")).encode("aba") == [1, 0, 1]
+    assert saved(kinds.BPE({"b": 0}, [])).bos_token_ids == ()
 
 
 # Which files are taken.
@@ -419,6 +430,8 @@ def test_the_files_are_looked_for_in_order(tmp_path):
     [("vocabulary.json", content) for content in (b"[", b'["\xff"]', b'{"a": 0}', b"[1]", b'["a", "a"]')]
     + [("tokenizer.json", content) for content in (b"{", b"[]", b"\xff", b'{"version": "1.0"}')]
     + [("encoder.json", content) for content in (b'{"a": ', b'["a"]', b'{"a": "b"}')]
+    + [("added_tokens.json", b'{"<pad>": "262"}'), ("special_tokens_map.json", b'{"eos_token": {"id": 3}}')]
+    + [("tokenizer_config.json", content) for content in (b'{"added_tokens_decoder": {"262": {}}}', b'{"added_tokens_decoder": ["a"]}', b'{"added_tokens_decoder": {"262": "a"}}', b'{"added_tokens_decoder": {"a": {"content": "a"}}}', b'{"additional_special_tokens": [3]}', b'{"pad_token": {"content": "a", "lstrip": 3}}', b'{"eos_token": 3}')]
     + [("vocab.bpe", b"\xff"), ("tokenizer_config.json", b"{"), ("vocabulary.json", b"[" * 100_000)],
 )  # fmt: skip
 def test_damaged_files_are_named(name, content, tmp_path):
@@ -427,3 +440,89 @@ def test_damaged_files_are_named(name, content, tmp_path):
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as caught:
         load_tokenizer(tmp_path)
     assert name in str(caught.value)
+
+
+# Where a text begins and ends.
+
+
+def begun(directory, template, **files):
+    """A directory with a tokenizer of Llama 2's kind, and a template for texts."""
+    original, specials = sentence_pieces(), [("<s>", 1), ("</s>", 2)]
+    original.post_processor = processors.TemplateProcessing(template, special_tokens=specials)
+    original.save(str(write(directory, **files) / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>", "$A </s>"])
+@pytest.mark.parametrize("ends", [{}, dict(tokenizer_config=dict(eos_token="</s>")), dict(tokenizer_config=dict(eos_token="</s>"), special_tokens_map=dict(eos_token=dict(PLAIN, content="t")))])  # fmt: skip
+def test_beginnings_and_ends_are_those_of_transformers(template, ends, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = begun(tmp_path, template, **ends)
+    ours = load_tokenizer(directory)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    tokens = [*ours.bos_token_ids, *ours.encode("hello")]
+    assert tokens + [2] * template.endswith("</s>") == theirs("hello").input_ids
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "start", "end"),
+    [
+        ("llama", dict(bos_token_id=1, eos_token_id=2), (1,), (2,)),
+        ("llama", dict(bos_token_id=1, add_bos_token=False, eot_token_id=5), (), (5,)),
+        ("llama", {}, (), ()),
+        ("llama 3", dict(bos_token_id=9, eos_token_id=7, eot_token_id=8), (9,), (7, 8)),
+        ("gpt2", dict(bos_token_id=9, eos_token_id=9), (), (9,)),
+        ("gpt2", dict(bos_token_id=9, add_bos_token=True), (9,), ()),
+    ],
+)
+def test_beginnings_and_ends_in_gguf(name, said, start, end, tmp_path):
+    make, more = ORIGINALS[name]
+    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", make(), **more, **said))
+    assert (ours.bos_token_ids, ours.eos_token_ids) == (start, end)
+
+
+# Text in, text out.
+
+
+def saying(vocab_size, *rows, **options):
+    """A model that continues each row with given tokens, and the tokens that it reads first."""
+    sizes = dict(n_ctx=29, n_layers=1, n_heads=1, d_model=2)
+    model = Transformer(TransformerConfig(vocab_size=vocab_size, **sizes, **options)).eval()
+    steps, read = zip(*rows, strict=True), []
+    model.register_forward_pre_hook(lambda module, args: read.append(args[0].tolist()))
+
+    def say(module, args, logits):
+        chosen = torch.nn.functional.one_hot(torch.tensor(next(steps)), vocab_size)
+        return chosen[:, None].expand_as(logits).float()
+
+    model.unembedding.register_forward_hook(say)
+    return model, read
+
+
+@pytest.mark.parametrize(
+    ("options", "ends", "texts"),
+    [
+        ({}, (), ["he😀", "hell w wooo\ufffd"]),
+        (dict(stop=()), (), [f"he😀{END}", "hell w wooo\ufffd"]),
+        ({}, (78,), ["he😀", "hell w w"]),
+        (dict(stop=[78, 261]), (), [f"he😀{END}", "hell w wo"]),
+    ],
+)
+def test_text_in_text_out(pair, options, ends, texts):
+    """The four bytes of a character make one; the end of a text is not shown, other stop tokens are."""
+    rows = [172, 253, 246, 222, 261], [259, 78, 78, 78, 172]
+    model, _ = saying(262, *rows, eos_token_ids=ends)
+    prompts = ["he", "hell w"]
+    assert generate_text(model, pair, prompts, max_new_tokens=5, **options) == texts
+    model, _ = saying(262, rows[0])
+    assert generate_text(model, pair, "he", max_new_tokens=5, **options) == texts[0]
+
+
+@pytest.mark.parametrize("prompt", ["The theory", "<s>The theory", ""])
+def test_a_prompt_begins_as_its_tokenizer_says(prompt, tmp_path):
+    described = dict(tokenizer_config=dict(eos_token="</s>"))
+    ours = load_tokenizer(begun(tmp_path, "<s> $A", **described))
+    model, read = saying(400, [*ours.encode("of hooks"), 2])
+    assert generate_text(model, ours, prompt, max_new_tokens=19) == f"{prompt} of hooks"
+    assert read[0] == [[1, *ours.encode(prompt.removeprefix("<s>"))]]

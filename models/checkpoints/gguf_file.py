@@ -142,7 +142,14 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
     tokenizer.add_tokens(marked)
-    return SubwordTokenizer(tokenizer)
+    # As llama.cpp does where the file does not say.
+    begins = given.get("add_bos_token", model == "llama" or _SPLITS[given["pre"]] == _LLAMA_3)
+    if begins and "bos_token_id" in given:
+        start = (tokenizer.id_to_token(given["bos_token_id"]), given["bos_token_id"])
+        template = library("tokenizers").processors.TemplateProcessing
+        tokenizer.post_processor = template(single=[start[0], "$A"], special_tokens=[start])
+    ends = (given[key] for key in ("eos_token_id", "eot_token_id") if key in given)
+    return SubwordTokenizer(tokenizer, tuple(ends))
 
 
 def _byte_pairs(given: Mapping[str, Any]) -> Any:

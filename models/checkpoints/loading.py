@@ -11,7 +11,8 @@ from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.files import library, read_object
-from models.tokenizer import Tokenizer, tokenizer_from
+from models.tokenizer import Tokenizer
+from models.tokenizer_files import tokenizer_from
 from models.transformer import Transformer
 
 # Names and files of the hub. Names are "gpt2" or "org/name".

@@ -1,0 +1,156 @@
+"""Reads the files of a tokenizer: vocabulary.json, tokenizer.json, or a vocabulary with its merges."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import index
+from pathlib import Path
+from typing import Any
+
+from models.files import library, read_json, read_object
+from models.tokenizer import CharTokenizer, SubwordTokenizer, Tokenizer, byte_level
+
+# File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
+_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+# Tokens that no merge makes: <|endoftext|>, <s>, and fairseq's filler words.
+_SPECIAL = re.compile(r"<.+>|madeupword\d+")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def tokenizer_from(path: Path) -> Tokenizer:
+    """Loads the tokenizer in a directory or a tokenizer.json.
+
+    In a directory it looks for these in order: vocabulary.json, a list of characters;
+    tokenizer.json; encoder.json with vocab.bpe; vocab.json with merges.txt. Beside tokenizer.json it
+    reads the end of a text from tokenizer_config.json and special_tokens_map.json; beside the last two
+    also added tokens, from these and added_tokens.json.
+
+    Raises:
+        FileNotFoundError: if the directory holds none of them.
+        ImportError: if the library `tokenizers` is needed and missing.
+        ValueError: if a file is damaged or describes another kind of tokenizer; it names the file.
+    """
+    if path.is_file():
+        return _from_json(path)
+    if (file := path / "vocabulary.json").is_file():
+        return _characters(file)
+    if (file := path / "tokenizer.json").is_file():
+        return _from_json(file)
+    for names in _PAIRS:
+        vocabulary, merges = (path / name for name in names)
+        if vocabulary.is_file() and merges.is_file():
+            return _byte_pairs(vocabulary, merges)
+    raise FileNotFoundError(
+        f"{path} must hold vocabulary.json, tokenizer.json, "
+        + " or ".join(" with ".join(names) for names in _PAIRS)
+    )
+
+
+def _characters(path: Path) -> CharTokenizer:
+    characters = read_json(path)
+    if not isinstance(characters, list) or not all(isinstance(c, str) for c in characters):
+        raise ValueError(f"{path} must hold a list of characters; got {str(characters)[:40]}")
+    try:
+        return CharTokenizer(characters)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _from_json(path: Path) -> SubwordTokenizer:
+    kind = library("tokenizers").Tokenizer
+    try:
+        tokenizer = kind.from_file(str(path))
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(f"{path} must be a valid tokenizer.json: {error}") from None
+    return SubwordTokenizer(tokenizer, _ends(path, tokenizer))
+
+
+def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
+    """Loads GPT-2's two files, and the added and special tokens from the files beside them."""
+    library_ = library("tokenizers")
+    with _beside(vocabulary, _CONFIG) as config:
+        kind = config.get("tokenizer_class") or _CLASSES[0]
+    if kind not in _CLASSES or config.get("auto_map") or config.get("split_special_tokens"):
+        rule = (
+            "must hold a tokenizer.json, because its tokenizer may not split texts as GPT-2's does"
+        )
+        raise ValueError(f"{vocabulary.parent} {rule}; got the tokenizer_class {kind!r}")
+    try:
+        pieces, pairs = library_.models.BPE.read_file(str(vocabulary), str(merges))
+        model = library_.models.BPE(pieces, pairs)
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(f"{vocabulary} and {merges.name} must be valid: {error}") from None
+    tokens = _added(vocabulary)
+    made = {first + second for first, second in pairs} | tokens.keys()
+    unmade = [piece for piece in pieces if len(piece) > 1 and piece not in made]
+    if plain := [piece for piece in unmade if not _SPECIAL.fullmatch(piece)]:
+        raise ValueError(f"{merges} must make all pieces of {vocabulary.name}; got no {plain[:5]}")
+    tokens |= {piece: (_token(piece), None) for piece in unmade}
+    tokenizer = byte_level(model, bool(config.get("add_prefix_space")))
+    tokenizer.add_tokens([token for token, _ in tokens.values()])
+    for piece, (_, number) in tokens.items():
+        expected = tokenizer.token_to_id(piece)
+        given = pieces.get(piece) if number is None else number
+        if given != expected:
+            where = f"{vocabulary.parent}: the number of the added token {piece!r}"
+            raise ValueError(f"{where} must be {expected}; got {given}")
+    return SubwordTokenizer(tokenizer, _ends(vocabulary, tokenizer, "<|endoftext|>"))
+
+
+def _added(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
+    """The tokens that are recognised before a text is split: the library's token and its number."""
+    numbered: dict[str, tuple[Any, int]] = {}
+    with _beside(vocabulary, "added_tokens.json") as older:
+        numbered |= {piece: (_token(piece), index(number)) for piece, number in older.items()}
+    with _beside(vocabulary, _CONFIG) as config:
+        for number, token in config.get("added_tokens_decoder", {}).items():
+            numbered[token["content"]] = (_token(token), int(number))
+    # The library numbers new tokens in order of addition.
+    tokens: dict[str, tuple[Any, int | None]] = {
+        piece: numbered[piece] for piece in sorted(numbered, key=lambda piece: numbered[piece][1])
+    }
+    for name in (_CONFIG, _SPECIAL_TOKENS):
+        with _beside(vocabulary, name) as described:
+            for token in map(_token, _named(described)):
+                tokens.setdefault(token.content, (token, None))
+    return tokens
+
+
+def _named(described: Mapping[str, Any]) -> Iterator[Any]:
+    """The tokens that have a name or a list of their own."""
+    for name, value in described.items():
+        if name.endswith("_token") and isinstance(value, str | dict):  # not add_bos_token
+            yield value
+        elif name in ("additional_special_tokens", "extra_special_tokens"):
+            yield from value.values() if isinstance(value, dict) else value or ()
+
+
+def _token(described: Any) -> Any:
+    """The library's added token, from its text or from an object with its text and flags."""
+    values = {"content": described} if isinstance(described, str) else described
+    flags = {flag: values.get(flag, False) for flag in _FLAGS}
+    return library("tokenizers").AddedToken(values["content"], **flags)
+
+
+def _ends(file: Path, tokenizer: Any, piece: str | None = None) -> tuple[int, ...]:
+    """The token that ends a text, by the files beside `file`, or that of `piece`."""
+    for name in (_CONFIG, _SPECIAL_TOKENS):
+        with _beside(file, name) as described:
+            if described.get("eos_token") is not None:
+                piece = _token(described["eos_token"]).content
+    number = None if piece is None else tokenizer.token_to_id(piece)
+    return () if number is None else (number,)
+
+
+@contextmanager
+def _beside(file: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The object in a file beside `file`, empty if there is none. Errors in its use name it."""
+    path = file.with_name(name)
+    described = read_object(path) if path.is_file() else {}
+    try:
+        yield described
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        rule = "must have the keys and types that transformers writes"
+        raise ValueError(f"{path} {rule}; reading it raised {error!r}") from None
