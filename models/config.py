@@ -69,6 +69,7 @@ LEAST = {
     **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "window", "norm_eps"), 0),
     **dict.fromkeys(("attn_scale", "attn_cap", "logit_cap"), 0),
 }
+MOST = 2**31  # larger sizes are mistakes, which torch reports by an overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,8 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_types(self)
         for name, least in LEAST.items():
-            self._require(name, getattr(self, name) >= least, f"at least {least}")
+            possible = least <= getattr(self, name) < MOST
+            self._require(name, possible, f"at least {least} and below {MOST}")
         divides = self.d_head or self.d_model % self.n_heads == 0
         self._require("d_model", divides, f"a multiple of n_heads ({self.n_heads})")
         for name, value in self._derived().items():
@@ -239,6 +241,7 @@ class TransformerConfig:
         known = all(0 <= token < self.vocab_size for token in self.eos_token_ids)
         self._require("eos_token_ids", known, f"from 0 to {self.vocab_size - 1}")
         if self.positions == "rotary":
+            self._require("rotary_theta", self.rotary_theta > 0, "above 0")
             even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
             rule = f"a share that is an even number of a head's {d_head} dimensions"
             self._require("rotary_fraction", even, rule)

@@ -2,8 +2,11 @@
 
 import importlib
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from hooks.errors import unknown_name
 
 
 def library(name: str) -> Any:
@@ -42,3 +45,15 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object; got {str(value)[:40]!r}")
     return value
+
+
+def without(given: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:
+    """The entries of a file, but for those under the keys to `ignore`.
+
+    Raises:
+        UnknownNameError: if a key to ignore is not in the file; it has close matches.
+    """
+    for key in ignore:
+        if key not in given:
+            raise unknown_name(key, given, f"key of {where}")
+    return {key: value for key, value in given.items() if key not in ignore}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,8 @@ def test_what_is_saved_is_loaded(model, saved, tokens):
 
 
 KINDS = [
-    dict(tied_unembed=False, unembed_bias=True, positions="sinusoidal", n_kv_heads=1),
+    dict(tied_unembed=False, unembed_bias=True, positions="sinusoidal", n_kv_heads=1)
+    | dict(eos_token_ids=(3, 22)),
     dict(norm="rmsnorm", mlp="gated", window=3, window_layers=(1,), norm_place="sandwich")
     | dict(positions="rotary", rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
     dict(norm="none", mlp="none", positions="rotary", qk_norm="all")
@@ -113,8 +115,12 @@ def test_an_unknown_model_lists_what_is_there(monkeypatch, tmp_path):
     for nothing in ("nothing", "no/such/directory", Path("nothing")):
         with pytest.raises(FileNotFoundError, match="available: pydoc-4l"):
             load_tokenizer(nothing)
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config.json .*model.safetensors"):
         load(tmp_path)
+    for name in ("tiny-lm", "svd-64-2l", "gpt2"):  # the last may be on the hub
+        with pytest.raises(FileNotFoundError, match=f"build.'{name}'") as caught:
+            load(name)
+        assert ("hub" in str(caught.value)) == (name == "gpt2")
 
 
 def test_a_path_is_never_a_bundled_model(model, tmp_path, monkeypatch):
@@ -165,11 +171,13 @@ def test_damaged_configs_are_errors(saved, unchecked):
     for text, message in (
         ("{", "config.json"),
         ("[]", "config.json"),
-        (json.dumps(described | {"n_experts": 3}), "config.json: .*n_experts"),
+        (json.dumps(described | {"n_experts": 3}), "config.json: .*ignore=.'n_experts'"),
         (json.dumps(described | {"n_heads": 3}), "config.json: n_kv_heads"),
         (json.dumps(described | {"rotary_scaling": {"kind": "ntk"}}), "rotary_scaling.kind"),
         ("{}", "config.json: model_type .*gemma2"),
         (json.dumps(described | {"n_layers": 10**9}), "n_layers .* 1000000000"),
+        (json.dumps(described | {"vocab_size": 10**30}), f"config.json: vocab_size .*{10**30}"),
+        (json.dumps(described | {"n_ctx": 1e30}), "config.json: n_ctx .*1e.30"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message) as caught:
@@ -208,6 +216,10 @@ def test_shards(model, saved, tokens, suffix):
     files[1].unlink()
     with pytest.raises(FileNotFoundError, match=files[1].name):
         load(saved)
+    for wrong in ([], {key: 7}, None):
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(ValueError, match=r"index.json: weight_map"):
+            load(saved)
 
 
 def test_bin_files(model, saved, tokens):
@@ -269,9 +281,23 @@ def test_damaged_bin_files_are_errors(saved):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="pytorch_model.bin"):
             load(saved)
-    torch.save([torch.zeros(1)], path)
-    with pytest.raises(ValueError, match="pytorch_model.bin"):
-        load(saved)
+    for other in ([torch.zeros(1)], {5: torch.zeros(1)}, {"ln_final.bias": "text"}):
+        torch.save(other, path)
+        with pytest.raises(ValueError, match="pytorch_model.bin .*list|5|ln_final.bias"):
+            load(saved)
+
+
+def test_damage_anywhere_in_a_bin_file_is_one_plain_line(saved, recwarn):
+    """In the older format, whose pickles fail in many ways."""
+    (saved / "model.safetensors").unlink()
+    path = saved / "pytorch_model.bin"
+    torch.save({"ln_final.bias": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin") as caught:
+            load(saved)
+        assert not re.search(r"\n|Error\(|^error", str(caught.value))
 
 
 # Memory: a checkpoint of 100 MiB, read in a process of its own.

@@ -125,7 +125,8 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("described", "expected"), PUBLISHED)
 def test_published_configs(described, expected):
-    assert config_of(described) == TransformerConfig(**expected)
+    ends = (described["eos_token_id"],)
+    assert config_of(described) == TransformerConfig(**expected, eos_token_ids=ends)
 
 
 def config_of(described, **changes):
@@ -191,6 +192,9 @@ WITHOUT_EFFECT = [
     (MISTRAL_7B, dict(attention_bias=False, mask_token_id=None)),
     (OLMO_2_1B, dict(clip_qkv=None)),
     (GEMMA_2_2B, dict(sliding_window_size=4096, hidden_act="gelu")),
+    (GPT2, dict(spectral_gate=None, gated=False, add_cross_attention=None, resid_dropout=0.3)),
+    (PYTHIA_70M, dict(hidden_dropout_prob=0.1)),
+    (LLAMA_3_2_1B, dict(attention_dropout=0.1, embd_pdrop=0.1, rope_interleaved=None)),
 ]
 
 
@@ -202,21 +206,23 @@ def test_attributes_of_some_files_that_change_nothing():
 ROPE = "rope_scaling"
 REFUSED = [
     (LLAMA_3_2_1B, dict(rope_interleaved=True), "rope_interleaved"),
-    (PYTHIA_70M, dict(hidden_dropout_prob=0.1), "hidden_dropout_prob"),
     (GEMMA_2_2B, dict(sliding_window_size=512), "512"),
     (GPT2, dict(add_cross_attention=True), "add_cross_attention"),
     (GPT2, dict(is_encoder_decoder=True), "is_encoder_decoder"),
-    (GPT2, dict(embd_pdrop=0.0), "embd_pdrop, attn_pdrop"),
     (GPT2, dict(activation_function="quick_gelu"), "activation_function .*gelu_new.*'quick_gelu'"),
     (GPT2, dict(quantization_config={"bits": 4}), "quantization_config"),
-    (GPT2, dict(n_embd="768"), "d_model"),
-    (GPT2, dict(n_head=5), "d_model"),
-    (GPT2, dict(spectral_gate=3, auto_map={}), "auto_map .*spectral_gate .3"),
+    (GPT2, dict(n_embd="768"), "n_embd"),
+    (GPT2, dict(n_head=5), "n_embd .* n_head .5."),
+    (GPT2, dict(n_embd=10**30), f"n_embd .*{10**30}"),
+    (GPT2, dict(eos_token_id="2"), "eos_token_id .*'2'"),
+    (
+        GPT2,
+        dict(spectral_gate=3, auto_map={}),
+        "auto_map .*spectral_gate .3.*ignore=.'auto_map', 's",
+    ),
     (TINY_STARCODER, dict(num_key_value_heads=2), "num_key_value_heads"),
     (TINY_STARCODER, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
-    (PYTHIA_70M, dict(attention_dropout=0.1), "attention_dropout"),
     (PYTHIA_70M, dict(rope_theta=500.0), "rope_theta .*500.0"),
-    (LLAMA_3_2_1B, dict(attention_dropout=0.1), "attention_dropout"),
     (LLAMA_3_2_1B, dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
     (LLAMA_3_2_1B, {ROPE: {"type": "dynamic", "factor": 2.0}}, "rope_type .*'dynamic'"),
     (LLAMA_3_2_1B, {ROPE: {"type": "linear"}}, "'factor'"),
@@ -226,11 +232,14 @@ REFUSED = [
     (LLAMA_3_2_1B, {ROPE: {"type": "yarn", "truncate": False}}, "truncate"),
     (LLAMA_3_2_1B, {ROPE: {"type": "yarn", "attention_factor": 0.0}}, "attention_factor"),
     (LLAMA_3_2_1B, {ROPE: {"type": "yarn", "beta_fast": "a"}}, "rotary_scaling.high"),
+    (LLAMA_3_2_1B, {ROPE: dict(type="yarn", original_max_position_embeddings=0)}, "original.* 0"),
+    (LLAMA_3_2_1B, dict(rope_theta=0), "rope_theta"),
+    (GEMMA_2_2B, dict(query_pre_attn_scalar=0), "zero|0"),
     (LLAMA_3_2_1B, {ROPE: {"full_attention": {}}}, "full_attention"),
     (LLAMA_3_2_1B, {ROPE: {"rope_type": "default", "factor": 2.0}}, "'factor': 2.0"),
     (LLAMA_3_2_1B, dict(original_max_position_embeddings=4096), "4096"),
     (LLAMA_3_2_1B, dict(hidden_act=["silu"]), "hidden_act"),
-    (LLAMA_3_2_1B, dict(num_hidden_layers="16"), "n_layers"),
+    (LLAMA_3_2_1B, dict(num_hidden_layers="16"), "num_hidden_layers"),
     (LLAMA_3_2_1B, dict(sliding_window=4096), "sliding_window .4096"),
     (MISTRAL_7B, dict(attention_bias=True), "attention_bias"),
     (MISTRAL_7B, dict(sliding_window=0), "sliding_window"),
@@ -251,6 +260,11 @@ def test_what_cannot_be_expressed_is_named(described, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         translated(described | changes, "here/config.json")
     assert str(caught.value).startswith("here/config.json: ")
+
+
+def test_dropout_is_the_common_one_or_none():
+    assert config_of(GPT2, attn_pdrop=0.0).dropout == 0.0
+    assert config_of(PYTHIA_70M, attention_dropout=0.1, hidden_dropout=0.1).dropout == 0.1
 
 
 def test_contexts_that_scaling_stretches():
@@ -338,6 +352,38 @@ def test_other_attributes_are_read_as_in_transformers(made, family, attributes, 
     assert expected.std() > 0.5
     torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(copied(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_tokens_that_end_a_text(made):
+    directory, model = made("llama")
+    path, generation = directory / "config.json", directory / "generation_config.json"
+    described = json.loads(path.read_text())
+
+    def ends(config, *of_generation):
+        path.write_text(json.dumps(described | {"eos_token_id": config}))
+        generation.unlink(missing_ok=True)
+        if of_generation:
+            generation.write_text(json.dumps({"eos_token_id": of_generation[0]}))
+        return load(directory).config.eos_token_ids
+
+    assert ends(3) == (3,)
+    assert ends(0, [2, 5, 11, -1]) == (2, 5)  # 11 and -1 are not in the vocabulary
+    assert ends([4, 6], None) == (4, 6)
+    assert ends(None) == ()
+    assert from_hf(model).config.eos_token_ids == (2,)
+    model.generation_config.eos_token_id = [7, 2]
+    assert from_hf(model).config.eos_token_ids == (7, 2)
+
+
+def test_keys_to_ignore(made):
+    directory, model = made("llama", spectral_gate=3)
+    with pytest.raises(ValueError, match=r"ignore=\['spectral_gate'\]"):
+        load(directory)
+    loaded = load(directory, ignore=["spectral_gate"])
+    assert parameters_equal(loaded, from_hf(model, ignore=("spectral_gate",)))
+    with pytest.raises(KeyError, match=r"config.json .*'spectral_gat'.*spectral_gate") as caught:
+        load(directory, ignore=["spectral_gat"])
+    assert caught.value.close_matches[0] == "spectral_gate"
 
 
 def rewritten(directory, change):

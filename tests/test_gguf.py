@@ -31,37 +31,74 @@ def shaken(model):
     return model.eval()
 
 
-def llama(**options):
+def made(kind, sizes, **options):
+    config = transformers.AutoConfig.for_model(kind, **sizes | options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return shaken(model)
+
+
+def llama(kind="llama", **options):
     sizes = dict(vocab_size=VOCAB, hidden_size=D_MODEL, intermediate_size=D_MLP, head_dim=D_HEAD)
     sizes |= dict(num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
-    sizes |= dict(max_position_embeddings=N_CTX, rms_norm_eps=0.03, rope_theta=500.0)
-    return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | options)))
+    sizes |= dict(max_position_embeddings=N_CTX, rms_norm_eps=0.03)
+    return made(kind, sizes, **dict(rope_theta=500.0, tie_word_embeddings=False) | options)
 
 
-def gpt2(**options):
+def gpt2(kind="gpt2", **options):
     sizes = dict(vocab_size=VOCAB, n_positions=N_CTX, n_embd=28, n_layer=LAYERS, n_head=7)
     sizes |= dict(layer_norm_epsilon=0.03, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return shaken(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options)))
+    return made(kind, sizes, **options)
+
+
+def neox(**options):
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=D_MLP, num_hidden_layers=LAYERS
+    )
+    sizes |= dict(num_attention_heads=HEADS, max_position_embeddings=N_CTX, layer_norm_eps=0.03)
+    return made("gpt_neox", sizes, **dict(rotary_pct=0.5) | options)
+
+
+def gemma2(**options):
+    """Of the scale, the rotation and the even layers' window that llama.cpp presumes."""
+    presumed = dict(rope_theta=10_000.0, query_pre_attn_scalar=D_HEAD, sliding_window=9)
+    caps = dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.5, tie_word_embeddings=True)
+    return llama("gemma2", **presumed | caps | options)
+
+
+ARCHITECTURES = {"gpt_bigcode": "starcoder", "gpt_neox": "gptneox", "mistral": "llama"}
 
 
 def metadata_of(model):
     """What llama.cpp's converter writes of a model."""
-    config, kind = model.config, "gpt2" if model.config.model_type == "gpt2" else "llama"
+    config = model.config
+    kind = ARCHITECTURES.get(config.model_type, config.model_type)
     sizes = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "attention.head_count": config.num_attention_heads,
     }
-    if kind == "gpt2":
+    if kind in ("gpt2", "starcoder"):
         sizes["feed_forward_length"] = 4 * config.n_embd
         sizes["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
+        sizes |= {"attention.head_count_kv": 1} if kind == "starcoder" else {}
+    elif kind == "gptneox":
+        sizes["feed_forward_length"] = config.intermediate_size
+        sizes["attention.layer_norm_epsilon"] = config.layer_norm_eps
+        sizes["use_parallel_residual"] = config.use_parallel_residual
+        sizes["rope.dimension_count"] = 4  # half of 48 / 6
     else:
+        d_head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         sizes["feed_forward_length"] = config.intermediate_size
         sizes["attention.head_count_kv"] = config.num_key_value_heads
         sizes["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
-        sizes["attention.key_length"] = sizes["attention.value_length"] = config.head_dim
-        sizes["rope.dimension_count"] = config.head_dim
+        sizes["attention.key_length"] = sizes["attention.value_length"] = d_head
+    if kind == "gemma2":
+        sizes["attention.sliding_window"] = config.sliding_window
+        sizes["attn_logit_softcapping"] = config.attn_logit_softcapping
+        sizes["final_logit_softcapping"] = config.final_logit_softcapping
+    elif "attention.key_length" in sizes:
+        sizes["rope.dimension_count"] = d_head
         sizes["rope.freq_base"] = 500.0
         sizes["vocab_size"] = config.vocab_size
     common = {"general.architecture": kind, "general.type": "model", "general.name": "tiny"}
@@ -84,21 +121,28 @@ def tensors_of(model, encode=lambda weight: weight):
     What that writes into its argument becomes the model's weight.
     """
     config = model.config
-    arch = gguf.MODEL_ARCH.GPT2 if config.model_type == "gpt2" else gguf.MODEL_ARCH.LLAMA
+    kind = ARCHITECTURES.get(config.model_type, config.model_type)
+    [arch] = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     written = {}
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        held, transposed = value, name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight") if kind == "gpt2" else ()
+        held, transposed = value, name.endswith(matrices)
         value = np.ascontiguousarray(held.numpy().T if transposed else held.numpy())
         if value.ndim == 2 and "wpe" not in name:
             weight, value = value, encode(value)
             held.copy_(torch.from_numpy(weight.T if transposed else weight))
-        if "q_proj" in name:
+        if "q_proj" in name and kind == "llama":
             value = permuted(value, config.num_attention_heads)
-        if "k_proj" in name:
+        if "k_proj" in name and kind == "llama":
             value = permuted(value, config.num_key_value_heads)
+        if "query_key_value" in name:  # GPT-NeoX's are by head
+            by_head = value.reshape(config.num_attention_heads, 3, -1, *value.shape[1:])
+            value = by_head.swapaxes(0, 1).reshape(value.shape)
+        if kind == "gemma2" and name.endswith("norm.weight"):
+            value = value + 1
         written[names.get_name(name, try_suffixes=(".weight", ".bias"))] = value
     return written
 
@@ -151,6 +195,15 @@ MODELS = {
     "llama biases": lambda: llama(attention_bias=True, mlp_bias=True),
     "gpt2": lambda: gpt2(),
     "gpt2 untied": lambda: gpt2(tie_word_embeddings=False),
+    "starcoder": lambda: gpt2("gpt_bigcode"),
+    "gptneox": lambda: neox(),
+    "gptneox sequential": lambda: neox(use_parallel_residual=False, tie_word_embeddings=True),
+    "mistral": lambda: llama("mistral", sliding_window=None),
+    "qwen2": lambda: llama("qwen2"),
+    "qwen3": lambda: llama("qwen3"),
+    "olmo2": lambda: llama("olmo2", head_dim=D_MODEL // HEADS),
+    "gemma2": lambda: gemma2(),
+    "gemma2 27B": lambda: gemma2(num_hidden_layers=46, query_pre_attn_scalar=D_MODEL // HEADS),
 }
 
 
@@ -238,7 +291,9 @@ def test_a_type_that_cannot_be_read(path):
     at = data.index(name.encode()) + len(name) + 4 + 2 * 8
     struct.pack_into("<I", data, at, 12345)
     path.write_bytes(data)
-    assert "12345" in error(path)
+    message = error(path)
+    assert name in message
+    assert "12345" in message
 
 
 @pytest.mark.parametrize("name", ["F32", "Q8_0"])
@@ -322,6 +377,21 @@ def test_divisors_of_frequencies(path):
     assert_same(load(written(path, reference, tensors={"rope_freqs.weight": tensor})), reference)
 
 
+def test_the_tokens_that_end_a_text(path):
+    ends = {"eos": 5, "eot": 7, "eom": VOCAB}  # the last is not in the vocabulary
+    metadata = {f"tokenizer.ggml.{name}_token_id": token for name, token in ends.items()}
+    assert load(written(path, llama(), metadata)).config.eos_token_ids == (5, 7)
+    assert load(written(path, llama())).config.eos_token_ids == ()
+
+
+def test_keys_to_ignore(path):
+    written(path, llama(), {"llama.logit_scale": 2.0})
+    assert "ignore=['llama.logit_scale']" in error(path)
+    assert_same(load(path, ignore=["llama.logit_scale"]), llama())
+    with pytest.raises(KeyError, match=r"logit_scal'.*llama\.logit_scale"):
+        load(path, ignore=["llama.logit_scal"])
+
+
 def test_what_a_file_may_leave_out_and_say_besides(path):
     reference = llama(head_dim=4, num_key_value_heads=HEADS, rope_theta=10_000.0)
     optional = ["vocab_size", "rope.freq_base", "rope.dimension_count", "attention.head_count_kv"]
@@ -394,7 +464,7 @@ def error(path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("general.architecture", "qwen2"),
+        ("general.architecture", "falcon"),
         ("general.type", "adapter"),
         ("split.count", 2),
         ("llama.attention.causal", False),
@@ -415,6 +485,7 @@ def error(path):
         ("llama.attention.layer_norm_rms_epsilon", None),
         ("llama.rope.scaling.yarn_beta_fast", 16.0),  # without YaRN
         ("llama.logit_scale", 2.0),  # not known
+        ("llama.rope.freq_base", -0.5),
     ],
 )
 def test_metadata_that_the_model_cannot_express(path, key, value):

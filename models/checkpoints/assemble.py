@@ -120,6 +120,17 @@ def assemble(
     return model.eval()
 
 
+def end_tokens(given: Any, vocab_size: int) -> tuple[Any, ...]:
+    """The tokens that end a text by a file, which gives one, several or none.
+
+    Those that are not in the vocabulary are left out: the model never produces them, and many configs
+    of small models still have the number of a large one.
+    """
+    tokens = given if isinstance(given, list) else [given]
+    known = (token for token in tokens if type(token) is not int or 0 <= token < vocab_size)
+    return tuple(token for token in dict.fromkeys(known) if token is not None)
+
+
 def without_values(config: TransformerConfig) -> Transformer:
     """A model with parameters on the meta device, where they need no memory."""
     with torch.device("meta"), _Undrawn():

@@ -1,7 +1,7 @@
-"""Models in GGUF, the file format of llama.cpp, with the architectures llama and gpt2."""
+"""Models in GGUF, the file format of llama.cpp, of the architectures in a table."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,13 +10,49 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from models.checkpoints.assemble import Source, assemble, concatenated
+from hooks.errors import UnknownNameError
+from models.checkpoints.assemble import Source, assemble, concatenated, end_tokens
 from models.checkpoints.gguf_file import GGUFFile, read_tokenizer
 from models.config import RotaryScaling, TransformerConfig
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 
-ARCHITECTURES = ("llama", "gpt2")
+_LLAMA = {"norm": "rmsnorm", "positions": "rotary", "mlp": "gated", "activation": "silu"}
+# Fields of our config that all models of an architecture share. Of those in `_KEYS` these are defaults.
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {},
+    "starcoder": {},
+    # The file does not say the activation: this is Pythia's.
+    "gptneox": {"positions": "rotary", "activation": "gelu", "parallel": True},
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA | {"qk_norm": "head"},
+    "olmo2": _LLAMA | {"qk_norm": "all", "norm_place": "output"},
+    "gemma2": _LLAMA
+    | {"activation": "gelu_tanh", "norm_place": "sandwich"}
+    | {"window": 4096, "attn_cap": 50.0, "logit_cap": 30.0},
+}
+# The keys in the metadata of fields that only some architectures have.
+_KEYS = {
+    "parallel": "use_parallel_residual",
+    "window": "attention.sliding_window",
+    "attn_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
+# Those whose files have the rows of queries and keys in llama.cpp's order for rotation.
+_PERMUTED = {"llama"}
+
+
+def _gemma2(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    d_model, n_layers = sizes["d_model"], sizes["n_layers"]
+    # The file does not say the scale of dot products. The 27B model, alone with 46 layers, has its own.
+    scaled = d_model // sizes["n_heads"] if n_layers == 46 else sizes["d_head"]
+    windows = {"window_layers": tuple(range(0, n_layers, 2))}
+    return windows | {"embed_scale": d_model**0.5, "attn_scale": scaled**-0.5}
+
+
+# Fields that follow from the sizes.
+_FROM_SIZES = {"gemma2": _gemma2}
 
 # Our modules and the file's, which may have q, k and v in separate tensors.
 _TOP = {
@@ -28,11 +64,15 @@ _TOP = {
 _BLOCK = {
     "ln1": "attn_norm",
     "attn.qkv": "attn_qkv",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
     "attn.output": "attn_output",
+    "ln1_post": "post_attention_norm",
     "ln2": "ffn_norm",
     "mlp.gate": "ffn_gate",
     "mlp.input": "ffn_up",
     "mlp.output": "ffn_down",
+    "ln2_post": "post_ffw_norm",
 }
 _QKV_APART = ("attn_q", "attn_k", "attn_v")
 
@@ -55,30 +95,36 @@ def load_gguf(
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    ignore: Collection[str] = (),
 ) -> Transformer:
     """Loads the model in a GGUF file, in evaluation mode.
 
-    Tensors are dequantized one at a time, so loading needs little more memory than the model.
+    Tensors are dequantized one at a time, so loading needs little more memory than the model. What the
+    format cannot say is as in llama.cpp: Gemma 2's scale of dot products, the base of GPT-NeoX's rotation
+    (10,000) and no window for Mistral. GPT-NeoX's activation is Pythia's, the exact GELU.
 
     Args:
         path: a single file of one of `ARCHITECTURES`, with tensors of any type that the package gguf
             can dequantize.
         dtype: of all weights; None for float32, whatever the file's types.
         device: where the weights go; None for the CPU.
+        ignore: keys of the metadata to read as if they were not there.
 
     Raises:
+        UnknownNameError: if a key to ignore is not there.
         ValueError: if the file is damaged, describes something that the model cannot express, or its
             tensors do not match its metadata. The message names the file.
     """
     with _naming(path):
-        file = GGUFFile(path)
+        file = GGUFFile(path, ignore)
         config = _config(file)
+        permuted = file.metadata("general.")["architecture"] in _PERMUTED
     ignored = set()
     if config.positions == "rotary":
         ignored.add("rope_freqs.weight")  # in the config by now
     if config.tied_unembed:
         ignored.add("output.weight")  # where it is, it is the embedding again
-    table = _table(config, file.keys())
+    table = _table(config, file.keys(), permuted)
     return assemble(config, table, file, str(path), ignored.__contains__, dtype, device)
 
 
@@ -98,35 +144,34 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Makes errors name the file, and turns missing keys and wrong types into a ValueError."""
     try:
         yield
+    except UnknownNameError:
+        raise
     except KeyError as error:
         raise ValueError(f"{path} must have {error}; got a file without it") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def _config(file: GGUFFile) -> TransformerConfig:
     general = file.metadata("general.")
-    architecture, kind = general.get("architecture"), general.get("type", "model")
-    if architecture not in ARCHITECTURES:
+    name, kind = str(general.get("architecture")), general.get("type", "model")
+    if name not in ARCHITECTURES:
         rule = f"general.architecture must be one of {', '.join(ARCHITECTURES)}"
-        raise ValueError(f"{rule}; got {architecture!r}")
+        raise ValueError(f"{rule}; got {name!r}")
     n_files = file.metadata("split.").get("count", 1)
     if kind != "model" or n_files > 1:
         raise ValueError(f"the file must be a whole model; got 1 of {n_files} files of a {kind}")
     # An array has one value for each layer.
     keys = {
         key: value[0] if isinstance(value, list) and len(set(value)) == 1 else value
-        for key, value in file.metadata(f"{architecture}.").items()
+        for key, value in file.metadata(f"{name}.").items()
     }
     n_heads, d_model = keys.pop("attention.head_count"), keys.pop("embedding_length")
     d_head = keys.pop("attention.key_length", d_model // max(n_heads, 1))
-    n_layers = len({name.split(".")[1] for name in file.shapes if name.startswith("blk.")})
-    only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
-    for key, value in {**_ONLY, **only, "block_count": n_layers}.items():
-        if (given := keys.pop(key, value)) != value:
-            raise ValueError(f"{architecture}.{key} must be {value}; got {given}")
-    common = {
-        "vocab_size": keys.pop("vocab_size", file.shapes["token_embd.weight"][0]),
+    vocab_size = keys.pop("vocab_size", file.shapes["token_embd.weight"][0])
+    n_layers = len({key.split(".")[1] for key in file.shapes if key.startswith("blk.")})
+    sizes = {
+        "vocab_size": vocab_size,
         "n_ctx": keys.pop("context_length"),
         "n_layers": n_layers,
         "n_heads": n_heads,
@@ -135,38 +180,45 @@ def _config(file: GGUFFile) -> TransformerConfig:
         "d_head": d_head,
         "d_mlp": keys.pop("feed_forward_length"),
     }
-    family = _llama if architecture == "llama" else _gpt2
-    config = TransformerConfig(**common, **family(keys, file, d_head, common["n_ctx"]))
-    if left := [f"{architecture}.{key}" for key in keys.keys() - _WITHOUT_EFFECT]:
-        raise ValueError(f"keys of an architecture must be known; got {', '.join(sorted(left))}")
-    return config
+    more = _FROM_SIZES[name](sizes) if name in _FROM_SIZES else {}
+    fields = {**sizes, **ARCHITECTURES[name], **more}
+    fields |= {ours: keys.pop(_KEYS[ours], fields[ours]) for ours in _KEYS if ours in fields}
+    if fields.get("positions") == "rotary":
+        fields["rotary_theta"] = keys.pop("rope.freq_base", 10_000.0)
+        fields["rotary_scaling"] = _scaling(keys, file, sizes["n_ctx"])
+        if name not in _PERMUTED:
+            fields["rotary_fraction"] = keys.pop("rope.dimension_count", d_head) / d_head
+    only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
+    for key, value in {**_ONLY, **only, "block_count": n_layers}.items():
+        if (given := keys.pop(key, value)) != value:
+            raise ValueError(f"{name}.{key} must be {value}; got {given}")
+    rms = "rms_" if fields.get("norm") == "rmsnorm" else ""
+    fields["norm_eps"] = keys.pop(f"attention.layer_norm_{rms}epsilon")
+    if left := sorted(f"{name}.{key}" for key in keys.keys() - _WITHOUT_EFFECT):
+        got = f"{', '.join(left)}; to load the model without them: ignore={left}"
+        raise ValueError(f"keys of an architecture must be known; got {got}")
+    # Of a text, of a turn and of a message; models for conversations end with any of them.
+    ends = [file.metadata(f"tokenizer.ggml.eo{which}_token_id").get("") for which in "stm"]
+    fields["eos_token_ids"] = end_tokens(ends, vocab_size)
+    fields |= _from_tensors(file, fields.get("positions") == "rotary")
+    return TransformerConfig(**fields)
 
 
-def _gpt2(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, Any]:
-    # The converter writes GPT-2's embedding again as the unembedding.
-    pair = ("output.weight", "token_embd.weight")
-    tied = pair[0] not in file.shapes or torch.equal(*map(file.read, pair))
-    return {"norm_eps": keys.pop("attention.layer_norm_epsilon"), "tied_unembed": tied}
-
-
-def _llama(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> dict[str, Any]:
+def _from_tensors(file: GGUFFile, rotary: bool) -> dict[str, bool]:
+    """What only the tensors say: the biases, and whether the embedding is the unembedding."""
     ends = {name.split(".", 2)[-1] for name in file.shapes}
+    pair = ("output.weight", "token_embd.weight")
+    # Converters write GPT-2's embedding again as the unembedding.
+    twice = pair[0] in file.shapes and not rotary and torch.equal(*map(file.read, pair))
     return {
-        "tied_unembed": "output.weight" not in file.shapes,
-        "norm": "rmsnorm",
-        "norm_eps": keys.pop("attention.layer_norm_rms_epsilon"),
-        "positions": "rotary",
-        "rotary_theta": keys.pop("rope.freq_base", 10_000.0),
-        "rotary_scaling": _scaling(keys, file, d_head, n_ctx),
-        "mlp": "gated",
-        "activation": "silu",
+        "tied_unembed": twice or pair[0] not in file.shapes,
         "qkv_bias": not ends.isdisjoint({f"{part}.bias" for part in ("attn_qkv", *_QKV_APART)}),
         "out_bias": "attn_output.bias" in ends,
         "mlp_bias": not ends.isdisjoint({"ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"}),
     }
 
 
-def _scaling(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> RotaryScaling | None:
+def _scaling(keys: dict[str, Any], file: GGUFFile, n_ctx: int) -> RotaryScaling | None:
     kind = keys.pop("rope.scaling.type", "linear")  # llama.cpp's default
     older = keys.pop("rope.scale_linear", 1.0)
     factor = keys.pop("rope.scaling.factor", older) or 1.0
@@ -187,11 +239,11 @@ def _scaling(keys: dict[str, Any], file: GGUFFile, d_head: int, n_ctx: int) -> R
             attention_factor=keys.pop("rope.scaling.yarn_attn_factor", 0.0),
         )
     if kind not in ("none", "linear"):
-        raise ValueError(f"llama.rope.scaling.type must be none, linear or yarn; got {kind!r}")
+        raise ValueError(f"rope.scaling.type must be none, linear or yarn; got {kind!r}")
     return RotaryScaling(kind="linear", factor=factor) if stretched else None
 
 
-def _table(config: TransformerConfig, held: Collection[str]) -> dict[str, Source]:
+def _table(config: TransformerConfig, held: Collection[str], permuted: bool) -> dict[str, Source]:
     modules = dict(_TOP)
     for layer in range(config.n_layers):
         modules |= {f"blocks.{layer}.{ours}": f"blk.{layer}.{_BLOCK[ours]}" for ours in _BLOCK}
@@ -202,7 +254,7 @@ def _table(config: TransformerConfig, held: Collection[str]) -> dict[str, Source
     }
     n_rotated = (config.n_heads + config.n_kv_heads) * config.d_head
     turned = partial(_halves_together, n_rotated, config.d_head)
-    convert = turned if config.positions == "rotary" else concatenated
+    convert = turned if permuted else concatenated
     for ours, source in table.items():
         if ".attn.qkv." in ours:
             apart = tuple(source.keys[0].replace("attn_qkv", part) for part in _QKV_APART)

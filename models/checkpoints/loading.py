@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
-from models.files import library, read_object
+from models.files import library, read_object, without
+from models.registry import SIZES, available
 from models.tokenizer import Tokenizer
 from models.tokenizer_files import tokenizer_from
 from models.transformer import Transformer
@@ -21,6 +23,7 @@ _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index
 _WEIGHTS_BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 _DESCRIPTION = [
     "config.json",
+    "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,6 +40,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     verify: bool = False,
+    ignore: Collection[str] = (),
 ) -> Transformer:
     """Loads a model in evaluation mode, with the unprocessed weights of the file.
 
@@ -53,10 +57,14 @@ def load(
             float32. Gemma 2's gains, stored as their distance from 1, are rounded to this dtype.
         device: where the parameters go; None for the CPU.
         verify: whether to check the model's arithmetic with `models.verify`.
+        ignore: keys of config.json, or of a GGUF file's metadata, to read as if they were not there. An
+            unknown key is an error otherwise, unless it is switched off or about dropout. A file's
+            dropout is the model's if all probabilities are equal, else 0.
 
     Raises:
         FileNotFoundError: if there is no such model; it lists those that ship with the package.
         ImportError: if a library that the format needs is not installed.
+        UnknownNameError: if a key to ignore is not in the file.
         ValueError: if the file is damaged, cannot be expressed, or has weights that do not match its
             config (it names the file); or if `dtype` is not one of those above.
 
@@ -68,9 +76,12 @@ def load(
     if path.is_file():
         from models.checkpoints.gguf import load_gguf
 
-        model = load_gguf(path, dtype, device)
+        model = load_gguf(path, dtype, device, ignore)
+    elif not (path / CONFIG).is_file():
+        weights = "model.safetensors or pytorch_model.bin, or their shards with an index"
+        raise FileNotFoundError(f"{path} must hold {CONFIG} and weights ({weights})")
     else:
-        described = read_object(path / CONFIG)
+        described = without(read_object(path / CONFIG), ignore, str(path / CONFIG))
         ours = "model_type" not in described and "n_layers" in described
         model = (load_own if ours else load_huggingface)(path, described, dtype, device)
     if verify:
@@ -113,6 +124,10 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
     close = difflib.get_close_matches(name, bundled(), n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     missing = f"no file or model is named {name!r}; {hint}available: {', '.join(bundled())}"
+    if name in available():
+        missing = f"{missing}; {name!r} is a config: models.build({name!r}) gives it fresh weights"
+        if name not in SIZES:  # only those of GPT-2 are on the hub
+            raise FileNotFoundError(missing)
     if not (isinstance(name_or_path, str) and _HUB_NAME.fullmatch(name)):
         raise FileNotFoundError(missing)
     try:

@@ -79,7 +79,10 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         raise FileNotFoundError(f"{directory} must hold weights: one of {', '.join(names)}")
     files, shards = [path], {}
     if path.suffix == ".json":
-        index = read_object(path).get("weight_map", {})
+        index = read_object(path).get("weight_map")
+        if not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
+            got = str(index)[:40]
+            raise ValueError(f"{path}: weight_map must say the file of each tensor; got {got!r}")
         shards = {key: directory / name for key, name in index.items()}
         files = sorted(set(shards.values()))
     if path.name.startswith(WHOLE):
@@ -103,7 +106,12 @@ def _keys(path: Path) -> list[str]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     with _naming(path):
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if wrong := [
+            k for k, v in state.items() if not isinstance(k, str) or not isinstance(v, Tensor)
+        ]:
+            raise TypeError(f"what is under {wrong[0]!r}")
+        return dict(state)
 
 
 @contextmanager
@@ -121,4 +129,7 @@ def _naming(path: Path) -> Iterator[None]:
             f"{path} must hold only tensors, because a pickle may run any code; got {what}"
         ) from None
     except Exception as error:  # torch and safetensors raise many kinds
-        raise ValueError(f"{path} must be a complete file of tensors: {error!r}") from None
+        why = " ".join(str(error).split())[:120] or type(error).__name__
+        raise ValueError(
+            f"{path} must be a complete file of tensors by their names; what is wrong: {why}"
+        ) from None

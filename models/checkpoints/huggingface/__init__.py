@@ -1,6 +1,7 @@
 """Hugging Face checkpoints and their families, from a directory of `save_pretrained` or from memory."""
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.checkpoints.assemble import assemble
+from models.checkpoints.assemble import assemble, end_tokens
 from models.checkpoints.huggingface import gpt, llama
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
 from models.config import TransformerConfig
+from models.files import read_object, without
 from models.transformer import Transformer
 
 _CAUSAL_BUFFERS = (r"h\.\d+\.attn\.(bias|masked_bias)",)
@@ -20,23 +22,40 @@ _ROTARY_BUFFERS = (r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
 _NEOX_BUFFERS = (r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
 
 FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(gpt.gpt2_config, gpt.gpt2_rows, "transformer.", ignored=_CAUSAL_BUFFERS),
+    "gpt2": Family(gpt.gpt2_config, gpt.gpt2_rows, "transformer.", 50256, ignored=_CAUSAL_BUFFERS),
     "gpt_bigcode": Family(
-        gpt.bigcode_config, gpt.bigcode_rows, "transformer.", ignored=_CAUSAL_BUFFERS
+        gpt.bigcode_config, gpt.bigcode_rows, "transformer.", 50256, ignored=_CAUSAL_BUFFERS
     ),
     "gpt_neox": Family(
         gpt.neox_config,
         gpt.neox_rows,
         "gpt_neox.",
+        2,
         renamed={"embed_out.weight": "lm_head.weight"},
         ignored=_NEOX_BUFFERS,
     ),
-    "llama": Family(llama.llama_config, llama.llama_rows, "model.", ignored=_ROTARY_BUFFERS),
-    "mistral": Family(llama.mistral_config, llama.llama_rows, "model.", ignored=_ROTARY_BUFFERS),
+    "llama": Family(llama.llama_config, llama.llama_rows, "model.", 2, ignored=_ROTARY_BUFFERS),
+    "mistral": Family(llama.mistral_config, llama.llama_rows, "model.", 2, ignored=_ROTARY_BUFFERS),
     "qwen2": Family(llama.qwen2_config, llama.llama_rows, "model.", ignored=_ROTARY_BUFFERS),
     "qwen3": Family(llama.qwen3_config, llama.qwen3_rows, "model."),
-    "olmo2": Family(llama.olmo2_config, llama.olmo2_rows, "model."),
-    "gemma2": Family(llama.gemma2_config, llama.gemma2_rows, "model."),
+    "olmo2": Family(llama.olmo2_config, llama.olmo2_rows, "model.", 50279),
+    "gemma2": Family(llama.gemma2_config, llama.gemma2_rows, "model.", 1),
+}
+
+
+# Our sizes, and their names in Hugging Face's configs.
+_THEIRS = {
+    "n_layers": ("num_hidden_layers", "n_layer"),
+    "n_heads": ("num_attention_heads", "n_head"),
+    "n_kv_heads": ("num_key_value_heads",),
+    "n_ctx": ("max_position_embeddings", "n_positions"),
+    "d_model": ("hidden_size", "n_embd"),
+    "d_mlp": ("intermediate_size", "n_inner"),
+    "d_head": ("head_dim",),
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    "rotary_theta": ("rope_theta",),
+    "rotary_scaling.original_n_ctx": ("original_max_position_embeddings",),
+    "eos_token_ids": ("eos_token_id",),
 }
 
 
@@ -56,15 +75,26 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
         hint = f"; did you mean {close[0]!r}?" if close else ""
         known = ", ".join(FAMILIES)
         raise ValueError(f"{where}: model_type must be one of {known}; got {kind!r}{hint}")
-    attributes = Attributes(described)
+    attributes, family = Attributes(described), FAMILIES[kind]
     try:
-        config = FAMILIES[kind].config(attributes)
+        config = family.config(attributes)
         attributes.finish()
+        ends = end_tokens(attributes.take("eos_token_id", family.eos), config.vocab_size)
+        config = config.replace(eos_token_ids=ends)
     except KeyError as error:
         raise ValueError(f"{where}: {error} must be given") from None
-    except (TypeError, ValueError, OverflowError) as error:  # numbers that are text
-        raise ValueError(f"{where}: {error}") from None
-    return FAMILIES[kind], config
+    except (TypeError, ValueError, ArithmeticError) as error:  # numbers that are text, or 0
+        raise ValueError(f"{where}: {_in_their_names(str(error), described)}") from None
+    return family, config
+
+
+def _in_their_names(message: str, described: Mapping[str, Any]) -> str:
+    """An error about one of our fields, with the names in the file for ours."""
+
+    def named(ours: re.Match[str]) -> str:
+        return next((name for name in _THEIRS[ours[0]] if name in described), ours[0])
+
+    return re.sub(rf"(?<![\w.])({'|'.join(map(re.escape, _THEIRS))})\b", named, message)
 
 
 def load_huggingface(
@@ -75,10 +105,15 @@ def load_huggingface(
 ) -> Transformer:
     """Loads the model in a directory; `described` is its config.json.
 
+    The tokens that end a text are read from generation_config.json first.
+
     Raises:
         FileNotFoundError: if there are no weights, or a shard is missing.
         ValueError: if a file is damaged, or the config cannot be expressed or does not match the weights.
     """
+    path = directory / "generation_config.json"
+    generation = read_object(path) if path.is_file() else {}
+    described = _ended(described, generation.get("eos_token_id"))
     family, config = translated(described, str(directory / "config.json"))
     reader, path = reader_of(directory)
     table = family.table(config, reader.keys())
@@ -90,6 +125,7 @@ def from_hf(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    ignore: Collection[str] = (),
 ) -> Transformer:
     """Copies a `transformers` model in memory to a `Transformer` in evaluation mode.
 
@@ -97,19 +133,28 @@ def from_hf(
         model: a causal language model of a family in `FAMILIES`. It shares no memory with the copy.
         dtype: of all parameters; None for the model's own.
         device: where the parameters go; None for the device of the model's first parameter.
+        ignore: see `load`.
 
     Raises:
         TypeError: if the model has no config of transformers.
+        UnknownNameError: if a key to ignore is not in its config.
         ValueError: if its config cannot be expressed, or its weights do not match the config.
     """
     what = type(model).__name__
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
         raise TypeError(f"from_hf needs a model of transformers, with its config; got a {what}")
-    family, config = translated(to_dict(), f"{what}.config")
+    described = without(to_dict(), ignore, f"{what}.config")
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    family, config = translated(_ended(described, ends), f"{what}.config")
     reader = _InUse(model.state_dict())
     table = family.table(config, reader.keys())
     device = next(model.parameters()).device if device is None else device
     return assemble(config, table, reader, what, family.is_ignored, dtype, device)
+
+
+def _ended(described: Mapping[str, Any], tokens: Any) -> Mapping[str, Any]:
+    """A config with the tokens by which generation ends, if there are any."""
+    return described if tokens is None else {**described, "eos_token_id": tokens}
 
 
 class _InUse:

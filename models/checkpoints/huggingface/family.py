@@ -36,9 +36,9 @@ _GENERATION = """
     task_specific_params temperature top_k top_p typical_p use_cache
 """
 _OTHER_TASKS = """
-    _num_labels classifier_dropout finetuning_task id2label is_decoder label2id num_labels
-    problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type
-    summary_use_proj tie_encoder_decoder
+    _num_labels finetuning_task id2label is_decoder label2id num_labels
+    problem_type summary_activation summary_proj_to_labels summary_type summary_use_proj
+    tie_encoder_decoder
 """
 _TRAINING = "gradient_checkpointing initializer_range"
 _BOOKKEEPING = """
@@ -51,11 +51,11 @@ IDLE = frozenset(f"{_TOKENS} {_GENERATION} {_OTHER_TASKS} {_TRAINING} {_BOOKKEEP
 
 # Attributes of any family, with the values that can be expressed.
 FIXED: Mapping[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False, None),
+    "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
-    "is_encoder_decoder": (False, None),
+    "is_encoder_decoder": (False,),
     "per_layer_config": (None,),
-    "pruned_heads": ({}, None),
+    "pruned_heads": ({},),
     "quantization_config": (None,),
 }
 
@@ -69,6 +69,7 @@ class Family:
         rows: the file's keys by our parameter names. `N` stands for each layer, and `*` for `weight`
             and `bias`. Rows of parameters that a config does not have are not used.
         prefix: the prefix of keys, unless the model was saved without its head.
+        eos: the token that ends a text if the file does not say it.
         renamed: keys of the table with their names in other versions of transformers.
         ignored: patterns of keys, without the prefix, of buffers that old versions stored.
     """
@@ -76,6 +77,7 @@ class Family:
     config: Callable[["Attributes"], TransformerConfig]
     rows: Callable[[TransformerConfig], Rows]
     prefix: str
+    eos: int | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -132,13 +134,13 @@ class Attributes:
         self._taken.update(names)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Accepts an attribute that is absent or has one of these values.
+        """Accepts an attribute that is absent, null or has one of these values.
 
         Raises:
             ValueError: if it has another value; it names the attribute and both values.
         """
-        value = self.take(name, allowed[0])
-        if value not in allowed:
+        value = self.take(name, None)
+        if value is not None and value not in allowed:
             raise self.error(name, value, " or ".join(map(repr, allowed)))
 
     def activation(self, name: str, default: str) -> Any:
@@ -155,13 +157,10 @@ class Attributes:
     def dropout(self, defaults: Mapping[str, float]) -> float:
         """The common dropout probability of several attributes, given with their defaults.
 
-        Raises:
-            ValueError: if their values differ; it names them.
+        It is 0 if their values differ, which only training would notice.
         """
         values = [self.take(name, default) for name, default in defaults.items()]
-        if values.count(values[0]) < len(values):
-            raise ValueError(f"{', '.join(defaults)} must be equal; got {values}")
-        return values[0]
+        return values[0] if values.count(values[0]) == len(values) else 0.0
 
     def error(self, name: str, value: Any, rule: str) -> ValueError:
         """The error for a value that the model cannot express."""
@@ -175,10 +174,13 @@ class Attributes:
         """
         for name, allowed in FIXED.items():
             self.only(name, *allowed)
-        if left := sorted(self._given.keys() - self._taken - IDLE):
+        # Whatever is dropped, is dropped in training only.
+        off = {n for n, v in self._given.items() if v is None or v is False or "drop" in n}
+        if left := sorted(self._given.keys() - self._taken - IDLE - off):
             got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
             raise ValueError(
-                f"attributes must be known, because others may change the logits; got {got}"
+                f"attributes must be known, because others may change the logits; got {got}; to load "
+                f"the model without them: ignore={left}"
             )
 
 
@@ -260,7 +262,7 @@ def _yarn(a: Attributes, given: dict[str, Any], n_ctx: int, original: int) -> Ro
     if (truncate := given.pop("truncate", True)) is not True:
         raise a.error("truncate", truncate, "True")
     given.pop("attn_factor", None)  # llama.cpp's; transformers reads only attention_factor
-    factor = given.pop("factor", n_ctx / original)
+    factor = given.pop("factor", n_ctx / original if original else 1.0)
     above, below = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     length = given.pop("attention_factor", None)
     if length is None and above and below and factor > 1:  # DeepSeek's form

@@ -26,7 +26,7 @@ def bigcode_config(a: Attributes) -> TransformerConfig:
     """GPT-BigCode's config: GPT-2's, with one key and value head (Ben Allal et al. 2023)."""
     multi_query = a.take("multi_query", True)
     n_kv_heads = 1 if multi_query else a.take("n_head", 12)
-    a.only("num_key_value_heads", None, n_kv_heads)
+    a.only("num_key_value_heads", n_kv_heads)
     # Precision and buffers for inference.
     a.idle("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner")
     a.idle("max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
@@ -54,9 +54,6 @@ def _learned_positions(a: Attributes, activation: str, **others: Any) -> Transfo
 
 def neox_config(a: Attributes) -> TransformerConfig:
     """GPT-NeoX's config (Black et al. 2022)."""
-    # From BERT; the model reads the two dropouts below.
-    a.only("attention_probs_dropout_prob", 0)
-    a.only("hidden_dropout_prob", 0)
     biased = a.take("attention_bias", True)
     spelled = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     return TransformerConfig(

@@ -89,12 +89,12 @@ def olmo2_config(a: Attributes) -> TransformerConfig:
 
 def gemma2_config(a: Attributes) -> TransformerConfig:
     """Gemma 2's config: norms around sublayers, caps, a window in every other layer (2024)."""
-    a.only("use_bidirectional_attention", None, False)
+    a.only("use_bidirectional_attention", False)
     a.idle("hidden_act")  # transformers reads hidden_activation
     fields = _shared(a, GEMMA2, activation=("hidden_activation", "gelu_pytorch_tanh"))
     alternating = ([SLIDING, FULL] * fields["n_layers"])[: fields["n_layers"]]
     window = a.take("sliding_window", 4096)
-    a.only("sliding_window_size", None, window)
+    a.only("sliding_window_size", window)
     return TransformerConfig(
         **fields | _attention_bias(a),
         **_windows(a, window, a.take("layer_types", None) or alternating),
@@ -113,8 +113,6 @@ def _shared(
 ) -> dict[str, Any]:
     """The fields with the same names in all of these families, without biases."""
     value = {name: a.take(name, default) for name, default in defaults.items()}
-    # Theirs drops only patterns; ours also drops sublayers' outputs.
-    a.only("attention_dropout", 0.0)
     positions = rotary(a, value["max_position_embeddings"])
     if (fraction := positions["rotary_fraction"]) != 1:
         raise a.error("partial_rotary_factor", fraction, "1.0")
