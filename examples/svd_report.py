@@ -61,7 +61,7 @@ def draw_drift(tables: Tables, setting: Setting, path: Path) -> None:
                 [f"{row.from_step}\n→ {row.to_step}" for row in mine],
                 [math.degrees(row.mean_radians) for row in mine],
                 ("-", "--", ":", "-.")[layer % 4],
-                marker=".",
+                marker=".x"[layer // 4],
                 color=COLOURS[target],
                 label=f"{title}, layer {layer}",
             )
@@ -96,8 +96,9 @@ def draw_events(tables: Tables, setting: Setting, path: Path) -> None:
             middle = [r.difference for r in rows]
             panel.plot(at, middle, "o", color=SERIES[shift + 1], label=label)
         panel.axhline(0, color="black", linewidth=0.8)
-        names = [f"{TITLES[r.target]}\nlayer {r.layer}" for r in rows]
+        names = [f"{TITLES[r.target]}\n{r.layer}" for r in rows]
         panel.set_xticks(range(len(names)), names)
+        panel.set_xlabel("target and layer")
         panel.set_title("inside minus outside event windows, 95% intervals")
         panel.set_ylabel(LABELS[metric])
     handles, labels = panels[0][0].get_legend_handles_labels()

@@ -17,6 +17,7 @@ Ctrl-C. After training is complete, it repeats the analysis, also with other --w
 
     python examples/svd_stability.py --out out/svd_stability
     python examples/svd_stability.py --out out/svd_stability --resume --walks 96
+    python examples/svd_stability.py --out out/svd-256-6l --d-model 256 --layers 6
 """
 
 import argparse
@@ -36,7 +37,7 @@ from walks import Walks, event_windows, random_graph, random_walks, sliding_wind
 
 from models import TrainingConfig, Transformer, build, save, train
 
-MODEL, WIDTH = "svd-64-2l", 32
+WIDTH = 32
 TRAINING, LENGTH, DELAY, BUFFER = 500, 160, 6, 5
 TOP = 3  # the dimension of the top singular subspaces
 # Saves per run: a killed run loses at most one part of this many, a second or two.
@@ -81,6 +82,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--d-model", type=int, default=64, choices=(64, 128, 256), help="(64)")
+    parser.add_argument("--layers", type=int, default=2, choices=(2, 4, 6), help="(2)")
     parser.add_argument("--steps", type=int, default=3000, help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for graph, walks, model and bootstrap")
     parser.add_argument(
@@ -115,12 +118,13 @@ def run(options: argparse.Namespace) -> None:
     training = random_walks(graph, TRAINING, LENGTH, DELAY, generator)
     held_out = random_walks(graph, options.walks, LENGTH, DELAY, generator)
     torch.manual_seed(seed)
-    model = build(MODEL, vocab_size=len(graph.region), n_ctx=WIDTH)
+    name = f"svd-{options.d_model}-{options.layers}l"
+    model = build(name, vocab_size=len(graph.region), n_ctx=WIDTH)
     checkpoints = train_with_checkpoints(model, training, config, out, options.resume)
 
     setting = Setting(graph, WIDTH, DELAY, BUFFER, model.config.d_model, TOP, seed)
     try:
-        look(setting, checkpoints, held_out, out, f"{MODEL}, {options.steps} steps, seed {seed}")
+        look(setting, checkpoints, held_out, out, f"{name}, {options.steps} steps, seed {seed}")
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"interrupted; {out} has all checkpoints: --resume analyses them again"

@@ -1,14 +1,23 @@
 """Analyses of what happens inside a model, through its hook points and `interp.protocol`."""
 
+import sys as _sys
+
 try:
     from hooks import HookedRunner as _HookedRunner  # noqa: F401  # only ours has it
 except ImportError as error:
     import hooks as _found
 
-    raise ImportError(
+    _reason = (
         f"the package `hooks` must be hookscope's; got {_found.__file__}: "
         "rename or move that one, or put hookscope before it on sys.path"
-    ) from error
+    )
+    if _sys.argv[:1] == ["-m"]:  # `python -m interp`, before its `main` can say it in one line
+        _sys.exit(f"error: {_reason}")
+    raise ImportError(_reason) from error
+except KeyboardInterrupt:
+    if _sys.argv[:1] == ["-m"]:
+        _sys.exit(130)
+    raise
 
 from interp.metrics import Metric, log_prob, logit_diff
 from interp.patching import PatchingResult, activation_patching
@@ -24,6 +33,7 @@ from interp.spectral.svd import (
     spectra,
     spectral_gap,
     stable_rank,
+    svd,
 )
 from interp.spectral.targets import ResidualStream, SVDTargets, residual_stream, svd_targets, wvwo
 
@@ -54,6 +64,7 @@ __all__ = [
     "spectral_gap",
     "stable_rank",
     "subspace_angles",
+    "svd",
     "svd_targets",
     "wvwo",
 ]

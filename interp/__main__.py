@@ -4,9 +4,11 @@ import argparse
 import dataclasses
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -14,18 +16,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-import models
 from hooks import HookedRunner, HookError
-from models.tokenizer import Tokenizer
 
+# Commands import `models` themselves, so that `main` can say what goes wrong there.
 if TYPE_CHECKING:
     from interp.report import ReportData
+    from models import Tokenizer, Transformer
 
 DEFAULT_MODEL = "pydoc-4l"
 # A name that is in no text, so only its first occurrence tells how the second ends.
 DEFAULT_PROMPT = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
 DEFAULT_CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
 INDUCTION_PERIOD = 40
+# These are written to; other files are replaced.
+STREAMS = ("/dev/std", "/dev/fd/")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     try:
+        _require_own_models()
         options.command(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has stopped, as `head` does
@@ -51,6 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _require_own_models() -> None:
+    found = getattr(find_spec("models"), "origin", None)
+    if not found or Path(found).parents[1] != Path(__file__).parents[1]:
+        raise ImportError(
+            f"the package `models` must be hookscope's; got {found}: "
+            "rename or move that one, or put hookscope before it on sys.path"
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m interp", description="Looks inside a language model."
@@ -62,9 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs a model on a text and writes one HTML page that works offline: loss of each "
         "token, attention patterns, logit lens, head scores and activation patching.",
     )
-    report.add_argument(
-        "--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="the text (%(default)r)"
-    )
+    default = f"{DEFAULT_PROMPT!r}; if the model cannot read that, what it writes"
+    report.add_argument("--prompt", metavar="TEXT", help=f"the text ({default})")
     report.add_argument(
         "--corrupted",
         metavar="TEXT",
@@ -81,27 +94,30 @@ def _parser() -> argparse.ArgumentParser:
             "--model",
             default=DEFAULT_MODEL,
             metavar="NAME",
-            help="a bundled model, a path, or a model on the Hugging Face hub (%(default)s)",
+            help="a bundled model, a path, a model on the Hugging Face hub or, for points, a "
+            "registered config (%(default)s)",
         )
     return parser
 
 
 def _points(options: argparse.Namespace) -> None:
-    print(HookedRunner(models.load(options.model)).table())
+    print(HookedRunner(_model(options.model, trained=False)).table())
 
 
 def _report(options: argparse.Namespace) -> None:
     from interp.report import build_report, render
+    from models import load_tokenizer
 
     with _replacing(options.out) as page:
-        model, tokenizer = models.load(options.model), models.load_tokenizer(options.model)
+        model, tokenizer = _model(options.model, trained=True), load_tokenizer(options.model)
 
         def encoded(text: str) -> Int[Tensor, "1 pos"]:
             return torch.tensor([tokenizer.encode(text)], dtype=torch.int64)
 
-        clean = encoded(options.prompt)
+        prompt = _default(model, tokenizer) if options.prompt is None else options.prompt
+        clean = encoded(prompt)
         corrupted = None if options.corrupted is None else encoded(options.corrupted)
-        if options.prompt == DEFAULT_PROMPT and corrupted is None:
+        if prompt == DEFAULT_PROMPT and corrupted is None:
             # The tokenizer decides whether the two have equally many tokens.
             default = encoded(DEFAULT_CORRUPTED)
             corrupted = default if default.shape == clean.shape else None
@@ -114,20 +130,55 @@ def _report(options: argparse.Namespace) -> None:
             facts=dataclasses.asdict(model.config),
             period=min(INDUCTION_PERIOD, model.config.n_ctx // 2),
         )
-        page.write(render(data))
-    print(_summary(data))
-    print(f"\nwrote {options.out} ({os.path.getsize(options.out) / 1e6:.1f} MB)")
+        html = render(data)
+        page.write(html)
+    said = f"{_summary(data)}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
+    # On stdout, the page is alone.
+    print(said, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
+
+
+def _model(name: str, *, trained: bool) -> "Transformer":
+    """A model that can be loaded or, if it need not be trained, one of a registered config."""
+    from models import available, build, load
+    from models.registry import SIZES
+
+    # The hub has weights under the names of GPT-2's sizes.
+    if name not in available() or os.path.exists(name) or (trained and name in SIZES):
+        return load(name)
+    if trained:
+        raise ValueError(
+            f"a report needs a trained model; got the config {name!r}: train it, for instance with "
+            f"`python examples/tiny_lm.py --model {name}`, and give the directory"
+        )
+    with torch.device("meta"):  # without memory for the weights
+        return build(name)
+
+
+def _default(model: "Transformer", tokenizer: "Tokenizer") -> str:
+    """The default prompt, or a text by the model if it lacks a character or has a short context."""
+    from models import generate
+
+    n_ctx = model.config.n_ctx
+    with suppress(ValueError):  # a character without a token
+        tokenizer.encode(DEFAULT_CORRUPTED)
+        if len(tokenizer.encode(DEFAULT_PROMPT)) <= n_ctx:
+            return DEFAULT_PROMPT
+    new = min(n_ctx, len(DEFAULT_PROMPT)) - 1
+    return tokenizer.decode(generate(model, [[0]], max_new_tokens=new, temperature=1.0)[0])
 
 
 @contextmanager
 def _replacing(out: str) -> Iterator[TextIO]:
-    """A new file that replaces `out`, or the file that it links to, when it is complete."""
+    """A new file that replaces `out`, or the file that it links to, when it is complete.
+
+    What is not a file, such as a pipe, is written to.
+    """
     path = Path(os.path.realpath(out))
     partial = path.with_name(f".report-{os.getpid()}.partial")
     try:
-        if path.exists() and not path.is_file():
-            raise OSError(None, "it is not a file")
-        file = partial.open("w", encoding="utf-8", newline="\n")
+        replaces = not out.startswith(STREAMS) and (path.is_file() or not path.exists())
+        partial = partial if replaces else Path(out)
+        file = partial.open("w" if replaces else "a", encoding="utf-8", newline="\n")
     except OSError as error:
         raise ValueError(
             f"--out must be a file that can be written; got {out!r}: {error.strerror}"
@@ -135,12 +186,16 @@ def _replacing(out: str) -> Iterator[TextIO]:
     try:
         with file:
             yield file
-        os.replace(partial, path)
+        if replaces:
+            with suppress(FileNotFoundError):
+                shutil.copymode(path, partial)
+            os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        if replaces:
+            partial.unlink(missing_ok=True)
 
 
-def _text(tokenizer: Tokenizer, token: int) -> str:
+def _text(tokenizer: "Tokenizer", token: int) -> str:
     """The text of a token, or its number if the tokenizer does not know it.
 
     A model may have more tokens than its tokenizer: many vocabularies are padded to a round number.
@@ -188,4 +243,7 @@ def _shortened(text: str, most: int = 100) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status:  # or Python would try once more to write what it could not
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Float[Tensor, "*batch"]]
@@ -39,6 +39,21 @@ def log_prob(token: int, pos: int = -1) -> Metric:
     return metric
 
 
-def at_least_float32(values: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """Values in float32 if they are in half precision; others do not change."""
+def mean_of(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, ""]:
+    """The mean over rows of a metric, which may also return integers, or one number for all rows.
+
+    Raises:
+        ValueError: if the metric returns another shape.
+    """
+    values = torch.as_tensor(metric(logits))
+    if values.shape not in ((), (1,), logits.shape[:1]):
+        raise ValueError(
+            f"a metric must return one number per row, [{len(logits)}], or one for all; "
+            f"got the shape {tuple(values.shape)}"
+        )
+    return at_least_float32(values).mean()
+
+
+def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Values in float32 if they are integers or in half precision; others do not change."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

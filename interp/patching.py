@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hooks import ActivationCache, Hook, HookedRunner, Point, index_by_axis
-from interp.metrics import Metric, at_least_float32
+from interp.metrics import Metric, mean_of
 from interp.protocol import logits_of, runner_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def activation_patching(
         over: the axes to patch over: `("layer",)`, or both axes of the site, the default.
 
     Raises:
-        ValueError: if the shapes of the tokens differ, or `site` or `over` is unknown.
+        ValueError: if the shapes of the tokens differ, `site` or `over` is unknown, or the metric
+            returns another shape.
         ModeError: if the model is in training mode.
     """
     if clean.shape != corrupted.shape:
@@ -109,7 +110,7 @@ def activation_patching(
         raise ValueError(f"over must be {SITES[site]} or {SITES[site][:1]} at {site}; got {over}")
     runner = runner_of(model)
     output, cache = runner.run_with_cache(clean, names=f"blocks.*.{site}")
-    right, wrong = (metric(logits_of(out)).mean().item() for out in (output, model(corrupted)))
+    right, wrong = (mean_of(metric, logits_of(out)).item() for out in (output, model(corrupted)))
     return PatchingResult(patched(runner, cache, corrupted, metric, site, over), over, right, wrong)
 
 
@@ -130,8 +131,8 @@ def patched(
     for layer, *place in tqdm(places, f"patching {site}", leave=False, delay=1, disable=None):
         edit = _from(sources[layer], dict(zip(over[1:], place, strict=True)))
         output = runner.run_with_hooks(corrupted, hooks={names[layer]: edit})
-        found.append(metric(logits_of(output)).mean())
-    return at_least_float32(torch.stack(found).view(len(names), *sizes))
+        found.append(mean_of(metric, logits_of(output)))
+    return torch.stack(found).view(len(names), *sizes)
 
 
 def _from(source: Tensor, where: dict[str, int]) -> Hook:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from interp.metrics import Metric, log_prob
 from interp.patching import SITES, PatchingResult, patched
-from interp.protocol import logits_of, runner_of
+from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import induction_scores, previous_token_scores, repeated_tokens
 from interp.reading.lens import LogitLens, logit_lens
 
@@ -67,7 +67,7 @@ class ReportData:
         induction: mean attention of each head from repeated random tokens to the token after their
             first copy, 0 to 1.
         period: the number of tokens before they repeat.
-        patches: the result of patching each site of `SITES`.
+        patches: the result of patching each site of `SITES` that the model has.
     """
 
     name: str
@@ -113,7 +113,8 @@ def derive_corruption(
     """The prompt with one token replaced, by the replacement that lowers the metric most.
 
     It tries each position but the last once. The replacement is the next token of the prompt that
-    differs, with the search continuing at the beginning of the prompt.
+    differs, with the search continuing at the beginning of the prompt. The metric gets the logits of
+    the last position only, because those of all positions need far more memory than the model.
 
     Raises:
         ValueError: if the prompt is one token repeated.
@@ -130,7 +131,10 @@ def derive_corruption(
         tried[pos, pos] = others[others != row[pos]][0]
     chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
     shown = tqdm(chunks, "deriving a corruption", leave=False, disable=None)
-    found = [metric(logits_of(model(chunk))) for chunk in shown]
+    language, runner = of(model, "blocks", "unembed"), runner_of(model)
+    final = f"blocks.{len(language.blocks) - 1}.resid_post"
+    streams = (runner.capture(chunk, names=final, positions=[-1])[final] for chunk in shown)
+    found = [metric(language.unembed(stream)) for stream in streams]
     return tried[torch.cat(found).argmin()][None]
 
 
@@ -170,7 +174,10 @@ def build_report(
             "the clean and the corrupted prompt must have equally many tokens; "
             f"got {clean.shape[1]} and {corrupted.shape[1]}"
         )
-    kept = [f"blocks.*.{point}" for point in ("pattern", "resid_post", *SITES)]
+    # A model of attention only has no `mlp_out`.
+    present = {name.rpartition(".")[2] for name in runner.points}
+    sites = {site: axes for site, axes in SITES.items() if site in present}
+    kept = [f"blocks.*.{point}" for point in ("pattern", "resid_post", *sites)]
     output, cache = runner.run_with_cache(clean, names=kept)
     logits = logits_of(output)
     answer = int(logits[0, -1].argmax())
@@ -185,7 +192,7 @@ def build_report(
             f"{LEAST_GAP} nats, or patching has nothing to restore; got {right:.6f} and {wrong:.6f}"
         )
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
-    _, repetition = runner.run_with_cache(repeated, names="blocks.*.pattern")
+    repetition = runner.capture(repeated, names="blocks.*.pattern")
     return ReportData(
         name=name,
         facts=facts,
@@ -204,7 +211,7 @@ def build_report(
             site: PatchingResult(
                 patched(runner, cache, corrupted, metric, site, axes), axes, right, wrong
             )
-            for site, axes in SITES.items()
+            for site, axes in sites.items()
         },
     )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import interp.__main__ as cli
+import models
 from interp.__main__ import main
 from interp.report import peak
 from models import CharTokenizer, Transformer, TransformerConfig, save
@@ -54,14 +55,18 @@ def refused(capsys, *arguments):
     return err
 
 
+def command_line(*arguments):
+    command = [sys.executable, "-m", "interp", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def embedded(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text("utf-8"), re.S)[1])
 
 
 def test_no_argument_is_needed(here):
     """The bundled model, on the default prompts."""
-    command = [sys.executable, "-m", "interp", "report"]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    done = command_line("report")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in here.iterdir()] == ["report.html"]
     found = embedded(here / "report.html")
@@ -73,7 +78,9 @@ def test_no_argument_is_needed(here):
 
 def test_the_summary_says_what_the_page_shows(saved, here, capsys):
     prompt = "the returns"
+    (here / "page.html").touch(mode=0o604)
     assert main(["report", "--model", saved, "--prompt", prompt, "--out", "page.html"]) == 0
+    assert (here / "page.html").stat().st_mode % 0o1000 == 0o604
     out = capsys.readouterr().out
     found = embedded(here / "page.html")
     [(text, probability), *_] = found["guesses"][-1][-1]
@@ -118,6 +125,7 @@ def test_corrupted_alone_goes_with_the_default_prompt(saved, here, monkeypatch):
         (["--prompt", "def", "--corrupted", "def"], "0.0001"),
         (["--prompt", "ddd"], "3 times"),
         (["--model", "pydoc-5l"], "'pydoc-5l'.*pydoc-4l"),
+        (["--model", "svd-64-2l"], "'svd-64-2l'.* train"),
     ],
 )
 def test_what_no_report_can_be_made_of(saved, capsys, given, match):
@@ -156,11 +164,33 @@ def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypat
     assert "Derived, not given" in (here / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("known", "n_ctx"), [("\nabc", 89), ("the returns", 7)])
+def test_the_model_writes_the_prompt_if_it_cannot_read_the_default(here, monkeypatch, known, n_ctx):
+    """One model lacks characters, and one positions."""
+    monkeypatch.setattr(cli, "DEFAULT_PROMPT", "the returns")
+    monkeypatch.setattr(cli, "DEFAULT_CORRUPTED", "the turners")
+    tokenizer = CharTokenizer.of(known)
+    save(here / "m", small(len(tokenizer.characters), n_ctx), tokenizer)
+    assert main(["report", "--model", "m"]) == 0
+    tokens = embedded(here / "report.html")["tokens"]
+    assert len(tokens) == min(n_ctx, 11)
+    assert set(tokens) <= set(known.replace("\n", "⏎").replace(" ", "·"))
+
+
 def test_places_that_the_page_cannot_go(here, capsys, monkeypatch):
     # All are refused before the model is loaded.
-    monkeypatch.setattr(cli.models, "load", None)
-    for out in ("missing/page.html", ".", "", os.devnull, "x" * 300):
+    monkeypatch.setattr(models, "load", None)
+    for out in ("missing/page.html", ".", "", "x" * 300):
         assert repr(out) in refused(capsys, "report", "--out", out)
+
+
+def test_a_page_for_a_stream_is_written_to_it(saved, here, capfd):
+    print("before", flush=True)
+    assert main(["report", "--model", saved, "--prompt", "def", "--out", "/dev/stdout"]) == 0
+    out, err = capfd.readouterr()
+    assert re.fullmatch("before\n<!DOCTYPE html>.*</html>\n", out, re.S)
+    assert "wrote /dev/stdout" in err
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space"), KeyboardInterrupt("interrupted")])
@@ -191,7 +221,39 @@ def test_points(saved, capsys):
     assert ["blocks.0-1.attn.z", "batch", "pos", "head", "d_head"] in [row[:5] for row in lines]
 
 
-def test_a_reader_that_goes_away_is_no_traceback(saved):
-    command = f'"{sys.executable}" -m interp points --model "{saved}" | true'
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stderr == ""
+def test_points_of_a_registered_config(here, capsys, monkeypatch):
+    build, built = models.build, []
+    monkeypatch.setattr(models, "build", lambda name: built.append(build(name)) or built[-1])
+    assert main(["points", "--model", "gpt2-xl"]) == 0
+    assert "blocks.0-47.attn.z" in capsys.readouterr().out
+    assert all(weights.is_meta for weights in built[0].parameters()), "they need no memory"
+    # As in `load`, a directory comes first.
+    save(here / "gpt2-xl", small(3))
+    assert main(["points", "--model", "gpt2-xl"]) == 0
+    assert "blocks.0-1.attn.z" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("output", "error"), [("| true", ""), ("> /dev/full", "error: .*\n")])
+def test_output_that_cannot_be_written_is_no_traceback(saved, monkeypatch, output, error):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command = f"'{sys.executable}' -m interp points --model '{saved}' {output}"
+    command = ["bash", "-c", f"{command}; exit $PIPESTATUS"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert re.fullmatch(error, done.stderr)
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "text", "status", "error"),
+    [
+        ("hooks", "", 1, "error: .*{}.*\n"),
+        ("models", "1 / 0", 1, "error: .*{}.*\n"),  # it does not even run
+        ("hooks", "raise KeyboardInterrupt", 130, ""),  # as if pressed during imports
+    ],
+)
+def test_a_module_that_shadows_ours_is_no_traceback(here, package, text, status, error):
+    file = here / f"{package}.py"
+    file.write_text(text)
+    done = command_line("points")
+    assert (done.returncode, done.stdout) == (status, "")
+    assert re.fullmatch(error.format(re.escape(str(file))), done.stderr)

@@ -122,6 +122,8 @@ def test_normalized_and_plotted(model, tokens, corrupted):
     axes = result.plot().axes
     assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == ("pos", "layer")
     assert (axes[0].images[0].get_array() == result.normalized().numpy()).all()
+    image = dataclasses.replace(known, values=torch.tensor([[1.0, -7.0]])).plot().axes[0].images[0]
+    assert image.get_clim() == (-2.0, 2.0)  # white is 0
     with pytest.raises(ValueError, match="layer"):  # a heat map of one axis
         dataclasses.replace(known, axes=("layer",)).plot()
     with pytest.raises(ValueError, match=str(result.corrupted)):
@@ -134,10 +136,22 @@ def test_patching_refuses_dropout(model, tokens):
         activation_patching(model, tokens, tokens, log_prob(4))
 
 
+def test_metrics_of_integers_and_of_one_number_for_all_rows(model, tokens, corrupted):
+    def ranks(logits):
+        return (logits[:, -1] > logits[:, -1, 3:4]).sum(-1)
+
+    for metric, rows in ((ranks, 4), (lambda logits: ranks(logits).sum().item(), 1)):
+        result = activation_patching(model, tokens, corrupted, metric, over=("layer",))
+        clean, other = (ranks(model(text)).sum().item() / rows for text in (tokens, corrupted))
+        assert (result.values.tolist(), result.corrupted) == ([clean] * 3, other)
+        assert result.values.dtype == torch.float32
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        ({"metric": lambda logits: logits[:, -1]}, r"\[4\].*\(4, 23\)"),
         ({"site": "resid"}, "attn_out.*'resid'"),
         ({"over": ("layer", "head")}, r"'pos'.*resid_pre.*\('layer', 'head'\)"),
         ({"over": ("layer", "layer")}, r"\('layer', 'layer'\)"),

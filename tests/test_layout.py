@@ -85,7 +85,7 @@ PUBLIC = {
         alignment condition_number drift effective_rank induction_scores log_prob
         logit_diff logit_lens previous_token_scores principal_angles randomized_svd
         repeated_tokens residual_stream run_with_cache spectra spectral_gap stable_rank subspace_angles
-        svd_targets wvwo""",
+        svd svd_targets wvwo""",
 }
 
 

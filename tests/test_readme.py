@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hooks import HookedRunner
 from models import load
 
@@ -63,6 +65,26 @@ def test_the_patching_example(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{site}.png" for site in ("resid_pre", "attn_out", "mlp_out", "z")
     }
+
+
+def test_the_worked_numbers_of_the_handout(monkeypatch, tmp_path, capsys):
+    """By hand, with a = e^(1/√2): the weights of row 0 are a, a and 1 in parts of 2 a + 1."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["handout.py", "--out", str(tmp_path)])
+    runpy.run_path(str(ROOT / "examples" / "handout.py"), run_name="__main__")
+    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+    texts = capsys.readouterr().out.split("--- causal mask ---")
+    whole, causal = ([" ".join(line.split()) for line in text.splitlines()] for text in texts)
+    shared = [
+        "1.0000 2.0000 1.0000",
+        "0.7071 1.4142 0.7071",
+        "0.2483 0.5035 0.2483",
+        "0.9930 1.2552",
+    ]
+    own = ["0.0000 0.7071 0.7071", "0.4011 0.4011 0.1978", "1.4011 1.2033"]
+    masked = ["0.0000 0.7071 -inf", "0.3302 0.6698 0.0000", "0.3302 1.3395"]
+    assert {*shared, *own} <= set(whole)
+    assert {*shared, *masked} <= set(causal)
 
 
 def test_the_training_example_takes_a_step(tmp_path):

@@ -101,11 +101,40 @@ def test_attention_survives_its_encoding(pattern, page):
     assert (drawn(page) - pattern).abs().max() <= 0.5 / 65535 + 1e-7
 
 
-def test_half_precision_is_drawn_as_it_is(model):
-    half = copy.deepcopy(model).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_drawn_as_it_is(model, dtype):
+    half = copy.deepcopy(model).to(dtype)
     page = render(report(half, "the cat", "the bat"))
     assert (drawn(page) - attention(half, "the cat")).abs().max() <= 0.5 / 65535 + 1e-7
     assert min(embedded(page)["loss"][1:]) > 0
+
+
+FORMS = [
+    *({"norm_place": place} for place in ("post", "output", "sandwich")),
+    {"parallel": True, "n_kv_heads": 1, "positions": "none"},
+    {"mlp": "none", "positions": "rotary", "d_head": 4},
+    {"norm": "none", "mlp": "gated", "attn_cap": 9.0, "window": 5},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_of_model_has_a_report_of_what_it_has(form):
+    sizes = dict(vocab_size=29, n_ctx=37, n_layers=2, n_heads=3, d_model=15)
+    other = Transformer(TransformerConfig(**sizes | form)).eval().bfloat16()
+    for weights in other.parameters():
+        nn.init.normal_(weights, std=0.2)
+    data = report(other, "the cat", "the bat")
+    page = render(data)
+    found, lacking = embedded(page)["patches"], {"mlp_out"} if form.get("mlp") == "none" else set()
+    assert found.keys() == set(interp.patching.SITES) - lacking
+    assert set(re.findall(r'id="patch-(.+?)"', page)) == found.keys()
+    with torch.no_grad():
+        probabilities = other(encoded("the cat"))[0, -1].double().softmax(-1)
+    assert data.guesses[-1][-1][0].probability == pytest.approx(
+        probabilities.max().item(), rel=0.02
+    )
+    # The last position of the stream entering layer 0 is the same in both runs, so nothing changes.
+    assert found["resid_pre"]["share"][0][-1] == pytest.approx(0, abs=1e-6)
 
 
 def test_guesses_are_the_lens_of_each_stream_and_the_model_last(model, page):
@@ -176,6 +205,11 @@ def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(model, monk
             row = (*tokens[:pos], new, *tokens[pos + 1 :])
             tried[row] = model(torch.tensor([row]))[0, -1].log_softmax(-1)[answer].item()
     expected = CHARACTERS.decode(min(tried, key=tried.__getitem__))
+    # Logits of other positions would take memory in proportion to text and vocabulary.
+    made = []
+    with HookedRunner(model).hooks({"unembedding": lambda logits, _: made.append(logits.shape)}):
+        interp.report.derive_corruption(model, encoded(text), interp.log_prob(int(answer)))
+    assert made == [(len(text) - 1, 1, 29)]
     # In chunks of one row each it is the same.
     for size in (1, 99):
         monkeypatch.setattr(interp.report, "_TOKENS_PER_FORWARD", size)

@@ -22,10 +22,10 @@ from interp import (
     spectral_gap,
     stable_rank,
     subspace_angles,
+    svd,
     svd_targets,
     wvwo,
 )
-from interp.spectral import svd
 
 
 def randn(*shape, seed=0, dtype=torch.float64):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from models import load
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DELAY, BUFFER, WIDTH = 4, 3, 11
 
@@ -262,6 +264,13 @@ def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "look", lambda setting, kept, *_: looked.append(kept))
     assert call("--resume", steps=2)[::2] == (0, "")
     assert [list(kept) for kept in looked] == [[0, 1, 2]]
+
+
+def test_sizes_of_the_model_are_the_documents(call, training_only):
+    status, _, complaints = call("--d-model", "128", "--layers", "4", steps=1)
+    assert (status, complaints) == (0, "")
+    config = load(training_only[0][1]).config
+    assert (config.d_model, config.n_layers, config.n_heads) == (128, 4, 1)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Singular values and vectors of what attention computes.
 
-`spectral.svd(matrices)` decomposes any matrices; the other names are also in `interp`.
+`spectral.svd(matrices)` decomposes any matrices. All names are also in `interp`.
 """
 
 from interp.spectral.svd import svd
