@@ -1,24 +1,26 @@
 """Causal attention, as a function of q, k and v and as a module with hook points."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks._torch import Component, is_unwatched
+from hooks._torch import is_unwatched
 from models.config import TransformerConfig
-from models.context import Context
+from models.context import Context, ContextOrMask, place
 from models.linear import Linear
-from models.norm import QKNorm, dropout
+from models.norm import ByConfig, QKNorm, dropout
 from models.positions import rotary
 
 
 def scaled_dot_product_attention(
-    q: Float[Tensor, "*#axes query d_k"],
-    k: Float[Tensor, "*#axes key d_k"],
-    v: Float[Tensor, "*#axes key d_v"],
+    q: Real[Tensor, "*#axes query d_k"],
+    k: Real[Tensor, "*#axes key d_k"],
+    v: Real[Tensor, "*#axes key d_v"],
     mask: Tensor | None = None,
 ) -> Float[Tensor, "*#axes query d_v"]:
     """`softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
@@ -27,7 +29,7 @@ def scaled_dot_product_attention(
     first subtracts the largest of each row.
 
     Args:
-        q, k, v: queries, keys, values.
+        q, k, v: queries, keys, values. Integers are taken as floats.
         mask: boolean, True where a query may attend to a key, or floating-point, added to the scores.
             Its shape is [query, key], or all axes of the scores, each of full size or 1. See
             `causal_mask`.
@@ -41,6 +43,9 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, k, v, causal_mask(3)).flatten()
     tensor([1.0000, 1.5000, 3.0000])
     """
+    floats = [part.dtype for part in (q, k, v) if part.is_floating_point()]
+    dtype = floats[0] if floats else torch.get_default_dtype()
+    q, k, v = (part if part.is_floating_point() else part.to(dtype) for part in (q, k, v))
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
     return softmax(scores if mask is None else _masked(scores, mask)) @ v
 
@@ -67,8 +72,10 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
-def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+def softmax(scores: Real[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     """The softmax over keys. Rows of only -inf become zeros."""
+    if not scores.numel():  # no largest score either
+        return torch.softmax(scores, -1)
     empty = scores.amax(-1, keepdim=True) == -torch.inf
     # Such rows are zero before the softmax too, or their gradient would be NaN.
     return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))
@@ -86,52 +93,71 @@ class SoftCap(nn.Module):
         return self.cap * torch.tanh(x / self.cap)
 
 
-class Attention(Component):
+class Attention(ByConfig):
     """Causal attention, `softmax(scale q k^T) v` in each head (Vaswani et al. 2017).
 
     One linear map gives queries, keys and values. `n_heads / n_kv_heads` query heads share a key head.
+    With `attn_cap` it is a `CappedAttention`. Alone, weights start as those of `nn.Linear`; a
+    `Transformer` draws them as `init` says.
+
+    The point `scores` is before the mask, so it is not zero above the diagonal, where a query would see
+    later keys. `interp.svd_targets` gives the zero-filled QKᵀ of svd-transformer.md.
 
     Args:
         config: sizes and choices.
         layer: the index of the block.
 
-    >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
-    >>> context = Transformer(config).context(torch.tensor([[3, 0, 6]]))
-    >>> Attention(config, 0)(torch.ones(1, 3, 4), context).shape
-    torch.Size([1, 3, 4])
+    >>> attention, x = Attention(config), torch.randn(1, 3, 4)
+    >>> torch.allclose(attention(x), attention(x, causal_mask(3)), atol=1e-6)
+    True
     """
 
-    def __init__(self, config: TransformerConfig, layer: int) -> None:
+    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
         self.layer = layer
         self.window = config.windows[layer]
         self.d_head = config.d_head
         self.heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+        self.all_heads = sum(self.heads)
         self.scale = config.attn_scale / (layer + 1 if config.attn_scale_by_layer else 1)
         width = config.n_heads * config.d_head
-        self.qkv = Linear(config.d_model, sum(self.heads) * config.d_head, config.qkv_bias)
+        self.qkv = Linear(config.d_model, self.all_heads * config.d_head, config.qkv_bias)
         normed = config.qk_norm != "none"
         self.q_norm = QKNorm(config.n_heads, config) if normed else Identity()
         self.k_norm = QKNorm(config.n_kv_heads, config) if normed else Identity()
         self.rotary = rotary(config)
         self.output = Linear(width, config.d_model, config.out_bias)
         self.pattern_dropout = nn.Dropout(config.dropout)
-        self.output_dropout = dropout(config)
+        self.output_dropout = dropout(config, config.dropout_place == "output")
         self.q = HookPoint("batch pos head d_head", "queries as they enter the dot product")
         self.k = HookPoint("batch pos kv_head d_head", "keys as they enter the dot product")
         self.v = HookPoint("batch pos kv_head d_head", "values")
-        self.scores = HookPoint("batch head query key", "q·k·scale before the mask")
+        self.scores = HookPoint(
+            "batch head query key", "q·k·scale before the mask: not zero above the diagonal"
+        )
         self.pattern = HookPoint("batch head query key", "softmax of the masked scores over keys")
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
     def forward(
-        self, x: Float[Tensor, "batch pos d_model"], context: Context
+        self, x: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What attention adds to the residual stream, from the normalized stream."""
+        """What attention adds to the residual stream, from the normalized stream.
+
+        Args:
+            x: what attention reads.
+            context: what a model gives to its blocks, or without a model a mask, or None: see
+                `ContextOrMask`.
+
+        Raises:
+            ValueError: if a mask does not fit `x`.
+        """
+        if not isinstance(context, Context):
+            rotate = partial(self.rotary.rotation, dtype=x.dtype)
+            context = place(x, {self.window}, self.heads[0], rotate, query_key_mask=context)
         q, k, v = (
             self.qkv(x)
-            .view(*x.shape[:2], sum(self.heads), self.d_head)
+            .view(*x.shape[:2], self.all_heads, self.d_head)
             .split_with_sizes(self.heads, 2)
         )
         q = self.q(self.rotary(self.q_norm(q), context.rotation)).transpose(1, 2)
@@ -163,10 +189,10 @@ class Attention(Component):
         """The output of each head. Without a mask a query sees all keys up to its own."""
         # The query heads that share a key head form one taller matrix.
         tall = (q * self.scale).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-        scores = self.scores((tall @ k.transpose(-1, -2)).view(*q.shape[:3], -1))
+        scores = self.scores((tall @ k.transpose(-1, -2)).view(*q.shape[:3], k.shape[2]))
         pattern = self.pattern(self.masked_softmax(scores, mask))
         tall = self.pattern_dropout(pattern).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-        return (tall @ v).view(*q.shape[:3], -1)
+        return (tall @ v).view_as(q)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(_explicit)
 
@@ -231,10 +257,10 @@ class Attention(Component):
         return self.qkv.offset.unflatten(0, (-1, self.d_head)).split(self.heads)
 
 
-class CappedAttention(Attention):
+class CappedAttention(Attention, when=lambda config: config.attn_cap):
     """Attention with scores capped before the mask (Gemma 2). No fused kernel does that."""
 
-    def __init__(self, config: TransformerConfig, layer: int) -> None:
+    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
         self.cap = SoftCap(config.attn_cap)
 

@@ -79,7 +79,7 @@ class TransformerConfig:
     Attributes:
         vocab_size: number of tokens.
         n_ctx: the longest context, in tokens: the rows of the learned position table, or the
-            longest context in training.
+            longest context in training, which `Transformer.extend_context` can change.
         n_layers: number of blocks.
         n_heads: query heads per block.
         d_model: width of the residual stream.
@@ -120,10 +120,12 @@ class TransformerConfig:
         activation: `gelu`, `gelu_tanh` (its approximation by tanh, GPT-2's), `relu` or `silu`.
         qkv_bias, out_bias, mlp_bias, unembed_bias: whether these linear maps have a bias.
         tied_unembed: whether the unembedding is the token embedding's own weight.
-        dropout: the dropout probability in training, for embeddings, patterns and both sublayers.
+        dropout: the dropout probability in training, for embeddings, patterns and sublayers.
+        dropout_place: where sublayers have it. `output`: on what both add (GPT-2). `hidden`: only in
+            the MLP, after the activation (model-architecture.md).
         init: how weights start. `gpt2`: N(0, 0.02²), with 0.02 divided by sqrt(2 n_layers) for maps
             that write to the stream. `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015):
-            uniform, with a range from each matrix's sizes; embeddings N(0, 0.02²).
+            uniform, with a range from each matrix's sizes, embeddings included (svd-transformer.md).
         eos_token_ids: the tokens that end a text. Generation stops there.
 
     Raises:
@@ -173,6 +175,7 @@ class TransformerConfig:
     unembed_bias: bool = False
     tied_unembed: bool = True
     dropout: float = 0.0
+    dropout_place: Literal["output", "hidden"] = "output"
     init: Literal["gpt2", "xavier", "kaiming"] = "gpt2"
     eos_token_ids: tuple[int, ...] = ()
 
@@ -272,4 +275,5 @@ def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
     yield "norm_eps", normed or qk_normed, "there is a norm"
     yield "qk_norm_learned", qk_normed, "there is a qk_norm"
     yield "window_layers", config.window, "there is a window"
+    yield "dropout_place", config.dropout, "there is dropout"
     yield "d_mlp activation parallel", config.mlp != "none", "there is an MLP"

@@ -1,14 +1,13 @@
 """Context: what blocks read besides the residual stream, such as masks, rotations and past keys."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from models.checks import can_be_read
-from models.config import TransformerConfig
 from models.kvcache import KVCache, oldest_reached
 from models.positions import Rotation
 
@@ -109,102 +108,125 @@ class Context(NamedTuple):
             raise ValueError(f"{method}() must be called on a context without a KVCache")
 
 
+ContextOrMask = Context | Tensor | None
+"""What blocks and attention are called with.
+
+A model gives its context. Without a model it may be a mask of queries and keys, like `query_key_mask`
+of `Transformer.forward`, or None for the causal rule and the window. Positions then count from 0.
+"""
+
+
 def place(
-    config: TransformerConfig,
-    tokens: Int[Tensor, "batch pos"],
-    attention_mask: Tensor | None,
-    kv_cache: KVCache | None,
+    x: Shaped[Tensor, "batch pos *d_model"],
+    windows: Collection[int],
+    n_heads: int,
     rotate: Callable[[Tensor], Rotation | None],
+    attention_mask: Tensor | None = None,
+    query_key_mask: Tensor | None = None,
+    kv_cache: KVCache | None = None,
 ) -> Context:
     """The context of one call.
 
     Args:
-        config: the model's config.
-        tokens: the new tokens.
-        attention_mask: see `Transformer.forward`.
-        kv_cache: the keys and values read before.
+        x: the new tokens, or vectors of the stream; only shape and device matter.
+        windows: the windows of the blocks that will read it.
+        n_heads: their query heads.
         rotate: gives the rotation of positions.
+        attention_mask, query_key_mask: see `Transformer.forward`.
+        kv_cache: the keys and values read before.
 
     Raises:
-        ValueError: if tokens, mask and cache do not fit each other or `n_ctx`.
+        ValueError: if tokens, masks and cache do not fit each other.
     """
-    (batch, new), device = tokens.shape, tokens.device
-    start, known = 0, None
-    if kv_cache is not None:
-        start, known = kv_cache.reserve(config, batch, new), kv_cache.mask
-    elif new > config.n_ctx:
-        raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
-    end, windows, real = start + new, set(config.windows), None
+    (batch, new), device = x.shape[:2], x.device
+    start, known = (0, None) if kv_cache is None else (kv_cache.length, kv_cache.mask)
+    end, real = start + new, None
     positions = torch.arange(start, end, device=device)[None]
-    masks: dict[int, Tensor | None] = {w: _mask(w, start, end, device) for w in windows}
     if attention_mask is None and known is not None:
         attention_mask = torch.cat([known, known.new_ones(batch, new)], 1)
     if attention_mask is not None:
-        allowed = _as_boolean(attention_mask.to(device), batch, config.n_heads, new, end)
+        real = _as_real(attention_mask.to(device), batch, end)
         if kv_cache is None:
-            _check_no_row_is_empty(allowed)
+            _check_no_row_is_empty("attention_mask", real)
         else:
-            _check_fits_cache(allowed, start, known, any(windows))
-        if allowed.ndim > 2:
-            masks = dict.fromkeys(windows, allowed[:, None] if allowed.ndim == 3 else allowed)
-        else:
-            # Padding has no position, and no query sees it.
-            real, counted = allowed, (allowed.long().cumsum(1) - 1).clamp(min=0)
-            masks = {w: _padded_mask(w, start, real, counted) for w in windows}
-            positions = counted[:, start:]
+            _check_fits_cache(real, start, known, any(windows))
+        # Padding has no position, and no query sees it.
+        counted = (real.long().cumsum(1) - 1).clamp(min=0)
+        positions = counted[:, start:]
+    masks: dict[int, Tensor | None]
+    if query_key_mask is not None:
+        seen = _as_seen(query_key_mask.to(device), batch, n_heads, new, end)
+        if kv_cache is None:
+            _check_no_row_is_empty("query_key_mask", seen)
+        elif any(windows):
+            raise ValueError(
+                "query_key_mask must be None with a KVCache of a sliding window, which drops keys; "
+                f"got {tuple(query_key_mask.shape)}"
+            )
+        masks = dict.fromkeys(windows, seen if real is None else seen & real[:, None, None])
+    elif real is not None:
+        masks = {w: _padded_mask(w, start, real, counted) for w in windows}
+    else:
+        masks = {w: _mask(w, start, end, device) for w in windows}
     return Context(positions, masks, rotate(positions), start, kv_cache, real)
 
 
-def _as_boolean(mask: Tensor, batch: int, n_heads: int, new: int, end: int) -> Tensor:
-    """`mask` as a boolean tensor, after checking its shape and values."""
-    shapes = {2: (batch, end), 3: (batch, new, end), 4: (batch, n_heads, new, end)}
+def _as_real(mask: Tensor, batch: int, end: int) -> Bool[Tensor, "batch column"]:
+    if mask.shape != (batch, end):
+        hint = ": for a mask of queries and keys there is query_key_mask" if mask.ndim > 2 else ""
+        raise ValueError(
+            f"attention_mask must be [batch, key], here {(batch, end)}, where keys include cached "
+            f"positions; got {tuple(mask.shape)}{hint}"
+        )
+    return _as_boolean("attention_mask", mask)
+
+
+def _as_seen(
+    mask: Tensor, batch: int, n_heads: int, new: int, end: int
+) -> Bool[Tensor, "_batch _head _query _key"]:
+    shapes = {2: (new, end), 3: (batch, new, end), 4: (batch, n_heads, new, end)}
     pairs = list(zip(mask.shape, shapes.get(mask.ndim, ()), strict=False))
+    # With two axes, [1, key] would be a padding mask in the wrong place.
     if not pairs or any(size != full and (mask.ndim == 2 or size != 1) for size, full in pairs):
         raise ValueError(
-            f"attention_mask must be [batch, key], here {shapes[2]}, or [batch, query, key], "
+            f"query_key_mask must be [query, key], here {shapes[2]}, or [batch, query, key], "
             f"{shapes[3]}, or [batch, head, query, key], {shapes[4]}, where keys include cached "
             f"positions; got {tuple(mask.shape)}"
         )
+    seen = _as_boolean("query_key_mask", mask)
+    seen = seen[None] if seen.ndim == 2 else seen
+    return seen[:, None] if seen.ndim == 3 else seen
+
+
+def _as_boolean(name: str, mask: Tensor) -> Tensor:
     boolean = mask.bool()
     if can_be_read(mask) and not torch.equal(boolean.to(mask.dtype), mask):
         wrong = mask[boolean.to(mask.dtype) != mask][0].item()
         raise ValueError(
-            f"attention_mask must be 1 where a key may be attended to and 0 elsewhere; got {wrong}"
+            f"{name} must be 1 where a key may be attended to and 0 elsewhere; got {wrong}"
         )
     return boolean
 
 
-def _check_no_row_is_empty(allowed: Tensor) -> None:
+def _check_no_row_is_empty(name: str, allowed: Tensor) -> None:
     # Not with a cache: when a text is read in pieces, a whole piece of a row may be padding.
-    if can_be_read(allowed) and not allowed.flatten(1).any(1).all():
+    if allowed.numel() and can_be_read(allowed) and not allowed.flatten(1).any(1).all():
         row = int((~allowed.flatten(1).any(1)).nonzero()[0])
-        raise ValueError(f"attention_mask must leave each row a key; got none in row {row}")
+        raise ValueError(f"{name} must leave each row a key; got none in row {row}")
 
 
-def _check_fits_cache(allowed: Tensor, start: int, known: Tensor | None, windowed: bool) -> None:
-    """Refuses masks that contradict the mask of cached keys, or need keys that were dropped."""
-    if allowed.ndim > 2:
-        if windowed:
-            raise ValueError(
-                "attention_mask must be [batch, key] with a KVCache of a sliding window, which drops "
-                f"keys; got {allowed.ndim} axes"
-            )
-        if known is not None:
-            raise ValueError(
-                "attention_mask must be [batch, key] as for the cached tokens; got "
-                f"{allowed.ndim} axes"
-            )
-    elif can_be_read(allowed):
-        read = allowed[:, :start]
-        if not (read.all() if known is None else torch.equal(known, read)):
-            raise ValueError(
-                "attention_mask must be the same as before for cached tokens; it differs"
-            )
-        if windowed and bool((allowed[:, 1:] < allowed[:, :-1]).any()):
-            raise ValueError(
-                "padding must be on the left with a KVCache of a sliding window, which keeps the "
-                "last keys; got padding after a real token"
-            )
+def _check_fits_cache(real: Tensor, start: int, known: Tensor | None, windowed: bool) -> None:
+    """Refuses padding that contradicts the mask of cached keys, or needs keys that were dropped."""
+    if not can_be_read(real):
+        return
+    read = real[:, :start]
+    if not (read.all() if known is None else torch.equal(known, read)):
+        raise ValueError("attention_mask must be the same as before for cached tokens; it differs")
+    if windowed and bool((real[:, 1:] < real[:, :-1]).any()):
+        raise ValueError(
+            "padding must be on the left with a KVCache of a sliding window, which keeps the "
+            "last keys; got padding after a real token"
+        )
 
 
 def _mask(

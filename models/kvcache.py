@@ -56,8 +56,8 @@ class KVCache:
         """The memory it holds, in bytes."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def reserve(self, config: TransformerConfig, batch: int, new: int) -> int:
-        """Checks that `new` more positions fit, and returns how many have been read.
+    def reserve(self, config: TransformerConfig, batch: int, new: int) -> None:
+        """Checks that `new` more positions fit what has been read.
 
         Args:
             config: the config of the model that will run.
@@ -76,7 +76,7 @@ class KVCache:
         if not self.length:
             self._config = config
             self.layers = [LayerCache(window, limit) for window in config.windows]
-            return 0
+            return
         if config is not self._config:
             other = [n for n in DECISIVE if getattr(config, n) != getattr(self._config, n)]
             if other:
@@ -87,7 +87,6 @@ class KVCache:
             raise ValueError(
                 f"tokens must have as many rows as the KVCache ({self.layers[0].batch}); got {batch}"
             )
-        return self.length
 
     def commit(self, length: int, mask: Tensor | None) -> None:
         """Accepts what a forward pass has written, after it has ended.

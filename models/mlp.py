@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookPoint
-from hooks._torch import Component
+from models.checks import require
 from models.config import TransformerConfig
 from models.linear import Linear
-from models.norm import dropout
+from models.norm import ByConfig, dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -21,22 +21,35 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(Component):
-    """`activation(x W_in + b_in) W_out + b_out`."""
+class MLP(ByConfig):
+    """`activation(x W_in + b_in) W_out + b_out`, or a `GatedMLP` if the config says so.
+
+    Args:
+        config: sizes and choices.
+
+    Raises:
+        ValueError: if the config has no MLP.
+
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp="gated")
+    >>> type(MLP(config)).__name__
+    'GatedMLP'
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        require(config, "mlp", config.mlp != "none", "'plain' or 'gated' for an MLP")
         self.activation = ACTIVATIONS[config.activation]
         self.input = Linear(config.d_model, config.d_mlp, config.mlp_bias)
         self.output = Linear(config.d_mlp, config.d_model, config.mlp_bias)
-        self.dropout = dropout(config)
+        self.hidden_dropout = dropout(config, config.dropout_place == "hidden")
+        self.output_dropout = dropout(config, config.dropout_place == "output")
         self.pre = HookPoint("batch pos d_mlp", "before the nonlinearity")
         self.post = HookPoint("batch pos d_mlp", "after the nonlinearity")
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """What the MLP adds to the residual stream, from the normalized stream."""
         hidden = self.post(self.activation(self.pre(self.input(x))))
-        return self.dropout(self.output(hidden))
+        return self.output_dropout(self.output(self.hidden_dropout(hidden)))
 
     @property
     def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
@@ -59,7 +72,7 @@ class MLP(Component):
         return self.output.offset
 
 
-class GatedMLP(MLP):
+class GatedMLP(MLP, when=lambda config: config.mlp == "gated"):
     """`(activation(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out` (Shazeer 2020)."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -73,7 +86,7 @@ class GatedMLP(MLP):
         """What the MLP adds to the residual stream, from the normalized stream."""
         gate = self.activation(self.pre(self.gate(x)))
         hidden = self.post(gate * self.linear(self.input(x)))
-        return self.dropout(self.output(hidden))
+        return self.output_dropout(self.output(self.hidden_dropout(hidden)))
 
     @property
     def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:

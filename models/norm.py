@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm with hook points, and functions that choose norm and dropout by config."""
+"""LayerNorm and RMSNorm with hook points, and what chooses parts of a model by config."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -131,6 +134,27 @@ class QKNorm(nn.Module):
         return torch.rms_norm(flat, flat.shape[-1:], self.weight, self.eps).view(x.shape)
 
 
+class ByConfig(Component):
+    """A component of several forms. Calling its class makes the form that the config describes.
+
+    A form is a subclass with a condition: `class GatedMLP(MLP, when=lambda config: ...)`. At most one
+    condition may hold. A subclass itself is made as it is called.
+    """
+
+    forms: ClassVar[list[tuple[Callable[[TransformerConfig], object], type]]]
+
+    def __init_subclass__(cls, when: Callable[[TransformerConfig], object] | None = None) -> None:
+        super().__init_subclass__()
+        cls.forms = []
+        if when is not None:
+            cls.__mro__[1].forms.append((when, cls))  # type: ignore[attr-defined]  # a `ByConfig`
+
+    def __new__(cls, config: TransformerConfig | None = None, *_: object, **__: object) -> Any:
+        """An instance of the form. Copies and pickles give no config, but the form itself."""
+        fitting = (form for when, form in cls.forms if config is not None and when(config))
+        return super().__new__(next(fitting, cls))
+
+
 def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
     """The config's norm of the stream, or an identity if it is not `present`."""
     if not present or config.norm == "none":
@@ -141,9 +165,9 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
     return LayerNorm(config.d_model, config.norm_eps, learned, bias, meaning)
 
 
-def dropout(config: TransformerConfig) -> nn.Module:
-    """The config's dropout, or an identity if its probability is zero."""
-    return nn.Dropout(config.dropout) if config.dropout else Identity()
+def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
+    """The config's dropout, or an identity if it is not `present` or its probability is zero."""
+    return nn.Dropout(config.dropout) if present and config.dropout else Identity()
 
 
 def _widened(x: Tensor) -> Tensor:

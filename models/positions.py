@@ -72,7 +72,7 @@ class Rotary:
         """The vectors of each position, rotated."""
         if rotation is None:
             raise ValueError(
-                "a rotary block must be called with model.context(tokens); got a context without rotation"
+                "a rotary block must be called with the context of a rotary model; got one without rotation"
             )
         cos, sin = rotation
         turned, rest = x[..., : self.d_rotary], x[..., self.d_rotary :]

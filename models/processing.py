@@ -51,7 +51,8 @@ def fold_norms(model: Transformer) -> Transformer:
         values[f"{linear}.weight"] = weight * gain
         if biased:
             bias = values.get(f"{linear}.bias", weight.new_zeros(()))
-            moved = _wide(weight) @ _wide(model.get_parameter(f"{norm}.bias")) + _wide(bias)
+            # Not `@`, which autocast of the caller would round.
+            moved = (_wide(weight) * model.get_parameter(f"{norm}.bias")).sum(-1) + _wide(bias)
             values[f"{linear}.bias"] = moved.to(weight.dtype)
         for kind in ("weight", "bias"):
             values.pop(f"{norm}.{kind}", None)

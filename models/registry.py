@@ -1,23 +1,26 @@
 """Named configs of GPT-2 and of the source documents: `build("gpt2")`, `register("name")`."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from hooks.errors import unknown_name
+from hooks.errors import UnknownNameError, unknown_name
 from models.config import TransformerConfig
 from models.transformer import Transformer
 
 Describe = Callable[[], TransformerConfig]
 
-_configs: dict[str, Describe] = {}
+_configs: dict[str, TransformerConfig] = {}
 
 
 def register(name: str) -> Callable[[Describe], Describe]:
-    """A decorator that registers a function that returns a config, for `build` and `config_of`.
+    """A decorator that registers what a function returns, a config, for `build` and `config_of`.
+
+    A name that is registered again means the new config, and a warning says so.
 
     Raises:
-        ValueError: if the name is taken.
+        ValueError: if it decorates anything but a function that returns a `TransformerConfig`.
 
     >>> @register("two-layers")
     ... def two_layers() -> TransformerConfig:
@@ -25,11 +28,16 @@ def register(name: str) -> Callable[[Describe], Describe]:
     >>> build("two-layers", n_layers=3).config.n_layers
     3
     """
-    if name in _configs:
-        raise ValueError(f"name must not be registered already; got {name!r}")
 
     def add(describe: Describe) -> Describe:
-        _configs[name] = describe
+        config = describe() if callable(describe) else describe
+        if not isinstance(config, TransformerConfig):
+            raise ValueError(
+                f"{name!r} must be a function that returns a TransformerConfig; got {describe!r}"
+            )
+        if name in _configs:
+            warnings.warn(f"{name!r} was registered already and is replaced", stacklevel=2)
+        _configs[name] = config
         return describe
 
     return add
@@ -52,10 +60,23 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
     """
     if name not in _configs:
         raise unknown_name(name, _configs, "config of models.available()")
-    config = _configs[name]()
+    config = _configs[name]
     for field in overrides.keys() - config.__dataclass_fields__.keys():
-        raise unknown_name(field, config.__dataclass_fields__, "field of a config")
+        raise _unknown_field(field, overrides[field])
     return config.replace(**overrides)
+
+
+def _unknown_field(name: str, value: object) -> UnknownNameError:
+    fields = TransformerConfig.__dataclass_fields__
+    for field in fields.values():
+        # `post_norm=True` means the field that has `post` as a choice.
+        choices = get_args(field.type)
+        if value is True and set(choices) & set(name.split("_")):
+            message = (
+                f"no field of a config is named {name!r}; see {field.name}: {', '.join(choices)}"
+            )
+            return UnknownNameError(message, (field.name,))
+    return unknown_name(name, fields, "field of a config")
 
 
 def build(name: str, **overrides: Any) -> Transformer:
@@ -149,7 +170,7 @@ def tiny_lm() -> TransformerConfig:
 
 
 def _components(positions: Literal["learned", "sinusoidal", "rotary"]) -> TransformerConfig:
-    """model-architecture.md: RMSNorm, also of the embeddings, and a tied unembedding."""
+    """model-architecture.md: RMSNorm, also of the embeddings, a tied unembedding, dropout inside."""
     return TransformerConfig(
         vocab_size=50257,
         n_ctx=256,
@@ -162,6 +183,7 @@ def _components(positions: Literal["learned", "sinusoidal", "rotary"]) -> Transf
         embed_norm=True,
         activation="gelu",
         dropout=0.1,
+        dropout_place="hidden",
     )
 
 

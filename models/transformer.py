@@ -4,12 +4,12 @@ import math
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from models.attention import SoftCap
-from models.block import make_block
+from models.block import Block
 from models.checks import can_be_read, check_tokens
 from models.config import TransformerConfig
 from models.context import Context, place
@@ -82,7 +82,7 @@ class Transformer(BlockWeights):
         self.rotary = rotary(config)
         self.ln_embed = norm(config, config.embed_norm, "the embeddings' norm: the stream's start")
         self.embed_dropout = dropout(config)
-        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.ln_final = norm(config, config.final_norm, "what the unembedding reads")
         self.unembedding = Linear(config.d_model, config.vocab_size, config.unembed_bias)
         self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Identity()
@@ -93,28 +93,31 @@ class Transformer(BlockWeights):
     def forward(
         self,
         tokens: Int[Tensor, "batch pos"],
-        attention_mask: Tensor | None = None,
+        attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
         last: int = 0,
+        query_key_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch _pos vocab"]:
         """Logits of the next token at every position.
 
         Args:
             tokens: the tokens; with a cache, those after the cached ones.
-            attention_mask: boolean, or 0 and 1. [batch, key]: which tokens, including cached ones, are
-                not padding. Each row gets the same values as without its padding, left or right.
-                Ignore the values at padding. [batch, query, key] or [batch, head, query, key]: which
-                keys each query sees. It replaces the causal rule and windows.
+            attention_mask: which tokens, including cached ones, are not padding: boolean, or 0 and 1.
+                Each row gets the same values as without its padding, left or right. Ignore the values
+                at padding.
             kv_cache: earlier keys and values; the new ones are added to it.
             last: return logits of only this many last positions; 0 means all.
+            query_key_mask: which keys each query sees: [query, key], [batch, query, key] or
+                [batch, head, query, key]; boolean, or 0 and 1. It replaces the causal rule and
+                windows, not padding. The last two forms broadcast over axes of size 1.
 
         Raises:
-            ValueError: if tokens are outside the vocabulary, or do not fit the context, the mask or
+            ValueError: if tokens are outside the vocabulary, or do not fit the context, the masks or
                 the cache.
         """
         if last < 0:
             raise ValueError(f"last must be at least 0; got {last}")
-        context = self.context(tokens, attention_mask, kv_cache)
+        context = self.context(tokens, attention_mask, kv_cache, query_key_mask)
         resid = self.input_resid(tokens, context)
         for block in self.blocks:
             resid = block(resid, context)
@@ -125,13 +128,20 @@ class Transformer(BlockWeights):
     def context(
         self,
         tokens: Int[Tensor, "batch pos"],
-        attention_mask: Tensor | None = None,
+        attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
+        query_key_mask: Tensor | None = None,
     ) -> Context:
         """What the blocks read besides the stream. For arguments and errors see `forward`."""
         check_tokens(tokens, "tokens must be integers of shape [batch, pos]")
+        config, (batch, new) = self.config, tokens.shape
+        if kv_cache is not None:
+            kv_cache.reserve(config, batch, new)
+        elif new > config.n_ctx:
+            raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
         rotate = partial(self.rotary.rotation, dtype=self.token_embedding.weight.dtype)
-        return place(self.config, tokens, attention_mask, kv_cache, rotate)
+        masks = (attention_mask, query_key_mask)
+        return place(tokens, set(config.windows), config.n_heads, rotate, *masks, kv_cache)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Context | None = None
@@ -163,6 +173,21 @@ class Transformer(BlockWeights):
         """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
         return self.unembed(resid)[:, -last:]
 
+    def extend_context(self, n_ctx: int) -> None:
+        """Lets the model read `n_ctx` positions, which may be more than in its training.
+
+        Sinusoidal and rotary positions are computed for any length. Whether the model is any good there
+        is another question. The config changes, so a saved model keeps the new length.
+
+        Raises:
+            ValueError: if positions are learned, as there are no vectors for other positions.
+        """
+        if self.config.positions == "learned":
+            raise ValueError(
+                f"positions must not be learned for another n_ctx than {self.config.n_ctx}; got {n_ctx}"
+            )
+        self.config = self.config.replace(n_ctx=n_ctx)
+
     def count_parameters(self) -> int:
         """The number of trainable parameters; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
@@ -176,8 +201,6 @@ def initialise(model: Transformer) -> None:
         part = name.removesuffix(".weight")
         if parameter.ndim == 1:
             parameter.fill_(float(name.endswith("weight")))
-        elif part in ("token_embedding", "position_embedding"):
-            nn.init.normal_(parameter, std=0.02)
         elif part.endswith("qkv"):  # three matrices, each with its own size
             heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
             for matrix in parameter.split([n * config.d_head for n in heads]):

@@ -101,6 +101,12 @@ def some_tokens(seed=1, shape=(BATCH, POS)):
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def masked(mask):
+    """A mask, with any number of axes but [query, key], as an argument of a model."""
+    by_query = mask is not None and mask.ndim > 2
+    return {"query_key_mask" if by_query else "attention_mask": mask}
+
+
 def tolerance(config):
     """Angles are computed in float32, whose rounding is 6e-8 of an angle of up to 17 radians."""
     return 2e-5 if config.positions in ("rotary", "sinusoidal") else 1e-11

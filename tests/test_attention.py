@@ -21,6 +21,7 @@ from tests.reference import (
     SIZES,
     VARIANTS,
     Reference,
+    masked,
     randomised,
     some_tokens,
     tolerance,
@@ -236,7 +237,7 @@ def test_explicit_and_fused_agree_in_values_and_gradients(name, mask):
     runner, weights = HookedRunner(model), list(model.parameters())
 
     def run(hooks):
-        logits = runner.run_with_hooks(tokens, attention_mask=given, hooks=hooks)
+        logits = runner.run_with_hooks(tokens, **masked(given), hooks=hooks)
         gradients = torch.autograd.grad(logits.log_softmax(-1)[:, :, 5].sum(), weights)
         return logits.detach(), gradients
 
@@ -310,14 +311,13 @@ def test_dropout_of_the_pattern_leaves_its_mean(dropout):
     model = variant("no positions", dropout=dropout)
     attn, x = model.blocks[0].attn.train(), draw(1, POS, SIZES["d_model"]).expand(3000, -1, -1)
     attn.output_dropout.eval()
-    context = model.context(some_tokens(shape=(3000, POS)))
     torch.manual_seed(0)
     with torch.no_grad():
-        expected = attn.eval()(x, context)[:1]
+        expected = attn.eval()(x)[:1]
         attn.train().output_dropout.eval()
         for hooks in ({}, {"pattern": lambda value, point: None}):
             with HookedRunner(attn).hooks(hooks):
-                out = attn(x, context)
+                out = attn(x)
             spread = out.std(0)
             assert bool((spread > 0.01).all()) == bool(dropout)
             error = (out.mean(0) - expected[0]).abs()
@@ -348,42 +348,90 @@ def test_a_mask_by_query_replaces_the_causal_rule_and_windows(name, mask):
     expected, atol = Reference(model)(tokens, allowed), tolerance(model.config)
     runner = HookedRunner(model)
     with torch.no_grad():
-        close(model(tokens, attention_mask=given), expected, atol)
-        explicit, cache = runner.run_with_cache(tokens, attention_mask=given, names="*.pattern")
+        close(model(tokens, query_key_mask=given), expected, atol)
+        explicit, cache = runner.run_with_cache(tokens, query_key_mask=given, names="*.pattern")
     close(explicit, expected, atol)
     sums = cache["pattern", 1].sum(-1)
     close(sums, torch.tensor(allowed.any(-1)).double())
+
+
+@pytest.mark.parametrize("name", ["pre", "like llama", "window"])
+def test_a_square_mask_is_what_its_argument_says(name):
+    """As many rows as positions: by its shape, it may be of rows or of queries."""
+    model, tokens = variant(name), some_tokens(shape=(POS, POS))
+    # Queries see later keys; as padding, it is of rows that are padded on the left.
+    mask = torch.ones(POS, POS, dtype=torch.bool).triu()
+    allowed = np.broadcast_to(mask.numpy(), (POS, HEADS, POS, POS))
+    with torch.no_grad():
+        seen = model(tokens, query_key_mask=mask)
+        close(seen, Reference(model)(tokens, allowed), tolerance(model.config))
+        padded = model(tokens, attention_mask=mask)
+        for row in range(POS):
+            close(padded[row, row:], model(tokens[row : row + 1, row:])[0], 1e-9)
+
+
+@pytest.mark.parametrize("name", ["pre", "like llama", "sinusoidal"])
+def test_padding_and_a_mask_by_query_act_together(name):
+    """A padded row gets what it gets alone with its part of the other mask."""
+    model, tokens, padded = variant(name), some_tokens(), GIVEN_MASKS["padding"]
+    seen = GIVEN_MASKS["4-D"]
+    with torch.no_grad():
+        logits = model(tokens, padded, query_key_mask=seen)
+        for row, real in enumerate(padded):
+            part = seen[row : row + 1, :, real][..., real]
+            alone = model(tokens[row : row + 1, real], query_key_mask=part)
+            close(logits[row, real], alone[0], 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(0, POS), (BATCH, 0)])
+@pytest.mark.parametrize("name", ["grouped", "like gemma 2", "window"])
+def test_nothing_passes_through_hooked_attention_too(name, shape):
+    model, tokens = variant(name), some_tokens(shape=shape)
+    with torch.no_grad():
+        for mask in (None, torch.ones(shape), torch.ones(shape[1], shape[1])[None]):
+            logits, cache = HookedRunner(model).run_with_cache(tokens, **masked(mask))
+            assert logits.shape == model(tokens, **masked(mask)).shape == (*shape, 23)
+            assert cache["pattern", 1].shape == (shape[0], HEADS, shape[1], shape[1])
+    q, k = draw(3, D_K), draw(0, D_K)
+    assert scaled_dot_product_attention(q, k, k).tolist() == [[0] * D_K] * 3
 
 
 def test_a_mask_of_zeros_and_ones_may_have_any_type():
     model, tokens = variant("like llama"), some_tokens()
     for mask in (GIVEN_MASKS["padding"], GIVEN_MASKS["3-D"]):
         with torch.no_grad():
-            expected = model(tokens, mask)
+            expected = model(tokens, **masked(mask))
             for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.float64):
-                assert torch.equal(model(tokens, mask.to(dtype)), expected)
+                assert torch.equal(model(tokens, **masked(mask.to(dtype))), expected)
             close(model(tokens, torch.ones(BATCH, POS)), model(tokens), 1e-10)
 
 
+PADDING, BY_QUERY = "attention_mask", "query_key_mask"
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("mask", "match"),
+    ("argument", "mask", "match"),
     [
-        *((torch.ones(shape), re.escape(str(shape))) for shape in ((BATCH, 6), (1, POS), (POS,), (BATCH, 3, POS), (2, POS, POS), (BATCH, 3, POS, POS), (1, 1, 1, 1, POS))),
-        *((torch.ones(BATCH, POS) * value, str(value)) for value in (2.0, 0.5, -1.0, -torch.inf)),
-        (torch.ones(BATCH, POS).index_fill(0, torch.tensor(3), 0), "row 3"),
-        (torch.ones(BATCH, POS, POS).index_fill(0, torch.tensor(2), 0), "row 2"),
+        *((PADDING, torch.ones(shape), re.escape(str(shape))) for shape in ((BATCH, 6), (1, POS), (POS,))),
+        *((PADDING, torch.ones(shape), BY_QUERY) for shape in ((BATCH, POS, POS), (BATCH, HEADS, POS, POS))),
+        *((BY_QUERY, torch.ones(shape), re.escape(str(shape))) for shape in ((POS,), (1, POS), (BATCH, POS), (BATCH, 3, POS), (2, POS, POS), (BATCH, 3, POS, POS), (1, 1, 1, 1, POS))),
+        *((PADDING, torch.ones(BATCH, POS) * value, str(value)) for value in (2.0, 0.5, -1.0, -torch.inf)),
+        (BY_QUERY, torch.zeros(POS, POS).fill_diagonal_(-torch.inf), "-inf"),
+        (PADDING, torch.ones(BATCH, POS).index_fill(0, torch.tensor(3), 0), "row 3"),
+        (BY_QUERY, torch.ones(BATCH, POS, POS).index_fill(0, torch.tensor(2), 0), "row 2"),
     ],
 )  # fmt: skip
-def test_masks_of_a_model_that_are_refused(mask, match):
+def test_masks_of_a_model_that_are_refused(argument, mask, match):
     """A row without any key has an inverted mask, most likely."""
-    with pytest.raises(ValueError, match=f"attention_mask.*{match}"):
-        variant("pre")(some_tokens(), attention_mask=mask)
+    with pytest.raises(ValueError, match=f"{argument}.*{match}"):
+        variant("pre")(some_tokens(), **{argument: mask})
 
 
-def test_rotary_attention_without_rotations_says_where_they_come_from():
+def test_a_context_without_rotations_is_refused():
     model, tokens = variant("rotary"), some_tokens()
     context = model.context(tokens)
-    with pytest.raises(ValueError, match=r"model\.context\(tokens\)"):
+    with pytest.raises(ValueError, match="rotation"):
         model.blocks[0](model.input_resid(tokens, context), context._replace(rotation=None))
 
 

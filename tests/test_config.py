@@ -61,6 +61,7 @@ EFFECTS = {
     "unembed_bias": (True, {}, "parameters"),
     "tied_unembed": (False, {}, "parameters"),
     "dropout": (0.4, {}, "training"),
+    "dropout_place": ("hidden", dict(dropout=0.4), "training"),
     "init": ("xavier", {}, "fresh weights"),
     "eos_token_ids": ((2,), {}, "generation"),
 }  # fmt: skip
@@ -141,6 +142,7 @@ def test_equal_configs_differ_in_nothing():
         (dict(norm_place="post", norm="none"), "unless there is a norm; got 'post'"),
         (dict(qk_norm_learned=False), "unless there is a qk_norm; got False"),
         (dict(window_layers=(1,)), "unless there is a window; got (1,)"),
+        (dict(dropout_place="hidden"), "unless there is dropout; got 'hidden'"),
         (dict(activation="silu", mlp="none"), "unless there is an MLP; got 'silu'"),
         (dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0)), **ROTARY), "4 numbers, one for each frequency; got 3"),
     ],

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
 from models import KVCache
-from tests.reference import BATCH, HEADS, POS, some_tokens, variant
+from tests.reference import BATCH, HEADS, POS, masked, some_tokens, variant
 
 COPIES = 3
 SOME = [
@@ -54,10 +54,10 @@ class Run:
     def __init__(self, name, mask):
         self.model, self.tokens = variant(name), some_tokens()
         self.runner, self.layers = HookedRunner(self.model), self.model.config.n_layers
-        self.context = self.model.context(self.tokens, MASKS[mask])
+        self.context = self.model.context(self.tokens, **masked(MASKS[mask]))
         with torch.no_grad():
             _, self.cache = self.runner.run_with_cache(
-                self.tokens, attention_mask=MASKS[mask], names=["*.resid_*", "*.k", "*.v"]
+                self.tokens, **masked(MASKS[mask]), names=["*.resid_*", "*.k", "*.v"]
             )
 
     def past(self, pos):

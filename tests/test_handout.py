@@ -55,7 +55,7 @@ def attention_of_the_example(model_mask):
     hooks = {f"blocks.0.attn.{name}": lambda value, point, part=part: part[None, :, None].clone() for name, part in (("q", Q), ("k", K), ("v", V))}  # fmt: skip
     runner = HookedRunner(model)
     with runner.hooks(hooks):
-        return runner.run_with_cache(tokens, attention_mask=model_mask)[1]
+        return runner.run_with_cache(tokens, query_key_mask=model_mask)[1]
 
 
 @pytest.mark.parametrize("kind", ["whole", "causal"])
@@ -65,9 +65,13 @@ def test_the_worked_example(kind):
     close(torch.tensor(expected) @ V, OUTPUT[kind], 2e-6)
     mask = causal_mask(3) if kind == "causal" else None
     close(scaled_dot_product_attention(Q, K, V, mask), OUTPUT[kind], 2e-6)
+    whole_numbers = (part.long() for part in (Q, K, V))
+    close(scaled_dot_product_attention(*whole_numbers, mask), OUTPUT[kind], 2e-6)
+    mixed = scaled_dot_product_attention(Q.int(), K.double(), V.long(), mask)
+    close(mixed, OUTPUT[kind], 2e-6)
     additive = torch.zeros(3, 3) if mask is None else torch.where(mask, 0.0, -1e9)
     close(scaled_dot_product_attention(Q, K, V, additive), OUTPUT[kind], 2e-6)
-    cache = attention_of_the_example(torch.ones(1, 3, 3) if mask is None else None)
+    cache = attention_of_the_example(torch.ones(3, 3) if mask is None else None)
     products = [[1, 1, 0], [0, 1, 1], [1, 2, 1]]
     close(cache["scores", 0][0, 0] * math.sqrt(2), products)
     close(cache["scores", 0][0, 0], np.array(products) / math.sqrt(2))
@@ -89,16 +93,16 @@ def test_equal_scores_give_an_average_over_positions():
     """The specs' correction of section 5.3: zero queries, not identity projections, average."""
     config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=6, qkv_bias=False, out_bias=False, norm="none")  # fmt: skip
     model = Transformer(config).eval()
-    attn, tokens = model.blocks[0].attn, torch.tensor([[0, 3, 1, 4, 2]])
+    attn = model.blocks[0].attn
     x = torch.randn(1, 5, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         attn.W_Q.zero_()
         for part in (attn.W_K, attn.W_V):
             part.copy_(torch.eye(6).unflatten(1, (2, 3)).transpose(0, 1))
         attn.output.weight.copy_(torch.eye(6))
-        everything = model.context(tokens, torch.ones(1, 5, 5))
+        everything = torch.ones(5, 5)
         close(attn(x, everything), x.mean(1, keepdim=True).expand(-1, 5, -1))
-        close(attn(x, model.context(tokens)), torch.stack([x[:, : n + 1].mean(1) for n in range(5)], 1))  # fmt: skip
+        close(attn(x), torch.stack([x[:, : n + 1].mean(1) for n in range(5)], 1))  # fmt: skip
         attn.W_Q.copy_(attn.W_K)
         difference = attn(x, everything) - x.mean(1, keepdim=True)
     assert difference.abs().max() > 0.1

@@ -1,4 +1,4 @@
-"""Positions: sinusoids, and rotations against complex numbers and the scalings of transformers."""
+"""Positions: rotations against complex numbers and the scalings of transformers."""
 
 import cmath
 import copy
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models import RotaryScaling, Transformer, TransformerConfig
-from models.positions import Rotary, Sinusoidal
+from models.positions import Rotary
 
 BATCH, POS, HEADS, D_HEAD, N_CTX = 3, 7, 2, 12, 19
 SIZES = dict(vocab_size=23, n_ctx=N_CTX, n_layers=1, n_heads=HEADS, d_model=HEADS * D_HEAD)
@@ -26,20 +26,6 @@ def draw(*shape, seed=0):
 
 def places(seed=1):
     return torch.randint(N_CTX, (BATCH, POS), generator=torch.Generator().manual_seed(seed))
-
-
-# --- sinusoids
-
-
-def test_sinusoids_follow_the_formula():
-    positions, d_model = places(), 6
-    out = Sinusoidal(d_model)(positions)
-    assert out.shape == (BATCH, POS, d_model)
-    for (row, pos), at in np.ndenumerate(positions.numpy()):
-        for i in range(d_model // 2):
-            angle = at / 10000 ** (2 * i / d_model)
-            assert out[row, pos, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-5)
-            assert out[row, pos, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
 
 
 # --- rotations

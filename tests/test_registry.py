@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from models import (
     Transformer,
@@ -62,9 +63,13 @@ def test_registering_makes_a_name_known():
     assert model.config == own().replace(d_model=8, positions="none")
     assert (model.config.d_mlp, model.config.d_head) == (32, 4)
     assert not torch.equal(model.W_E, build("own", d_model=8).W_E)
-    with pytest.raises(ValueError, match="'own'"):
+    with pytest.warns(UserWarning, match="'own'"):
         register("own")(lambda: config_of("d24"))
-    assert config_of("own") == own()
+    assert config_of("own") == config_of("d24")
+    for wrong in (build, lambda: 7, Transformer, nn.Linear(2, 3)):
+        with pytest.raises((ValueError, TypeError)):
+            register("wrong")(wrong)
+    assert "wrong" not in available()
 
 
 @pytest.mark.parametrize("get", [build, config_of])
@@ -74,6 +79,11 @@ def test_unknown_names_list_close_matches_and_overrides_are_checked(get):
     assert error.value.close_matches[0] == "gpt2-medium"
     with pytest.raises(KeyError, match="'layers'.*n_layers"):
         get("d12", d_head=5, n_layers=2, layers=3)
+    with pytest.raises(KeyError, match="'post_norm'.*norm_place: .*sandwich") as error:
+        get("d12", post_norm=True)
+    assert error.value.close_matches == ("norm_place",)
+    with pytest.raises(KeyError, match="'head_dim'.*d_head") as error:  # not the choice `head`
+        get("d12", head_dim=12)
     with pytest.raises(ValueError, match=r"d_model .*\(12\).* 100"):
         get("d12", d_model=100)
 
@@ -144,14 +154,14 @@ QK_NORM = BARE | dict(positions="rotary", rotary_fraction=1.0, norm="rmsnorm", n
 QK_NORM |= dict(mlp_bias=False, activation="gelu", dropout=0.0, tied_unembed=True, norm_place="pre", qk_norm="none")
 HANDOUT = BARE | PRE | dict(positions="sinusoidal", activation="gelu", mlp_bias=True, unembed_bias=True)
 HANDOUT |= dict(dropout=0.0, tied_unembed=False, final_norm=False)
-COMPONENTS = dict(n_ctx=256, d_model=512, n_heads=8, n_layers=6, d_mlp=2048, dropout=0.1, activation="gelu")
+COMPONENTS = dict(n_ctx=256, d_model=512, n_heads=8, n_layers=6, d_mlp=2048, dropout=0.1, dropout_place="hidden", activation="gelu")
 COMPONENTS |= dict(norm="rmsnorm", norm_eps=1e-6, embed_norm=True, norm_place="pre", tied_unembed=True)
 SVD = BARE | PRE | dict(positions="learned", activation="gelu", tied_unembed=False, unembed_bias=False, n_heads=1)
 DOCUMENTS = {
     **dict.fromkeys(COUNTS, GPT2),
     **dict.fromkeys(SIZES, QK_NORM),
     "d12_post_norm": QK_NORM | dict(norm_place="sandwich"),
-    "d12_post_norm_qk_norm": QK_NORM | dict(norm_place="sandwich", qk_norm="head"),
+    "d12_post_norm_qk_norm": QK_NORM | dict(norm_place="sandwich", qk_norm="head", qk_norm_learned=False),
     "tiny-lm": HANDOUT,
     **{f"transformer-{kind}": COMPONENTS | dict(positions=kind) for kind in ("learned", "sinusoidal", "rotary")},
     **{f"svd-{width}-{depth}l": SVD | dict(d_model=width, n_layers=depth, d_head=width) for width in (64, 128, 256) for depth in (2, 4, 6)},

@@ -53,8 +53,8 @@ def test_sound_models_pass_in_every_dtype(form, dtype):
 
 
 def test_autocast_of_the_caller_is_not_the_models_fault():
-    with torch.autocast("cpu", torch.bfloat16):
-        verify(built(**FORMS["gpt2"]))
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        verify(built(torch.float32, **FORMS["gpt2"]))
 
 
 def test_the_model_that_ships_passes_when_it_is_loaded(monkeypatch):
@@ -188,7 +188,7 @@ def test_padding_that_is_seen_is_noticed(monkeypatch):
     model = built(positions="none")
     place = Transformer.context
     # The mask is forgotten: keys that are padding are attended to.
-    monkeypatch.setattr(model, "context", lambda tokens, mask, cache: place(model, tokens, None, cache))  # fmt: skip
+    monkeypatch.setattr(model, "context", lambda tokens, mask, *rest: place(model, tokens, None, *rest))  # fmt: skip
     refused(model, "left-padded", "blocks.0.resid_post")
 
 
@@ -197,8 +197,8 @@ def test_positions_that_padding_changes_are_noticed(positions, monkeypatch):
     model = built(torch.float32, positions=positions)
     place = Transformer.context
 
-    def counting(tokens, mask, cache):
-        context = place(model, tokens, mask, cache)
+    def counting(tokens, mask, *rest):
+        context = place(model, tokens, mask, *rest)
         at = torch.arange(tokens.shape[1])[None] + context.start
         if positions == "rotary":  # only differences matter there, so those are changed
             at = context.positions * (1 if mask is None else 2)
@@ -213,8 +213,8 @@ def test_right_padding_has_a_check_of_its_own(monkeypatch):
     model = built()
     place = Transformer.context
 
-    def shifted(tokens, mask, cache):
-        context = place(model, tokens, mask, cache)
+    def shifted(tokens, mask, cache, *rest):
+        context = place(model, tokens, mask, cache, *rest)
         right = mask is not None and not mask[:, -1].all() and cache is None
         return context._replace(positions=context.positions + right)
 
@@ -237,10 +237,10 @@ def test_a_cache_that_forgets_padding_is_noticed(monkeypatch):
     model = built(positions="none")
     place = Transformer.context
 
-    def forgetful(tokens, mask, cache):
+    def forgetful(tokens, mask, cache, *rest):
         if cache is not None and cache.length:
             mask = cache.mask = None
-        return place(model, tokens, mask, cache)
+        return place(model, tokens, mask, cache, *rest)
 
     monkeypatch.setattr(model, "context", forgetful)
     refused(model, "padded text")
