@@ -33,9 +33,9 @@ from svd_report import draw_drift, draw_events, draw_spectra, report
 from svd_statistics import FEWEST
 from svd_tables import Setting
 from torch import Tensor
-from walks import Walks, event_windows, random_graph, random_walks, sliding_windows
+from walks import Walks, event_windows, random_graph, random_walks
 
-from models import TrainingConfig, Transformer, build, save, train
+from models import TrainingConfig, Transformer, build, sample_batch, save, train
 
 WIDTH = 32
 TRAINING, LENGTH, DELAY, BUFFER = 500, 160, 6, 5
@@ -61,11 +61,10 @@ def train_with_checkpoints(
         As for `train`.
     """
     kept = {step: out / "checkpoints" / f"step-{step}" for step in kept_steps(config.steps)}
-    # One more than the model reads, because its last position also predicts a token.
-    windows = sliding_windows(walks.tokens, WIDTH + 1).flatten(0, 1)
 
     def batches(step: int, generator: torch.Generator) -> Tensor:
-        return windows[torch.randint(len(windows), (32,), generator=generator)]
+        # One more than the model reads, because its last position also predicts a token.
+        return sample_batch(walks.tokens, 32, WIDTH + 1, generator)
 
     def after_step(step: int, loss: float) -> None:
         if step in kept:

@@ -12,7 +12,7 @@ Give each further experiment its own --out.
 
     python examples/tiny_lm.py
     python examples/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
-    python examples/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1
+    python examples/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1 --validation-windows 4
     python -m interp report --model out/tiny-lm
 """
 
@@ -33,6 +33,7 @@ from commands import (
     require_own,
     text_at,
 )
+from tqdm import tqdm
 
 from models import (
     CharTokenizer,
@@ -65,6 +66,7 @@ TRAINING = (
     *("steps", "batch_size", "learning_rate", "final_rate", "warmup", "weight_decay", "clip"),
     *("seed", "evaluate_every"),
 )
+MIDWAY = Sampling(temperature=0.8)
 SAMPLINGS = (
     Sampling(),
     *(Sampling(temperature=temperature) for temperature in (0.5, 0.8, 1.0, 1.3)),
@@ -132,7 +134,7 @@ def all_options() -> argparse.ArgumentParser:
     data.add_argument(
         "--validation-windows",
         type=int,
-        help="the most contexts of the held-out tenth to evaluate (all; 16 with --model)",
+        help="the most contexts of the held-out tenth to evaluate (all)",
     )
     model = options.add_argument_group("model (by default nanoGPT's or --model's values)")
     model.add_argument("--model", metavar="NAME", help=", ".join(available()))
@@ -158,7 +160,7 @@ def all_options() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains, then writes model, samples and figures to the directory."""
+    """Trains with a sample at each validation, then writes model, samples and figures to the directory."""
     # A context of 1 has no room for a character after the prompt.
     require_least(options, {"validation_windows": 1, "context": 2, "length": 1})
     require_matplotlib()
@@ -175,7 +177,7 @@ def run(options: argparse.Namespace) -> None:
         **{name: getattr(options, name) for name in TRAINING}, characters_per_token=1.0
     )
     learned, held_out = split(torch.tensor(tokenizer.encode(text)))
-    windows = options.validation_windows or (16 if options.model else len(held_out))
+    windows = options.validation_windows or len(held_out)
     held_out = held_out[: windows * config.n_ctx + 1]
     torch.manual_seed(options.seed)
     model = Transformer(config)
@@ -183,24 +185,40 @@ def run(options: argparse.Namespace) -> None:
         f"{model.count_parameters():,} weights; {len(text):,} characters of {source}, "
         f"{vocab_size} distinct"
     )
+
+    def sample(sampling: Sampling, when: str = "") -> str:
+        found = continued(model, prompt, options.length, sampling, options.seed)
+        return f"--- {when}{in_words(sampling)} ---\n{tokenizer.decode(found)}"
+
+    def after_step(step: int, loss: float) -> None:
+        if step % options.evaluate_every == 0 or step == options.steps:
+            model.eval()
+            found = sample(MIDWAY, f"step {step}, ") + "\n"
+            model.train()
+            tqdm.write(found)  # which leaves the bar in place
+            with (out / "samples_by_step.txt").open("a", encoding="utf-8") as file:
+                file.write(found)
+
     result = train(
-        model, learned, training, validation=held_out, directory=out, resume=options.resume
+        *(model, learned, training),
+        validation=held_out,
+        directory=out,
+        resume=options.resume,
+        after_step=after_step,
     )
     model.eval()
     save(out, model, tokenizer)
     for step, found in result.validation.items():
+        error = found.standard_error
         print(
-            f"step {step}: validation {found.nats:.4f} nats, {found.bits_per_character:.4f} bits per "
-            f"character, perplexity {found.perplexity:.2f}"
+            f"step {step}: validation {found.nats:.4f} nats"
+            f"{'' if error is None else f' (standard error {error:.4f})'}, "
+            f"{found.bits_per_character:.4f} bits per character, perplexity {found.perplexity:.2f}"
         )
-    samples = [
-        f"--- {in_words(sampling)} ---\n"
-        + tokenizer.decode(continued(model, prompt, options.length, sampling, options.seed))
-        for sampling in SAMPLINGS
-    ]
+    samples = map(sample, SAMPLINGS)
     (out / "samples.txt").write_text("\n\n".join(samples) + "\n", encoding="utf-8")
     draw(out, model, tokenizer, held_out, result)
-    print(f"{out} has the model, log.jsonl, samples.txt, losses.png and attention.png")
+    print(f"{out} has the model, log.jsonl, samples and figures")
 
 
 def draw(

@@ -75,7 +75,7 @@ def _unknown_field(name: str, value: object) -> UnknownNameError:
             message = (
                 f"no field of a config is named {name!r}; see {field.name}: {', '.join(choices)}"
             )
-            return UnknownNameError(message, (field.name,))
+            return UnknownNameError(message)
     return unknown_name(name, fields, "field of a config")
 
 

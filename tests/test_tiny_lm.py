@@ -82,7 +82,7 @@ def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text, monke
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
         *("attention.png", "checkpoint.pt", "config.json", "log.jsonl", "losses.png"),
-        *("model.safetensors", "samples.txt", "vocabulary.json"),
+        *("model.safetensors", "samples.txt", "samples_by_step.txt", "vocabulary.json"),
     }
     model, tokenizer = load(out), load_tokenizer(out)
     assert (model.config.n_layers, model.config.n_heads, model.config.d_model) == (1, 3, 12)
@@ -98,6 +98,10 @@ def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text, monke
     assert all(part.startswith("to be") for part in texts)
     # The prompt, 20 characters and the line's end.
     assert len(texts[-1]) == 5 + 20 + 1
+    # The weights, the sampling and its seed of the last one are also those of a sample at the end.
+    first, last = (out / "samples_by_step.txt").read_text().split("--- step ")[1:]
+    assert first.startswith("2, temperature 0.8 ---\nto be")
+    assert last == f"4, temperature 0.8 ---\n{texts[2][: 5 + 20]}\n"
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses, validation = drawn["loss_figure"]
     assert list(losses) == [line["loss"] for line in lines]
@@ -124,6 +128,25 @@ def test_the_experiments_are_options(call, tmp_path, options, fields, training_o
     assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.3
     lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["learning_rate"] for line in lines] == [2e-3] * 4
+
+
+def test_samples_leave_the_training_as_it_is(call, tmp_path, training_only):
+    losses = []
+    for every in ("1", "4"):
+        arguments = ["--dropout", "0.5", "--evaluate-every", every, "--out", str(tmp_path / every)]
+        assert call(*arguments)[::2] == (0, "")
+        log = (tmp_path / every / "log.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in log])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("more", "length"), [([], 56), (["--validation-windows", "4"], 9)])
+def test_all_held_out_text_is_the_default(call, monkeypatch, more, length):
+    def train(*_, validation, **__):
+        raise ValueError(f"{len(validation)} held out")
+
+    monkeypatch.setattr(tiny_lm, "train", train)
+    assert f"error: {length} held out" in call("--model", "tiny-lm", "--context", "2", *more)[2]
 
 
 def test_nanogpts_setting_at_twice_its_rate_is_the_default():
@@ -337,7 +360,7 @@ def test_qk_norms_figure_shows_the_measurements():
     for axes, field in zip(
         figure.axes, ("largest_score", "entropy", "validation_loss"), strict=True
     ):
-        for line, run, name in zip(axes.lines, points, names, strict=False):
+        for line, run, name in zip(axes.lines[:3], points, names, strict=True):
             assert line.get_xydata().tolist() == [[m.step, getattr(m, field)] for m in run]
             assert line.get_label() == name
     assert list(figure.axes[0].lines[3].get_ydata()) == [2.5, 2.5]

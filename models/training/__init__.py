@@ -3,13 +3,13 @@
 from models.training.data import (
     Batches,
     Evaluation,
+    TrainingConfig,
     evaluate,
     next_token_loss,
     sample_batch,
     split,
 )
 from models.training.loop import TrainingResult, train
-from models.training.run import TrainingConfig
 
 __all__ = [
     "Batches",

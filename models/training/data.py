@@ -1,8 +1,8 @@
-"""Data for training and evaluation: texts, batches, and the loss of each next token."""
+"""What training starts from: settings, texts, batches, and the loss of each next token."""
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.checks import INTEGERS, check_whole, mode
+from models.checks import INTEGERS, check_types, check_whole, mode
 from models.transformer import Transformer
 
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
@@ -22,6 +22,68 @@ batches, without an error.
 """
 
 
+Text = Int[Tensor, "*_walk _pos"] | Sequence[int]
+"""A text [pos], or walks [walk, pos]: rows that no window joins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How to train. The defaults are nanoGPT's for small character models (Karpathy 2022).
+
+    Attributes:
+        steps: number of updates.
+        batch_size: rows of a batch, and windows that are evaluated at once.
+        learning_rate: the largest rate, reached after `warmup` steps; it then falls along a cosine
+            (Loshchilov & Hutter 2017).
+        final_rate: the rate at the end, as a share of `learning_rate`; 1 for a constant rate.
+        warmup: steps of linear warm-up.
+        betas: AdamW's decay rates for the mean and the mean square of gradients.
+        weight_decay: AdamW's, for matrices; biases and norms are not decayed.
+        clip: the largest norm of the whole gradient; 0 means no limit.
+        seed: the seed of batches and dropout.
+        train_fraction: the share of a text, or of walks, for training; the rest is held out.
+        evaluate_every: steps between validations. A checkpoint follows each. Both are also done after
+            the last step.
+        characters_per_token: for bits per character: 1 if tokens are characters, 0 if unknown.
+
+    Raises:
+        ValueError: naming the field, its value and its range.
+    """
+
+    steps: int
+    batch_size: int = 12
+    learning_rate: float = 1e-3
+    final_rate: float = 0.1
+    warmup: int = 100
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    train_fraction: float = 0.9
+    evaluate_every: int = 250
+    characters_per_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        # AdamW refuses rates, betas and weight decays out of range itself.
+        least = {"steps": 1, "batch_size": 1, "evaluate_every": 1, "warmup": 0, "clip": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}; got {getattr(self, name)}")
+        if not 0 <= self.final_rate <= 1:
+            raise ValueError(f"final_rate must be 0 to 1; got {self.final_rate}")
+        if not -(2**63) <= self.seed < 2**64:  # PyTorch's range
+            raise ValueError(f"seed must be -2**63 to 2**64 - 1; got {self.seed}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, counted from 0."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        fallen = (1 - self.final_rate) * (1 - math.cos(math.pi * done)) / 2
+        return self.learning_rate * (1 - fallen)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """A mean loss in several units.
@@ -29,6 +91,7 @@ class Evaluation:
     Attributes:
         nats: cross-entropy in nats per token.
         characters_per_token: mean length of a token; 1 if tokens are characters, 0 if unknown.
+        standard_error: of `nats`, from the spread of windows; None for a single window.
 
     >>> Evaluation(nats=math.log(8), characters_per_token=2.0).bits_per_character
     1.5
@@ -36,6 +99,7 @@ class Evaluation:
 
     nats: float
     characters_per_token: float = 0.0
+    standard_error: float | None = None
 
     @property
     def bits(self) -> float:
@@ -60,19 +124,20 @@ def next_token_loss(
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
 
 
-def mean_loss(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
-    """Mean cross-entropy, in nats, of all tokens but the first of each row."""
+def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
+    """Mean cross-entropy of each row, in nats, of all its tokens but the first."""
     rows = rows.to(model.token_embedding.weight.device).long()
-    logits = model(rows[:, :-1]).flatten(0, 1)
+    logits = model(rows[:, :-1])
     # In half precision the sum over tokens would be rounded, or infinite.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, rows[:, 1:].flatten())
+    losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    return losses.view(len(rows), -1).mean(1)
 
 
 def split(
-    tokens: Int[Tensor, " text"], fraction: float = 0.9
-) -> tuple[Int[Tensor, " training"], Int[Tensor, " validation"]]:
-    """The first `fraction` of a text for training, the rest for validation.
+    tokens: Int[Tensor, "text ..."], fraction: float = 0.9
+) -> tuple[Int[Tensor, "training ..."], Int[Tensor, "validation ..."]]:
+    """The first `fraction` of a text, or of walks [walk, pos], for training; the rest for validation.
 
     Raises:
         ValueError: if one of the two would be empty.
@@ -83,51 +148,53 @@ def split(
     at = int(len(tokens) * fraction)
     if not 0 < at < len(tokens):
         raise ValueError(
-            f"both parts of a text must have tokens; got {at} of {len(tokens)} tokens for training, "
+            f"both parts must have tokens or walks; got {at} of {len(tokens)} for training, "
             f"with a fraction of {fraction}"
         )
     return tokens[:at], tokens[at:]
 
 
 def sample_batch(
-    tokens: Int[Tensor, " text"], batch: int, length: int, generator: torch.Generator
+    tokens: Int[Tensor, "*walk pos"], batch: int, length: int, generator: torch.Generator
 ) -> Int[Tensor, "batch length"]:
-    """Random windows of a text.
+    """Random windows of a text [pos], or of walks [walk, pos]: then none joins two walks.
 
     Raises:
-        ValueError: if the text is shorter than a window.
+        ValueError: if the text, or each walk, is shorter than a window.
 
     >>> rows = sample_batch(torch.arange(10), 2, 4, torch.Generator().manual_seed(0))
     >>> (rows - rows[:, :1]).tolist()
     [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    if len(tokens) < length:
-        raise ValueError(f"the text must have at least {length} tokens; got {len(tokens)}")
-    starts = torch.randint(len(tokens) - length + 1, (batch, 1), generator=generator)
-    return tokens[starts + torch.arange(length)]
+    walks = torch.atleast_2d(tokens)
+    starts = walks.shape[1] - length + 1
+    if starts < 1:
+        raise ValueError(f"the text must have at least {length} tokens; got {walks.shape[1]}")
+    drawn = torch.randint(len(walks) * starts, (batch, 1), generator=generator)
+    return walks[drawn // starts, drawn % starts + torch.arange(length)]
 
 
 @torch.no_grad()
 def evaluate(
     model: Transformer,
-    tokens: Int[Tensor, " text"],
+    tokens: Text,
     batch: int = 16,
     characters_per_token: float = 0.0,
 ) -> Evaluation:
     """Mean loss over consecutive windows of the model's whole context, in evaluation mode.
 
-    Windows do not overlap. A shorter rest at the end is not read. Afterwards each module has its previous
-    mode again.
+    Windows do not overlap. A shorter rest at the end of a text or walk is not read. Afterwards each module
+    has its previous mode again.
 
     Args:
         model: the model to measure.
-        tokens: the text.
+        tokens: a text [pos], or walks [walk, pos].
         batch: how many windows are read at once.
         characters_per_token: see `Evaluation`.
 
     Raises:
-        ValueError: if the text is not a row of integers, is shorter than a window and its next token,
-            or has tokens outside the vocabulary; or if `batch` is below 1.
+        ValueError: if the tokens are not integers, or the text or each walk is shorter than a window and
+            its next token, or has tokens outside the vocabulary; or if `batch` is below 1.
 
     >>> from models import TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=4, n_layers=1, n_heads=1, d_model=2)
@@ -136,27 +203,30 @@ def evaluate(
     """
     length = model.config.n_ctx
     check_whole("batch", batch)
-    check_learnable("the text", tokens, "pos", length + 1, model.config.vocab_size)
-    windows = tokens.unfold(0, length + 1, length)
+    tokens = torch.as_tensor(tokens)
+    check_learnable("the text", tokens, length + 1, model.config.vocab_size)
+    windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)
     with mode(model, training=False):
-        total = sum(mean_loss(model, rows).item() * len(rows) for rows in windows.split(batch))
-    return Evaluation(total / len(windows), characters_per_token)
+        found = [row_losses(model, rows).cpu().double() for rows in windows.split(batch)]
+    losses = torch.cat(found)
+    error = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else None
+    return Evaluation(losses.mean().item(), characters_per_token, error)
 
 
-def check_learnable(what: str, tokens: Tensor, axes: str, least: int, vocab_size: int) -> None:
+def check_learnable(what: str, tokens: Tensor, least: int, vocab_size: int) -> None:
     """Refuses tokens that would give a wrong loss in silence, or an error only later.
 
     Floats would be rounded, and cross-entropy ignores targets of -100.
 
     Raises:
-        ValueError: if they are not integers with these axes, have fewer than `least` positions or no
+        ValueError: if they are not integers [pos] or [row, pos], have fewer than `least` positions or no
             row, or are outside the vocabulary.
     """
-    fits = tokens.ndim == len(axes.split()) and tokens.dtype in INTEGERS
+    fits = tokens.ndim in (1, 2) and tokens.dtype in INTEGERS
     if not fits or tokens.shape[-1] < least or not len(tokens):
         raise ValueError(
-            f"{what} must be integers [{axes}] with pos at least {least}; got {tokens.dtype} of shape "
-            f"{tuple(tokens.shape)}"
+            f"{what} must be integers [pos] or [row, pos] with pos at least {least}; got "
+            f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         )
     low, high = (int(extreme) for extreme in torch.aminmax(tokens))
     if low < 0 or high >= vocab_size:
@@ -165,11 +235,11 @@ def check_learnable(what: str, tokens: Tensor, axes: str, least: int, vocab_size
         )
 
 
-def digest(*texts: Int[Tensor, " _text"]) -> str:
+def digest(*texts: Int[Tensor, "*_text"]) -> str:
     """A short hash of texts. The integer dtype of their tokens does not matter."""
     found = hashlib.sha256()
     for text in texts:
-        found.update(f"{len(text)}:".encode())
-        for part in text.split(2**20):  # a whole copy in int64 might not fit in memory
+        found.update(f"{list(text.shape)}:".encode())
+        for part in text.flatten().split(2**20):  # a whole copy in int64 might not fit in memory
             found.update(part.cpu().long().numpy().tobytes())
     return found.hexdigest()[:16]

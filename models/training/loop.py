@@ -8,13 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
 from models.checks import mode
-from models.training.data import Batches, Evaluation, check_learnable, sample_batch, split
-from models.training.run import Run, TrainingConfig
+from models.training.data import (
+    Batches,
+    Evaluation,
+    Text,
+    TrainingConfig,
+    check_learnable,
+    sample_batch,
+    split,
+)
+from models.training.run import Run
 from models.transformer import Transformer
 
 HELD_OUT = "the text to validate on"
@@ -35,10 +42,10 @@ class TrainingResult:
 
 def train(
     model: Transformer,
-    data: Int[Tensor, " text"] | Batches,
+    data: Text | Batches,
     config: TrainingConfig,
     *,
-    validation: Int[Tensor, " held_out"] | None = None,
+    validation: Text | None = None,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     after_step: Callable[[int, float], None] | None = None,
@@ -51,14 +58,16 @@ def train(
 
     A `directory` gets `log.jsonl`, one line per step with losses in nats per token, and
     `checkpoint.pt`, always replaced as a whole. Ctrl-C ends the run after the current step and saves it.
-    A second Ctrl-C ends it at once.
+    A second Ctrl-C ends it at once. A directory is locked while a run uses it. The lock ends with the
+    process. It does not see other machines on a network file system, and there is none on Windows.
 
     Args:
         model: afterwards each of its modules has its previous mode again. No gradients are left.
-        data: a text, from which random windows are drawn: from its first `config.train_fraction` if no
-            `validation` is given, otherwise from all of it. Or a function that makes each batch.
+        data: a text [pos], or walks [walk, pos], from which random windows are drawn, each within one
+            walk: from the first `config.train_fraction` of them if no `validation` is given, otherwise
+            from all. Or a function that makes each batch.
         config: how to train.
-        validation: the held-out text for the validation loss.
+        validation: the held-out text, or walks, for the validation loss.
         directory: where log and checkpoint go; None for neither.
         resume: continue from the directory's checkpoint.
         after_step: called with the number of steps taken and the last loss.
@@ -66,9 +75,10 @@ def train(
     Raises:
         ValueError: before any work, if a text is shorter than a context and its next token, a text has
             tokens outside the vocabulary, or a checkpoint is damaged or of another run. Later, if a
-            batch is not a matrix of the vocabulary's tokens.
+            batch does not hold the vocabulary's tokens.
         FileExistsError: if the directory has a checkpoint and `resume` is False.
         FileNotFoundError: if it has none and `resume` is True.
+        BlockingIOError: if another run uses the directory.
         FloatingPointError: if a loss or a gradient is not finite; the last checkpoint stays.
         OSError: if a file cannot be written; the last checkpoint stays.
         KeyboardInterrupt: after Ctrl-C; the message says what was saved.
@@ -87,14 +97,14 @@ def train(
         mode(model, training=True),
         torch.random.fork_rng(forked),
         _interruptible(run) as interrupted,
+        run.begun(resume=resume),
     ):
-        run.begin(resume=resume)
         done = len(run.records)
         # No bar outside a terminal: in a file it would be one long line.
         bar = tqdm(total=config.steps, initial=done, unit="step", desc="training", disable=None)
         with bar:
             for step in range(done + 1, config.steps + 1):
-                tokens = batches(step - 1, run.generators[0])
+                tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
                 loss = run.update(tokens)
                 due = step % config.evaluate_every == 0 or step == config.steps
                 if due and HELD_OUT in texts:
@@ -114,7 +124,9 @@ def train(
     return TrainingResult(
         losses=tuple(record["loss"] for record in run.records),
         validation={
-            record["step"]: Evaluation(record["validation_loss"], config.characters_per_token)
+            record["step"]: Evaluation(
+                record["validation_loss"], config.characters_per_token, record["standard_error"]
+            )
             for record in run.records
             if "validation_loss" in record
         },
@@ -122,24 +134,24 @@ def train(
 
 
 def _source(
-    data: Tensor | Batches, validation: Tensor | None, model: Transformer, config: TrainingConfig
+    data: Text | Batches, validation: Text | None, model: Transformer, config: TrainingConfig
 ) -> tuple[Batches, dict[str, Tensor]]:
     """The function that makes batches, and the texts that are known before training."""
     length, vocab_size = model.config.n_ctx + 1, model.config.vocab_size
     texts: dict[str, Tensor] = {}
-    if isinstance(data, Tensor):
-        text = data
+    if not callable(data):
+        text = torch.as_tensor(data)
         if validation is None:
-            text, validation = split(data, config.train_fraction)
+            text, validation = split(text, config.train_fraction)
         texts["the text to train on"] = text
 
         def data(step: int, generator: torch.Generator) -> Tensor:
             return sample_batch(text, config.batch_size, length, generator)
 
     if validation is not None:
-        texts[HELD_OUT] = validation
+        texts[HELD_OUT] = torch.as_tensor(validation)
     for what, tokens in texts.items():
-        check_learnable(what, tokens, "pos", length, vocab_size)
+        check_learnable(what, tokens, length, vocab_size)
     return data, texts
 
 

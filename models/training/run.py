@@ -1,12 +1,14 @@
-"""One training run: its settings, its state, and its files."""
+"""One training run: its state and its files."""
 
 import dataclasses
 import json
 import math
 import os
+import sys
+import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,69 +16,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from models.checks import check_types
-from models.training.data import check_learnable, digest, evaluate, mean_loss
+from models.training.data import TrainingConfig, check_learnable, digest, evaluate, row_losses
 from models.transformer import Transformer
+
+if sys.platform != "win32":
+    import fcntl
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 # Increase it with every change that gives a resumed run other numbers.
-CODE_VERSION = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """How to train. The defaults are nanoGPT's for small character models (Karpathy 2022).
-
-    Attributes:
-        steps: number of updates.
-        batch_size: rows of a batch, and windows that are evaluated at once.
-        learning_rate: the largest rate, reached after `warmup` steps; it then falls along a cosine
-            (Loshchilov & Hutter 2017).
-        final_rate: the rate at the end, as a share of `learning_rate`; 1 for a constant rate.
-        warmup: steps of linear warm-up.
-        betas: AdamW's decay rates for the mean and the mean square of gradients.
-        weight_decay: AdamW's, for matrices; biases and norms are not decayed.
-        clip: the largest norm of the whole gradient; 0 means no limit.
-        seed: the seed of batches and dropout.
-        train_fraction: the share of a text for training; the rest is held out.
-        evaluate_every: steps between validations. A checkpoint follows each. Both are also done after
-            the last step.
-        characters_per_token: for bits per character: 1 if tokens are characters, 0 if unknown.
-
-    Raises:
-        ValueError: naming the field, its value and its range.
-    """
-
-    steps: int
-    batch_size: int = 12
-    learning_rate: float = 1e-3
-    final_rate: float = 0.1
-    warmup: int = 100
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    train_fraction: float = 0.9
-    evaluate_every: int = 250
-    characters_per_token: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        # AdamW refuses rates, betas and weight decays out of range itself.
-        least = {"steps": 1, "batch_size": 1, "evaluate_every": 1, "warmup": 0, "clip": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name} must be at least {bound}; got {getattr(self, name)}")
-        if not 0 <= self.final_rate <= 1:
-            raise ValueError(f"final_rate must be 0 to 1; got {self.final_rate}")
-
-    def rate(self, step: int) -> float:
-        """The learning rate at a step, counted from 0."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        fallen = (1 - self.final_rate) * (1 - math.cos(math.pi * done)) / 2
-        return self.learning_rate * (1 - fallen)
+CODE_VERSION = 3
 
 
 class Run:
@@ -131,10 +79,12 @@ class Run:
             f"{self.directory / CHECKPOINT} holds step {self._saved}; resume=True continues there"
         )
 
-    def begin(self, *, resume: bool) -> None:
-        """Seeds the generators or, with `resume`, loads the checkpoint; then begins the log.
+    @contextmanager
+    def begun(self, *, resume: bool) -> Iterator[None]:
+        """Locks the directory, loads its checkpoint with `resume`, and begins the log.
 
         Raises:
+            BlockingIOError: if another run uses the directory.
             FileExistsError: if there is a checkpoint and `resume` is False.
             FileNotFoundError: if there is none and `resume` is True.
             OSError: if the directory or the log cannot be written.
@@ -145,30 +95,36 @@ class Run:
         if self.directory is None:
             if resume:
                 raise ValueError("resume=True must come with the directory of the run; got None")
+            yield
             return
         checkpoint = self.directory / CHECKPOINT
-        if resume:
-            self._load(checkpoint)
-        elif checkpoint.exists():
-            raise FileExistsError(
-                f"{self.directory} already has a checkpoint of a run: resume it, or choose another "
-                "directory"
-            )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        # Rewritten, because a killed run may have logged steps after its checkpoint.
-        with self._replacing(self.directory / LOG) as file:
-            file.write(b"".join(map(_line, self.records)))
+        if not resume:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        elif not checkpoint.exists():
+            raise FileNotFoundError(f"{checkpoint} must exist to be resumed; there is none")
+        with _locked(self.directory):
+            if resume:
+                self._load(checkpoint)
+            elif checkpoint.exists():
+                raise FileExistsError(
+                    f"{self.directory} already has a checkpoint of a run: resume it, or choose "
+                    "another directory"
+                )
+            # Rewritten, because a killed run may have logged steps after its checkpoint.
+            with self._replacing(self.directory / LOG) as file:
+                file.write(b"".join(map(_line, self.records)))
+            yield
 
     def update(self, tokens: Int[Tensor, "batch pos"]) -> float:
         """Takes one step and adds its record; returns the loss before it.
 
         Raises:
-            ValueError: if the tokens are not a matrix of the vocabulary's tokens.
+            ValueError: if the rows do not hold the vocabulary's tokens.
             FloatingPointError: if loss or gradient is not finite; the weights are not changed.
         """
         step, vocab_size = len(self.records), self.model.config.vocab_size
-        check_learnable(f"the batch of step {step + 1}", tokens, "batch pos", 2, vocab_size)
-        loss = mean_loss(self.model, tokens)
+        check_learnable(f"the batch of step {step + 1}", tokens, 2, vocab_size)
+        loss = row_losses(self.model, tokens).mean()
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.clip or math.inf)
@@ -182,7 +138,7 @@ class Run:
         self.records.append(record)
         return record["loss"]
 
-    def measure(self, held_out: Int[Tensor, " text"]) -> None:
+    def measure(self, held_out: Int[Tensor, "*walk pos"]) -> None:
         """Adds the loss on a text to the last record.
 
         Raises:
@@ -192,6 +148,7 @@ class Run:
         found = evaluate(self.model, held_out, config.batch_size, config.characters_per_token)
         self._require_finite("the validation loss", found.nats, record["step"])
         record["validation_loss"] = found.nats
+        record["standard_error"] = found.standard_error
         record["bits_per_token"] = found.bits
         record["bits_per_character"] = found.bits_per_character
         # JSON has no infinity.
@@ -232,27 +189,35 @@ class Run:
         self._saved = step
 
     def _load(self, path: Path) -> None:
+        """Takes over a checkpoint. The model comes last, so that a refusal leaves it as it was."""
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            theirs, records = state["run"], state["records"]
-        except FileNotFoundError:
-            raise
+            with path.open("rb") as file:
+                # PyTorch does not compare checksums.
+                if damaged := zipfile.ZipFile(file).testzip():
+                    raise ValueError(f"{damaged} in it has another checksum than when it was saved")
+                file.seek(0)
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            theirs = state["run"]
+            different = [
+                f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
+                for name in {**theirs, **self._identity}
+                if theirs.get(name) != self._identity.get(name)
+            ]
+            if different:
+                raise ValueError(f"it must be of the same run; {'; '.join(different)}")
+            deepcopy(self.model).load_state_dict(state["model"])  # raises if it does not fit
+            self.optimizer.load_state_dict(state["optimizer"])
+            for weight, held in self.optimizer.state.items():
+                if not held["exp_avg"].shape == held["exp_avg_sq"].shape == weight.shape:
+                    raise ValueError("its optimizer does not fit the model")
+            # On another device the number of generators may differ.
+            for generator, saved in zip(self.generators, state["generators"], strict=False):
+                generator.set_state(saved)
+            self.records, self._saved = state["records"], len(state["records"])
         except Exception as error:  # from the system, zip, pickle or torch, depending on the damage
-            reason = " ".join(str(error).split())[:100]
-            raise ValueError(f"{path} must be a complete checkpoint: {reason}") from error
-        different = [
-            f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
-            for name in {**theirs, **self._identity}
-            if theirs.get(name) != self._identity.get(name)
-        ]
-        if different:
-            raise ValueError(f"{path} must be of the same run; {'; '.join(different)}")
+            reason = " ".join(str(error).split())[:500]
+            raise ValueError(f"{path} cannot be resumed: {reason}") from error
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        # On another device the number of generators may differ.
-        for generator, saved in zip(self.generators, state["generators"], strict=False):
-            generator.set_state(saved)
-        self.records, self._saved = records, len(records)
 
     def _require_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
@@ -274,7 +239,8 @@ class Run:
                     os.fsync(file.fileno())
                 partial.replace(path)
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # which would hide why it cannot be written
+                partial.unlink()
 
     @contextmanager
     def _naming(self, path: Path) -> Iterator[None]:
@@ -285,6 +251,27 @@ class Run:
         except (OSError, RuntimeError) as error:
             reason = error if isinstance(error, OSError) else error.__context__ or error
             raise OSError(f"{path} cannot be written: {reason}; {self.last}") from error
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lets no second run use a directory. The system ends the lock with the process, also after a crash."""
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"{directory} must be used by one run at a time; another one trains there"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -71,9 +72,15 @@ def has_transformer_lens() -> bool:
 
 
 def of_transformer_lens(shape: Shape) -> Any:
-    """HookedTransformer of the same shape."""
+    """TransformerLens on the same shape: its bridge over `transformers` from 4.0 on, before HookedTransformer."""
     import transformer_lens
 
+    if int(version("transformer_lens").partition(".")[0]) >= 4:
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+        # Its hooks need eager attention, which `boot_transformers` sets too.
+        wrapped = of_transformers(shape, "eager")
+        return build_bridge_from_module(wrapped, "GPT2LMHeadModel", hf_config=wrapped.config).eval()
     config = transformer_lens.HookedTransformerConfig(
         n_layers=shape.layers,
         n_heads=shape.heads,
