@@ -27,9 +27,13 @@ def attempt(work: Callable[[], None]) -> int:
     """Runs `work` and returns the exit status: 0, 1 after an error in one line, 130 for Ctrl-C."""
     try:
         work()
-    except UnknownNameError as error:
-        return refuse(error.args[0])
-    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
+    except (
+        UnknownNameError,
+        ValueError,
+        OSError,
+        FloatingPointError,
+        ModuleNotFoundError,
+    ) as error:
         return refuse(str(error))
     except KeyboardInterrupt as error:
         print("\n" + as_option(str(error) or "interrupted"), file=sys.stderr)

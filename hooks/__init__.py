@@ -2,7 +2,6 @@
 
 from hooks._torch import Identity
 from hooks.cache import ActivationCache
-from hooks.capture import Options
 from hooks.edit import Hook, HookContext
 from hooks.errors import (
     CacheError,
@@ -13,7 +12,7 @@ from hooks.errors import (
     NeverFiredError,
     UnknownNameError,
 )
-from hooks.modes import Mode
+from hooks.modes import Mode, Options
 from hooks.names import Selector
 from hooks.plan import Plan, Planned
 from hooks.point import HookPoint, Point, index_by_axis

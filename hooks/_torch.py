@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 # A plan runs the model on tensors without numbers, and PyTorch documents no other kind.
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.autograd import forward_ad
 
@@ -145,16 +144,12 @@ def state_of(module: nn.Module) -> list[Tensor]:
 
     `parameters()` and `buffers()` take ten times as long: they build names and remove duplicates.
     """
-    own = (*module._parameters.values(), *module._buffers.values())
-    found = [tensor for tensor in own if tensor is not None]
-    for child in children(module):
-        found += state_of(child)
-    return found
-
-
-def own_attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's dictionaries of attributes and of buffers, for a caller that restores them."""
-    return module.__dict__, module._buffers
+    found: list[Tensor | None] = []
+    modules = [module]
+    for inner in modules:  # which grows
+        modules += children(inner)
+        found += [*inner._parameters.values(), *inner._buffers.values()]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def version(tensor: Tensor) -> int:
@@ -172,9 +167,9 @@ def has_storage(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_of_parameter(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter or a view of one."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+def holders(tensor: Tensor) -> int:
+    """How many tensors use this tensor's memory, itself included."""
+    return torch._C._storage_Use_Count(memory_of(tensor)) - 1
 
 
 def is_unwatched(tensor: Tensor) -> bool:
@@ -221,6 +216,12 @@ def is_checkpointed() -> bool:
     while frame and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back
     return frame is not None
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether cutting a forward pass short would break later ones, as the module notes where it stands."""
+    # By name, because importing the class costs more than this package.
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
 def traced_as_constant(function: Callable[..., bool]) -> Callable[..., bool]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks import names, storage
-from hooks.capture import Options
 from hooks.errors import CacheError, UnknownNameError, unknown_name
+from hooks.modes import Options
 from hooks.point import Index, index_by_axis
 from hooks.replay import LazyValues
 

@@ -1,15 +1,16 @@
-"""Modes, positions, and windows of the residual stream: ways to choose what a run keeps."""
+"""Modes and options: what a run keeps, and how."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from hooks.errors import HookError
-from hooks.point import POSITION_AXES, Point, index_by_axis, is_mask
+from hooks.point import POSITION_AXES, Point, index_by_axis, is_mask, plain_index
 
 Positions = slice | Sequence[SupportsIndex]
 
@@ -104,3 +105,91 @@ def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
         if value.shape[point.axes.index(axis)] == 0:
             raise HookError(f"positions must select some of the {size} of {point}; got {positions}")
     return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run keeps values: keyword arguments of every method that makes or plans a cache.
+
+    Attributes:
+        positions: keep only these positions of the axes `pos` and `query`. Booleans are a mask.
+        windows: a boolean mask [batch, pos] for the residual stream. Vectors where it is True are kept
+            under the point's name as [window, d_model], ordered by row, then by position. The L2
+            norms of all vectors are kept under `NAME.norm` as [batch, pos].
+        device, dtype: the device and floating dtype of kept values; integers keep their dtype.
+        detach: whether kept values are detached from the autograd graph.
+        grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
+        divided: what `windows` keep; not an argument.
+
+    Raises:
+        ValueError: if options contradict each other, if `dtype` is not a floating one, or if
+            `grads=True` while gradients are off.
+        TypeError: if `positions` is not a slice, a list of integers or a mask.
+
+    >>> Options(positions=range(2)).positions
+    [0, 1]
+    """
+
+    positions: Positions | None = None
+    windows: Bool[Tensor, "batch pos"] | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    detach: bool = True
+    grads: bool = False
+    divided: Windows | None = dataclasses.field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.positions is not None and self.windows is not None:
+            raise ValueError("positions= and windows= both choose positions: give one of them")
+        if self.positions is not None:
+            positions = plain_index(self.positions)
+            if isinstance(positions, int):
+                raise TypeError(f"positions must be a slice or a list of integers; got {positions}")
+            object.__setattr__(self, "positions", positions)
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
+        if self.windows is not None:
+            object.__setattr__(self, "divided", Windows(self.windows))
+        if self.grads and not torch.is_grad_enabled():
+            raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
+
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
+        """Splits keyword arguments into options and the model's own arguments."""
+        names = {field.name for field in dataclasses.fields(cls) if field.init}
+        given = {name: value for name, value in kwargs.items() if name in names}
+        return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
+
+    def suited(self, points: dict[str, Point]) -> dict[str, Point]:
+        """Returns `points` if the windows, where there are any, apply to one of them.
+
+        Raises:
+            ValueError: if there are windows but no point of the residual stream.
+        """
+        if self.divided is not None and not any(map(self.divided.applies_to, points.values())):
+            raise ValueError(
+                "windows= needs a point of the residual stream, "
+                f"{', '.join(sorted(RESIDUAL_STREAM))}; got none"
+            )
+        return points
+
+    def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
+        """The names that the value of `point` is kept under, each with its axes."""
+        if self.divided is None or not self.divided.applies_to(point):
+            return {point.name: point.axes}
+        return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
+
+    def reduce(self, value: Tensor, point: Point) -> Iterator[tuple[str, Tensor]]:
+        """The part of `value` to keep under each name of `kept_as`."""
+        parts = [value]
+        if self.divided is not None and self.divided.applies_to(point):
+            parts = self.divided.reduce(value, point)
+        elif self.positions is not None:
+            parts = [take_positions(value, point, self.positions)]
+        for name, part in zip(self.kept_as(point), parts, strict=True):
+            yield name, self.place(part)
+
+    def place(self, value: Tensor) -> Tensor:
+        """`value` on the device and in the dtype of these options."""
+        # A floating dtype would round integers such as token ids.
+        return value.to(self.device, self.dtype if value.is_floating_point() else None)

@@ -1,8 +1,10 @@
-"""Names of points: selectors that choose among them, and the layers that they contain."""
+"""Names of points: selectors that choose among them, the layers and the blocks that they contain."""
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+
+from torch import nn
 
 from hooks.errors import UnknownNameError, unknown_name
 from hooks.modes import LAST_PARTS, Mode
@@ -140,3 +142,31 @@ def _label(pattern: str, group: list[str]) -> str:
     whole = numbers == list(range(numbers[0], numbers[-1] + 1))
     text = f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))
     return pattern.replace("#", text, 1)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called. Containers such as ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The callable modules in the model's outermost `ModuleList`s and their containers, by name."""
+    found: dict[str, nn.Module] = {}
+    containers: set[str] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = name.rpartition(".")[0] in containers
+        if inside and has_forward(module):
+            found[name] = module
+        elif inside or (isinstance(module, nn.ModuleList) and block_of(name, found) is None):
+            containers.add(name)
+    return found
+
+
+def block_of(name: str, blocks: Container[str]) -> str | None:
+    """The block among `blocks` that contains `name`, or None."""
+    end = name.find(".")
+    while end >= 0:
+        if name[:end] in blocks:
+            return name[:end]
+        end = name.find(".", end + 1)
+    return name if name in blocks else None

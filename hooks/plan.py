@@ -1,27 +1,17 @@
 """Plans: what a cache would hold, found by a run on fake tensors."""
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hooks._torch import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
-    own_attributes,
-    tree_map,
-)
+from hooks._torch import FakeCopyMode, FakeTensorMode
 from hooks.cache import ActivationCache
-from hooks.capture import Options
 from hooks.errors import HookError
-from hooks.point import Point
 
 
 @dataclass(frozen=True)
@@ -64,53 +54,50 @@ class Plan:
 
 def planned(
     model: nn.Module,
-    run: Callable[..., tuple[Any, ActivationCache]],
-    points: Mapping[str, Point],
-    options: Options,
+    run: Callable[[nn.Module, Any, Any], tuple[Any, ActivationCache]],
     args: Any,
     kwargs: Any,
 ) -> Plan:
-    """The plan of `run(points, options, args, kwargs)`, a run of `model`.
+    """The plan of `run(model, args, kwargs)`, which is called with copies that have no numbers.
 
     Raises:
-        HookError: if a shape depends on the numbers in the model's tensors.
+        HookError: if the model cannot run on tensors without numbers.
     """
-    with _kept_clean(model), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        args, kwargs = tree_map(lambda leaf: _faked(leaf, fake), (args, kwargs))
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         try:
-            _, cache = run(points, options, args, kwargs)
+            with FakeCopyMode(fake):
+                model, args, kwargs = _copied(model, args, kwargs)
+            _, cache = run(model, args, kwargs)
             nbytes = cache.nbytes
             values = {
                 name: Planned(tuple(value.shape), cache.axes(name), value.dtype, value.nbytes)
                 for name, value in cache.items()
             }
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (RuntimeError, TypeError) as error:
             raise HookError(
-                f"a plan needs shapes that depend on no tensor's numbers: {error}"
-            ) from None
+                f"a plan runs a copy of the model on tensors without numbers, and it failed: {error}"
+            ) from error
     return Plan(values, nbytes)
 
 
-@contextmanager
-def _kept_clean(model: nn.Module) -> Iterator[None]:
-    """Removes fake tensors that the model stored in its attributes or buffers during the run."""
-    owned = [store for module in model.modules() for store in own_attributes(module)]
-    before = [dict(store) for store in owned]
-    try:
-        yield
-    finally:
-        for store, old in zip(owned, before, strict=True):
-            for key in [key for key, value in store.items() if isinstance(value, FakeTensor)]:
-                del store[key]
-                store.update({key: old[key]} if key in old else {})
+def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Copies that share no tensor with what was given."""
+    copies: dict[int, Any] = {}
+    copied = deepcopy((model, args, kwargs), copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType):
+                vars(copies[id(module)])[name] = _rebound(value, copies)
+    return copied
 
 
-def _faked(leaf: Any, fake: FakeTensorMode) -> Any:
-    if isinstance(leaf, Tensor):
-        return fake.from_tensor(leaf)
-    # A copy, because the run would write fake tensors into a key/value cache, for instance.
-    try:
-        with FakeCopyMode(fake):
-            return copy.deepcopy(leaf)
-    except TypeError:  # a lock, for instance; the run does not change it
-        return leaf
+def _rebound(function: FunctionType, copies: dict[int, Any]) -> FunctionType:
+    """A forward that was put on a module, with copies in place of the modules in its closure."""
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    held = [
+        _rebound(v, copies) if isinstance(v, FunctionType) else deepcopy(v, copies) for v in held
+    ]
+    code, scope, name = function.__code__, function.__globals__, function.__name__
+    bound = FunctionType(code, scope, name, function.__defaults__, tuple(map(CellType, held)))
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound

@@ -71,6 +71,13 @@ class HookPoint(Identity):
         return " ".join(self.axes)
 
 
+def point_at(name: str, module: nn.Module) -> Point:
+    """The point of a module with this name. Only a `HookPoint` declares axes."""
+    if isinstance(module, HookPoint):
+        return Point(name, module.axes, module.meaning, module)
+    return Point(name, (), type(module).__name__, module)
+
+
 def index_by_axis(
     axes: tuple[str, ...], where: Mapping[str, Index], what: str
 ) -> tuple[int | slice | list[int], ...]:

@@ -1,16 +1,20 @@
 """Replay: runs one block again on stored arguments. Lazy caches compute their values this way."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from itertools import accumulate, groupby, zip_longest
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor, state_of, tree_flatten, tree_unflatten, version
-from hooks.capture import Options, Recorder
+from hooks import _torch
+from hooks.capture import Recorder, private
 from hooks.errors import CacheError, HookError
+from hooks.modes import Options
+from hooks.names import block_of
 from hooks.point import Point, tensors_in
 from hooks.session import Edits, Session, muted
 
@@ -39,25 +43,36 @@ def replay(
             if module in inside:
                 session.after(module, edit)
         if recorder is not None:
-            for point in recorder.points.values():
-                session.after(point.module, recorder.hook(point))
+            recorder.listen(session)
         return block(*args, **kwargs)
 
 
+Copies = dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]]
+"""Tensors and the copies made of them, by the `id` and the version of the tensor."""
+
+
 class BlockCall:
-    """One call of a block: its arguments, and enough to detect later changes of the block.
+    """One call of a block: copies of its arguments, and enough to detect later changes of the block.
+
+    Written or replaced weights and buffers are always detected. Other changes are if they change the
+    output in a whole row or column by more than rounding, as a sample of every row and column is kept.
+    Single numbers may be missed, and so is a change that leaves the output as it was.
 
     Args:
         name: the block's name.
         block: the module.
         points: the block's points that were asked for.
+        copies: the arguments of this run's blocks. They may share a mask, for instance.
     """
 
-    def __init__(self, name: str, block: nn.Module, points: Mapping[str, Point]) -> None:
+    def __init__(
+        self, name: str, block: nn.Module, points: Mapping[str, Point], copies: Copies
+    ) -> None:
         self.name = name
         self.block = block
         self.points = points
         self.fired = self.repeated = False
+        self._copies = copies
         self._given: list[Tensor] = []
 
     def listen(self, session: Session) -> None:
@@ -69,7 +84,7 @@ class BlockCall:
         if self.fired:
             self.repeated = True
             return
-        leaves, self._structure = tree_flatten((args, kwargs))
+        leaves, self._structure = _torch.tree_flatten((args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
                 raise HookError(
@@ -77,7 +92,8 @@ class BlockCall:
                     "switch it off (use_cache=False, for instance) or use lazy=False"
                 )
         self.fired = True
-        self._leaves = [_held(leaf) for leaf in leaves]
+        # The block itself, a later one or the caller may write into its arguments.
+        self._leaves = [_copied(leaf, self._copies) for leaf in leaves]
         self._state = self._fingerprint()
         self._autocast, self._precision = _numerics(self._inputs())
 
@@ -101,39 +117,40 @@ class BlockCall:
             options: how to keep values.
 
         Raises:
-            CacheError: if the block, its weights or its stored input changed since, or if its output
-                differs from that of the first run.
+            CacheError: if the block changed since.
         """
-        if self._fingerprint() != self._state:
-            raise self._changed("its weights or its stored input")
-        recorder = Recorder(points, options)
-        given = self._replayed(edits, recorder)
-        if not _agree(self._given, given, self._precision) and not (
-            # Hooks may cause other kernels to run. If those round more, compare without hooks; but
-            # what was recorded must then be the same twice.
-            _agree(given, self._replayed(edits, Recorder(points, options)), 0.0)
-            and _agree(self._given, self._replayed(edits), self._precision)
-        ):
-            raise self._changed(
-                "an attribute, a hook, an adapter, or an edit that is not the same twice"
+        recorder, again = Recorder(points, options), Recorder(points, options)
+        planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
+        # During a plan, an edit may read the cache of a real run.
+        with nullcontext() if planned else _torch.unset_fake_temporarily():
+            same = self._fingerprint() == self._state and (
+                _agree(self._given, given := self._replayed(edits, recorder), self._precision)
+                # Hooks may cause other kernels to run. If those round more, compare without hooks;
+                # but what was recorded must then be the same twice.
+                or (
+                    _agree(given, self._replayed(edits, again), 0.0)
+                    and _agree(self._given, self._replayed(edits), self._precision)
+                )
             )
-        recorder.finish()
+            if not same:
+                raise CacheError(
+                    f"{self.name} changed after the run (a weight, an attribute, a hook, an adapter, or "
+                    "an edit that is not the same twice), so running it again would give other values; "
+                    "read a lazy cache before changing the model"
+                )
+            recorder.finish()
         return recorder
 
-    def _changed(self, what: str) -> CacheError:
-        return CacheError(
-            f"{self.name} changed after the run ({what}), so running it again would give other values; "
-            "read a lazy cache before changing the model"
-        )
-
     def _fingerprint(self) -> list[object]:
-        weights = [(id(w), w.data_ptr(), version(w)) for w in state_of(self.block)]
-        return [*weights, *map(version, self._inputs())]
+        weights = _torch.state_of(self.block)
+        return [(id(w), _torch.memory_of(w), _torch.version(w)) for w in weights]
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
         """A sample of what the block gives now."""
-        # New containers, because the block may write into them.
-        args, kwargs = tree_unflatten(self._leaves, self._structure)
+        # New containers and tensors, because the block may write into them.
+        copies: Copies = {}
+        leaves = [_copied(leaf, copies) for leaf in self._leaves]
+        args, kwargs = _torch.tree_unflatten(leaves, self._structure)
         with self._autocast():
             return _sampled(replay(self.block, args, kwargs, edits, recorder))
 
@@ -199,35 +216,6 @@ class LazyValues(Mapping[str, Tensor]):
         return [*self._kept.values(), *stored, *self._recomputed.values()]
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called. Containers such as ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward
-
-
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The callable modules in the model's outermost `ModuleList`s and their containers, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and block_of(name, found) is None:
-            found |= _called(module, f"{name}." if name else "")
-    return found
-
-
-def _called(container: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, child in container.named_children():
-        inner = {} if has_forward(child) else _called(child, f"{prefix}{name}.")
-        found |= {f"{prefix}{name}": child} if has_forward(child) else inner
-    return found
-
-
-def block_of(name: str, blocks: Container[str]) -> str | None:
-    """The block among `blocks` that contains `name`, or None."""
-    return next(
-        (path for path in accumulate(name.split("."), "{}.{}".format) if path in blocks), None
-    )
-
-
 def divided(
     points: Mapping[str, Point], blocks: Mapping[str, nn.Module]
 ) -> tuple[list[BlockCall], dict[str, Point]]:
@@ -245,20 +233,33 @@ def divided(
     for name, point in points.items():
         block = block_of(name, blocks)
         (outside if block is None else inside.setdefault(block, {}))[name] = point
-    return [BlockCall(name, blocks[name], chosen) for name, chosen in inside.items()], outside
+    copies: Copies = {}
+    return [BlockCall(n, blocks[n], chosen, copies) for n, chosen in inside.items()], outside
 
 
-def _held(leaf: Any) -> Any:
+def _copied(leaf: Any, copies: Copies) -> Any:
+    """A copy of a tensor, the same one if nothing was written since; any other leaf itself."""
     if not isinstance(leaf, Tensor):
         return leaf
+    key = id(leaf), _torch.version(leaf)
+    found = copies.get(key)
     # Inference tensors do not record in-place writes.
-    return leaf.clone() if leaf.is_inference() else leaf.detach()
+    if found is None or found[0]() is not leaf or leaf.is_inference():
+        copies[key] = found = weakref.ref(leaf), private(leaf)
+    return found[1]
 
 
 def _sampled(output: Any) -> list[Tensor]:
-    """One number from each row of the output's tensors; the column moves by one from row to row."""
-    rows = [(tensor, tensor.shape[-1] if tensor.ndim else 1) for tensor in tensors_in(output)]
-    return [tensor.detach().flatten()[:: size + 1].clone() for tensor, size in rows]
+    """Some numbers of each tensor: at least one of each row and of each column."""
+    return [tensor.detach().flatten()[:: _step(tensor)].clone() for tensor in tensors_in(output)]
+
+
+def _step(tensor: Tensor) -> int:
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    rows = tensor.numel() // max(columns, 1)
+    # Shorter than a row, so it skips none; without a common divisor it comes to every column.
+    steps = range(min(rows, columns - 1), 0, -1)
+    return next((step for step in steps if math.gcd(step, columns) == 1), 1)
 
 
 def _agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
@@ -270,7 +271,8 @@ def _agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
 def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
     if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    if ours.is_meta or isinstance(ours, FakeTensor) or not ours.numel():  # no numbers to compare
+    # Without numbers there is nothing more to compare.
+    if ours.is_meta or isinstance(ours, _torch.FakeTensor) or not ours.numel():
         return True
     wide = torch.complex128 if ours.is_complex() else torch.float64
     ours, theirs = ours.to(wide), theirs.to(wide)
@@ -281,7 +283,8 @@ def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> 
 
 def _numerics(tensors: list[Tensor]) -> tuple[Callable[[], AbstractContextManager[object]], float]:
     """The current autocast, to enter again, and the relative size of rounding errors."""
-    device = tensors[0].device.type if tensors else "cpu"
+    devices = (tensor.device.type for tensor in tensors)
+    device = next(filter(torch.amp.is_autocast_available, devices), "cpu")
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {torch.float32}
     kinds |= {dtype} if enabled else set()

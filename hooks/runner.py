@@ -9,15 +9,16 @@ from torch import nn
 
 from hooks import names as layered
 from hooks import storage
+from hooks._torch import is_fully_sharded
 from hooks.cache import ActivationCache
-from hooks.capture import Options, Recorder
+from hooks.capture import Recorder
 from hooks.edit import HookContext, Hooks, backward_edit, edited_points, forward_edit
 from hooks.errors import NEVER_FIRED, HookError, ModeError
-from hooks.modes import Mode
-from hooks.names import Selector, flatten, resolve
+from hooks.modes import Mode, Options
+from hooks.names import Selector, blocks_of, flatten, has_forward, resolve
 from hooks.plan import Plan, planned
-from hooks.point import HookPoint, Point
-from hooks.replay import LazyValues, blocks_of, divided, has_forward
+from hooks.point import HookPoint, Point, point_at
+from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force
 
 
@@ -55,7 +56,7 @@ class HookedRunner:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._known = {
-            name: _point(name, module)
+            name: point_at(name, module)
             for name, module in model.named_modules(remove_duplicate=False)
             if name
         }
@@ -75,6 +76,9 @@ class HookedRunner:
         **kwargs: Any,
     ) -> tuple[Any, ActivationCache]:
         """Runs the model and returns its output with a cache of the chosen points.
+
+        Later writes into the model's input, output, weights or buffers do not change what is kept;
+        with `detach=False` they may.
 
         Args:
             args: the model's arguments.
@@ -124,7 +128,7 @@ class HookedRunner:
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
         points, token = options.suited(self._choose(flatten(names), None)), object()
-        stops = not any(_must_finish(module) for module in self.model.modules())
+        stops = not any(map(is_fully_sharded, self.model.modules()))
 
         def stop() -> None:
             if stops:
@@ -132,13 +136,13 @@ class HookedRunner:
 
         recorder = Recorder(points, options, when_complete=stop)
         with Session() as session:
-            _record(session, recorder)
+            recorder.listen(session)
             try:
                 self.model(*args, **kwargs)
             except _Stop as stopped:
                 if stopped.token is not token:
                     raise
-        recorder.finish()
+        recorder.finish((self.model, args, kwargs))
         return self._cache(recorder)
 
     def run_with_hooks(
@@ -191,18 +195,28 @@ class HookedRunner:
     ) -> Plan:
         """The exact shapes and bytes that a cached run would keep, found without its arithmetic.
 
-        With `lazy=True` the bytes are those of the run itself, before anything is recomputed.
+        With `lazy=True` the bytes are those of the run itself, before anything is recomputed. A copy of
+        the model runs, on tensors without numbers. Models of transformers then make a mask that a run
+        without padding may omit, so lazy plans include it.
 
         Args:
             args, names, mode, lazy, kwargs: as for `run_with_cache`.
 
         Raises:
-            HookError: if a shape depends on the numbers in the model's tensors.
+            HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
         options, kwargs = Options.taken_from(kwargs)
-        run = self._run_lazily if lazy else self._run
         points = options.suited(self._choose(names, mode))
-        return planned(self.model, run, points, options, args, kwargs)
+
+        def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
+            runner = HookedRunner(model)
+            chosen = {
+                name: dataclasses.replace(runner._known[name], optional=point.optional)
+                for name, point in points.items()
+            }
+            return (runner._run_lazily if lazy else runner._run)(chosen, options, args, kwargs)
+
+        return planned(self.model, run, args, kwargs)
 
     def table(self) -> str:
         """All points with their axes and meanings. Layers with the same points share a line."""
@@ -239,12 +253,13 @@ class HookedRunner:
     ) -> tuple[Any, ActivationCache]:
         recorder = Recorder(points, options, joined=run is not None)
         with Session() as session:
-            _record(session, recorder)
+            recorder.listen(session)
             output = (run or self.model)(*args, **kwargs)
         recorder.finish(
+            (self.model, args, kwargs, output),
             "run= returned an iterator, which may run the model only when it is read"
             if isinstance(output, Iterator)
-            else NEVER_FIRED
+            else NEVER_FIRED,
         )
         return output, self._cache(recorder)
 
@@ -274,7 +289,7 @@ class HookedRunner:
             for name in call.points if call.repeated else ():
                 once = "a lazy cache keeps one input per block"
                 recorder.skip(points[name], HookError(f"{call.name} ran twice in one run; {once}"))
-        recorder.finish()
+        recorder.finish((self.model, args, kwargs, output))
         return output, self._cache(recorder, LazyValues(recorder, calls, edits))
 
     def _cache(self, recorder: Recorder, values: LazyValues | None = None) -> ActivationCache:
@@ -287,20 +302,3 @@ class HookedRunner:
         # Parts of the model may be in training mode when the model is not.
         if self.model.training or any(point.module.training for point in self._known.values()):
             raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
-
-
-def _record(session: Session, recorder: Recorder) -> None:
-    for point in recorder.points.values():
-        session.after(point.module, recorder.hook(point))
-
-
-def _must_finish(module: nn.Module) -> bool:
-    """Whether a forward pass that is cut short would break later ones: its state says where it stands."""
-    # By name, because importing the class costs more than this package.
-    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
-
-
-def _point(name: str, module: nn.Module) -> Point:
-    if isinstance(module, HookPoint):
-        return Point(name, module.axes, module.meaning, module)
-    return Point(name, (), type(module).__name__, module)

@@ -166,7 +166,7 @@ class Split(nn.Module):
         (["small", "again"], 3),  # two names of a small part do not add up to the whole
         ("spread", 10 / 8),  # an expanded value stays small
         ("part", 2),  # a view of the caller's input
-        (["given", "part"], 5),
+        (["given", "part"], 5 + 2),  # the caller's too, and so a copy of each
     ],
 )
 def test_a_cache_keeps_no_more_than_its_values_need(names, width):
@@ -178,6 +178,57 @@ def test_a_cache_keeps_no_more_than_its_values_need(names, width):
     assert cache.nbytes == width * 2 * 4 * 4
     for name, value in cache.items():
         assert torch.equal(value, expected[name]), name
+
+
+class Sharing(nn.Linear):
+    """Passes through points what others write into: its input, output, a weight, and its memory."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.register_buffer("keys", torch.zeros(2, 5))
+        self.room = torch.zeros(2, 5)
+        for name in ("given", "w", "stored", "kept", "inner", "out"):
+            setattr(self, name, HookPoint("batch d"))
+
+    def forward(self, x):
+        self.w(self.weight[:2])
+        keys, room = self.keys.copy_(x.detach()), self.room.copy_(x.detach() * 3)
+        inner = self.inner(super().forward(self.given(x) + self.stored(keys) + self.kept(room)))
+        self.seen = inner.data_ptr()
+        return self.out(inner * 2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("traced", [True, False])
+def test_values_are_the_caches_own(mode, traced):
+    """Also after the caller wrote into all that is left of the run. What nobody else has is not copied."""
+    model, x = Sharing().eval().requires_grad_(traced), torch.randn(2, 5)
+    x.requires_grad_(traced)
+    inner = x @ model.weight.T * 5 + model.bias
+    expected = dict(given=x, w=model.weight[:2], stored=x, kept=x * 3, inner=inner, out=inner * 2)
+    expected = {name: value.detach().clone() for name, value in expected.items()}
+    with mode():
+        output, cache = HookedRunner(model).run_with_cache(x)
+        if mode is not torch.inference_mode:
+            assert cache["inner"].data_ptr() == model.seen
+    with torch.no_grad() if mode is torch.enable_grad else mode():
+        for tensor in (x, output, model.weight, model.keys, model.room):
+            tensor.zero_()
+    for name, value in expected.items():
+        torch.testing.assert_close(cache[name], value)
+
+
+def test_gradients_are_the_caches_own():
+    model, x = nn.Sequential(HookPoint("d"), HookPoint("d")), torch.ones(3, requires_grad=True)
+    output, cache = HookedRunner(model.eval()).run_with_cache(x, grads=True)
+    (output * 2).sum().backward(retain_graph=True)
+    first = dict(cache.grads)
+    (output * 5).sum().backward(retain_graph=True)
+    second = dict(cache.grads)
+    x.grad.zero_()
+    for name in ("0", "1"):
+        assert first[name].tolist() == [2, 2, 2]
+        assert second[name].tolist() == [5, 5, 5]
 
 
 def test_undetached_values_are_the_ones_that_lead_to_the_output(runner, tokens):

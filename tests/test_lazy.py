@@ -8,6 +8,7 @@ from functools import reduce
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hooks import CacheError, HookedRunner, HookError, ModeError, NeverFiredError
@@ -19,8 +20,9 @@ X = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
 
 
 def runner_of(block):
-    """A runner over a model of one block."""
+    """A runner over a model of one block, which also has another name."""
     model = nn.Module()
+    model.first = block
     model.blocks = nn.ModuleList([block])
     model.forward = lambda x: model.blocks[0](x)
     return HookedRunner(model.eval())
@@ -67,7 +69,7 @@ def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     stream = 4 * 7 * 10 * 4
     kept = 3 * stream + stream + 7 * 10 * 4 + stream + 4 * 7 * 4  # embed, pos_embed, ln_final
     kept += 7 * 8  # the positions, which every block is given
-    kept += 3 * 26 * 4  # of each output's 280 numbers every eleventh
+    kept += 3 * 32 * 4  # of each output's 280 numbers every ninth
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == kept
     assert "not computed yet" in repr(lazy)
@@ -164,6 +166,59 @@ def test_hooks_that_are_gone_and_edits_that_are_not_the_same_twice(model, runner
             lazy["z", layer]
 
 
+def test_hooks_on_all_modules_and_dropout_that_is_always_on(model, runner, tokens):
+    model.blocks[2].mlp_out.register_forward_hook(lambda m, args, value: F.dropout(value))
+    _, lazy = runner.run_with_cache(tokens, lazy=True)
+    with pytest.raises(CacheError, match="blocks.2"):
+        lazy["z", 2]
+    with (
+        nn.modules.module.register_module_forward_hook(lambda m, args, value: value * 2),
+        pytest.raises(CacheError, match="blocks.1"),
+    ):
+        lazy["z", 1]
+    assert lazy["z", 1].shape == (4, 7, 2, 5)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (5, 2), (2, 4), (4, 4), (1, 7), (7, 1), (2, 3, 4), (3,)])
+def test_a_change_of_one_row_or_one_column_is_an_error(shape):
+    block, x = nn.Sequential(nn.Identity()), torch.randn(shape)
+    _, lazy = runner_of(block).run_with_cache(x, names="blocks.0.0", lazy=True)
+    lines = torch.zeros(shape).flatten(0, -2) if x.ndim > 1 else torch.zeros(1, *shape)
+    for line in (*lines, *lines.T):
+        line += 1
+        block.forward = lambda x: block[0](x) + lines.view(shape)
+        with pytest.raises(CacheError, match="blocks.0"):
+            lazy["blocks.0.0"]
+        line -= 1
+    assert torch.equal(lazy["blocks.0.0"], x)
+
+
+def test_a_model_on_the_meta_device(model, runner, tokens):
+    model.to("meta")
+    _, lazy = runner.run_with_cache(tokens.to("meta"), lazy=True)
+    assert lazy["pattern", 1].shape == (4, 2, 7, 7)
+
+
+def test_a_model_of_transformers():
+    """Gates of one number, attention that leaves out a mask, and outputs of all layers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=20, num_experts=5)
+    config = transformers.Qwen2MoeConfig(**sizes, vocab_size=23, num_key_value_heads=1)
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    runner, tokens = HookedRunner(model), torch.arange(1, 11).view(2, 5)
+    names = ["model.layers.*.input_layernorm", "model.layers.*.mlp*"]
+    _, eager = runner.run_with_cache(tokens, names=names, use_cache=False)
+    _, lazy = runner.run_with_cache(tokens, names=names, use_cache=False, lazy=True)
+    model(tokens, output_hidden_states=True, output_attentions=True)
+    for name, value in eager.items():
+        assert torch.equal(lazy[name], value), name
+    lazy.drop()
+    model.set_attn_implementation("eager")
+    with pytest.raises(CacheError, match="layers.1"):
+        lazy["model.layers.1.mlp"]
+
+
 def test_an_edit_that_acts_every_second_time(runner, tokens):
     turns = itertools.count()
     with runner.hooks({"blocks.1.mlp_out": lambda value, point: value * (1 + next(turns) % 2)}):
@@ -199,12 +254,37 @@ def test_coarse_rounding_is_no_change_and_huge_values_hide_none(model, runner, t
         lazy["z", 2]
 
 
-def test_a_stored_input_that_was_overwritten_is_an_error(runner, tokens):
-    _, lazy = runner.run_with_cache(tokens, names=["embed", "blocks.0.*"], lazy=True)
-    lazy["resid_pre", 0].zero_()
-    lazy.drop()
-    with pytest.raises(CacheError, match="blocks.0"):
-        lazy["z", 0]
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_whoever_writes_into_an_argument_leaves_the_cache_as_it_was(mode):
+    model, names = nn.Module(), "blocks.*.0"
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(2))
+    for block in model.blocks:
+        block.forward = lambda x, block=block: x.add_(block[0](x))
+    model.forward = lambda x: reduce(lambda x, block: block(x), model.blocks, x)
+    with mode():
+        _, eager = HookedRunner(model.eval()).run_with_cache(X.clone(), names=names)
+        _, lazy = HookedRunner(model).run_with_cache(x := X.clone(), names=names, lazy=True)
+        x.zero_()
+    for inside in (mode(), nullcontext()):
+        with inside:
+            for name in eager:
+                assert torch.equal(lazy[name], eager[name])
+                lazy[name].zero_()
+            lazy.drop()
+
+
+def test_blocks_share_one_copy_of_what_they_share():
+    """Unless it is written in between. An expanded tensor stays small."""
+    model, mask = nn.Module(), torch.ones(1, 5).expand(7, 5)
+    model.blocks = nn.ModuleList(nn.Identity() for _ in range(3))
+    for block in model.blocks:
+        block.forward = lambda x, mask, counter: x[:, :, None] + mask + counter - 1
+    counter = torch.zeros(())
+    model.forward = lambda x: [block(x, mask, counter.add_(1)) for block in model.blocks]
+    _, lazy = HookedRunner(model.eval()).run_with_cache(X[:, :1], names="blocks.*", lazy=True)
+    samples = 3 * 18  # of each output's 70 numbers every fourth
+    assert lazy.nbytes == 4 * (2 + 5 + 3 + samples), "x, the mask, three counters"
+    assert [lazy[name].mean().item() for name in lazy] == [5.5 + n for n in range(3)]
 
 
 HOLED = torch.where(X > 10, torch.nan, torch.where(X == 3, -torch.inf, X))
@@ -302,7 +382,7 @@ def test_blocks_eleven_and_one_are_told_apart_and_containers_descended_into():
     _, lazy = runner.run_with_cache(X, lazy=True)
     assert list(lazy) == list(eager)
     assert len(lazy) == 33
-    assert lazy.nbytes == 22 * (6 + 2) * 4, "input and sample of each called module, none twice"
+    assert lazy.nbytes == 22 * (6 + 3) * 4, "input and sample of each called module, none twice"
     for name in eager:
         assert torch.equal(lazy[name], eager[name])
 

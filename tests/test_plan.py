@@ -1,5 +1,7 @@
 """Plans: exact to the byte, and nothing is computed."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -35,30 +37,80 @@ def test_a_run_larger_than_memory_can_be_planned(device):
     assert plan.nbytes == 2 * 2**14 * 2**21 * 4
 
 
-def test_a_model_whose_shapes_depend_on_numbers_is_an_error():
+class Memo(nn.Module):
+    """Keeps tensors wherever it can, and writes into its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.mask, self.memo, self.calls = nn.Linear(2, 2), None, {}, [0]
+        self.norm = nn.BatchNorm1d(2)
+        self.product = self.inner.weight * 2  # which is not a leaf
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x):
+        self.mask = self.fresh = self.memo["mask"] = torch.ones(2)
+        self.table = self.table + 1
+        self.calls[0] += 1
+        return self.inner(x) @ self.product * self.mask
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which PyTorch looks at
+def test_a_plan_leaves_the_model_as_it_was():
+    model, x, hooked = Memo(), torch.ones(3, 2), []
+    model.register_forward_hook(lambda module, args, output: torch.cat([output, output]))
+    model.norm.register_forward_hook(lambda module, args, output: hooked.append(len(output)))
+    whole = nn.Sequential(model, model.norm, model.norm).train()
+    before = {name: value.clone() for name, value in whole.state_dict().items()}
+    table, attributes = model.table, set(vars(model))
+    plan = HookedRunner(whole).plan(x, names=["0", "0.inner"])
+    assert {name: value.shape for name, value in plan.values.items()} == {
+        "0": (6, 2),
+        "0.inner": (3, 2),
+    }
+    assert hooked == [6, 6], "the user's hooks act"
+    assert (model.mask, model.memo, model.calls, set(vars(model))) == (None, {}, [0], attributes)
+    assert model.table is table
+    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+    assert HookedRunner(model).plan(x, names="inner").nbytes == 3 * 2 * 4
+    assert whole(x).shape == (6, 2)
+
+
+def test_a_forward_that_was_replaced(model, runner, tokens):
+    """A copy of it must run the copies of the modules that it holds."""
+    attn = model.blocks[1].attn
+    forward, strength = attn.forward, [0]
+
+    def stronger(x, context, *, by=3):
+        strength[0] += 1
+        return forward(x, context) * by
+
+    attn.forward = lambda *args: stronger(*args)
+    assert runner.plan(tokens).nbytes == runner.run_with_cache(tokens)[1].nbytes
+    assert strength == [1], "by the run, not the plan"
+
+
+def test_an_edit_that_reads_a_lazy_cache(runner, tokens):
+    _, eager = runner.run_with_cache(tokens)
+    _, lazy = runner.run_with_cache(tokens, lazy=True)
+    with runner.hooks({"blocks.1.mlp_out": lambda value, point: lazy["mlp_out", 2]}):
+        assert list(runner.plan(tokens, names="blocks.1.*").values)
+    torch.testing.assert_close(lazy["mlp_out", 2], eager["mlp_out", 2])
+
+
+def counting():
     model = nn.Sequential(nn.Identity())
     model.forward = lambda x: model[0](x[x > 0])
-    with pytest.raises(HookError, match="number"):
-        HookedRunner(model).plan(torch.ones(3), names="0")
+    return model
 
 
-def test_a_model_that_memoises_tensors_is_left_as_it_was():
-    class Memo(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.mask, self.other = nn.Identity(), None, 3
-            self.register_buffer("table", torch.zeros(2))
-
-        def forward(self, x):
-            self.mask = torch.ones(2)
-            self.fresh = torch.ones(2)
-            self.table = self.table + 1
-            return self.inner(x) * self.mask * self.fresh
-
-    model = Memo()
-    table = model.table
-    assert HookedRunner(model).plan(torch.ones(2), names="inner").nbytes == 8
-    assert model.mask is None
-    assert model.table is table
-    assert not hasattr(model, "fresh")
-    assert model(torch.ones(2)).tolist() == [1.0, 1.0]
+@pytest.mark.parametrize(
+    ("make", "x", "match"),
+    [
+        (counting, torch.ones(3), "nonzero"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), torch.ones(3), "Uninitialized"),
+        (lambda: nn.Sequential(nn.Identity()), threading.Lock(), "lock"),
+    ],
+)
+def test_what_cannot_be_planned(make, x, match):
+    with pytest.raises(HookError, match=match):
+        HookedRunner(make().eval()).plan(x, names="0")

@@ -121,7 +121,7 @@ def test_arguments_that_cannot_be(runner, tokens):
         runner.capture(tokens, names="embed", grads=True)
 
 
-@pytest.mark.parametrize("part", ["", "blocks.1.mlp.dropout"])
+@pytest.mark.parametrize("part", ["", "blocks.1.mlp.output_dropout"])
 def test_a_mode_on_a_model_in_training_says_to_call_eval(model, runner, tokens, part):
     model.get_submodule(part).train()
     for choice in (dict(mode="residual"), {}, dict(names=["embed", [Mode.residual]])):
