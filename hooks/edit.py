@@ -1,5 +1,6 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import is_checkpointed
+from hooks._torch import has_storage, holders, is_checkpointed
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import Selector, resolve
 from hooks.point import Point, as_node, first_tensor, with_first_tensor
@@ -152,6 +153,13 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
         if given != expected:
             given, expected = _plain(given), _plain(expected)
             raise EditError(f"a hook at {point} must keep the {what} {expected}; got {given}")
+    # The model may write into the value, so it must not be somebody else's, such as a cache's.
+    if (
+        new is not copy
+        and not torch.compiler.is_compiling()
+        and (sys.getrefcount(new) > 2 or (has_storage(new) and holders(new) > 1))
+    ):
+        return new.clone()
     return new
 
 

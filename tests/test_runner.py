@@ -268,6 +268,15 @@ def test_a_value_that_the_model_overwrites_in_place_is_an_error():
     assert torch.equal(cache["0"], model[0](x))
 
 
+def test_the_model_writes_into_no_tensor_of_the_users():
+    model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)), torch.randn(2, 3)
+    mine, whole = -torch.ones(2, 5), -torch.ones(4, 5)
+    for hook in (lambda value, point: mine, lambda value, point: whole[:2]):
+        assert not HookedRunner(model).run_with_hooks(x, hooks={"0": hook}).any()
+    assert (mine == -1).all()
+    assert (whole == -1).all()
+
+
 def test_a_model_run_inside_a_hook_is_a_plain_run(runner, tokens):
     other = torch.flip(tokens, (0, 1))
     expected = runner.capture(other, names="blocks.1.attn_out")["attn_out", 1]
