@@ -49,18 +49,22 @@ class HookContext:
         self._listeners = listeners
         self._fired = fired
         self._session: Session | None = None
-        # For each forward pass that ran inside the `with`, whether the hooks acted there.
+        # For each forward pass that began inside the `with`, whether the hooks act there.
         self._acted: set[bool] = set()
+        self._completed: set[bool] = set()
 
     def __enter__(self) -> None:
         if self._session is not None:
             raise ContextError("a hook context can be entered once: call hooks() again for another")
         self._session = Session()
         self._session.__enter__()
+        # Not a method: a listener must not keep this context and its session alive.
+        completed = self._completed
         try:
             for point, listener, is_edit in self._listeners:
                 self._session.after(point.module, listener, is_edit)
             self._session.note(self._model, self._acted)
+            self._session.after(self._model, lambda output: completed.add(True))
         except BaseException:
             self._session.__exit__()
             raise
@@ -70,9 +74,9 @@ class HookContext:
     ) -> None:
         assert self._session is not None
         self._session.__exit__(kind, error, traceback)
-        missed = not self._fired and self._acted
-        if kind is None and (True in self._acted or missed):
-            reason = NEVER_FIRED if True in self._acted else ELSEWHERE
+        elsewhere = self._acted == {False} and not self._fired
+        if kind is None and (self._completed or elsewhere):
+            reason = ELSEWHERE if elsewhere else NEVER_FIRED
             require_fired([point.name for point, _, _ in self._listeners], self._fired, reason)
 
 

@@ -107,9 +107,13 @@ class Session:
         self._register(module, listener, before=True)
 
     def note(self, module: nn.Module, acted: set[bool]) -> None:
-        """Adds to `acted`, after each run of `module` in any context, whether the hooks act there."""
+        """Adds to `acted`, before each run of `module` in any context, whether the hooks act there."""
         acts = self.acts
-        self._register(module, lambda module, args, output: acted.add(acts()))
+
+        def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            acted.add(acts())
+
+        self._register(module, listener, before=True)
 
     def _register(
         self, module: nn.Module, listener: Callable[..., Any], before: bool = False

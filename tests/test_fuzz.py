@@ -110,6 +110,8 @@ def kept(s, how):
                 values[name] = [value for at_, value, *_ in fired if block in (None, at_)]
         wrong = [name for name in names if len(values[name]) != 1]
         strict = bool(wrong) and (w.marked or exact or not any(values.values()))
+        # What may be left out: overwritten points, and with `lazy` a module that two blocks share.
+        loose = {*wrong} | overwritten(theirs) | {n for n in names if len(theirs.fired[n]) != 1}
         try:
             with s.hooks(*edits):
                 if captures:
@@ -118,11 +120,9 @@ def kept(s, how):
                     ours, cache = w.runner.run_with_cache(s.x, **given, **options, lazy=lazy)
         except HookError as error:
             refusable = isinstance(error, CacheError) and overwritten(theirs)
-            if not (strict or refusable or {*names} <= {*wrong} | overwritten(theirs)):
+            if not (strict or refusable or {*names} <= loose):
                 raise
             return w.reset()
-        # What may be left out: overwritten points, and with `lazy` a module that two blocks share.
-        loose = {*wrong} | overwritten(theirs) | {n for n in names if len(theirs.fired[n]) != 1}
         spoilt = lazy and (w.writes or any(name.endswith(".norm") for name in names))
     if not lazy:
         assert not strict, f"{wrong} accepted"
