@@ -24,7 +24,18 @@ import torch
 
 import hooks
 from hooks import ActivationCache, CacheError, HookError, NeverFiredError
-from tests.zoo import Adds, Edit, Experts, World, by_hand, opened, overwritten, same, same_output
+from tests.zoo import (
+    Adds,
+    Edit,
+    Experts,
+    Fused,
+    World,
+    by_hand,
+    opened,
+    overwritten,
+    same,
+    same_output,
+)
 
 SOURCE = os.path.dirname(hooks.__file__)
 WORLDS: dict[int, World] = {}
@@ -139,7 +150,9 @@ def kept(s, how):
                 harmed.zero_()
             for model in (w.model, w.twin)[: 2 * (rng.random() < 0.3)]:
                 model(w.inputs[0] + 1)
-    if lazy and rng.random() < 0.2:
+    # Not where a change may leave the output as it is, which a lazy cache does not promise to notice:
+    # an expert is the same for other gates, and normalizing forgets a factor.
+    if lazy and not {Experts, Fused} & w.kinds and rng.random() < 0.2:
         changed, spoilt = rng.choice([w.model.blocks[-1], *edits]), True
         setattr(changed, "factor" if changed in edits else "gain", 0.75)
     decoys = s.edits(1) if rng.random() < 0.3 else []
