@@ -45,16 +45,22 @@ class Identity(nn.Module):
         """`value`, unless a hook changes it."""
         # nn.Module.__call__ asks the same questions. A block has a dozen of these modules.
         if (
-            self._forward_hooks
-            or self._forward_pre_hooks
+            self._forward_pre_hooks
+            or self._forward_hooks_with_kwargs
+            or self._forward_hooks_always_called
             or self._backward_hooks
             or self._backward_pre_hooks
             or _global_forward_hooks
             or _global_forward_pre_hooks
             or _global_backward_hooks
             or _global_backward_pre_hooks
+            or (self._forward_hooks and torch.compiler.is_compiling())
         ):
             return super().__call__(value)
+        if self._forward_hooks:
+            for hook in [*self._forward_hooks.values()]:
+                changed = hook(self, (value,), value)
+                value = value if changed is None else changed
         return value
 
     def forward(self, value: Tensor) -> Tensor:
