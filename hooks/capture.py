@@ -125,13 +125,15 @@ class Recorder:
                     "select the module that changed it, or switch its in-place option off"
                 )
                 self.skip(self.points[name], CacheError(changed))
-        missed = [p.name for p in self.points.values() if p.optional and p.name not in self.fired]
-        self.skipped |= {name: f"{name} did not run: {reason}" for name in missed}
+        for point in self.points.values() if self.points.keys() - self.fired else ():
+            if point.optional and point.name not in self.fired:
+                self.skipped[point.name] = f"{point.name} did not run: {reason}"
         require_fired(self.points, self.fired | self.skipped.keys(), reason)
-        kept = [point for name, point in self.points.items() if name not in self.skipped]
-        if self.points and not kept:
-            raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
-        self.axes = {n: axes for p in kept for n, axes in self.options.kept_as(p).items()}
+        if self.skipped:
+            kept = [point for name, point in self.points.items() if name not in self.skipped]
+            if not kept:
+                raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
+            self.axes = {n: axes for p in kept for n, axes in self.options.kept_as(p).items()}
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
         self._own(outside)
 
@@ -140,20 +142,26 @@ class Recorder:
 
         Queries, for instance, may be a view of one tensor that holds queries, keys and values.
         """
-        groups: dict[int, list[str]] = {}
+        groups: dict[int, dict[str, Tensor]] = {}
         for name, value in self.values.items():
             if _torch.has_storage(value) and not value.requires_grad:
-                groups.setdefault(_torch.memory_of(value), []).append(name)
+                groups.setdefault(_torch.memory_of(value), {})[name] = value
         reachable = _reachable(outside) if self._in_graph else set()
-        for memory, names in groups.items():
-            first = self.values[names[0]]
-            parts = {_extent(value): value for value in (self.values[name] for name in names)}
-            unused = sum(p.nbytes for p in parts.values()) < first.untyped_storage().nbytes()
-            in_graph = self._in_graph.issuperset(names)
-            shared = memory in reachable if in_graph else _torch.holders(first) > len(names)
-            if unused or shared:
-                parts = {extent: private(part) for extent, part in parts.items()}
-                self.values |= {name: parts[_extent(self.values[name])] for name in names}
+        for memory, held in groups.items():
+            first, *more = held.values()
+            used = (
+                sum({_extent(v): v.nbytes for v in held.values()}.values())
+                if more
+                else first.nbytes
+            )
+            if self._in_graph.issuperset(held):
+                shared = memory in reachable
+            else:
+                shared = _torch.holders(first) > len(held)
+            if shared or used < first.untyped_storage().nbytes():
+                copies = {_extent(value): value for value in held.values()}
+                copies = {extent: private(value) for extent, value in copies.items()}
+                self.values |= {name: copies[_extent(value)] for name, value in held.items()}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         if not value.is_floating_point():
@@ -222,6 +230,8 @@ def _reachable(outside: Any) -> set[int]:
 
 def private(value: Tensor) -> Tensor:
     """A copy without a graph. What was expanded stays small."""
+    if 0 not in value.stride():
+        return value.detach().clone()
     tight = value.detach()[tuple(slice(None if stride else 1) for stride in value.stride())]
     return tight.clone().expand(value.shape)
 

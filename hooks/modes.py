@@ -1,7 +1,7 @@
 """Modes and options: what a run keeps, and how."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, SupportsIndex
 
@@ -179,15 +179,14 @@ class Options:
             return {point.name: point.axes}
         return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
 
-    def reduce(self, value: Tensor, point: Point) -> Iterator[tuple[str, Tensor]]:
+    def reduce(self, value: Tensor, point: Point) -> Iterable[tuple[str, Tensor]]:
         """The part of `value` to keep under each name of `kept_as`."""
-        parts = [value]
         if self.divided is not None and self.divided.applies_to(point):
-            parts = self.divided.reduce(value, point)
-        elif self.positions is not None:
-            parts = [take_positions(value, point, self.positions)]
-        for name, part in zip(self.kept_as(point), parts, strict=True):
-            yield name, self.place(part)
+            parts = map(self.place, self.divided.reduce(value, point))
+            return zip(self.kept_as(point), parts, strict=True)
+        if self.positions is not None:
+            value = take_positions(value, point, self.positions)
+        return ((point.name, self.place(value)),)
 
     def place(self, value: Tensor) -> Tensor:
         """`value` on the device and in the dtype of these options."""
