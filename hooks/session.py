@@ -107,11 +107,15 @@ class Session:
         self._register(module, listener, before=True)
 
     def note(self, module: nn.Module, acted: set[bool]) -> None:
-        """Adds to `acted`, before each run of `module` in any context, whether the hooks act there."""
+        """Adds to `acted`, before each run of `module`, whether the hooks act in its context.
+
+        Runs in other contexts count only where no hooks are set: those with their own are meant so.
+        """
         acts = self.acts
 
         def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            acted.add(acts())
+            if acts() or not _sessions.get():
+                acted.add(acts())
 
         self._register(module, listener, before=True)
 

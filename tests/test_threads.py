@@ -129,6 +129,9 @@ def test_running_only_in_another_thread_is_an_error(small):
             small.model(ONE)
         trying = False
         run_elsewhere()
+    with small.hooks(times(3)), ThreadPoolExecutor(1) as pool:
+        edited = pool.submit(small.run_with_hooks, ONE, hooks=times(5))  # meant so
+        assert edited.result() == 5
     failing.remove()
 
 
