@@ -29,6 +29,7 @@ from tests.zoo import (
     Edit,
     Experts,
     Fused,
+    InPlace,
     World,
     by_hand,
     opened,
