@@ -150,15 +150,13 @@ class Recorder:
             parts = {_extent(value): value for value in (self.values[name] for name in names)}
             unused = sum(p.nbytes for p in parts.values()) < first.untyped_storage().nbytes()
             in_graph = self._in_graph.issuperset(names)
-            shared = memory in reachable if in_graph else _torch.holders(first) > len(names)
+            shared = memory in reachable if in_graph else _torch.is_shared(first, len(names))
             if unused or shared:
                 parts = {extent: private(part) for extent, part in parts.items()}
                 self.values |= {name: parts[_extent(self.values[name])] for name in names}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
-        if not value.is_floating_point():
-            raise HookError(f"grads=True needs floating values; got {value.dtype} at {point.name}")
-        value = as_node(value)
+        value = as_node(value, point)
         # The hook lives as long as the graph, so it must not hold the recorder and its values.
         grads, options = self.grads, self.options
 
@@ -181,8 +179,8 @@ class Recorder:
                 self._parts.setdefault(name, []).append(kept.clone())
             elif torch.compiler.is_compiling():
                 self.values[name] = kept
-            elif kept.is_inference():
-                # Inference tensors do not record in-place writes.
+            elif kept.is_inference() or not _torch.has_storage(kept):
+                # No count tells of later writes.
                 self.values[name] = kept.clone()
             else:
                 self.values[name], self._versions[name] = kept, _torch.version(kept)
@@ -222,6 +220,8 @@ def _reachable(outside: Any) -> set[int]:
 
 def private(value: Tensor) -> Tensor:
     """A copy without a graph. What was expanded stays small."""
+    if not _torch.has_storage(value):
+        return value.detach().clone()
     tight = value.detach()[tuple(slice(None if stride else 1) for stride in value.stride())]
     return tight.clone().expand(value.shape)
 
