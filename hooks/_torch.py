@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 
 # A counter of operations, for instance, must not miss those that oneDNN does.
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode, is_traceable_wrapper_subclass
 
 # The arguments of a block may be nested in any way. PyTorch has no public function for that.
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -169,13 +169,20 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` has memory of its own; inside vmap and grad it has none."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether `tensor` is plain strided memory. Sparse, nested and sharded tensors hold other tensors, and so
+    do all inside vmap and grad."""
+    return not (
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or is_traceable_wrapper_subclass(tensor)
+    )
 
 
-def holders(tensor: Tensor) -> int:
-    """How many tensors use this tensor's memory, itself included."""
-    return torch._C._storage_Use_Count(memory_of(tensor)) - 1
+def is_shared(tensor: Tensor, ours: int = 1) -> bool:
+    """Whether others than `ours` tensors, itself included, use this tensor's memory: a NumPy array, too."""
+    storage = tensor.untyped_storage()  # which counts itself
+    return not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) - 1 > ours
 
 
 def is_unwatched(tensor: Tensor) -> bool:

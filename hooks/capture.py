@@ -157,16 +157,14 @@ class Recorder:
             if self._in_graph.issuperset(held):
                 shared = memory in reachable
             else:
-                shared = _torch.holders(first) > len(held)
+                shared = _torch.is_shared(first, len(held))
             if shared or used < first.untyped_storage().nbytes():
                 copies = {_extent(value): value for value in held.values()}
                 copies = {extent: private(value) for extent, value in copies.items()}
                 self.values |= {name: copies[_extent(value)] for name, value in held.items()}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
-        if not value.is_floating_point():
-            raise HookError(f"grads=True needs floating values; got {value.dtype} at {point.name}")
-        value = as_node(value)
+        value = as_node(value, point)
         # The hook lives as long as the graph, so it must not hold the recorder and its values.
         grads, options = self.grads, self.options
 
@@ -189,8 +187,8 @@ class Recorder:
                 self._parts.setdefault(name, []).append(kept.clone())
             elif torch.compiler.is_compiling():
                 self.values[name] = kept
-            elif kept.is_inference():
-                # Inference tensors do not record in-place writes.
+            elif kept.is_inference() or not _torch.has_storage(kept):
+                # No count tells of later writes.
                 self.values[name] = kept.clone()
             else:
                 self.values[name], self._versions[name] = kept, _torch.version(kept)
@@ -230,7 +228,7 @@ def _reachable(outside: Any) -> set[int]:
 
 def private(value: Tensor) -> Tensor:
     """A copy without a graph. What was expanded stays small."""
-    if 0 not in value.stride():
+    if not _torch.has_storage(value) or 0 not in value.stride():
         return value.detach().clone()
     tight = value.detach()[tuple(slice(None if stride else 1) for stride in value.stride())]
     return tight.clone().expand(value.shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import has_storage, holders, is_checkpointed
+from hooks._torch import has_storage, is_checkpointed, is_shared
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import Selector, resolve
 from hooks.point import Point, as_node, first_tensor, with_first_tensor
@@ -124,9 +124,7 @@ def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], 
         _require_one_forward(point)
         value = first_tensor(output, point)
         fired.add(point.name)
-        if not (torch.is_grad_enabled() and value.is_floating_point()):
-            raise HookError(f"a backward hook at {point.name} needs gradients, and none flow here")
-        value = as_node(value)
+        value = as_node(value, point)
         value.register_hook(lambda grad: _run(hook, grad, point))
         return with_first_tensor(output, value)
 
@@ -150,6 +148,7 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
         new = hook(copy, point)
     # A hook that returns nothing may have reshaped its copy in place.
     new = copy if new is None else new
+    del copy  # which would count below
     if not isinstance(new, Tensor):
         raise EditError(f"a hook at {point} must return a tensor or None; got {new!r}")
     for what in ("shape", "dtype", "device"):
@@ -157,14 +156,20 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
         if given != expected:
             given, expected = _plain(given), _plain(expected)
             raise EditError(f"a hook at {point} must keep the {what} {expected}; got {given}")
-    # The model may write into the value, so it must not be somebody else's, such as a cache's.
-    if (
-        new is not copy
-        and not torch.compiler.is_compiling()
-        and (sys.getrefcount(new) > 2 or (has_storage(new) and holders(new) > 1))
+    # The model may write into the value, so it must not be somebody else's, such as a list of the hook's.
+    if not torch.compiler.is_compiling() and (
+        sys.getrefcount(new) > _ALONE or (has_storage(new) and is_shared(new))
     ):
         return new.clone()
     return new
+
+
+def _count_alone() -> int:
+    alone = object()
+    return sys.getrefcount(alone)
+
+
+_ALONE = _count_alone()  # 2, and 1 from Python 3.14 on
 
 
 def _plain(value: object) -> object:

@@ -73,7 +73,9 @@ def planned(
                 name: Planned(tuple(value.shape), cache.axes(name), value.dtype, value.nbytes)
                 for name, value in cache.items()
             }
-        except (RuntimeError, TypeError) as error:
+        except HookError:
+            raise
+        except Exception as error:
             raise HookError(
                 f"a plan runs a copy of the model on tensors without numbers, and it failed: {error}"
             ) from error

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, SupportsIndex, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from hooks._torch import Identity
@@ -187,10 +188,16 @@ def _replace(output: Any, key: Any, field: Any) -> Any:
     return changed
 
 
-def as_node(value: Tensor) -> Tensor:
-    """A copy of `value` as a new graph node, whose gradient is only what flows through this point.
+def as_node(value: Tensor, point: Point) -> Tensor:
+    """A copy of `value` as a new graph node, whose gradient is only what flows through `point`.
 
     A view would lose its hooks when the model writes into it. If nothing before the point needs a gradient
     (frozen weights), the graph begins here.
+
+    Raises:
+        HookError: if no gradient can reach the point.
     """
+    if not (torch.is_grad_enabled() and value.is_floating_point()):
+        needed = "gradients must be on, and the value a floating one"
+        raise HookError(f"{needed}; got {value.dtype} at {point.name}")
     return (value if value.requires_grad else value.detach().requires_grad_()).clone()

@@ -39,9 +39,9 @@ class Session:
     """
 
     def __init__(self) -> None:
+        self._registered: list[tuple[nn.Module, int]] = []
         self.edits: Edits = []
         self._open = True
-        self._registered: list[tuple[nn.Module, int]] = []
         self._ref = ref = weakref.ref(self)
 
         # Without arguments, because a compiler may keep an answer only if all arguments are constants.

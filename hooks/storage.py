@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hooks._torch import memory_of
+from hooks._torch import has_storage, memory_of
 from hooks.errors import CacheError
 
 _FORMAT = "hookscope-cache-2"
@@ -47,8 +47,10 @@ def _described(value: object) -> object:
 
 
 def nbytes(tensors: list[Tensor]) -> int:
-    """The memory of `tensors`, in bytes. Storage that they share counts once."""
-    return sum({memory_of(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    """The memory of `tensors`, in bytes. Storage that they share counts once, and sparse tensors as dense."""
+    shared = {memory_of(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
+    others = [t.numel() * t.element_size() for t in tensors if not has_storage(t)]
+    return sum(shared.values()) + sum(others)
 
 
 def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hooks import (
     ActivationCache,
@@ -65,6 +66,21 @@ def test_outputs_of_any_kind(kind):
     assert type(edited) is type(plain)
     assert "7., 11." in str(edited)
     assert str(edited).replace("7., 11.", "6., 10.") == str(plain)
+
+
+@pytest.mark.parametrize("inside", [torch.Tensor.to_sparse, lambda x: TwoTensor(x, x)])
+def test_tensors_that_hold_tensors(inside):
+    """They have no memory of their own that could be compared, so a cache keeps copies."""
+    x = torch.tensor([3.0, 0.0, 5.0])
+    held = inside(x)
+    runner = HookedRunner(returning(lambda x: held))
+    _, cache = runner.run_with_cache(x)
+    assert "12 bytes" in repr(cache)
+    edited = runner.run_with_hooks(x, hooks={"0": lambda value, point: value * 2})
+    held.mul_(0)
+    for value, factor in ((cache["0"], 1), (edited, 2)):
+        plain = value.to_dense() if value.is_sparse else value.b
+        assert plain.tolist() == [3 * factor, 0, 5 * factor]
 
 
 def test_an_output_without_a_tensor():

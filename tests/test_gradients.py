@@ -1,5 +1,7 @@
 """Gradient caches and backward hooks, against autograd."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -178,3 +180,8 @@ def test_edits_inside_activation_checkpointing_are_refused(reentrant):
     torch.testing.assert_close(model[0].weight.grad, 2 * expected)
     _, cache = runner.run_with_cache(x, names=["0", "1"])
     assert torch.equal(cache["1"], cache["0"].tanh())
+    # The reentrant kind runs without gradients first.
+    with pytest.raises(HookError, match="at 0") if reentrant else nullcontext():
+        output, cache = runner.run_with_cache(x, names="0", grads=True)
+        output.sum().backward()
+        assert cache.grads["0"].any()

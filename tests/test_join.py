@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -181,18 +182,18 @@ def test_a_cache_keeps_no_more_than_its_values_need(names, width):
 
 
 class Sharing(nn.Linear):
-    """Passes through points what others write into: its input, output, a weight, and its memory."""
+    """Passes through points what others write into: its input, output, a weight, a buffer, and NumPy."""
 
     def __init__(self):
         super().__init__(5, 5)
         self.register_buffer("keys", torch.zeros(2, 5))
-        self.room = torch.zeros(2, 5)
+        self.room = np.zeros((2, 5), "float32")
         for name in ("given", "w", "stored", "kept", "inner", "out"):
             setattr(self, name, HookPoint("batch d"))
 
     def forward(self, x):
         self.w(self.weight[:2])
-        keys, room = self.keys.copy_(x.detach()), self.room.copy_(x.detach() * 3)
+        keys, room = self.keys.copy_(x.detach()), torch.from_numpy(self.room).copy_(x.detach() * 3)
         inner = self.inner(super().forward(self.given(x) + self.stored(keys) + self.kept(room)))
         self.seen = inner.data_ptr()
         return self.out(inner * 2)
@@ -212,8 +213,9 @@ def test_values_are_the_caches_own(mode, traced):
         if mode is not torch.inference_mode:
             assert cache["inner"].data_ptr() == model.seen
     with torch.no_grad() if mode is torch.enable_grad else mode():
-        for tensor in (x, output, model.weight, model.keys, model.room):
+        for tensor in (x, output, model.weight, model.keys):
             tensor.zero_()
+    model.room[:] = 0
     for name, value in expected.items():
         torch.testing.assert_close(cache[name], value)
 

@@ -97,6 +97,12 @@ def test_an_edit_that_reads_a_lazy_cache(runner, tokens):
     torch.testing.assert_close(lazy["mlp_out", 2], eager["mlp_out", 2])
 
 
+def drawing():
+    model = nn.Sequential(nn.Identity())
+    model.generator = torch.Generator()
+    return model
+
+
 def counting():
     model = nn.Sequential(nn.Identity())
     model.forward = lambda x: model[0](x[x > 0])
@@ -107,6 +113,7 @@ def counting():
     ("make", "x", "match"),
     [
         (counting, torch.ones(3), "nonzero"),
+        (drawing, torch.ones(3), "Generator"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), torch.ones(3), "Uninitialized"),
         (lambda: nn.Sequential(nn.Identity()), threading.Lock(), "lock"),
     ],

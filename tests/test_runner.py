@@ -4,6 +4,7 @@ import copy
 from collections import OrderedDict
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -270,11 +271,18 @@ def test_a_value_that_the_model_overwrites_in_place_is_an_error():
 
 def test_the_model_writes_into_no_tensor_of_the_users():
     model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)), torch.randn(2, 3)
+    array, given = np.full((2, 5), -1, "float32"), []
     mine, whole = -torch.ones(2, 5), -torch.ones(4, 5)
-    for hook in (lambda value, point: mine, lambda value, point: whole[:2]):
+    for hook in (
+        lambda value, point: mine,
+        lambda value, point: whole[:2],
+        lambda value, point: torch.from_numpy(array),
+        lambda value, point: given.append(value.fill_(-1)),
+        lambda value, point: given.append(value.detach()) or value.fill_(-1),
+    ):
         assert not HookedRunner(model).run_with_hooks(x, hooks={"0": hook}).any()
-    assert (mine == -1).all()
-    assert (whole == -1).all()
+    for kept in (mine, whole, array, *given):
+        assert (kept == -1).all()
 
 
 def test_a_model_run_inside_a_hook_is_a_plain_run(runner, tokens):
