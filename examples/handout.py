@@ -9,11 +9,14 @@ python examples/handout.py --out out
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from commands import attempt
 from torch import Tensor
 
 from models import causal_mask, scaled_dot_product_attention
@@ -51,11 +54,8 @@ def draw(found: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    """Prints the matrices and, with --out, draws them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a directory for the figure; without it, none")
-    options = parser.parse_args()
+def run(out: Path | None) -> None:
+    """Prints the matrices and, with `out`, draws them."""
     found = {name: worked(mask) for name, mask in MASKS.items()}
     for name, matrices in found.items():
         print(f"--- {name} ---")
@@ -63,10 +63,12 @@ def main() -> None:
             print(symbol, *(" ".join(f"{x:8.4f}" for x in row) for row in matrix), sep="\n")
         ours = scaled_dot_product_attention(Q, K, V, MASKS[name])
         torch.testing.assert_close(ours, matrices["Y"])
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        draw(found, options.out / "attention.png")
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        draw(found, out / "attention.png")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="a directory for the figure; without it, none")
+    sys.exit(attempt(partial(run, parser.parse_args().out)))

@@ -67,13 +67,14 @@ def test_the_patching_example(tmp_path):
     }
 
 
-def test_the_worked_numbers_of_the_handout(monkeypatch, tmp_path, capsys):
+def test_the_worked_numbers_of_the_handout(tmp_path):
     """By hand, with a = e^(1/√2): the weights of row 0 are a, a and 1 in parts of 2 a + 1."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["handout.py", "--out", str(tmp_path)])
-    runpy.run_path(str(ROOT / "examples" / "handout.py"), run_name="__main__")
+    script = [sys.executable, "examples/handout.py", "--out", str(tmp_path)]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
-    texts = capsys.readouterr().out.split("--- causal mask ---")
+    texts = done.stdout.split("--- causal mask ---")
     whole, causal = ([" ".join(line.split()) for line in text.splitlines()] for text in texts)
     shared = [
         "1.0000 2.0000 1.0000",
