@@ -60,9 +60,9 @@ def verify(model: Transformer) -> None:
                 )
 
 
-def random_tokens(model: Transformer, length: int = LENGTH) -> Int[Tensor, "2 pos"]:
-    """Two rows of random tokens, the same at each call, of this length or `n_ctx` if that is less."""
-    shape = (2, min(length, model.config.n_ctx))
+def random_tokens(model: Transformer) -> Int[Tensor, "2 pos"]:
+    """Two rows of random tokens, the same at each call."""
+    shape = (2, min(LENGTH, model.config.n_ctx))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu")
     return tokens.to(model.W_E.device)

@@ -47,12 +47,11 @@ class StateReader:
 
     Args:
         state: tensors by name; it is emptied.
+        keep: whether nobody else uses the tensors.
     """
 
-    keep = True
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
+    def __init__(self, state: dict[str, Tensor], keep: bool) -> None:
+        self._state, self.keep = state, keep
         self._keys = frozenset(state)
 
     def keys(self) -> Collection[str]:
@@ -86,17 +85,11 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         shards = {key: directory / name for key, name in index.items()}
         files = sorted(set(shards.values()))
     if path.name.startswith(WHOLE):
-        held = {key: file for file in files for key in _keys(file) if shards.get(key, file) == file}
-        return SafetensorsReader(held), path
+        owners = {k: file for file in files for k in _keys(file) if shards.get(k, file) == file}
+        return SafetensorsReader(owners), path
     states = ((file, _load(file)) for file in files)
-    return StateReader(
-        {
-            key: state[key]
-            for file, state in states
-            for key in state
-            if shards.get(key, file) == file
-        }
-    ), path
+    held = {k: t for file, state in states for k, t in state.items() if shards.get(k, file) == file}
+    return StateReader(held, keep=True), path
 
 
 def _keys(path: Path) -> list[str]:
