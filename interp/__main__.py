@@ -242,8 +242,8 @@ def _summary(data: "ReportData") -> str:
     return "\n".join(lines)
 
 
-def _shortened(text: str, most: int = 100) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:50]} ... {text[-50:]}"
 
 
 if __name__ == "__main__":

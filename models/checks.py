@@ -63,12 +63,13 @@ def check_whole(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
-def check_tokens(tokens: object, rule: str) -> None:
+def check_tokens(tokens: object) -> None:
     """Refuses tokens that are not a matrix of whole numbers.
 
     Raises:
-        ValueError: with `rule` and what was given.
+        ValueError: with the rule and what was given.
     """
+    rule = "tokens must be integers of shape [batch, pos]"
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{rule}; got a {type(tokens).__name__}")
     if tokens.ndim != 2 or tokens.dtype not in INTEGERS:
