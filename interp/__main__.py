@@ -110,17 +110,7 @@ def _report(options: argparse.Namespace) -> None:
 
     with _replacing(options.out) as page:
         model, tokenizer = _model(options.model, trained=True), load_tokenizer(options.model)
-
-        def encoded(text: str) -> Int[Tensor, "1 pos"]:
-            return torch.tensor([tokenizer.encode(text)], dtype=torch.int64)
-
-        prompt = _default(model, tokenizer) if options.prompt is None else options.prompt
-        clean = encoded(prompt)
-        corrupted = None if options.corrupted is None else encoded(options.corrupted)
-        if prompt == DEFAULT_PROMPT and corrupted is None:
-            # The tokenizer decides whether the two have equally many tokens.
-            default = encoded(DEFAULT_CORRUPTED)
-            corrupted = default if default.shape == clean.shape else None
+        clean, corrupted = _prompts(options, model, tokenizer)
         data = build_report(
             model,
             clean,
@@ -154,17 +144,31 @@ def _model(name: str, *, trained: bool) -> "Transformer":
         return build(name)
 
 
-def _default(model: "Transformer", tokenizer: "Tokenizer") -> str:
-    """The default prompt, or a text by the model if it lacks a character or has a short context."""
+def _prompts(
+    options: argparse.Namespace, model: "Transformer", tokenizer: "Tokenizer"
+) -> tuple[Int[Tensor, "1 pos"], Int[Tensor, "1 other"] | None]:
+    """The clean and the corrupted prompt; None if the corrupted one is to be derived.
+
+    If the model lacks a character of the default prompt, or has a short context, it writes the prompt.
+    """
     from models import generate
 
+    def encoded(text: str) -> Int[Tensor, "1 pos"]:
+        return torch.tensor([tokenizer.encode(text)], dtype=torch.int64)
+
+    corrupted = None if options.corrupted is None else encoded(options.corrupted)
+    if options.prompt is not None:
+        return encoded(options.prompt), corrupted
     n_ctx = model.config.n_ctx
     with suppress(ValueError):  # a character without a token
-        tokenizer.encode(DEFAULT_CORRUPTED)
-        if len(tokenizer.encode(DEFAULT_PROMPT)) <= n_ctx:
-            return DEFAULT_PROMPT
+        clean, other = encoded(DEFAULT_PROMPT), encoded(DEFAULT_CORRUPTED)
+        if clean.shape[1] <= n_ctx:
+            # The tokenizer decides whether the two have equally many tokens.
+            return clean, other if corrupted is None and other.shape == clean.shape else corrupted
     new = min(n_ctx, len(DEFAULT_PROMPT)) - 1
-    return tokenizer.decode(generate(model, [[0]], max_new_tokens=new, temperature=1.0)[0])
+    # Not as a text, which may be more tokens when it is encoded again.
+    written = generate(model, [[0]], max_new_tokens=new, temperature=1.0, stop=())
+    return torch.tensor(written), corrupted
 
 
 @contextmanager
@@ -238,8 +242,8 @@ def _summary(data: "ReportData") -> str:
     return "\n".join(lines)
 
 
-def _shortened(text: str, most: int = 100) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:50]} ... {text[-50:]}"
 
 
 if __name__ == "__main__":

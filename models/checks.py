@@ -53,23 +53,23 @@ def require(config: Any, name: str, holds: object, rule: str, prefix: str = "") 
         raise ValueError(f"{prefix}{name} must be {rule}; got {getattr(config, name)!r}")
 
 
-def check_whole(name: str, value: object, least: float = 1) -> None:
-    """Refuses a value that is not a whole number, or is less than `least`.
+def check_whole(name: str, value: object) -> None:
+    """Refuses a value that is not a whole number of at least 1.
 
     Raises:
-        ValueError: naming the argument, its least value and the given one.
+        ValueError: naming the argument and its value.
     """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        bound = "" if math.isinf(least) else f" of at least {least}"
-        raise ValueError(f"{name} must be a whole number{bound}; got {value!r}")
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
-def check_tokens(tokens: object, rule: str) -> None:
+def check_tokens(tokens: object) -> None:
     """Refuses tokens that are not a matrix of whole numbers.
 
     Raises:
-        ValueError: with `rule` and what was given.
+        ValueError: with the rule and what was given.
     """
+    rule = "tokens must be integers of shape [batch, pos]"
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{rule}; got a {type(tokens).__name__}")
     if tokens.ndim != 2 or tokens.dtype not in INTEGERS:

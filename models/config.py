@@ -244,7 +244,9 @@ class TransformerConfig:
         known = all(0 <= token < self.vocab_size for token in self.eos_token_ids)
         self._require("eos_token_ids", known, f"from 0 to {self.vocab_size - 1}")
         if self.positions == "rotary":
-            self._require("rotary_theta", self.rotary_theta > 0, "above 0")
+            # YaRN divides by its logarithm.
+            least = int(self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn")
+            self._require("rotary_theta", self.rotary_theta > least, f"above {least}")
             even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
             rule = f"a share that is an even number of a head's {d_head} dimensions"
             self._require("rotary_fraction", even, rule)

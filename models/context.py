@@ -92,7 +92,7 @@ class Context(NamedTuple):
 
         def later(mask: Tensor | None) -> Tensor | None:
             if mask is None:  # all keys up to the query's own
-                return _mask(0, pos, end, self.positions.device)
+                return _mask(0, pos, torch.arange(end, device=self.positions.device)[None])
             return mask if mask.shape[2] == 1 else mask[:, :, skipped:]
 
         return self._replace(
@@ -141,7 +141,7 @@ def place(
     (batch, new), device = x.shape[:2], x.device
     start, known = (0, None) if kv_cache is None else (kv_cache.length, kv_cache.mask)
     end, real = start + new, None
-    positions = torch.arange(start, end, device=device)[None]
+    counted = torch.arange(end, device=device)[None]
     if attention_mask is None and known is not None:
         attention_mask = torch.cat([known, known.new_ones(batch, new)], 1)
     if attention_mask is not None:
@@ -152,7 +152,6 @@ def place(
             _check_fits_cache(real, start, known, any(windows))
         # Padding has no position, and no query sees it.
         counted = (real.long().cumsum(1) - 1).clamp(min=0)
-        positions = counted[:, start:]
     masks: dict[int, Tensor | None]
     if query_key_mask is not None:
         seen = _as_seen(query_key_mask.to(device), batch, n_heads, new, end)
@@ -164,10 +163,9 @@ def place(
                 f"got {tuple(query_key_mask.shape)}"
             )
         masks = dict.fromkeys(windows, seen if real is None else seen & real[:, None, None])
-    elif real is not None:
-        masks = {w: _padded_mask(w, start, real, counted) for w in windows}
     else:
-        masks = {w: _mask(w, start, end, device) for w in windows}
+        masks = {w: _mask(w, start, counted, real) for w in windows}
+    positions = counted[:, start:]
     return Context(positions, masks, rotate(positions), start, kv_cache, real)
 
 
@@ -230,34 +228,22 @@ def _check_fits_cache(real: Tensor, start: int, known: Tensor | None, windowed: 
 
 
 def _mask(
-    window: int, start: int, end: int, device: torch.device
-) -> Bool[Tensor, "1 1 query key"] | None:
-    """Which keys the queries from `start` on see; None means all up to their own."""
-    first = oldest_reached(window, start)
-    narrow = window and end - start > 1 and end - first > window
-    if not narrow and (start == 0 or end - start == 1):
-        return None
-    query = torch.arange(start, end, device=device)[:, None]
-    key = torch.arange(first, end, device=device)
-    return _seen(window, query, key, query - key)[None, None]
-
-
-def _padded_mask(
     window: int,
     start: int,
-    real: Bool[Tensor, "batch column"],
-    positions: Int[Tensor, "batch column"],
-) -> Bool[Tensor, "batch 1 query key"]:
-    first, end = oldest_reached(window, start), real.shape[1]
-    query = torch.arange(start, end, device=real.device)[:, None]
-    key = torch.arange(first, end, device=real.device)
-    # Distances within a text do not count padding.
-    distance = positions[:, start:, None] - positions[:, None, first:]
-    return (_seen(window, query, key, distance) & real[:, None, first:])[:, None]
-
-
-def _seen(window: int, query: Tensor, key: Tensor, distance: Tensor) -> Tensor:
-    return (key <= query) & (distance < window) if window else key <= query
+    positions: Int[Tensor, "_batch column"],
+    real: Bool[Tensor, "batch column"] | None = None,
+) -> Bool[Tensor, "_batch 1 query key"] | None:
+    """Which keys the queries from column `start` on see; None means all up to their own."""
+    first, end = oldest_reached(window, start), positions.shape[1]
+    narrow = window and end - start > 1 and end - first > window
+    if real is None and not narrow and (start == 0 or end - start == 1):
+        return None
+    columns = torch.arange(end, device=positions.device)
+    seen = (columns[first:] <= columns[start:, None])[None]
+    if window:
+        # Distances within a text do not count padding.
+        seen = seen & (positions[:, start:, None] - positions[:, None, first:] < window)
+    return (seen if real is None else seen & real[:, None, first:])[:, None]
 
 
 def _both(change: Callable[[Tensor], Tensor], rotation: Rotation) -> Rotation:

@@ -122,7 +122,9 @@ def generate_text(
     several = [prompts] if isinstance(prompts, str) else prompts
     start, ends = list(tokenizer.bos_token_ids), set[int]()
     if options.get("stop") is None:
-        options["stop"] = ends = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
+        given = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
+        # Some tokenizers are those of larger models.
+        options["stop"] = ends = {token for token in given if token < model.config.vocab_size}
     encoded = [tokenizer.encode(text) for text in several]
     read = [tokens if tokens[: len(start)] == start else start + tokens for tokens in encoded]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)

@@ -57,7 +57,7 @@ class LayerNorm(Component):
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, with a hook point at its divisor."""
-        wide = _widened(x)
+        wide = widened(x)
         centred = wide - wide.mean(-1, keepdim=True)
         normal = centred / self.scale(_root_mean_square(centred, self.eps))
         if self.weight is not None:
@@ -104,7 +104,7 @@ class RMSNorm(Component):
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, with a hook point at its divisor."""
-        wide = _widened(x)
+        wide = widened(x)
         normal = wide / self.scale(_root_mean_square(wide, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)
 
@@ -170,7 +170,7 @@ def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
     return nn.Dropout(config.dropout) if present and config.dropout else Identity()
 
 
-def _widened(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """`x` in at least float32. The fused kernels also round only once, at the end."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

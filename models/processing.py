@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.checkpoints.assemble import without_values
-from models.checks import mode
+from models.checks import mode, require
 from models.config import TransformerConfig
+from models.norm import widened
 from models.transformer import Transformer
 from models.verification import deviation, random_tokens
 
@@ -40,11 +41,12 @@ def fold_norms(model: Transformer) -> Transformer:
     (False, None)
     """
     config, values = model.config, _copied(model)
-    _require("norm", config.norm, ("layernorm", "rmsnorm"), "fold_norms needs norms")
+    require(config, "norm", config.norm != "none", "'layernorm' or 'rmsnorm' to be folded")
     if not config.norm_learned:
         return _proven("fold_norms", model, config, values)
-    _require("norm_place", config.norm_place, ("pre",), "maps must read the gain to take it in")
-    _require("embed_norm", config.embed_norm, (False,), "its gain is in the residual stream")
+    rule = "'pre', as maps must read the gain to take it in"
+    require(config, "norm_place", config.norm_place == "pre", rule)
+    require(config, "embed_norm", not config.embed_norm, "False, as its gain is in the stream")
     biased = config.norm == "layernorm" and config.norm_bias
     for norm, linear in _readers(config):
         weight, gain = values[f"{linear}.weight"], model.get_parameter(f"{norm}.weight")
@@ -52,7 +54,7 @@ def fold_norms(model: Transformer) -> Transformer:
         if biased:
             bias = values.get(f"{linear}.bias", weight.new_zeros(()))
             # Not `@`, which autocast of the caller would round.
-            moved = (_wide(weight) * model.get_parameter(f"{norm}.bias")).sum(-1) + _wide(bias)
+            moved = (widened(weight) * model.get_parameter(f"{norm}.bias")).sum(-1) + widened(bias)
             values[f"{linear}.bias"] = moved.to(weight.dtype)
         for kind in ("weight", "bias"):
             values.pop(f"{norm}.{kind}", None)
@@ -96,18 +98,19 @@ def center(model: Transformer) -> Transformer:
     True
     """
     config, values = model.config, _copied(model)
-    _require("norm", config.norm, ("layernorm",), "only LayerNorm subtracts the mean")
-    _require("norm_place", config.norm_place, ("pre",), "else the stream's mean is read or written")
-    _require("final_norm", config.final_norm, (True,), "the unembedding reads the stream's mean")
-    if config.norm_learned:
-        _require("embed_norm", config.embed_norm, (False,), "its gain and bias write a mean")
+    of_norms, written = config.norm == "layernorm", config.embed_norm and config.norm_learned
+    require(config, "norm", of_norms, "'layernorm', as only LayerNorm subtracts the mean")
+    rule = "'pre', as else the stream's mean is read or written"
+    require(config, "norm_place", config.norm_place == "pre", rule)
+    require(config, "final_norm", config.final_norm, "True, as the unembedding reads the mean")
+    require(config, "embed_norm", not written, "False, as its gain and bias write a mean")
     axes = {"token_embedding": 1, "position_embedding": 1, "attn.output": 0, "mlp.output": 0}
     if not config.logit_cap:
         axes["unembedding"] = 0
     for name, value in values.items():
         for part, axis in axes.items():
             if name.rpartition(".")[0].endswith(part):
-                wide = _wide(value)
+                wide = widened(value)
                 values[name] = (wide - wide.mean(axis, keepdim=True)).to(value.dtype)
     return _proven("center", model, config.replace(tied_unembed=False), values)
 
@@ -127,7 +130,7 @@ def _proven(
     tokens = random_tokens(model)
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with exactly, mode(model, training=False):
-        expected, found = (F.log_softmax(_wide(m(tokens)), -1) for m in (model, made.eval()))
+        expected, found = (F.log_softmax(widened(m(tokens)), -1) for m in (model, made.eval()))
     largest, allowed = deviation(found, expected, model.W_E.dtype)
     if not largest <= allowed:  # NaN is not
         raise RuntimeError(
@@ -153,13 +156,3 @@ def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
             yield f"blocks.{layer}.ln2", f"blocks.{layer}.mlp.gate"
     if config.final_norm:
         yield "ln_final", "unembedding"
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _require(field: str, value: object, allowed: tuple[object, ...], reason: str) -> None:
-    if value not in allowed:
-        rule = " or ".join(map(repr, allowed))
-        raise ValueError(f"{field} must be {rule}, as {reason}; got {value!r}")

@@ -102,12 +102,7 @@ def _gpt2(n_layers: int, n_heads: int, d_model: int) -> TransformerConfig:
 
 def _rotary(n_layers: int, n_heads: int, d_model: int) -> TransformerConfig:
     """qk-norm.md: GPT-2's sizes with rotary positions, RMSNorm without gain, and no biases."""
-    return TransformerConfig(
-        vocab_size=50257,
-        n_ctx=1024,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        d_model=d_model,
+    return _gpt2(n_layers, n_heads, d_model).replace(
         positions="rotary",
         norm="rmsnorm",
         norm_eps=1e-6,
@@ -116,6 +111,7 @@ def _rotary(n_layers: int, n_heads: int, d_model: int) -> TransformerConfig:
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
+        dropout=0.0,
     )
 
 

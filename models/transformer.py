@@ -133,7 +133,7 @@ class Transformer(BlockWeights):
         query_key_mask: Tensor | None = None,
     ) -> Context:
         """What the blocks read besides the stream. For arguments and errors see `forward`."""
-        check_tokens(tokens, "tokens must be integers of shape [batch, pos]")
+        check_tokens(tokens)
         config, (batch, new) = self.config, tokens.shape
         if kv_cache is not None:
             kv_cache.reserve(config, batch, new)

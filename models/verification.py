@@ -13,6 +13,7 @@ from models.block import Block
 from models.checks import mode
 from models.config import TransformerConfig
 from models.kvcache import KVCache
+from models.norm import widened
 from models.transformer import Transformer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
@@ -60,9 +61,9 @@ def verify(model: Transformer) -> None:
                 )
 
 
-def random_tokens(model: Transformer, length: int = LENGTH) -> Int[Tensor, "2 pos"]:
-    """Two rows of random tokens, the same at each call, of this length or `n_ctx` if that is less."""
-    shape = (2, min(length, model.config.n_ctx))
+def random_tokens(model: Transformer) -> Int[Tensor, "2 pos"]:
+    """Two rows of random tokens, the same at each call."""
+    shape = (2, min(LENGTH, model.config.n_ctx))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu")
     return tokens.to(model.W_E.device)
@@ -70,8 +71,7 @@ def random_tokens(model: Transformer, length: int = LENGTH) -> Int[Tensor, "2 po
 
 def deviation(found: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """The largest difference, and the largest that rounding may cause in a model of this dtype."""
-    wide = torch.promote_types(dtype, torch.float32)
-    found, expected = found.to(wide), expected.to(wide)
+    found, expected = widened(found), widened(expected)
     return (found - expected).abs().max().item(), TOLERANCE[dtype] * expected.abs().max().item()
 
 
@@ -104,8 +104,7 @@ def _sums_of_block(
 ) -> Iterator[tuple[str, str, Tensor]]:
     resid, attn_out = values["resid_pre"], values["attn_out"]
     # In half precision, do not round the sum over heads.
-    wide = torch.promote_types(resid.dtype, torch.float32)
-    z, W_O = values["attn.z"].to(wide), block.attn.W_O.to(wide)
+    z, W_O = widened(values["attn.z"]), widened(block.attn.W_O)
     heads = torch.einsum("b p h d, h d m -> b p m", z, W_O) + block.attn.b_O
     yield "attn = sum over heads of z @ W_O + b_O", "attn", heads
     yield "attn_out = ln1_post(attn)", "attn_out", block.ln1_post(values["attn"])

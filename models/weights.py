@@ -16,7 +16,8 @@ class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
     They are computed at each access. The weights of one block (`blocks[3].attn.W_Q`) are views. A bias
-    that the config switches off is zeros.
+    that the config switches off is zeros; weights of a part that the model lacks, such as a gate, raise an
+    AttributeError.
     """
 
     blocks: nn.ModuleList
@@ -34,11 +35,7 @@ class BlockWeights(Component):
 
     @property
     def W_pos(self) -> Float[Tensor, "n_ctx d_model"]:
-        """Learned position embeddings.
-
-        Raises:
-            AttributeError: if the model's positions are not learned.
-        """
+        """Learned position embeddings."""
         return self.position_embedding.weight
 
     @property
@@ -68,29 +65,17 @@ class BlockWeights(Component):
 
     @property
     def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        """Gate weights of gated MLPs.
-
-        Raises:
-            AttributeError: if the MLPs have no gate.
-        """
+        """Gate weights of gated MLPs."""
         return self._stack("mlp.W_gate")
 
     @property
     def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        """Input weights of the MLPs.
-
-        Raises:
-            AttributeError: if there are no MLPs.
-        """
+        """Input weights of the MLPs."""
         return self._stack("mlp.W_in")
 
     @property
     def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
-        """Output weights of the MLPs.
-
-        Raises:
-            AttributeError: if there are no MLPs.
-        """
+        """Output weights of the MLPs."""
         return self._stack("mlp.W_out")
 
     @property
@@ -115,29 +100,17 @@ class BlockWeights(Component):
 
     @property
     def b_gate(self) -> Float[Tensor, "layer d_mlp"]:
-        """Gate biases of gated MLPs.
-
-        Raises:
-            AttributeError: if the MLPs have no gate.
-        """
+        """Gate biases of gated MLPs."""
         return self._stack("mlp.b_gate")
 
     @property
     def b_in(self) -> Float[Tensor, "layer d_mlp"]:
-        """Input biases of the MLPs.
-
-        Raises:
-            AttributeError: if there are no MLPs.
-        """
+        """Input biases of the MLPs."""
         return self._stack("mlp.b_in")
 
     @property
     def b_out(self) -> Float[Tensor, "layer d_model"]:
-        """Output biases of the MLPs.
-
-        Raises:
-            AttributeError: if there are no MLPs.
-        """
+        """Output biases of the MLPs."""
         return self._stack("mlp.b_out")
 
     @property

@@ -125,6 +125,7 @@ def test_corrupted_alone_goes_with_the_default_prompt(saved, here, monkeypatch):
         (["--prompt", "def", "--corrupted", "def"], "0.0001"),
         (["--prompt", "ddd"], "3 times"),
         (["--model", "pydoc-5l"], "'pydoc-5l'.*pydoc-4l"),
+        (["--model", "tiny-lmm"], "'tiny-lmm'.*'tiny-lm'"),
         (["--model", "svd-64-2l"], "'svd-64-2l'.* train"),
     ],
 )
@@ -166,11 +167,18 @@ def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypat
 
 @pytest.mark.parametrize(("known", "n_ctx"), [("\nabc", 89), ("the returns", 7)])
 def test_the_model_writes_the_prompt_if_it_cannot_read_the_default(here, monkeypatch, known, n_ctx):
-    """One model lacks characters, and one positions."""
+    """One model lacks characters, and one positions. Either would end its text at once.
+
+    Its tokens are not those of the text that they make, as with most tokenizers.
+    """
+    encode = CharTokenizer.encode
+    monkeypatch.setattr(CharTokenizer, "encode", lambda self, text: 2 * encode(self, text))
     monkeypatch.setattr(cli, "DEFAULT_PROMPT", "the returns")
     monkeypatch.setattr(cli, "DEFAULT_CORRUPTED", "the turners")
     tokenizer = CharTokenizer.of(known)
-    save(here / "m", small(len(tokenizer.characters), n_ctx), tokenizer)
+    model = small(len(tokenizer.characters), n_ctx)
+    model.config = model.config.replace(eos_token_ids=tuple(range(model.config.vocab_size)))
+    save(here / "m", model, tokenizer)
     assert main(["report", "--model", "m"]) == 0
     tokens = embedded(here / "report.html")["tokens"]
     assert len(tokens) == min(n_ctx, 11)

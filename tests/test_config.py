@@ -139,6 +139,7 @@ def test_equal_configs_differ_in_nothing():
         (dict(parallel=True, norm_place="post"), "True"),
         (dict(norm_place="post", mlp="none"), "'post'"),
         (dict(rotary_theta=5.0), "unless positions are rotary; got 5.0"),
+        (dict(rotary_theta=1.0, positions="rotary", rotary_scaling=RotaryScaling(kind="yarn", original_n_ctx=3)), "above 1; got 1.0"),
         (dict(norm_place="post", norm="none"), "unless there is a norm; got 'post'"),
         (dict(qk_norm_learned=False), "unless there is a qk_norm; got False"),
         (dict(window_layers=(1,)), "unless there is a window; got (1,)"),

@@ -519,6 +519,11 @@ def test_text_in_text_out(pair, options, ends, texts):
     assert generate_text(model, pair, "he", max_new_tokens=5, **options) == texts[0]
 
 
+def test_a_tokenizer_may_end_texts_with_a_token_that_the_model_lacks(pair):
+    model, _ = saying(261, [172, 253, 246, 222])
+    assert generate_text(model, pair, "he", max_new_tokens=4) == "he😀"
+
+
 @pytest.mark.parametrize("prompt", ["The theory", "<s>The theory", ""])
 def test_a_prompt_begins_as_its_tokenizer_says(prompt, tmp_path):
     described = dict(tokenizer_config=dict(eos_token="</s>"))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import filterfalse
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +37,19 @@ class Source:
     convert: Callable[..., Tensor] = concatenated
 
 
-@runtime_checkable
-class Reader(Protocol):
+@dataclass(frozen=True)
+class Reader:
     """Tensors by name, read one at a time, so a file is never in memory twice.
 
     Attributes:
+        keys: the names of all tensors.
+        read: gives the tensor of a name; called at most once for each.
         keep: whether a tensor that was read may become a parameter without a copy.
     """
 
+    keys: Collection[str]
+    read: Callable[[str], Tensor]
     keep: bool
-
-    def keys(self) -> Collection[str]:
-        """The names of all tensors."""
-
-    def read(self, key: str) -> Tensor:
-        """The tensor of that name; called at most once for each."""
 
 
 @torch.no_grad()
@@ -84,7 +82,7 @@ def assemble(
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    held = set(filterfalse(ignored, reader.keys()))
+    held = set(filterfalse(ignored, reader.keys))
     if config.n_layers > len(held):  # before anything is built for each layer
         raise ValueError(
             f"{where}: n_layers must be at most {len(held)}, its tensors; got {config.n_layers}"

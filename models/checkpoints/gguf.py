@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from hooks.errors import UnknownNameError
-from models.checkpoints.assemble import Source, assemble, concatenated, end_tokens
+from models.checkpoints.assemble import Reader, Source, assemble, concatenated, end_tokens
 from models.checkpoints.gguf_file import GGUFFile, read_tokenizer
 from models.config import RotaryScaling, TransformerConfig
 from models.tokenizer import Tokenizer
@@ -124,8 +124,9 @@ def load_gguf(
         ignored.add("rope_freqs.weight")  # in the config by now
     if config.tied_unembed:
         ignored.add("output.weight")  # where it is, it is the embedding again
-    table = _table(config, file.keys(), permuted)
-    return assemble(config, table, file, str(path), ignored.__contains__, dtype, device)
+    table = _table(config, file.shapes, permuted)
+    reader = Reader(file.shapes.keys(), file.read, keep=True)
+    return assemble(config, table, reader, str(path), ignored.__contains__, dtype, device)
 
 
 def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

@@ -34,7 +34,6 @@ class GGUFFile:
     """A GGUF file.
 
     Attributes:
-        keep: True, because `read` returns new memory.
         shapes: the shapes of all tensors, in PyTorch's order.
 
     Args:
@@ -45,8 +44,6 @@ class GGUFFile:
         UnknownNameError: if a key to ignore is not there.
         ValueError: if it is not such a file, or damaged.
     """
-
-    keep: bool = True
 
     def __init__(self, path: str | os.PathLike[str], ignore: Collection[str] = ()) -> None:
         self._path = path
@@ -70,12 +67,8 @@ class GGUFFile:
             if key.startswith(prefix)
         }
 
-    def keys(self) -> Collection[str]:
-        """The names of all tensors."""
-        return self._tensors.keys()
-
     def read(self, key: str) -> Tensor:
-        """A tensor's values in float32.
+        """A tensor's values in float32, in new memory.
 
         Raises:
             ValueError: if the library cannot dequantize its type; it names the tensor and the type.

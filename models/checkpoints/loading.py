@@ -121,7 +121,7 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
         return BUNDLED / name
     if path.exists():
         return path
-    close = difflib.get_close_matches(name, bundled(), n=1)
+    close = difflib.get_close_matches(name, [*bundled(), *available()], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     missing = f"no file or model is named {name!r}; {hint}available: {', '.join(bundled())}"
     if name in available():

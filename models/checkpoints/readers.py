@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,53 +15,6 @@ from models.files import read_object
 
 WHOLE = "model.safetensors"
 WHOLE_BIN = "pytorch_model.bin"
-
-
-class SafetensorsReader:
-    """The tensors of safetensors files.
-
-    An open file is mapped into memory, and the parts that were read count as memory of the process. So
-    each read opens the file again.
-
-    Args:
-        files: the file of each tensor, by the tensor's name.
-    """
-
-    keep = False  # tensors are in the file's mapped memory
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
-
-    def keys(self) -> Collection[str]:
-        """The names of all tensors."""
-        return self._files.keys()
-
-    def read(self, key: str) -> Tensor:
-        """The tensor of that name."""
-        with _naming(self._files[key]), safe_open(self._files[key], "pt") as file:
-            return file.get_tensor(key)
-
-
-class StateReader:
-    """The tensors of a state dict. Each is removed from it when it is read.
-
-    Args:
-        state: tensors by name; it is emptied.
-    """
-
-    keep = True
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
-        self._keys = frozenset(state)
-
-    def keys(self) -> Collection[str]:
-        """The names of all tensors."""
-        return self._keys
-
-    def read(self, key: str) -> Tensor:
-        """The tensor of that name; only once."""
-        return self._state.pop(key)
 
 
 def reader_of(directory: Path) -> tuple[Reader, Path]:
@@ -86,17 +39,18 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         shards = {key: directory / name for key, name in index.items()}
         files = sorted(set(shards.values()))
     if path.name.startswith(WHOLE):
-        held = {key: file for file in files for key in _keys(file) if shards.get(key, file) == file}
-        return SafetensorsReader(held), path
+        owners = {k: file for file in files for k in _keys(file) if shards.get(k, file) == file}
+
+        # An open file is mapped into memory, and what was read counts as memory of the process. So each
+        # read opens it again.
+        def read(key: str) -> Tensor:
+            with _naming(owners[key]), safe_open(owners[key], "pt") as file:
+                return file.get_tensor(key)
+
+        return Reader(owners, read, keep=False), path  # the file's mapped memory
     states = ((file, _load(file)) for file in files)
-    return StateReader(
-        {
-            key: state[key]
-            for file, state in states
-            for key in state
-            if shards.get(key, file) == file
-        }
-    ), path
+    held = {k: t for file, state in states for k, t in state.items() if shards.get(k, file) == file}
+    return Reader(frozenset(held), held.pop, keep=True), path
 
 
 def _keys(path: Path) -> list[str]:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.checks import INTEGERS, check_types, check_whole, mode
+from models.norm import widened
 from models.transformer import Transformer
 
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
@@ -129,8 +130,7 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
     rows = rows.to(model.token_embedding.weight.device).long()
     logits = model(rows[:, :-1])
     # In half precision the sum over tokens would be rounded, or infinite.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    losses = F.cross_entropy(widened(logits).flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
     return losses.view(len(rows), -1).mean(1)
 
 

@@ -207,13 +207,18 @@ class Run:
                 raise ValueError(f"it must be of the same run; {'; '.join(different)}")
             deepcopy(self.model).load_state_dict(state["model"])  # raises if it does not fit
             self.optimizer.load_state_dict(state["optimizer"])
-            for weight, held in self.optimizer.state.items():
+            for weight in self._parameters:
+                held = self.optimizer.state[weight]
                 if not held["exp_avg"].shape == held["exp_avg_sq"].shape == weight.shape:
                     raise ValueError("its optimizer does not fit the model")
-            # On another device the number of generators may differ.
-            for generator, saved in zip(self.generators, state["generators"], strict=False):
+            generators, records = state["generators"], state["records"]
+            steps = [record["step"] for record in records]
+            if len(generators) < 2 or steps != [*range(1, len(steps) + 1)]:
+                raise ValueError("it must have a record of each step, and two generators or more")
+            # On another device their number may differ.
+            for generator, saved in zip(self.generators, generators, strict=False):
                 generator.set_state(saved)
-            self.records, self._saved = state["records"], len(state["records"])
+            self.records, self._saved = records, len(records)
         except Exception as error:  # from the system, zip, pickle or torch, depending on the damage
             reason = " ".join(str(error).split())[:500]
             raise ValueError(f"{path} cannot be resumed: {reason}") from error

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from models.checkpoints.assemble import assemble, end_tokens
+from models.checkpoints.assemble import Reader, assemble, end_tokens
 from models.checkpoints.huggingface import gpt, llama
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
@@ -116,7 +116,7 @@ def load_huggingface(
     described = _ended(described, generation.get("eos_token_id"))
     family, config = translated(described, str(directory / "config.json"))
     reader, path = reader_of(directory)
-    table = family.table(config, reader.keys())
+    table = family.table(config, reader.keys)
     return assemble(config, table, reader, str(path), family.is_ignored, dtype, device)
 
 
@@ -146,8 +146,9 @@ def from_hf(
     described = without(to_dict(), ignore, f"{what}.config")
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     family, config = translated(_ended(described, ends), f"{what}.config")
-    reader = _InUse(model.state_dict())
-    table = family.table(config, reader.keys())
+    state = model.state_dict()
+    reader = Reader(state.keys(), state.__getitem__, keep=False)
+    table = family.table(config, state.keys())
     device = next(model.parameters()).device if device is None else device
     return assemble(config, table, reader, what, family.is_ignored, dtype, device)
 
@@ -155,18 +156,3 @@ def from_hf(
 def _ended(described: Mapping[str, Any], tokens: Any) -> Mapping[str, Any]:
     """A config with the tokens by which generation ends, if there are any."""
     return described if tokens is None else {**described, "eos_token_id": tokens}
-
-
-class _InUse:
-    """The tensors of a state dict that is in use."""
-
-    keep = False
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self._state = state
-
-    def keys(self) -> Collection[str]:
-        return self._state.keys()
-
-    def read(self, key: str) -> Tensor:
-        return self._state[key]
