@@ -11,14 +11,7 @@ from torch.nn.functional import pad
 from hooks import _torch
 from hooks.errors import NEVER_FIRED, CacheError, HookError, NeverFiredError, require_fired
 from hooks.modes import Options
-from hooks.point import (
-    POSITION_AXES,
-    Point,
-    as_node,
-    first_tensor,
-    tensors_in,
-    with_first_tensor,
-)
+from hooks.point import POSITION_AXES, Point, as_node, first_tensor, tensors_in, with_first_tensor
 from hooks.session import Session
 
 
@@ -65,9 +58,12 @@ class Recorder:
     def listen(self, session: Session) -> None:
         """Records all points, through hooks of the session."""
         for point in self.points.values():
-            session.after(point.module, self.hook(point))
+            # Where nothing is kept a hook would only switch a fused kernel off. Optional points need one,
+            # to tell whether they ran; models that have fused kernels have HookPoints, and no such points.
+            if point.optional or point.name not in self._unkept:
+                session.after(point.module, self._hook(point))
 
-    def hook(self, point: Point) -> Callable[[Any], Any]:
+    def _hook(self, point: Point) -> Callable[[Any], Any]:
         """A forward hook that records `point` and leaves its value unchanged."""
 
         def record(output: Any) -> Any:

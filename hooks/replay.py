@@ -100,6 +100,15 @@ class BlockCall:
     def _sample(self, output: Any) -> None:
         self._given = _sampled(output)
 
+    def report(self, recorder: Recorder) -> None:
+        """Tells the recorder which points the block's run reached, and skips them if it ran twice."""
+        for point in [recorder.points[name] for name in self.points if self.fired]:
+            if not point.optional:
+                recorder.fired.add(point.name)
+            if self.repeated:
+                once = "a lazy cache keeps one input per block"
+                recorder.skip(point, HookError(f"{self.name} ran twice in one run; {once}"))
+
     def tensors(self) -> list[Tensor]:
         """The tensors kept of this call: its arguments and a sample of its output."""
         return self._inputs() + self._given
@@ -216,10 +225,8 @@ class LazyValues(Mapping[str, Tensor]):
         return [*self._kept.values(), *stored, *self._recomputed.values()]
 
 
-def divided(
-    points: Mapping[str, Point], blocks: Mapping[str, nn.Module]
-) -> tuple[list[BlockCall], dict[str, Point]]:
-    """One `BlockCall` for each block that has points, and the points outside all blocks.
+def divided(points: Mapping[str, Point], blocks: Mapping[str, nn.Module]) -> list[BlockCall]:
+    """One `BlockCall` for each block that has points.
 
     Raises:
         HookError: if there are no blocks.
@@ -229,12 +236,11 @@ def divided(
             "lazy=True needs blocks (children of an nn.ModuleList); this model has none"
         )
     inside: dict[str, dict[str, Point]] = {}
-    outside: dict[str, Point] = {}
     for name, point in points.items():
-        block = block_of(name, blocks)
-        (outside if block is None else inside.setdefault(block, {}))[name] = point
+        if (block := block_of(name, blocks)) is not None:
+            inside.setdefault(block, {})[name] = point
     copies: Copies = {}
-    return [BlockCall(n, blocks[n], chosen, copies) for n, chosen in inside.items()], outside
+    return [BlockCall(n, blocks[n], chosen, copies) for n, chosen in inside.items()]
 
 
 def _copied(leaf: Any, copies: Copies) -> Any:
