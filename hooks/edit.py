@@ -93,38 +93,25 @@ def edited_points(
     return list(once.values())
 
 
-def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
-    """A forward hook that lets `hook` replace the value at `point`.
+def edit_at(point: Point, hook: Hook, fired: set[str], backward: bool) -> Callable[[Any], Any]:
+    """A forward hook that lets `hook` replace the value at `point`, or its gradient in the backward pass.
 
     Raises:
-        EditError: from the returned function, if `hook` changes the shape, dtype or device.
+        HookError: from the returned function, if no gradient can reach the point.
+        EditError: from there or in the backward pass, if `hook` changes the shape, dtype or device.
     """
 
     def edit(output: Any) -> Any:
         _require_one_forward(point)
-        fired.add(point.name)
-        return with_first_tensor(output, _run(hook, first_tensor(output, point), point))
-
-    return edit
-
-
-def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
-    """A forward hook that makes the backward pass call `hook` with the gradient at `point`.
-
-    Raises:
-        HookError: from the returned function, if no gradient can reach the point.
-        EditError: in the backward pass, if `hook` changes the shape, dtype or device.
-    """
-
-    def watch(output: Any) -> Any:
-        _require_one_forward(point)
         value = first_tensor(output, point)
         fired.add(point.name)
+        if not backward:
+            return with_first_tensor(output, _run(hook, value, point))
         value = as_node(value, point)
         value.register_hook(lambda grad: _run(hook, grad, point))
         return with_first_tensor(output, value)
 
-    return watch
+    return edit
 
 
 def _require_one_forward(point: Point) -> None:

@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -172,9 +172,7 @@ class LazyValues(Mapping[str, Tensor]):
     """
 
     def __init__(self, kept: Recorder, calls: list[BlockCall], edits: Edits) -> None:
-        self._names = list(kept.axes)
-        self._kept = kept.values
-        self._options = kept.options
+        self._run = kept
         self._calls = calls
         self._edits = edits
         self._recomputed: dict[str, Tensor] = {}
@@ -190,30 +188,30 @@ class LazyValues(Mapping[str, Tensor]):
         if not self.is_held(name):
             call, _ = self._origin[name]
             self.fill(other for other, (owner, _) in self._origin.items() if owner is call)
-        return self._kept[name] if name in self._kept else self._recomputed[name]
+        return self._run.values[name] if name in self._run.values else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._run.axes)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._run.axes)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kept or name in self._origin
+        return name in self._run.axes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
     def is_held(self, name: str) -> bool:
         """Whether the value is in memory."""
-        return name in self._kept or name in self._recomputed
+        return name in self._run.values or name in self._recomputed
 
     def fill(self, names: Iterable[str]) -> None:
         """Recomputes the values of `names` that are not in memory, and nothing else."""
         missing = [self._origin[name] for name in names if not self.is_held(name)]
         for call, group in groupby(missing, key=lambda origin: origin[0]):
             points = {point.name: point for _, point in group}
-            self._recomputed |= call.read(points, self._edits, self._options).values
+            self._recomputed |= call.read(points, self._edits, self._run.options).values
 
     def drop(self) -> None:
         """Frees the recomputed values."""
@@ -222,7 +220,7 @@ class LazyValues(Mapping[str, Tensor]):
     def held(self) -> list[Tensor]:
         """Every tensor in memory: kept values, stored calls and recomputed values."""
         stored = [tensor for call in self._calls for tensor in call.tensors()]
-        return [*self._kept.values(), *stored, *self._recomputed.values()]
+        return [*self._run.values.values(), *stored, *self._recomputed.values()]
 
 
 def divided(points: Mapping[str, Point], blocks: Mapping[str, nn.Module]) -> list[BlockCall]:
@@ -270,12 +268,12 @@ def _step(tensor: Tensor) -> int:
 
 def _agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
     """Whether two samples are equal, up to rounding."""
-    pairs = list(zip_longest(ours, theirs))
-    return all(_are_close(one, other, precision) for one, other in pairs)
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(_are_close(*pair, precision) for pair in pairs)
 
 
-def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
-    if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     # Without numbers there is nothing more to compare.
     if ours.is_meta or isinstance(ours, _torch.FakeTensor) or not ours.numel():

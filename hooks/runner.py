@@ -12,7 +12,7 @@ from hooks import storage
 from hooks._torch import is_fully_sharded
 from hooks.cache import ActivationCache
 from hooks.capture import Recorder
-from hooks.edit import HookContext, Hooks, backward_edit, edited_points, forward_edit
+from hooks.edit import HookContext, Hooks, edit_at, edited_points
 from hooks.errors import NEVER_FIRED, ModeError
 from hooks.modes import Mode, Options
 from hooks.names import Selector, blocks_of, flatten, has_forward, resolve
@@ -173,8 +173,8 @@ class HookedRunner:
         """
         fired: set[str] = set()
         listeners = [
-            (point, make(hook, point, fired), make is forward_edit)
-            for make, given in ((forward_edit, hooks), (backward_edit, backward))
+            (point, edit_at(point, hook, fired, is_backward), not is_backward)
+            for is_backward, given in ((False, hooks), (True, backward))
             for selector, hook in (given or {}).items()
             for point in edited_points(selector, hook, self._known, self.points)
         ]
