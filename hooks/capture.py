@@ -15,13 +15,17 @@ from hooks.point import POSITION_AXES, Point, as_node, first_tensor, tensors_in,
 from hooks.session import Session
 
 
+class Complete(BaseException):
+    """Ends the run of the recorder that it holds. `except Exception` in the model does not catch it."""
+
+
 class Recorder:
     """Collects the values of `points`, and their gradients if asked, during one run.
 
     Args:
         points: what to listen at.
         options: how to keep values.
-        when_complete: called once every point has fired.
+        stops: whether to end the run, by `Complete`, once every point has fired.
         joined: a point may fire many times. Its values are joined along the position axis.
         unkept: names of points whose values are not kept. It is only noted that they fired.
 
@@ -38,7 +42,7 @@ class Recorder:
         self,
         points: Mapping[str, Point],
         options: Options,
-        when_complete: Callable[[], None] | None = None,
+        stops: bool = False,
         joined: bool = False,
         unkept: Container[str] = (),
     ) -> None:
@@ -51,7 +55,7 @@ class Recorder:
         self.fired: set[str] = set()
         self._versions: dict[str, int] = {}
         self._in_graph: set[str] = set()
-        self._when_complete = when_complete
+        self._stops = stops
         self._unkept = unkept
         self._parts: dict[str, list[Tensor]] | None = {} if joined else None
 
@@ -86,8 +90,8 @@ class Recorder:
             except HookError as error:
                 self.skip(point, error)
             self.fired.add(point.name)
-            if self._when_complete and len(self.fired) == len(self.points):
-                self._when_complete()
+            if self._stops and len(self.fired) == len(self.points):
+                raise Complete(self)
             return replaced
 
         return record

@@ -134,10 +134,10 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
     del copy  # which would count below
     if not isinstance(new, Tensor):
         raise EditError(f"a hook at {point} must return a tensor or None; got {new!r}")
-    for what in ("shape", "dtype", "device"):
-        given, expected = getattr(new, what), getattr(value, what)
+    ours = tuple(new.shape), new.dtype, new.device
+    theirs = tuple(value.shape), value.dtype, value.device
+    for what, given, expected in zip(("shape", "dtype", "device"), ours, theirs, strict=True):
         if given != expected:
-            given, expected = _plain(given), _plain(expected)
             raise EditError(f"a hook at {point} must keep the {what} {expected}; got {given}")
     # The model may write into the value, so it must not be somebody else's, such as a list of the hook's.
     if not torch.compiler.is_compiling() and (
@@ -153,7 +153,3 @@ def _count_alone() -> int:
 
 
 _ALONE = _count_alone()  # 2, and 1 from Python 3.14 on
-
-
-def _plain(value: object) -> object:
-    return tuple(value) if isinstance(value, torch.Size) else value

@@ -135,10 +135,8 @@ class Options:
         """
         # Finds the windows now, because fake tensors could not tell their number later.
         if self._inside is not None and not any(map(self._has_windows, points.values())):
-            raise ValueError(
-                "windows= needs a point of the residual stream, "
-                f"{', '.join(sorted(RESIDUAL_STREAM))}; got none"
-            )
+            stream = ", ".join(sorted(RESIDUAL_STREAM))
+            raise ValueError(f"windows= needs a point of the residual stream: {stream}")
         return points
 
     def _has_windows(self, point: Point) -> bool:

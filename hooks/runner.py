@@ -11,7 +11,7 @@ from hooks import names as layered
 from hooks import storage
 from hooks._torch import is_fully_sharded
 from hooks.cache import ActivationCache
-from hooks.capture import Recorder
+from hooks.capture import Complete, Recorder
 from hooks.edit import HookContext, Hooks, edit_at, edited_points
 from hooks.errors import NEVER_FIRED, ModeError
 from hooks.modes import Mode, Options
@@ -20,10 +20,6 @@ from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.replay import BlockCall, LazyValues, divided
 from hooks.session import Session, edits_in_force
-
-
-class _Stop(BaseException):
-    """Ends a forward pass after its last requested value. `except Exception` does not catch it."""
 
 
 class HookedRunner:
@@ -124,21 +120,9 @@ class HookedRunner:
         options, kwargs = Options.taken_from(kwargs)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
-        points, token = options.suited(self._choose(flatten(names), None)), object()
-
-        def stop() -> None:
-            raise _Stop(token)
-
-        def run(*args: Any, **kwargs: Any) -> None:
-            try:
-                self.model(*args, **kwargs)
-            except _Stop as stopped:
-                if stopped.args != (token,):
-                    raise
-
+        points = options.suited(self._choose(flatten(names), None))
         stops = not any(map(is_fully_sharded, self.model.modules()))
-        recorder = Recorder(points, options, when_complete=stop if stops else None)
-        return self._run(recorder, args, kwargs, run)[1]
+        return self._run(Recorder(points, options, stops=stops), args, kwargs)[1]
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
@@ -244,9 +228,7 @@ class HookedRunner:
         self, points: dict[str, Point], options: Options, args: Any, kwargs: Any
     ) -> tuple[Any, ActivationCache]:
         if options.grads or not options.detach:
-            raise ValueError(
-                "lazy=True recomputes without gradients: use it without grads=True and detach=False"
-            )
+            raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
         self._require_evaluation("lazy=True")
         # When a block runs again, it must reach what it reached in the run: there no point is optional.
         calls = divided({name: self._known[name] for name in points}, self._blocks)
@@ -265,7 +247,12 @@ class HookedRunner:
         with Session() as session:
             for listener in (recorder, *(calls or ())):
                 listener.listen(session)
-            output = (run or self.model)(*args, **kwargs)
+            output = None
+            try:
+                output = (run or self.model)(*args, **kwargs)
+            except Complete as stopped:
+                if stopped.args[0] is not recorder:
+                    raise
         for call in calls or ():
             call.report(recorder)
         recorder.finish(
