@@ -77,9 +77,7 @@ class Recorder:
                 if point.axes and value.ndim != len(point.axes):
                     raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
                 if point.name in self.fired and self._parts is None:
-                    raise HookError(
-                        f"{point.name} fired twice in one run, and a cache keeps one value per name"
-                    )
+                    raise HookError(f"{point.name} fired twice; a cache keeps one value per name")
                 if self.options.grads:
                     node = self._watch(value, point)
                     replaced = with_first_tensor(output, node)

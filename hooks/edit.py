@@ -70,8 +70,7 @@ class HookContext:
     ) -> None:
         assert self._session is not None
         self._session.__exit__(kind, error, traceback)
-        missed = not self._fired and self._acted
-        if kind is None and (True in self._acted or missed):
+        if kind is None and self._acted and (True in self._acted or not self._fired):
             reason = NEVER_FIRED if True in self._acted else ELSEWHERE
             require_fired([point.name for point, _, _ in self._listeners], self._fired, reason)
 

@@ -4,7 +4,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -208,9 +207,10 @@ class LazyValues(Mapping[str, Tensor]):
 
     def fill(self, names: Iterable[str]) -> None:
         """Recomputes the values of `names` that are not in memory, and nothing else."""
-        missing = [self._origin[name] for name in names if not self.is_held(name)]
-        for call, group in groupby(missing, key=lambda origin: origin[0]):
-            points = {point.name: point for _, point in group}
+        missing: dict[BlockCall, dict[str, Point]] = {}
+        for call, point in (self._origin[name] for name in names if not self.is_held(name)):
+            missing.setdefault(call, {})[point.name] = point
+        for call, points in missing.items():
             self._recomputed |= call.read(points, self._edits, self._run.options).values
 
     def drop(self) -> None:
@@ -230,9 +230,7 @@ def divided(points: Mapping[str, Point], blocks: Mapping[str, nn.Module]) -> lis
         HookError: if there are no blocks.
     """
     if not blocks:
-        raise HookError(
-            "lazy=True needs blocks (children of an nn.ModuleList); this model has none"
-        )
+        raise HookError("lazy=True needs blocks, children of a ModuleList; this model has none")
     inside: dict[str, dict[str, Point]] = {}
     for name, point in points.items():
         if (block := block_of(name, blocks)) is not None:

@@ -48,11 +48,8 @@ class HookedRunner:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._known = {
-            name: point_at(name, module)
-            for name, module in model.named_modules(remove_duplicate=False)
-            if name
-        }
+        modules = model.named_modules(remove_duplicate=False)
+        self._known = {name: point_at(name, module) for name, module in modules if name}
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self.points: Mapping[str, Point] = marked or called
@@ -255,18 +252,13 @@ class HookedRunner:
                     raise
         for call in calls or ():
             call.report(recorder)
-        recorder.finish(
-            (self.model, args, kwargs, output),
-            "run= returned an iterator, which may run the model only when it is read"
-            if isinstance(output, Iterator)
-            else NEVER_FIRED,
-        )
+        unread = "run= returned an iterator, which may run the model only when it is read"
+        reason = unread if isinstance(output, Iterator) else NEVER_FIRED
+        recorder.finish((self.model, args, kwargs, output), reason)
         values = recorder.values if calls is None else LazyValues(recorder, calls, edits)
         grads = recorder.grads if recorder.options.grads else None
-        known, hashed = tuple(self._known), self.config_hash
-        return output, ActivationCache(
-            values, recorder.axes, known, hashed, grads, recorder.skipped
-        )
+        about = recorder.axes, tuple(self._known), self.config_hash, grads, recorder.skipped
+        return output, ActivationCache(values, *about)
 
     def _require_evaluation(self, what: str) -> None:
         # Parts of the model may be in training mode when the model is not.

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def _described(value: object) -> object:
     return getattr(value, "__qualname__", None) or str(value)
 
 
-def nbytes(tensors: list[Tensor]) -> int:
+def nbytes(tensors: Collection[Tensor]) -> int:
     """The memory of `tensors`, in bytes. Storage that they share counts once, and sparse tensors as dense."""
     shared = {memory_of(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
     others = [t.numel() * t.element_size() for t in tensors if not has_storage(t)]
