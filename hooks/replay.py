@@ -86,9 +86,9 @@ class BlockCall:
         leaves, self._structure = _torch.tree_flatten((args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
+                got = f"{self.name} got a {type(leaf).__name__}"
                 raise HookError(
-                    f"lazy=True needs plain arguments, and {self.name} got a {type(leaf).__name__}: "
-                    "switch it off (use_cache=False, for instance) or use lazy=False"
+                    f"lazy=True needs plain arguments; {got} (use_cache=False may help)"
                 )
         self.fired = True
         # The block itself, a later one or the caller may write into its arguments.
@@ -185,8 +185,8 @@ class LazyValues(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if not self.is_held(name):
-            call, _ = self._origin[name]
-            self.fill(other for other, (owner, _) in self._origin.items() if owner is call)
+            points = self._origin[name][0].points.values()
+            self.fill(n for p in points for n in self._run.options.kept_as(p) if n in self)
         return self._run.values[name] if name in self._run.values else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
