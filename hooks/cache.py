@@ -200,9 +200,8 @@ class ActivationCache(Mapping[str, Tensor]):
     def nbytes(self) -> int:
         """The memory that the cache holds now, in bytes. Storage that values share counts once."""
         values = self._values
-        return storage.nbytes(
-            values.held() if isinstance(values, LazyValues) else list(values.values())
-        )
+        held = values.held() if isinstance(values, LazyValues) else values.values()
+        return storage.nbytes(held)
 
     def drop(self) -> None:
         """Frees the values that a lazy cache recomputed. It computes them again when asked.

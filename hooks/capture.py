@@ -11,15 +11,12 @@ from torch.nn.functional import pad
 from hooks import _torch
 from hooks.errors import NEVER_FIRED, CacheError, HookError, NeverFiredError, require_fired
 from hooks.modes import Options
-from hooks.point import (
-    POSITION_AXES,
-    Point,
-    as_node,
-    first_tensor,
-    tensors_in,
-    with_first_tensor,
-)
+from hooks.point import POSITION_AXES, Point, as_node, first_tensor, tensors_in, with_first_tensor
 from hooks.session import Session
+
+
+class Complete(BaseException):
+    """Ends the run of the recorder that it holds. `except Exception` in the model does not catch it."""
 
 
 class Recorder:
@@ -28,7 +25,7 @@ class Recorder:
     Args:
         points: what to listen at.
         options: how to keep values.
-        when_complete: called once every point has fired.
+        stops: whether to end the run, by `Complete`, once every point has fired.
         joined: a point may fire many times. Its values are joined along the position axis.
         unkept: names of points whose values are not kept. It is only noted that they fired.
 
@@ -45,7 +42,7 @@ class Recorder:
         self,
         points: Mapping[str, Point],
         options: Options,
-        when_complete: Callable[[], None] | None = None,
+        stops: bool = False,
         joined: bool = False,
         unkept: Container[str] = (),
     ) -> None:
@@ -58,16 +55,19 @@ class Recorder:
         self.fired: set[str] = set()
         self._versions: dict[str, int] = {}
         self._in_graph: set[str] = set()
-        self._when_complete = when_complete
+        self._stops = stops
         self._unkept = unkept
         self._parts: dict[str, list[Tensor]] | None = {} if joined else None
 
     def listen(self, session: Session) -> None:
         """Records all points, through hooks of the session."""
         for point in self.points.values():
-            session.after(point.module, self.hook(point))
+            # Where nothing is kept a hook would only switch a fused kernel off. Optional points need one,
+            # to tell whether they ran; models that have fused kernels have HookPoints, and no such points.
+            if point.optional or point.name not in self._unkept:
+                session.after(point.module, self._hook(point))
 
-    def hook(self, point: Point) -> Callable[[Any], Any]:
+    def _hook(self, point: Point) -> Callable[[Any], Any]:
         """A forward hook that records `point` and leaves its value unchanged."""
 
         def record(output: Any) -> Any:
@@ -77,9 +77,7 @@ class Recorder:
                 if point.axes and value.ndim != len(point.axes):
                     raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
                 if point.name in self.fired and self._parts is None:
-                    raise HookError(
-                        f"{point.name} fired twice in one run, and a cache keeps one value per name"
-                    )
+                    raise HookError(f"{point.name} fired twice; a cache keeps one value per name")
                 if self.options.grads:
                     node = self._watch(value, point)
                     replaced = with_first_tensor(output, node)
@@ -90,8 +88,8 @@ class Recorder:
             except HookError as error:
                 self.skip(point, error)
             self.fired.add(point.name)
-            if self._when_complete and len(self.fired) == len(self.points):
-                self._when_complete()
+            if self._stops and len(self.fired) == len(self.points):
+                raise Complete(self)
             return replaced
 
         return record

@@ -97,38 +97,25 @@ def edited_points(
     return list(once.values())
 
 
-def forward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
-    """A forward hook that lets `hook` replace the value at `point`.
+def edit_at(point: Point, hook: Hook, fired: set[str], backward: bool) -> Callable[[Any], Any]:
+    """A forward hook that lets `hook` replace the value at `point`, or its gradient in the backward pass.
 
     Raises:
-        EditError: from the returned function, if `hook` changes the shape, dtype or device.
+        HookError: from the returned function, if no gradient can reach the point.
+        EditError: from there or in the backward pass, if `hook` changes the shape, dtype or device.
     """
 
     def edit(output: Any) -> Any:
         _require_one_forward(point)
-        fired.add(point.name)
-        return with_first_tensor(output, _run(hook, first_tensor(output, point), point))
-
-    return edit
-
-
-def backward_edit(hook: Hook, point: Point, fired: set[str]) -> Callable[[Any], Any]:
-    """A forward hook that makes the backward pass call `hook` with the gradient at `point`.
-
-    Raises:
-        HookError: from the returned function, if no gradient can reach the point.
-        EditError: in the backward pass, if `hook` changes the shape, dtype or device.
-    """
-
-    def watch(output: Any) -> Any:
-        _require_one_forward(point)
         value = first_tensor(output, point)
         fired.add(point.name)
+        if not backward:
+            return with_first_tensor(output, _run(hook, value, point))
         value = as_node(value, point)
         value.register_hook(lambda grad: _run(hook, grad, point))
         return with_first_tensor(output, value)
 
-    return watch
+    return edit
 
 
 def _require_one_forward(point: Point) -> None:
@@ -151,10 +138,10 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
     del copy  # which would count below
     if not isinstance(new, Tensor):
         raise EditError(f"a hook at {point} must return a tensor or None; got {new!r}")
-    for what in ("shape", "dtype", "device"):
-        given, expected = getattr(new, what), getattr(value, what)
+    ours = tuple(new.shape), new.dtype, new.device
+    theirs = tuple(value.shape), value.dtype, value.device
+    for what, given, expected in zip(("shape", "dtype", "device"), ours, theirs, strict=True):
         if given != expected:
-            given, expected = _plain(given), _plain(expected)
             raise EditError(f"a hook at {point} must keep the {what} {expected}; got {given}")
     # The model may write into the value, so it must not be somebody else's, such as a list of the hook's.
     if not torch.compiler.is_compiling() and (
@@ -170,7 +157,3 @@ def _count_alone() -> int:
 
 
 _ALONE = _count_alone()  # 2, and 1 from Python 3.14 on
-
-
-def _plain(value: object) -> object:
-    return tuple(value) if isinstance(value, torch.Size) else value

@@ -1,6 +1,7 @@
 """Modes and options: what a run keeps, and how."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, SupportsIndex
@@ -50,42 +51,6 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 }
 
 
-class Windows:
-    """Positions where vectors of the residual stream are kept. Elsewhere only their norms are kept.
-
-    Args:
-        mask: [batch, pos], True inside a window.
-
-    Raises:
-        ValueError: if the mask is not boolean.
-    """
-
-    def __init__(self, mask: Bool[Tensor, "batch pos"]) -> None:
-        if mask.dtype != torch.bool:
-            raise ValueError(f"windows must be boolean; got {mask.dtype}")
-        self.shape = mask.shape
-        # Computed here, because fake tensors could not tell the number of rows later.
-        self.inside = mask.nonzero(as_tuple=True)
-
-    def applies_to(self, point: Point) -> bool:
-        """Whether the value of `point` is part of the residual stream."""
-        return point.name.rpartition(".")[2] in RESIDUAL_STREAM
-
-    def reduce(self, value: Tensor, point: Point) -> list[Tensor]:
-        """The vectors inside the windows, [window, d_model], and the norms of all, [batch, pos].
-
-        Raises:
-            HookError: if the shape of the mask is not that of the residual stream.
-        """
-        if self.shape != value.shape[:2]:
-            raise HookError(
-                f"windows must be [batch, pos], {tuple(value.shape[:2])} at {point.name}; "
-                f"got {tuple(self.shape)}"
-            )
-        wide = torch.promote_types(value.dtype, torch.float32)
-        return [value[self.inside], torch.linalg.vector_norm(value, dim=-1, dtype=wide)]
-
-
 def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
     """A copy of `value` at the given positions of its `pos` or `query` axis."""
     if not point.axes:
@@ -119,7 +84,6 @@ class Options:
         device, dtype: the device and floating dtype of kept values; integers keep their dtype.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
-        divided: what `windows` keep; not an argument.
 
     Raises:
         ValueError: if options contradict each other, if `dtype` is not a floating one, or if
@@ -136,7 +100,6 @@ class Options:
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
-    divided: Windows | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.windows is not None:
@@ -148,17 +111,21 @@ class Options:
             object.__setattr__(self, "positions", positions)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
-        if self.windows is not None:
-            object.__setattr__(self, "divided", Windows(self.windows))
+        if self.windows is not None and self.windows.dtype != torch.bool:
+            raise ValueError(f"windows must be boolean; got {self.windows.dtype}")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
         """Splits keyword arguments into options and the model's own arguments."""
-        names = {field.name for field in dataclasses.fields(cls) if field.init}
+        names = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in kwargs.items() if name in names}
         return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
+
+    @functools.cached_property
+    def _inside(self) -> tuple[Tensor, ...] | None:
+        return None if self.windows is None else self.windows.nonzero(as_tuple=True)
 
     def suited(self, points: dict[str, Point]) -> dict[str, Point]:
         """Returns `points` if the windows, where there are any, apply to one of them.
@@ -166,23 +133,32 @@ class Options:
         Raises:
             ValueError: if there are windows but no point of the residual stream.
         """
-        if self.divided is not None and not any(map(self.divided.applies_to, points.values())):
-            raise ValueError(
-                "windows= needs a point of the residual stream, "
-                f"{', '.join(sorted(RESIDUAL_STREAM))}; got none"
-            )
+        # Finds the windows now, because fake tensors could not tell their number later.
+        if self._inside is not None and not any(map(self._has_windows, points.values())):
+            stream = ", ".join(sorted(RESIDUAL_STREAM))
+            raise ValueError(f"windows= needs a point of the residual stream: {stream}")
         return points
+
+    def _has_windows(self, point: Point) -> bool:
+        return self.windows is not None and point.name.rpartition(".")[2] in RESIDUAL_STREAM
 
     def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
         """The names that the value of `point` is kept under, each with its axes."""
-        if self.divided is None or not self.divided.applies_to(point):
+        if not self._has_windows(point):
             return {point.name: point.axes}
         return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
 
     def reduce(self, value: Tensor, point: Point) -> Iterable[tuple[str, Tensor]]:
         """The part of `value` to keep under each name of `kept_as`."""
-        if self.divided is not None and self.divided.applies_to(point):
-            parts = map(self.place, self.divided.reduce(value, point))
+        if self.windows is not None and self._has_windows(point):
+            if self.windows.shape != value.shape[:2]:
+                raise HookError(
+                    f"windows must be [batch, pos], {tuple(value.shape[:2])} at {point.name}; "
+                    f"got {tuple(self.windows.shape)}"
+                )
+            wide = torch.promote_types(value.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(value, dim=-1, dtype=wide)
+            parts = map(self.place, (value[self._inside], norms))
             return zip(self.kept_as(point), parts, strict=True)
         if self.positions is not None:
             value = take_positions(value, point, self.positions)

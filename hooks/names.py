@@ -30,10 +30,8 @@ def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
         return [selector]
     if isinstance(selector, Iterable):
         return [part for nested in selector for part in flatten(nested)]
-    raise TypeError(
-        "a selector must be a name, a glob, a predicate, a mode or a list of them; "
-        f"got {selector!r}"
-    )
+    kinds = "a name, a glob, a predicate, a mode or a list of them"
+    raise TypeError(f"a selector must be {kinds}; got {selector!r}")
 
 
 def resolve(

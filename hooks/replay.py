@@ -4,7 +4,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -87,9 +86,9 @@ class BlockCall:
         leaves, self._structure = _torch.tree_flatten((args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
+                got = f"{self.name} got a {type(leaf).__name__}"
                 raise HookError(
-                    f"lazy=True needs plain arguments, and {self.name} got a {type(leaf).__name__}: "
-                    "switch it off (use_cache=False, for instance) or use lazy=False"
+                    f"lazy=True needs plain arguments; {got} (use_cache=False may help)"
                 )
         self.fired = True
         # The block itself, a later one or the caller may write into its arguments.
@@ -99,6 +98,15 @@ class BlockCall:
 
     def _sample(self, output: Any) -> None:
         self._given = _sampled(output)
+
+    def report(self, recorder: Recorder) -> None:
+        """Tells the recorder which points the block's run reached, and skips them if it ran twice."""
+        for point in [recorder.points[name] for name in self.points if self.fired]:
+            if not point.optional:
+                recorder.fired.add(point.name)
+            if self.repeated:
+                once = "a lazy cache keeps one input per block"
+                recorder.skip(point, HookError(f"{self.name} ran twice in one run; {once}"))
 
     def tensors(self) -> list[Tensor]:
         """The tensors kept of this call: its arguments and a sample of its output."""
@@ -163,9 +171,7 @@ class LazyValues(Mapping[str, Tensor]):
     """
 
     def __init__(self, kept: Recorder, calls: list[BlockCall], edits: Edits) -> None:
-        self._names = list(kept.axes)
-        self._kept = kept.values
-        self._options = kept.options
+        self._run = kept
         self._calls = calls
         self._edits = edits
         self._recomputed: dict[str, Tensor] = {}
@@ -179,32 +185,33 @@ class LazyValues(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if not self.is_held(name):
-            call, _ = self._origin[name]
-            self.fill(other for other, (owner, _) in self._origin.items() if owner is call)
-        return self._kept[name] if name in self._kept else self._recomputed[name]
+            points = self._origin[name][0].points.values()
+            self.fill(n for p in points for n in self._run.options.kept_as(p) if n in self)
+        return self._run.values[name] if name in self._run.values else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._run.axes)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._run.axes)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kept or name in self._origin
+        return name in self._run.axes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
     def is_held(self, name: str) -> bool:
         """Whether the value is in memory."""
-        return name in self._kept or name in self._recomputed
+        return name in self._run.values or name in self._recomputed
 
     def fill(self, names: Iterable[str]) -> None:
         """Recomputes the values of `names` that are not in memory, and nothing else."""
-        missing = [self._origin[name] for name in names if not self.is_held(name)]
-        for call, group in groupby(missing, key=lambda origin: origin[0]):
-            points = {point.name: point for _, point in group}
-            self._recomputed |= call.read(points, self._edits, self._options).values
+        missing: dict[BlockCall, dict[str, Point]] = {}
+        for call, point in (self._origin[name] for name in names if not self.is_held(name)):
+            missing.setdefault(call, {})[point.name] = point
+        for call, points in missing.items():
+            self._recomputed |= call.read(points, self._edits, self._run.options).values
 
     def drop(self) -> None:
         """Frees the recomputed values."""
@@ -213,28 +220,23 @@ class LazyValues(Mapping[str, Tensor]):
     def held(self) -> list[Tensor]:
         """Every tensor in memory: kept values, stored calls and recomputed values."""
         stored = [tensor for call in self._calls for tensor in call.tensors()]
-        return [*self._kept.values(), *stored, *self._recomputed.values()]
+        return [*self._run.values.values(), *stored, *self._recomputed.values()]
 
 
-def divided(
-    points: Mapping[str, Point], blocks: Mapping[str, nn.Module]
-) -> tuple[list[BlockCall], dict[str, Point]]:
-    """One `BlockCall` for each block that has points, and the points outside all blocks.
+def divided(points: Mapping[str, Point], blocks: Mapping[str, nn.Module]) -> list[BlockCall]:
+    """One `BlockCall` for each block that has points.
 
     Raises:
         HookError: if there are no blocks.
     """
     if not blocks:
-        raise HookError(
-            "lazy=True needs blocks (children of an nn.ModuleList); this model has none"
-        )
+        raise HookError("lazy=True needs blocks, children of a ModuleList; this model has none")
     inside: dict[str, dict[str, Point]] = {}
-    outside: dict[str, Point] = {}
     for name, point in points.items():
-        block = block_of(name, blocks)
-        (outside if block is None else inside.setdefault(block, {}))[name] = point
+        if (block := block_of(name, blocks)) is not None:
+            inside.setdefault(block, {})[name] = point
     copies: Copies = {}
-    return [BlockCall(n, blocks[n], chosen, copies) for n, chosen in inside.items()], outside
+    return [BlockCall(n, blocks[n], chosen, copies) for n, chosen in inside.items()]
 
 
 def _copied(leaf: Any, copies: Copies) -> Any:
@@ -264,12 +266,12 @@ def _step(tensor: Tensor) -> int:
 
 def _agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
     """Whether two samples are equal, up to rounding."""
-    pairs = list(zip_longest(ours, theirs))
-    return all(_are_close(one, other, precision) for one, other in pairs)
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(_are_close(*pair, precision) for pair in pairs)
 
 
-def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
-    if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     # Without numbers there is nothing more to compare.
     if ours.is_meta or isinstance(ours, _torch.FakeTensor) or not ours.numel():

@@ -11,22 +11,15 @@ from hooks import names as layered
 from hooks import storage
 from hooks._torch import is_fully_sharded
 from hooks.cache import ActivationCache
-from hooks.capture import Recorder
-from hooks.edit import HookContext, Hooks, backward_edit, edited_points, forward_edit
-from hooks.errors import NEVER_FIRED, HookError, ModeError
+from hooks.capture import Complete, Recorder
+from hooks.edit import HookContext, Hooks, edit_at, edited_points
+from hooks.errors import NEVER_FIRED, ModeError
 from hooks.modes import Mode, Options
 from hooks.names import Selector, blocks_of, flatten, has_forward, resolve
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
-from hooks.replay import LazyValues, divided
+from hooks.replay import BlockCall, LazyValues, divided
 from hooks.session import Session, edits_in_force
-
-
-class _Stop(BaseException):
-    """Ends a forward pass after its last requested value. `except Exception` does not catch it."""
-
-    def __init__(self, token: object) -> None:
-        self.token = token
 
 
 class HookedRunner:
@@ -55,11 +48,8 @@ class HookedRunner:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._known = {
-            name: point_at(name, module)
-            for name, module in model.named_modules(remove_duplicate=False)
-            if name
-        }
+        modules = model.named_modules(remove_duplicate=False)
+        self._known = {name: point_at(name, module) for name, module in modules if name}
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self.points: Mapping[str, Point] = marked or called
@@ -106,9 +96,9 @@ class HookedRunner:
         if run is not None and (lazy or options.grads or chooses_positions):
             raise ValueError("run= cannot be combined with lazy=, grads=, positions= or windows=")
         points = options.suited(self._choose(names, mode))
-        if run is not None:
-            return self._run(points, options, args, kwargs, run)
-        return (self._run_lazily if lazy else self._run)(points, options, args, kwargs)
+        if lazy:
+            return self._run_lazily(points, options, args, kwargs)
+        return self._run(Recorder(points, options, joined=run is not None), args, kwargs, run)
 
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
@@ -127,23 +117,9 @@ class HookedRunner:
         options, kwargs = Options.taken_from(kwargs)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
-        points, token = options.suited(self._choose(flatten(names), None)), object()
+        points = options.suited(self._choose(flatten(names), None))
         stops = not any(map(is_fully_sharded, self.model.modules()))
-
-        def stop() -> None:
-            if stops:
-                raise _Stop(token)
-
-        recorder = Recorder(points, options, when_complete=stop)
-        with Session() as session:
-            recorder.listen(session)
-            try:
-                self.model(*args, **kwargs)
-            except _Stop as stopped:
-                if stopped.token is not token:
-                    raise
-        recorder.finish((self.model, args, kwargs))
-        return self._cache(recorder)
+        return self._run(Recorder(points, options, stops=stops), args, kwargs)[1]
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
@@ -178,8 +154,8 @@ class HookedRunner:
         """
         fired: set[str] = set()
         listeners = [
-            (point, make(hook, point, fired), make is forward_edit)
-            for make, given in ((forward_edit, hooks), (backward_edit, backward))
+            (point, edit_at(point, hook, fired, is_backward), not is_backward)
+            for is_backward, given in ((False, hooks), (True, backward))
             for selector, hook in (given or {}).items()
             for point in edited_points(selector, hook, self._known, self.points)
         ]
@@ -209,12 +185,14 @@ class HookedRunner:
         points = options.suited(self._choose(names, mode))
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
-            runner = HookedRunner(model)
             chosen = {
-                name: dataclasses.replace(runner._known[name], optional=point.optional)
+                name: dataclasses.replace(point, module=model.get_submodule(name))
                 for name, point in points.items()
             }
-            return (runner._run_lazily if lazy else runner._run)(chosen, options, args, kwargs)
+            runner = HookedRunner(model)
+            if lazy:
+                return runner._run_lazily(chosen, options, args, kwargs)
+            return runner._run(Recorder(chosen, options), args, kwargs)
 
         return planned(self.model, run, args, kwargs)
 
@@ -243,60 +221,44 @@ class HookedRunner:
         loose = () if self._is_marked else points.keys() - exact
         return points | {name: dataclasses.replace(points[name], optional=True) for name in loose}
 
-    def _run(
-        self,
-        points: dict[str, Point],
-        options: Options,
-        args: Any,
-        kwargs: Any,
-        run: Callable[..., Any] | None = None,
-    ) -> tuple[Any, ActivationCache]:
-        recorder = Recorder(points, options, joined=run is not None)
-        with Session() as session:
-            recorder.listen(session)
-            output = (run or self.model)(*args, **kwargs)
-        recorder.finish(
-            (self.model, args, kwargs, output),
-            "run= returned an iterator, which may run the model only when it is read"
-            if isinstance(output, Iterator)
-            else NEVER_FIRED,
-        )
-        return output, self._cache(recorder)
-
     def _run_lazily(
         self, points: dict[str, Point], options: Options, args: Any, kwargs: Any
     ) -> tuple[Any, ActivationCache]:
         if options.grads or not options.detach:
-            raise ValueError(
-                "lazy=True recomputes without gradients: use it without grads=True and detach=False"
-            )
+            raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
         self._require_evaluation("lazy=True")
-        # When a block runs again, it must reach what it reached in the run.
-        calls, outside = divided({name: self._known[name] for name in points}, self._blocks)
-        recorder = Recorder(points, options, unkept=points.keys() - outside)
+        # When a block runs again, it must reach what it reached in the run: there no point is optional.
+        calls = divided({name: self._known[name] for name in points}, self._blocks)
+        inside = {name for call in calls for name in call.points}
+        return self._run(Recorder(points, options, unkept=inside), args, kwargs, calls=calls)
+
+    def _run(
+        self,
+        recorder: Recorder,
+        args: Any,
+        kwargs: Any,
+        run: Callable[..., Any] | None = None,
+        calls: list[BlockCall] | None = None,
+    ) -> tuple[Any, ActivationCache]:
         edits = edits_in_force()
         with Session() as session:
-            for name, point in points.items():
-                # A listener inside a block tells whether its point ran, but would switch a fused kernel
-                # off. Models that have these have HookPoints too, so no point is optional.
-                if point.optional or name in outside:
-                    session.after(point.module, recorder.hook(point))
-            for call in calls:
-                call.listen(session)
-            output = self.model(*args, **kwargs)
-        for call in calls:
-            recorder.fired |= {n for n in call.points if call.fired and not points[n].optional}
-            for name in call.points if call.repeated else ():
-                once = "a lazy cache keeps one input per block"
-                recorder.skip(points[name], HookError(f"{call.name} ran twice in one run; {once}"))
-        recorder.finish((self.model, args, kwargs, output))
-        return output, self._cache(recorder, LazyValues(recorder, calls, edits))
-
-    def _cache(self, recorder: Recorder, values: LazyValues | None = None) -> ActivationCache:
+            for listener in (recorder, *(calls or ())):
+                listener.listen(session)
+            output = None
+            try:
+                output = (run or self.model)(*args, **kwargs)
+            except Complete as stopped:
+                if stopped.args[0] is not recorder:
+                    raise
+        for call in calls or ():
+            call.report(recorder)
+        unread = "run= returned an iterator, which may run the model only when it is read"
+        reason = unread if isinstance(output, Iterator) else NEVER_FIRED
+        recorder.finish((self.model, args, kwargs, output), reason)
+        values = recorder.values if calls is None else LazyValues(recorder, calls, edits)
         grads = recorder.grads if recorder.options.grads else None
-        kept = recorder.values if values is None else values
-        known, skipped = tuple(self._known), recorder.skipped
-        return ActivationCache(kept, recorder.axes, known, self.config_hash, grads, skipped)
+        about = recorder.axes, tuple(self._known), self.config_hash, grads, recorder.skipped
+        return output, ActivationCache(values, *about)
 
     def _require_evaluation(self, what: str) -> None:
         # Parts of the model may be in training mode when the model is not.

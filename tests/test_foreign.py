@@ -68,12 +68,14 @@ def test_outputs_of_any_kind(kind):
     assert str(edited).replace("7., 11.", "6., 10.") == str(plain)
 
 
-@pytest.mark.parametrize("inside", [torch.Tensor.to_sparse, lambda x: TwoTensor(x, x)])
-def test_tensors_that_hold_tensors(inside):
+@pytest.mark.parametrize(
+    ("hold", "wrap"), [(Tensor.to_sparse, lambda x: x), (Tensor.clone, lambda x: TwoTensor(x, x))]
+)
+def test_tensors_that_hold_tensors(hold, wrap):
     """They have no memory of their own that could be compared, so a cache keeps copies."""
     x = torch.tensor([3.0, 0.0, 5.0])
-    held = inside(x)
-    runner = HookedRunner(returning(lambda x: held))
+    held = hold(x)
+    runner = HookedRunner(returning(lambda x: wrap(held)))
     _, cache = runner.run_with_cache(x)
     assert "12 bytes" in repr(cache)
     edited = runner.run_with_hooks(x, hooks={"0": lambda value, point: value * 2})

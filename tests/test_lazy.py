@@ -401,3 +401,24 @@ def test_copies_are_plain_caches(runner, tokens):
         assert list(copied) == list(lazy)
         assert torch.equal(copied["pattern", -1], lazy["pattern", -1])
         assert copied.axes(("z", 0)) == lazy.axes(("z", 0))
+
+
+def test_a_sparse_argument():
+    class Graph(nn.Module):
+        def forward(self, x, edges):
+            return edges @ x
+
+    class Graphs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Graph()])
+
+        def forward(self, x, edges):
+            return self.layers[0](x, edges)
+
+    x, edges = torch.randn(3, 2), torch.tensor([[0.0, 2, 0], [0, 0, 5], [0, 0, 0]]).to_sparse()
+    _, cache = HookedRunner(Graphs().eval()).run_with_cache(x, edges, lazy=True)
+    expected = torch.stack([2 * x[1], 5 * x[2], 0 * x[0]])
+    edges.mul_(0)
+    assert "bytes" in repr(cache)
+    torch.testing.assert_close(cache["layers.0"], expected)

@@ -235,6 +235,20 @@ def test_the_models_own_code_cannot_swallow_the_stop():
     assert torch.equal(HookedRunner(model).capture(x, names="1")["1"], outer(inner(x)))
 
 
+def test_a_capture_inside_the_model_lets_the_outer_one_stop():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.ReLU(), nn.Tanh())
+
+        def forward(self, x):
+            HookedRunner(self.inner).capture(x, names="1")
+            raise AssertionError("the outer capture goes on")
+
+    cache = HookedRunner(Outer().eval()).capture(torch.tensor([-2.0, 3.0]), names="inner.0")
+    assert cache["inner.0"].tolist() == [0, 3]
+
+
 def test_a_point_that_fires_never_or_twice_is_an_error():
     model, x = nn.ModuleDict({"left": nn.ReLU(), "right": nn.ReLU()}).eval(), torch.ones(2, 3)
     model.forward = lambda x, twice=False: model["left"](model["left"](x) if twice else x)
