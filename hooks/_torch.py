@@ -57,11 +57,13 @@ class Identity(nn.Module):
             or (self._forward_hooks and torch.compiler.is_compiling())
         ):
             return super().__call__(value)
-        if self._forward_hooks:
-            for hook in [*self._forward_hooks.values()]:
-                changed = hook(self, (value,), value)
-                value = value if changed is None else changed
-        return value
+        if not self._forward_hooks:
+            return value
+        output = self.forward(value)
+        for hook in [*self._forward_hooks.values()]:
+            changed = hook(self, (value,), output)
+            output = output if changed is None else changed
+        return output
 
     def forward(self, value: Tensor) -> Tensor:
         """`value`."""

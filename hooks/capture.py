@@ -146,12 +146,8 @@ class Recorder:
                 groups.setdefault(_torch.memory_of(value), {})[name] = value
         reachable = _reachable(outside) if self._in_graph else set()
         for memory, held in groups.items():
-            first, *more = held.values()
-            used = (
-                sum({_extent(v): v.nbytes for v in held.values()}.values())
-                if more
-                else first.nbytes
-            )
+            first = next(iter(held.values()))
+            used = sum({_extent(v): v.nbytes for v in held.values()}.values())
             if self._in_graph.issuperset(held):
                 shared = memory in reachable
             else:

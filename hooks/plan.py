@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks._torch import FakeCopyMode, FakeTensorMode
+from hooks._torch import FakeCopyMode, FakeTensorMode, tree_map
 from hooks.cache import ActivationCache
 from hooks.errors import HookError
 
@@ -85,12 +85,19 @@ def planned(
 def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Copies that share no tensor with what was given."""
     copies: dict[int, Any] = {}
-    copied = deepcopy((model, args, kwargs), copies)
+
+    def copied(leaf: Any) -> Any:
+        try:
+            return deepcopy(leaf, copies)
+        except TypeError:  # a lock, for instance, which the run does not change
+            return leaf
+
+    model_copy = deepcopy(model, copies)
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, FunctionType):
                 vars(copies[id(module)])[name] = _rebound(value, copies)
-    return copied
+    return model_copy, *tree_map(copied, (args, kwargs))
 
 
 def _rebound(function: FunctionType, copies: dict[int, Any]) -> FunctionType:

@@ -112,9 +112,10 @@ class Session:
         Runs in other contexts count only where no hooks are set: those with their own are meant so.
         """
         acts = self.acts
+        counts = traced_as_constant(lambda: acts() or not _sessions.get())
 
         def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if acts() or not _sessions.get():
+            if counts():
                 acted.add(acts())
 
         self._register(module, listener, before=True)
