@@ -225,7 +225,7 @@ def plan(s):
             plan = w.runner.plan(s.x, lazy=lazy, names=selector)
         except HookError as error:
             unreadable = w.writes and isinstance(error, CacheError)
-            empty = isinstance(error, NeverFiredError) and InPlace in w.kinds  # all are overwritten
+            empty = isinstance(error, NeverFiredError) and {Adds, InPlace} & w.kinds  # overwritten
             if not (unreadable or empty or Experts in w.kinds):  # shapes depend on numbers there
                 raise
             return
