@@ -84,7 +84,9 @@ def planned(
 
 def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Copies that share no tensor with what was given."""
-    copies: dict[int, Any] = {}
+    # Fake tensors draw nothing from a generator, and PyTorch 2.8 crashes where one is copied.
+    owned = (value for module in model.modules() for value in vars(module).values())
+    copies: dict[int, Any] = {id(v): v for v in owned if isinstance(v, torch.Generator)}
 
     def copied(leaf: Any) -> Any:
         try:

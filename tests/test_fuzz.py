@@ -356,9 +356,12 @@ def disturbed(s, act, what):
         nonlocal left
         left -= event == "line"
         if left == 0 and event == "line":
-            if what == "interrupt":
+            if what == "interrupt" and sys.exc_info()[0]:
+                # CPython 3.11 goes on handling the old error if a trace function raises another.
+                left = 1
+            elif what == "interrupt":
                 raise Interrupt
-            if what == "collect":
+            elif what == "collect":
                 gc.collect()
             else:
                 waiting.append(Beside(run))

@@ -97,10 +97,13 @@ def test_an_edit_that_reads_a_lazy_cache(runner, tokens):
     torch.testing.assert_close(lazy["mlp_out", 2], eager["mlp_out", 2])
 
 
-def drawing():
-    model = nn.Sequential(nn.Identity())
+def test_a_model_with_a_generator_is_planned_and_draws_nothing():
+    model = nn.Sequential(nn.Identity()).eval()
     model.generator = torch.Generator()
-    return model
+    model.forward = lambda x: model[0](x + torch.rand(3, generator=model.generator))
+    before = model.generator.get_state()
+    assert HookedRunner(model).plan(torch.ones(3), names="0").nbytes == 12
+    assert torch.equal(model.generator.get_state(), before)
 
 
 def counting():
@@ -113,7 +116,6 @@ def counting():
     ("make", "x", "match"),
     [
         (counting, torch.ones(3), "nonzero"),
-        (drawing, torch.ones(3), "Generator"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), torch.ones(3), "Uninitialized"),
         (lambda: nn.Sequential(nn.Identity()), threading.Lock(), "lock"),
     ],
