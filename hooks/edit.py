@@ -130,7 +130,7 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
     # The hook may write into its copy. Two points of the residual stream can share one tensor, and
     # writing into the original would change what a cache already holds for the other point.
     copy = value.clone()
-    # If the hook itself runs a model, no hooks act there. Tracing has no threads to ask.
+    # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
     with nullcontext() if torch.compiler.is_compiling() else muted():
         new = hook(copy, point)
     # A hook that returns nothing may have reshaped its copy in place.

@@ -86,6 +86,7 @@ class HookedRunner:
 
         Raises:
             UnknownNameError: if the selector matches nothing.
+            ValueError: if options contradict each other.
             ModeError: if the model is in training mode and the mode is not `none`.
             NeverFiredError: if the forward pass did not reach a requested point. In a model without
                 `HookPoint`s this holds only for points chosen by their exact names. Other selectors skip
@@ -113,6 +114,7 @@ class HookedRunner:
 
         Raises:
             UnknownNameError: if the selector matches nothing.
+            ValueError: if options contradict each other, or `grads=True`.
             NeverFiredError: if the forward pass ends without reaching a point; see `run_with_cache`.
         """
         options, kwargs = Options.taken_from(kwargs)
