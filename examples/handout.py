@@ -2,7 +2,7 @@
 
 They are computed by the formulas of section 4.2, without a mask and with a causal one, and compared
 with `models.scaled_dot_product_attention`. In a model, S is the hook point `scores` (before the mask),
-A is `pattern`, and Y is `z`. A causal mask leaves the last row unchanged, where the handout says the first.
+A is `pattern`, and Y is `z`. A causal mask leaves the last row unchanged, not the first as the handout says.
 
 python examples/handout.py --out out
 """

@@ -26,8 +26,11 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-# A counter of operations, for instance, must not miss those that oneDNN does.
+# PyTorch has no function that says whether activation checkpointing runs; its file on the stack does.
 from torch.utils import checkpoint
+
+# A counter of operations, for instance, must not miss those that oneDNN does. And tensors that hold other
+# tensors have no memory of their own.
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode, is_traceable_wrapper_subclass
 
 # The arguments of a block may be nested in any way. PyTorch has no public function for that.
@@ -128,9 +131,10 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 def insert_hook(
     module: nn.Module, key: int, hook: Callable[..., Any], before: bool = False
 ) -> None:
-    """Registers a forward hook, or a pre-hook with kwargs that comes first, under a key of the caller's.
+    """Registers a forward hook under a key that the caller chooses.
 
-    Unlike PyTorch's own functions it needs no lock: each change of a dictionary is one step.
+    With `before` it is a pre-hook with kwargs instead, and runs before all others. Unlike PyTorch's own
+    functions this needs no lock: each change of a dictionary is one step.
     """
     if before:
         module._forward_pre_hooks_with_kwargs[key] = True
@@ -154,7 +158,7 @@ def state_of(module: nn.Module) -> list[Tensor]:
     """
     found: list[Tensor | None] = []
     modules = [module]
-    for inner in modules:  # which grows
+    for inner in modules:  # the loop itself adds to the list
         modules += children(inner)
         found += [*inner._parameters.values(), *inner._buffers.values()]
     return [tensor for tensor in found if tensor is not None]
@@ -171,8 +175,10 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is plain strided memory. Sparse, nested and sharded tensors hold other tensors, and so
-    do all inside vmap and grad."""
+    """Whether `tensor` is plain strided memory.
+
+    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors.
+    """
     return not (
         torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         or tensor.layout is not torch.strided
@@ -182,7 +188,10 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_shared(tensor: Tensor, ours: int = 1) -> bool:
-    """Whether others than `ours` tensors, itself included, use this tensor's memory: a NumPy array, too."""
+    """Whether more than `ours` tensors use this tensor's memory, or a NumPy array does.
+
+    `ours` counts `tensor` itself.
+    """
     storage = tensor.untyped_storage()  # which counts itself
     return not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) - 1 > ours
 
@@ -234,7 +243,7 @@ def is_checkpointed() -> bool:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether cutting a forward pass short would break later ones, as the module notes where it stands."""
+    """Whether `module` is PyTorch's FSDP wrapper. If a forward pass of it is cut short, later ones fail."""
     # By name, because importing the class costs more than this package.
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 

@@ -81,7 +81,7 @@ class Recorder:
                 if self.options.grads:
                     node = self._watch(value, point)
                     replaced = with_first_tensor(output, node)
-                    # The model may write into the node. Without a graph the value itself does as well.
+                    # The model may write into the node, so it is kept only if its graph is wanted.
                     value = value if self.options.detach else node
                 if point.name not in self._unkept:
                     self._keep(value, point)
@@ -171,7 +171,7 @@ class Recorder:
 
     def _keep(self, value: Tensor, point: Point) -> None:
         if value.requires_grad and self.options.detach:
-            # The graph may hold this memory too, so `holders` would not tell who else does.
+            # The graph may use this memory too, so `is_shared` could not tell whether others do.
             self._in_graph.add(point.name)
         if self.options.detach or not value.requires_grad:
             value = value.detach()
@@ -182,7 +182,7 @@ class Recorder:
             elif torch.compiler.is_compiling():
                 self.values[name] = kept
             elif kept.is_inference() or not _torch.has_storage(kept):
-                # No count tells of later writes.
+                # These have no count that would reveal later writes.
                 self.values[name] = kept.clone()
             else:
                 self.values[name], self._versions[name] = kept, _torch.version(kept)
@@ -221,7 +221,7 @@ def _reachable(outside: Any) -> set[int]:
 
 
 def private(value: Tensor) -> Tensor:
-    """A copy without a graph. What was expanded stays small."""
+    """A copy without a graph. The copy of an expanded tensor is expanded too, so it takes no more memory."""
     if not _torch.has_storage(value) or 0 not in value.stride():
         return value.detach().clone()
     tight = value.detach()[tuple(slice(None if stride else 1) for stride in value.stride())]

@@ -15,8 +15,8 @@ from hooks.point import Point, as_node, first_tensor, with_first_tensor
 from hooks.session import Session, muted
 
 ELSEWHERE = (
-    "the model ran only in other threads; hooks act in their own, and in asyncio tasks that start inside "
-    "the `with`: enter it in the thread that runs the model"
+    "the model ran only in other threads; hooks act in the thread that enters the `with`, and in asyncio "
+    "tasks that start inside it: enter it in the thread that runs the model"
 )
 Hook = Callable[[Tensor, Point], Tensor | None]
 """`hook(activation, point)` returns the value to continue with. None means `activation` itself. It is
@@ -130,12 +130,12 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
     # The hook may write into its copy. Two points of the residual stream can share one tensor, and
     # writing into the original would change what a cache already holds for the other point.
     copy = value.clone()
-    # If the hook itself runs a model, no hooks act there. Tracing has no threads to ask.
+    # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
     with nullcontext() if torch.compiler.is_compiling() else muted():
         new = hook(copy, point)
     # A hook that returns nothing may have reshaped its copy in place.
     new = copy if new is None else new
-    del copy  # which would count below
+    del copy  # it would count as a reference below
     if not isinstance(new, Tensor):
         raise EditError(f"a hook at {point} must return a tensor or None; got {new!r}")
     ours = tuple(new.shape), new.dtype, new.device
@@ -143,7 +143,7 @@ def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
     for what, given, expected in zip(("shape", "dtype", "device"), ours, theirs, strict=True):
         if given != expected:
             raise EditError(f"a hook at {point} must keep the {what} {expected}; got {given}")
-    # The model may write into the value, so it must not be somebody else's, such as a list of the hook's.
+    # The model may write into the value, so nobody else may hold it: the hook may have it in a list.
     if not torch.compiler.is_compiling() and (
         sys.getrefcount(new) > _ALONE or (has_storage(new) and is_shared(new))
     ):
@@ -156,4 +156,5 @@ def _count_alone() -> int:
     return sys.getrefcount(alone)
 
 
-_ALONE = _count_alone()  # 2, and 1 from Python 3.14 on
+# The count for an object that only one variable holds: 2, and 1 from Python 3.14 on.
+_ALONE = _count_alone()

@@ -52,7 +52,11 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 
 
 def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
-    """A copy of `value` at the given positions of its `pos` or `query` axis."""
+    """A copy of `value` at the given positions of its `pos` and `query` axes.
+
+    Raises:
+        HookError: if the value has no named axes, or the positions do not fit it or select nothing.
+    """
     if not point.axes:
         raise HookError(f"positions= needs named axes, and {point.name} declares none")
     for axis in POSITION_AXES:
@@ -107,7 +111,7 @@ class Options:
         if self.positions is not None:
             positions = plain_index(self.positions)
             if isinstance(positions, int):
-                raise TypeError(f"positions must be a slice or a list of integers; got {positions}")
+                raise TypeError(f"positions must be a slice, list or mask; got {positions}")
             object.__setattr__(self, "positions", positions)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
@@ -133,7 +137,7 @@ class Options:
         Raises:
             ValueError: if there are windows but no point of the residual stream.
         """
-        # Finds the windows now, because fake tensors could not tell their number later.
+        # The windows are found now, because a plan's fake tensors could not tell their number later.
         if self._inside is not None and not any(map(self._has_windows, points.values())):
             stream = ", ".join(sorted(RESIDUAL_STREAM))
             raise ValueError(f"windows= needs a point of the residual stream: {stream}")
@@ -149,7 +153,11 @@ class Options:
         return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
 
     def reduce(self, value: Tensor, point: Point) -> Iterable[tuple[str, Tensor]]:
-        """The part of `value` to keep under each name of `kept_as`."""
+        """The part of `value` to keep under each name of `kept_as`.
+
+        Raises:
+            HookError: if the windows or positions do not fit the value.
+        """
         if self.windows is not None and self._has_windows(point):
             if self.windows.shape != value.shape[:2]:
                 raise HookError(

@@ -1,4 +1,4 @@
-"""Names of points: selectors that choose among them, the layers and the blocks that they contain."""
+"""Names of points: selectors that choose among them, and the layers and blocks that they contain."""
 
 import fnmatch
 import re

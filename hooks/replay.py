@@ -53,15 +53,15 @@ Copies = dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]]
 class BlockCall:
     """One call of a block: copies of its arguments, and enough to detect later changes of the block.
 
-    Written or replaced weights and buffers are always detected. Other changes are if they change the
-    output in a whole row or column by more than rounding, as a sample of every row and column is kept.
-    Single numbers may be missed, and so is a change that leaves the output as it was.
+    Weights and buffers that were written or replaced are always detected. Other changes are detected by
+    the output, of which a sample of every row and column is kept: they must change a whole row or column
+    by more than rounding. A change of single numbers may be missed.
 
     Args:
         name: the block's name.
         block: the module.
         points: the block's points that were asked for.
-        copies: the arguments of this run's blocks. They may share a mask, for instance.
+        copies: the copies of arguments in this run. Blocks may share a mask, for instance.
     """
 
     def __init__(
@@ -100,7 +100,11 @@ class BlockCall:
         self._given = _sampled(output)
 
     def report(self, recorder: Recorder) -> None:
-        """Tells the recorder which points the block's run reached, and skips them if it ran twice."""
+        """Tells the recorder which points the block's run reached, and skips them if it ran twice.
+
+        Raises:
+            HookError: if the block ran twice and a point is not optional.
+        """
         for point in [recorder.points[name] for name in self.points if self.fired]:
             if not point.optional:
                 recorder.fired.add(point.name)
@@ -259,7 +263,7 @@ def _sampled(output: Any) -> list[Tensor]:
 def _step(tensor: Tensor) -> int:
     columns = tensor.shape[-1] if tensor.ndim else 1
     rows = tensor.numel() // max(columns, 1)
-    # Shorter than a row, so it skips none; without a common divisor it comes to every column.
+    # A step below the length of a row skips no row. Without a common divisor it reaches every column.
     steps = range(min(rows, columns - 1), 0, -1)
     return next((step for step in steps if math.gcd(step, columns) == 1), 1)
 

@@ -86,10 +86,12 @@ class HookedRunner:
 
         Raises:
             UnknownNameError: if the selector matches nothing.
+            ValueError: if options contradict each other.
             ModeError: if the model is in training mode and the mode is not `none`.
-            NeverFiredError: if the forward pass did not reach a requested point. But in a model without
-                `HookPoint`s, all selectors but exact names skip modules that did not run once or gave no
-                tensor, and `cache.skipped` says which and why, unless nothing is left.
+            NeverFiredError: if the forward pass did not reach a requested point. In a model without
+                `HookPoint`s this holds only for points chosen by their exact names. Other selectors skip
+                modules that did not run exactly once or gave no tensor, unless nothing is left;
+                `cache.skipped` says which and why.
         """
         options, kwargs = Options.taken_from(kwargs)
         chooses_positions = options.positions is not None or options.windows is not None
@@ -103,7 +105,7 @@ class HookedRunner:
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
 
-        If one never fires, the model runs to its end. If one would fire again after the stop, it keeps
+        If one never fires, the model runs to its end. A point that would fire again after the stop keeps
         its first value. Models in PyTorch's `FullyShardedDataParallel` always run to their end.
 
         Args:
@@ -112,6 +114,7 @@ class HookedRunner:
 
         Raises:
             UnknownNameError: if the selector matches nothing.
+            ValueError: if options contradict each other, or `grads=True`.
             NeverFiredError: if the forward pass ends without reaching a point; see `run_with_cache`.
         """
         options, kwargs = Options.taken_from(kwargs)
@@ -227,7 +230,7 @@ class HookedRunner:
         if options.grads or not options.detach:
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
         self._require_evaluation("lazy=True")
-        # When a block runs again, it must reach what it reached in the run: there no point is optional.
+        # A block that runs again must reach the same points as before, so there none is optional.
         calls = divided({name: self._known[name] for name in points}, self._blocks)
         inside = {name for call in calls for name in call.points}
         return self._run(Recorder(points, options, unkept=inside), args, kwargs, calls=calls)

@@ -109,7 +109,8 @@ class Session:
     def note(self, module: nn.Module, acted: set[bool]) -> None:
         """Adds to `acted`, before each run of `module`, whether the hooks act in its context.
 
-        Runs in other contexts count only where no hooks are set: those with their own are meant so.
+        A run in another context counts only if that context has no hooks of its own. With them it is
+        taken as deliberate.
         """
         acts = self.acts
         counts = traced_as_constant(lambda: acts() or not _sessions.get())
@@ -166,7 +167,7 @@ class FusedUnlessHooked:
     """A decorator that runs a fused form of a method while no hook needs its inner values.
 
     It decorates the explicit form, which passes inner values through hook points. Each call runs `fused`
-    instead if no hook at those points acts in this thread. Both must agree up to rounding.
+    instead if no hook at those points acts in this context. Both must agree up to rounding.
 
     Args:
         points: names of the hook points that the fused form skips. A child module stands for all

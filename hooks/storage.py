@@ -47,7 +47,7 @@ def _described(value: object) -> object:
 
 
 def nbytes(tensors: Collection[Tensor]) -> int:
-    """The memory of `tensors`, in bytes. Storage that they share counts once, and sparse tensors as dense."""
+    """The memory of `tensors`, in bytes. Shared storage counts once; sparse tensors count as dense ones."""
     shared = {memory_of(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
     others = [t.numel() * t.element_size() for t in tensors if not has_storage(t)]
     return sum(shared.values()) + sum(others)
@@ -101,5 +101,5 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise CacheError(f"{path} must be a complete cache that was saved: {error!r}") from None
+        raise CacheError(f"{path} must be a complete cache that `save` wrote: {error!r}") from None
     return ordered, described | {"grads": grads or None}

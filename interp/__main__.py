@@ -28,7 +28,7 @@ DEFAULT_MODEL = "pydoc-4l"
 DEFAULT_PROMPT = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
 DEFAULT_CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
 INDUCTION_PERIOD = 40
-# These are written to; other files are replaced.
+# Paths that are written to directly; other files are replaced.
 STREAMS = ("/dev/std", "/dev/fd/")
 
 
@@ -175,7 +175,7 @@ def _prompts(
 def _replacing(out: str) -> Iterator[TextIO]:
     """A new file that replaces `out`, or the file that it links to, when it is complete.
 
-    What is not a file, such as a pipe, is written to.
+    What is not a file, such as a pipe, is written to directly.
     """
     path = Path(os.path.realpath(out))
     partial = path.with_name(f".report-{os.getpid()}.partial")
@@ -248,6 +248,6 @@ def _shortened(text: str) -> str:
 
 if __name__ == "__main__":
     status = main()
-    if status:  # or Python would try once more to write what it could not
+    if status:  # at exit, Python would try again to write what it could not
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

@@ -74,7 +74,7 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
 
 def softmax(scores: Real[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     """The softmax over keys. Rows of only -inf become zeros."""
-    if not scores.numel():  # no largest score either
+    if not scores.numel():  # `amax` refuses an empty axis
         return torch.softmax(scores, -1)
     empty = scores.amax(-1, keepdim=True) == -torch.inf
     # Such rows are zero before the softmax too, or their gradient would be NaN.
@@ -97,8 +97,8 @@ class Attention(ByConfig):
     """Causal attention, `softmax(scale q k^T) v` in each head (Vaswani et al. 2017).
 
     One linear map gives queries, keys and values. `n_heads / n_kv_heads` query heads share a key head.
-    With `attn_cap` it is a `CappedAttention`. Alone, weights start as those of `nn.Linear`; a
-    `Transformer` draws them as `init` says.
+    If the config has an `attn_cap`, a `CappedAttention` is made instead. Outside a model, weights start
+    as those of `nn.Linear`; a `Transformer` draws them as `init` says.
 
     The point `scores` is before the mask, so it is not zero above the diagonal, where a query would see
     later keys. `interp.svd_targets` gives the zero-filled QKᵀ of svd-transformer.md.

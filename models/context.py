@@ -219,7 +219,7 @@ def _check_fits_cache(real: Tensor, start: int, known: Tensor | None, windowed: 
         return
     read = real[:, :start]
     if not (read.all() if known is None else torch.equal(known, read)):
-        raise ValueError("attention_mask must be the same as before for cached tokens; it differs")
+        raise ValueError("attention_mask must be the same as before for cached tokens; got another")
     if windowed and bool((real[:, 1:] < real[:, :-1]).any()):
         raise ValueError(
             "padding must be on the left with a KVCache of a sliding window, which keeps the "

@@ -48,7 +48,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def without(given: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:
-    """The entries of a file, but for those under the keys to `ignore`.
+    """The entries of a file without those under the keys to `ignore`.
 
     Raises:
         UnknownNameError: if a key to ignore is not in the file; it has close matches.

@@ -100,10 +100,9 @@ def generate_text(
 ) -> Text:
     """Returns a text with its continuation, or a list of texts with theirs.
 
-    The tokens with which the tokenizer begins a text come before each prompt, and are not in the
-    result. Without `stop`, a row also ends at the tokenizer's own end of text. The result does not show
-    the end of text that ended a row; it shows stop tokens of your own. If the last character is not
-    complete, it is U+FFFD.
+    The model also reads the tokens with which the tokenizer begins a text; they are not in the result.
+    Without `stop`, a row also ends at the tokenizer's own end of text. The result leaves out the end of
+    text that ended a row, but not stop tokens that were given. An incomplete last character is U+FFFD.
 
     Args:
         model: in evaluation mode.
@@ -123,7 +122,7 @@ def generate_text(
     start, ends = list(tokenizer.bos_token_ids), set[int]()
     if options.get("stop") is None:
         given = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
-        # Some tokenizers are those of larger models.
+        # A tokenizer may be that of a larger model, with tokens that this one lacks.
         options["stop"] = ends = {token for token in given if token < model.config.vocab_size}
     encoded = [tokenizer.encode(text) for text in several]
     read = [tokens if tokens[: len(start)] == start else start + tokens for tokens in encoded]
@@ -173,7 +172,8 @@ def stream(
     Raises:
         ValueError: at the call, if a sampling option is out of range, a prompt is empty or too long
             with its continuation, a token is outside the vocabulary, the mask has another shape or
-            other values, or the model is in training mode. Later, if the logits of a running row are not finite.
+            other values, or the model is in training mode. Later, if the logits of a running row are not
+            finite.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)

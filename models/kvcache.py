@@ -57,7 +57,7 @@ class KVCache:
         return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, config: TransformerConfig, batch: int, new: int) -> None:
-        """Checks that `new` more positions fit what has been read.
+        """Checks that `new` more positions fit. At the first call it also makes the layers.
 
         Args:
             config: the config of the model that will run.

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with hook points, and what chooses parts of a model by config."""
+"""LayerNorm and RMSNorm with hook points, and the choice of a model's parts by its config."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -138,7 +138,7 @@ class ByConfig(Component):
     """A component of several forms. Calling its class makes the form that the config describes.
 
     A form is a subclass with a condition: `class GatedMLP(MLP, when=lambda config: ...)`. At most one
-    condition may hold. A subclass itself is made as it is called.
+    condition may hold. Calling a form's own class makes that form.
     """
 
     forms: ClassVar[list[tuple[Callable[[TransformerConfig], object], type]]]
@@ -150,7 +150,7 @@ class ByConfig(Component):
             cls.__mro__[1].forms.append((when, cls))  # type: ignore[attr-defined]  # a `ByConfig`
 
     def __new__(cls, config: TransformerConfig | None = None, *_: object, **__: object) -> Any:
-        """An instance of the form. Copies and pickles give no config, but the form itself."""
+        """An instance of the form. Copying and unpickling give no config, but the form's own class."""
         fitting = (form for when, form in cls.forms if config is not None and when(config))
         return super().__new__(next(fitting, cls))
 

@@ -15,9 +15,9 @@ _configs: dict[str, TransformerConfig] = {}
 
 
 def register(name: str) -> Callable[[Describe], Describe]:
-    """A decorator that registers what a function returns, a config, for `build` and `config_of`.
+    """A decorator that registers the config that a function returns, for `build` and `config_of`.
 
-    A name that is registered again means the new config, and a warning says so.
+    Registering a name again replaces its config, with a warning.
 
     Raises:
         ValueError: if it decorates anything but a function that returns a `TransformerConfig`.

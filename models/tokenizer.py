@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
     """Turns text into tokens and back.
 
     Attributes:
-        bos_token_ids: what a model of its family expects before a text.
+        bos_token_ids: the tokens that models of its family expect before a text.
         eos_token_ids: the tokens that end a text.
     """
 
@@ -89,8 +89,9 @@ class SubwordTokenizer:
     """A tokenizer of the library `tokenizers`.
 
     It adds no special tokens, even if the tokenizer's template does; `bos_token_ids` are those that the
-    template puts before a text. Special tokens written in the text are recognised. Texts are never truncated or padded. With byte-level tokens, decoding gives exactly
-    the encoded text; many SentencePiece tokenizers drop a space at the beginning.
+    template puts before a text. Special tokens written in the text are recognised. Texts are never
+    truncated or padded. With byte-level tokens, decoding gives exactly the encoded text; many
+    SentencePiece tokenizers drop a space at the beginning.
 
     Args:
         tokenizer: the library's tokenizer; its truncation and padding are switched off.

@@ -119,7 +119,7 @@ def _added(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
 
 
 def _named(described: Mapping[str, Any]) -> Iterator[Any]:
-    """The tokens that have a name or a list of their own."""
+    """The special tokens of a config: under a name such as `eos_token`, or in a list."""
     for name, value in described.items():
         if name.endswith("_token") and isinstance(value, str | dict):  # not add_bos_token
             yield value
@@ -135,7 +135,7 @@ def _token(described: Any) -> Any:
 
 
 def _ends(file: Path, tokenizer: Any, piece: str | None = None) -> tuple[int, ...]:
-    """The token that ends a text, by the files beside `file`, or that of `piece`."""
+    """The token that ends a text according to the files beside `file`; by default that of `piece`."""
     for name in (_CONFIG, _SPECIAL_TOKENS):
         with _beside(file, name) as described:
             if described.get("eos_token") is not None:
@@ -146,7 +146,7 @@ def _ends(file: Path, tokenizer: Any, piece: str | None = None) -> tuple[int, ..
 
 @contextmanager
 def _beside(file: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The object in a file beside `file`, empty if there is none. Errors in its use name it."""
+    """The object in a file beside `file`, empty if there is none. Errors inside the `with` name it."""
     path = file.with_name(name)
     described = read_object(path) if path.is_file() else {}
     try:

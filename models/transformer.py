@@ -176,15 +176,15 @@ class Transformer(BlockWeights):
     def extend_context(self, n_ctx: int) -> None:
         """Lets the model read `n_ctx` positions, which may be more than in its training.
 
-        Sinusoidal and rotary positions are computed for any length. Whether the model is any good there
-        is another question. The config changes, so a saved model keeps the new length.
+        Sinusoidal and rotary positions are computed for any length, but beyond the training length the
+        model may predict badly. The config changes, so a saved model keeps the new length.
 
         Raises:
             ValueError: if positions are learned, as there are no vectors for other positions.
         """
         if self.config.positions == "learned":
             raise ValueError(
-                f"positions must not be learned for another n_ctx than {self.config.n_ctx}; got {n_ctx}"
+                f"positions must not be learned to change n_ctx from {self.config.n_ctx}; got {n_ctx}"
             )
         self.config = self.config.replace(n_ctx=n_ctx)
 

@@ -119,7 +119,7 @@ def assemble(
 
 
 def end_tokens(given: Any, vocab_size: int) -> tuple[Any, ...]:
-    """The tokens that end a text by a file, which gives one, several or none.
+    """The tokens that end a text according to a file, which gives one, several or none.
 
     Those that are not in the vocabulary are left out: the model never produces them, and many configs
     of small models still have the number of a large one.

@@ -1,4 +1,4 @@
-"""Models in GGUF, the file format of llama.cpp, of the architectures in a table."""
+"""Models in GGUF, the file format of llama.cpp, of the architectures in `ARCHITECTURES`."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +18,7 @@ from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "mlp": "gated", "activation": "silu"}
-# Fields of our config that all models of an architecture share. Of those in `_KEYS` these are defaults.
+# Fields of our config that all models of an architecture share. For fields in `_KEYS` these are defaults.
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
     "starcoder": {},
@@ -39,7 +39,7 @@ _KEYS = {
     "attn_cap": "attn_logit_softcapping",
     "logit_cap": "final_logit_softcapping",
 }
-# Those whose files have the rows of queries and keys in llama.cpp's order for rotation.
+# The architectures whose files have the rows of queries and keys in llama.cpp's order for rotation.
 _PERMUTED = {"llama"}
 
 
@@ -198,7 +198,7 @@ def _config(file: GGUFFile) -> TransformerConfig:
     if left := sorted(f"{name}.{key}" for key in keys.keys() - _WITHOUT_EFFECT):
         got = f"{', '.join(left)}; to load the model without them: ignore={left}"
         raise ValueError(f"keys of an architecture must be known; got {got}")
-    # Of a text, of a turn and of a message; models for conversations end with any of them.
+    # The ends of a text, of a turn and of a message: a chat model may write any of them.
     ends = [file.metadata(f"tokenizer.ggml.eo{which}_token_id").get("") for which in "stm"]
     fields["eos_token_ids"] = end_tokens(ends, vocab_size)
     fields |= _from_tensors(file, fields.get("positions") == "rotary")

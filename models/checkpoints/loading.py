@@ -58,8 +58,8 @@ def load(
         device: where the parameters go; None for the CPU.
         verify: whether to check the model's arithmetic with `models.verify`.
         ignore: keys of config.json, or of a GGUF file's metadata, to read as if they were not there. An
-            unknown key is an error otherwise, unless it is switched off or about dropout. A file's
-            dropout is the model's if all probabilities are equal, else 0.
+            unknown key is an error otherwise, unless it is null or false or has "drop" in its name. The
+            model's dropout is that of the file if all probabilities there are equal, else 0.
 
     Raises:
         FileNotFoundError: if there is no such model; it lists those that ship with the package.

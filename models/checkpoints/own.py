@@ -89,7 +89,8 @@ def save(
 def _config(described: Mapping[str, Any]) -> TransformerConfig:
     fields = _with_tuples(described)
     if unknown := sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys()):
-        raise ValueError(f"fields must be those of a TransformerConfig; to go on: ignore={unknown}")
+        got = f"{', '.join(unknown)}; to load the model without them: ignore={unknown}"
+        raise ValueError(f"fields must be those of a TransformerConfig; got {got}")
     if fields.get("rotary_scaling") is not None:
         fields["rotary_scaling"] = RotaryScaling(**_with_tuples(fields["rotary_scaling"]))
     return TransformerConfig(**fields)

@@ -35,7 +35,7 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         index = read_object(path).get("weight_map")
         if not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
             got = str(index)[:40]
-            raise ValueError(f"{path}: weight_map must say the file of each tensor; got {got!r}")
+            raise ValueError(f"{path}: weight_map must give the file of each tensor; got {got!r}")
         shards = {key: directory / name for key, name in index.items()}
         files = sorted(set(shards.values()))
     if path.name.startswith(WHOLE):
@@ -47,7 +47,7 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
             with _naming(owners[key]), safe_open(owners[key], "pt") as file:
                 return file.get_tensor(key)
 
-        return Reader(owners, read, keep=False), path  # the file's mapped memory
+        return Reader(owners, read, keep=False), path  # tensors are mapped from the file
     states = ((file, _load(file)) for file in files)
     held = {k: t for file, state in states for k, t in state.items() if shards.get(k, file) == file}
     return Reader(frozenset(held), held.pop, keep=True), path
@@ -64,7 +64,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         if wrong := [
             k for k, v in state.items() if not isinstance(k, str) or not isinstance(v, Tensor)
         ]:
-            raise TypeError(f"what is under {wrong[0]!r}")
+            raise TypeError(f"{wrong[0]!r} must be the name of a tensor")
         return dict(state)
 
 
@@ -85,5 +85,5 @@ def _naming(path: Path) -> Iterator[None]:
     except Exception as error:  # torch and safetensors raise many kinds
         why = " ".join(str(error).split())[:120] or type(error).__name__
         raise ValueError(
-            f"{path} must be a complete file of tensors by their names; what is wrong: {why}"
+            f"{path} must be a complete file of tensors by their names: {why}"
         ) from None

@@ -24,7 +24,7 @@ batches, without an error.
 
 
 Text = Int[Tensor, "*_walk _pos"] | Sequence[int]
-"""A text [pos], or walks [walk, pos]: rows that no window joins."""
+"""A text [pos], or walks [walk, pos]: texts of equal length. No window spans two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class TrainingConfig:
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be at least {bound}; got {getattr(self, name)}")
         if not 0 <= self.final_rate <= 1:
-            raise ValueError(f"final_rate must be 0 to 1; got {self.final_rate}")
+            raise ValueError(f"final_rate must be from 0 to 1; got {self.final_rate}")
         if not -(2**63) <= self.seed < 2**64:  # PyTorch's range
-            raise ValueError(f"seed must be -2**63 to 2**64 - 1; got {self.seed}")
+            raise ValueError(f"seed must be from -2**63 to 2**64 - 1; got {self.seed}")
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, counted from 0."""
@@ -157,7 +157,7 @@ def split(
 def sample_batch(
     tokens: Int[Tensor, "*walk pos"], batch: int, length: int, generator: torch.Generator
 ) -> Int[Tensor, "batch length"]:
-    """Random windows of a text [pos], or of walks [walk, pos]: then none joins two walks.
+    """Random windows of a text [pos], or of walks [walk, pos]; each lies within one walk.
 
     Raises:
         ValueError: if the text, or each walk, is shorter than a window.

@@ -189,12 +189,14 @@ class Run:
         self._saved = step
 
     def _load(self, path: Path) -> None:
-        """Takes over a checkpoint. The model comes last, so that a refusal leaves it as it was."""
+        """Loads a checkpoint. The model changes last, so a refused checkpoint leaves it as it was."""
         try:
             with path.open("rb") as file:
                 # PyTorch does not compare checksums.
                 if damaged := zipfile.ZipFile(file).testzip():
-                    raise ValueError(f"{damaged} in it has another checksum than when it was saved")
+                    raise ValueError(
+                        f"the checksum of {damaged} in it must be as saved; it differs"
+                    )
                 file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=True)
             theirs = state["run"]
@@ -260,7 +262,7 @@ class Run:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Lets no second run use a directory. The system ends the lock with the process, also after a crash."""
+    """Keeps other runs out of a directory. The system ends the lock with the process, even after a crash."""
     if sys.platform == "win32":
         yield
         return

@@ -89,7 +89,7 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
 
 
 def _in_their_names(message: str, described: Mapping[str, Any]) -> str:
-    """An error about one of our fields, with the names in the file for ours."""
+    """An error message about our fields, with the file's names in place of ours."""
 
     def named(ours: re.Match[str]) -> str:
         return next((name for name in _THEIRS[ours[0]] if name in described), ours[0])

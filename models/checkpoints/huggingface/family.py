@@ -69,7 +69,7 @@ class Family:
         rows: the file's keys by our parameter names. `N` stands for each layer, and `*` for `weight`
             and `bias`. Rows of parameters that a config does not have are not used.
         prefix: the prefix of keys, unless the model was saved without its head.
-        eos: the token that ends a text if the file does not say it.
+        eos: the token that ends a text if the config does not say.
         renamed: keys of the table with their names in other versions of transformers.
         ignored: patterns of keys, without the prefix, of buffers that old versions stored.
     """
@@ -157,7 +157,7 @@ class Attributes:
     def dropout(self, defaults: Mapping[str, float]) -> float:
         """The common dropout probability of several attributes, given with their defaults.
 
-        It is 0 if their values differ, which only training would notice.
+        It is 0 if their values differ; this matters only in training.
         """
         values = [self.take(name, default) for name, default in defaults.items()]
         return values[0] if values.count(values[0]) == len(values) else 0.0
@@ -174,7 +174,7 @@ class Attributes:
         """
         for name, allowed in FIXED.items():
             self.only(name, *allowed)
-        # Whatever is dropped, is dropped in training only.
+        # What is switched off has no effect, and dropout has one only in training.
         off = {n for n, v in self._given.items() if v is None or v is False or "drop" in n}
         if left := sorted(self._given.keys() - self._taken - IDLE - off):
             got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
