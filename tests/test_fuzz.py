@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import contextvars
+import dis
 import gc
 import operator
 import os
@@ -356,8 +357,10 @@ def disturbed(s, act, what):
         nonlocal left
         left -= event == "line"
         if left == 0 and event == "line":
-            if what == "interrupt" and sys.exc_info()[0]:
-                # CPython 3.11 goes on handling the old error if a trace function raises another.
+            handles = frame.f_code.co_code[frame.f_lasti] == dis.opmap["PUSH_EXC_INFO"]
+            if what == "interrupt" and (handles or sys.exc_info()[0]):
+                # If a trace function raises here, CPython goes on handling the old error for ever. Real
+                # interrupts do not come here.
                 left = 1
             elif what == "interrupt":
                 raise Interrupt
