@@ -33,9 +33,6 @@ from torch.utils import checkpoint
 # tensors have no memory of their own.
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode, is_traceable_wrapper_subclass
 
-# The arguments of a block may be nested in any way. PyTorch has no public function for that.
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
 
 class Identity(nn.Module):
     """Returns its input, like `nn.Identity`, at less cost while it has no hooks.
@@ -146,8 +143,8 @@ def insert_hook(
 
 def remove_hook(module: nn.Module, key: int) -> None:
     """Removes the hook that `insert_hook` registered under `key`, if it is there."""
-    module._forward_hooks.pop(key, None)
-    if module._forward_pre_hooks.pop(key, None) is not None:
+    if module._forward_hooks.pop(key, None) is None:
+        module._forward_pre_hooks.pop(key, None)
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
@@ -157,10 +154,17 @@ def state_of(module: nn.Module) -> list[Tensor]:
     `parameters()` and `buffers()` take ten times as long: they build names and remove duplicates.
     """
     found: list[Tensor | None] = []
-    modules = [module]
+    modules: list[nn.Module | None] = [module]
     for inner in modules:  # the loop itself adds to the list
-        modules += children(inner)
-        found += [*inner._parameters.values(), *inner._buffers.values()]
+        if inner is None:
+            continue
+        # Most of these are empty, and to ask is quicker than to add nothing.
+        if inner._modules:
+            modules += inner._modules.values()
+        if inner._parameters:
+            found += inner._parameters.values()
+        if inner._buffers:
+            found += inner._buffers.values()
     return [tensor for tensor in found if tensor is not None]
 
 

@@ -1,6 +1,7 @@
 """Recorder: keeps the values of the requested points during a run."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import functools
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -48,7 +49,10 @@ class Recorder:
     ) -> None:
         self.points = points
         self.options = options
-        self.axes = {n: a for p in points.values() for n, a in options.kept_as(p).items()}
+        chosen = options.positions, options.windows, options.device, options.dtype
+        # Most runs keep values as they are, and thousands of points are asked.
+        self._as_is = all(part is None for part in chosen)
+        self.axes = self._axes(points.values())
         self.values: dict[str, Tensor] = {}
         self.skipped: dict[str, str] = {}
         self.grads: dict[str, Tensor] = {}
@@ -59,40 +63,42 @@ class Recorder:
         self._unkept = unkept
         self._parts: dict[str, list[Tensor]] | None = {} if joined else None
 
+    def _axes(self, points: Iterable[Point]) -> dict[str, tuple[str, ...]]:
+        if self._as_is:
+            return {point.name: point.axes for point in points}
+        return {n: axes for p in points for n, axes in self.options.kept_as(p).items()}
+
     def listen(self, session: Session) -> None:
         """Records all points, through hooks of the session."""
+        record = self._record
         for point in self.points.values():
             # Where nothing is kept a hook would only switch a fused kernel off. Optional points need one,
             # to tell whether they ran; models that have fused kernels have HookPoints, and no such points.
             if point.optional or point.name not in self._unkept:
-                session.after(point.module, self._hook(point))
+                session.after(point.module, functools.partial(record, point))
 
-    def _hook(self, point: Point) -> Callable[[Any], Any]:
+    def _record(self, point: Point, output: Any) -> Any:
         """A forward hook that records `point` and leaves its value unchanged."""
-
-        def record(output: Any) -> Any:
-            replaced = None
-            try:
-                value = output if isinstance(output, Tensor) else first_tensor(output, point)
-                if point.axes and value.ndim != len(point.axes):
-                    raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
-                if point.name in self.fired and self._parts is None:
-                    raise HookError(f"{point.name} fired twice; a cache keeps one value per name")
-                if self.options.grads:
-                    node = self._watch(value, point)
-                    replaced = with_first_tensor(output, node)
-                    # The model may write into the node, so it is kept only if its graph is wanted.
-                    value = value if self.options.detach else node
-                if point.name not in self._unkept:
-                    self._keep(value, point)
-            except HookError as error:
-                self.skip(point, error)
-            self.fired.add(point.name)
-            if self._stops and len(self.fired) == len(self.points):
-                raise Complete(self)
-            return replaced
-
-        return record
+        name, axes, replaced = point.name, point.axes, None
+        try:
+            value = output if isinstance(output, Tensor) else first_tensor(output, point)
+            if axes and value.ndim != len(axes):
+                raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
+            if name in self.fired and self._parts is None:
+                raise HookError(f"{name} fired twice; a cache keeps one value per name")
+            if self.options.grads:
+                node = self._watch(value, point)
+                replaced = with_first_tensor(output, node)
+                # The model may write into the node, so it is kept only if its graph is wanted.
+                value = value if self.options.detach else node
+            if name not in self._unkept:
+                self._keep(value, point)
+        except HookError as error:
+            self.skip(point, error)
+        self.fired.add(name)
+        if self._stops and len(self.fired) == len(self.points):
+            raise Complete(self)
+        return replaced
 
     def skip(self, point: Point, error: HookError) -> None:
         """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""
@@ -123,15 +129,16 @@ class Recorder:
                     "select the module that changed it, or switch its in-place option off"
                 )
                 self.skip(self.points[name], CacheError(changed))
-        for point in self.points.values() if self.points.keys() - self.fired else ():
-            if point.optional and point.name not in self.fired:
-                self.skipped[point.name] = f"{point.name} did not run: {reason}"
-        require_fired(self.points, self.fired | self.skipped.keys(), reason)
+        if len(self.fired) < len(self.points):
+            for name, point in self.points.items():
+                if point.optional and name not in self.fired:
+                    self.skipped[name] = f"{name} did not run: {reason}"
+            require_fired(self.points, self.fired | self.skipped.keys(), reason)
         if self.skipped:
             kept = [point for name, point in self.points.items() if name not in self.skipped]
             if not kept:
                 raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
-            self.axes = {n: axes for p in kept for n, axes in self.options.kept_as(p).items()}
+            self.axes = self._axes(kept)
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
         self._own(outside)
 
@@ -140,21 +147,19 @@ class Recorder:
 
         Queries, for instance, may be a view of one tensor that holds queries, keys and values.
         """
-        groups: dict[int, dict[str, Tensor]] = {}
+        groups: dict[torch.UntypedStorage, dict[str, Tensor]] = {}
         for name, value in self.values.items():
-            if _torch.has_storage(value) and not value.requires_grad:
-                groups.setdefault(_torch.memory_of(value), {})[name] = value
+            if not value.requires_grad and (name in self._versions or _torch.has_storage(value)):
+                groups.setdefault(value.untyped_storage(), {})[name] = value
         reachable = _reachable(outside) if self._in_graph else set()
-        for memory, held in groups.items():
-            first = next(iter(held.values()))
-            used = sum({_extent(v): v.nbytes for v in held.values()}.values())
+        for storage, held in groups.items():
+            parts = {_extent(v): v for v in held.values()} if len(held) > 1 else held
             if self._in_graph.issuperset(held):
-                shared = memory in reachable
+                shared = storage in reachable
             else:
-                shared = _torch.is_shared(first, len(held))
-            if shared or used < first.untyped_storage().nbytes():
-                copies = {_extent(value): value for value in held.values()}
-                copies = {extent: private(value) for extent, value in copies.items()}
+                shared = _torch.is_shared(next(iter(held.values())), len(held))
+            if shared or sum(part.nbytes for part in parts.values()) < storage.nbytes():
+                copies = {_extent(part): private(part) for part in parts.values()}
                 self.values |= {name: copies[_extent(value)] for name, value in held.items()}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
@@ -175,7 +180,8 @@ class Recorder:
             self._in_graph.add(point.name)
         if self.options.detach or not value.requires_grad:
             value = value.detach()
-        for name, kept in self.options.reduce(value, point):
+        parts = ((point.name, value),) if self._as_is else self.options.reduce(value, point)
+        for name, kept in parts:
             if self._parts is not None:
                 # A later run may overwrite this memory, a key/value cache for instance.
                 self._parts.setdefault(name, []).append(kept.clone())
@@ -212,12 +218,12 @@ def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
     return torch.cat(list(parts), at)
 
 
-def _reachable(outside: Any) -> set[int]:
+def _reachable(outside: Any) -> set[torch.UntypedStorage]:
     """The memory of all tensors in modules, arguments and outputs."""
     found: list[Tensor] = []
-    for leaf in _torch.tree_flatten(outside)[0]:
-        found += _torch.state_of(leaf) if isinstance(leaf, nn.Module) else tensors_in(leaf)
-    return {_torch.memory_of(tensor) for tensor in found if _torch.has_storage(tensor)}
+    for part in outside:
+        found += _torch.state_of(part) if isinstance(part, nn.Module) else tensors_in(part)
+    return {tensor.untyped_storage() for tensor in found if _torch.has_storage(tensor)}
 
 
 def private(value: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import nn
 
 from hooks.errors import UnknownNameError, unknown_name
 from hooks.modes import LAST_PARTS, Mode
-from hooks.point import Point
+from hooks.point import HookPoint, Point
 
 Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 """A name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.
@@ -65,8 +65,8 @@ def _matching(
     if isinstance(part, Mode):
         last = LAST_PARTS[part]
         # Only a HookPoint declares axes. Elsewhere a last part such as `v` may name anything.
-        ends = {name: name.rpartition(".")[2] for name, point in points.items() if point.axes}
-        found = list(points) if last is None else [name for name in ends if ends[name] in last]
+        marked = (name for name, point in points.items() if point.axes)
+        found = [*points] if last is None else [n for n in marked if n.rpartition(".")[2] in last]
         if not found and part is not Mode.none:
             raise UnknownNameError(f"mode {part.value!r} matches no HookPoint of this model")
     elif isinstance(part, str):
@@ -147,24 +147,30 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The callable modules in the model's outermost `ModuleList`s and their containers, by name."""
-    found: dict[str, nn.Module] = {}
+Blocks = dict[str, tuple[str, nn.Module]]
+"""For the name of each module inside a block, the block's name and the block."""
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """The modules that a lazy run can run again, and what is inside them.
+
+    They are the callable modules in the model's outermost `ModuleList`s and their containers. Elsewhere
+    they are those that hold `HookPoint`s and nothing else, such as a final norm: it too may have a
+    fused form.
+    """
+    inside: Blocks = {}
     containers: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
-        inside = name.rpartition(".")[0] in containers
-        if inside and has_forward(module):
-            found[name] = module
-        elif inside or (isinstance(module, nn.ModuleList) and block_of(name, found) is None):
+        parent = name.rpartition(".")[0]
+        if parent in inside:
+            inside[name] = inside[parent]
+        elif has_forward(module) and (parent in containers or (name and _holds_points(module))):
+            inside[name] = name, module
+        elif parent in containers or isinstance(module, nn.ModuleList):
             containers.add(name)
-    return found
+    return inside
 
 
-def block_of(name: str, blocks: Container[str]) -> str | None:
-    """The block among `blocks` that contains `name`, or None."""
-    end = name.find(".")
-    while end >= 0:
-        if name[:end] in blocks:
-            return name[:end]
-        end = name.find(".", end + 1)
-    return name if name in blocks else None
+def _holds_points(module: nn.Module) -> bool:
+    inside = list(module.children())
+    return inside != [] and all(isinstance(child, HookPoint) for child in inside)

@@ -1,5 +1,6 @@
 """Plans: what a cache would hold, found by a run on fake tensors."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks._torch import FakeCopyMode, FakeTensorMode, tree_map
+from hooks._torch import FakeCopyMode, FakeTensorMode
 from hooks.cache import ActivationCache
 from hooks.errors import HookError
+from hooks.point import mapped
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,11 @@ def planned(
 
 def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Copies that share no tensor with what was given."""
+    owned = [value for module in model.modules() for value in vars(module).values()]
     # Fake tensors draw nothing from a generator, and PyTorch 2.8 crashes where one is copied.
-    owned = (value for module in model.modules() for value in vars(module).values())
     copies: dict[int, Any] = {id(v): v for v in owned if isinstance(v, torch.Generator)}
+    # Each module has a dozen of these, and `deepcopy` takes long for them.
+    copies |= {id(v): OrderedDict() for v in owned if type(v) is OrderedDict and not v}
 
     def copied(leaf: Any) -> Any:
         try:
@@ -99,7 +103,7 @@ def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
         for name, value in vars(module).items():
             if isinstance(value, FunctionType):
                 vars(copies[id(module)])[name] = _rebound(value, copies)
-    return model_copy, *tree_map(copied, (args, kwargs))
+    return model_copy, *mapped((args, kwargs), copied)
 
 
 def _rebound(function: FunctionType, copies: dict[int, Any]) -> FunctionType:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, SupportsIndex, TypeGuard
 
@@ -152,8 +152,8 @@ def with_first_tensor(output: Any, value: Tensor) -> Any:
     """A copy of `output` with `value` in place of its first tensor."""
     if isinstance(output, Tensor):
         return value
-    key, field = next((k, f) for k, f in _fields(output) if any(True for _ in tensors_in(f)))
-    return _replace(output, key, with_first_tensor(field, value))
+    key, field = next((k, f) for k, f in _fields(output) or () if any(True for _ in tensors_in(f)))
+    return _with_fields(output, {key: with_first_tensor(field, value)})
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -161,31 +161,41 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
         return
-    for _, field in _fields(output):
+    for _, field in _fields(output) or ():
         yield from tensors_in(field)
 
 
-def _fields(output: Any) -> list[tuple[Any, Any]]:
-    if isinstance(output, Mapping):
-        return list(output.items())
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for what they hold."""
+    # Most leaves are one of these, and to ask whether they are mappings takes long.
+    if isinstance(value, (Tensor, int, str, type(None))) or (fields := _fields(value)) is None:
+        return change(value)
+    return _with_fields(value, {key: mapped(field, change) for key, field in fields})
+
+
+def _fields(output: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a container holds, by key; None if it is no container."""
     if isinstance(output, (tuple, list)):
-        return list(enumerate(output))
+        return enumerate(output)
+    if isinstance(output, Mapping):
+        return output.items()
     if dataclasses.is_dataclass(output):
         return [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
-    return []
+    return None
 
 
-def _replace(output: Any, key: Any, field: Any) -> Any:
+def _with_fields(output: Any, changed: dict[Any, Any]) -> Any:
     if isinstance(output, tuple):
-        parts = (*output[:key], field, *output[key + 1 :])
+        parts = [changed.get(n, part) for n, part in enumerate(output)]
         return output._make(parts) if hasattr(output, "_make") else type(output)(parts)
-    changed = copy.copy(output)
-    if isinstance(output, (Mapping, list)):
-        changed[key] = field
-    else:
-        # dataclasses.replace would run the class's own initialisation again.
-        object.__setattr__(changed, key, field)
-    return changed
+    copied = copy.copy(output)
+    for key, field in changed.items():
+        if isinstance(output, (Mapping, list)):
+            copied[key] = field
+        else:
+            # dataclasses.replace would run the class's own initialisation again.
+            object.__setattr__(copied, key, field)
+    return copied
 
 
 def as_node(value: Tensor, point: Point) -> Tensor:

@@ -1,9 +1,10 @@
 """Replay: runs one block again on stored arguments. Lazy caches compute their values this way."""
 
-import math
+import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from hooks import _torch
 from hooks.capture import Recorder, private
 from hooks.errors import CacheError, HookError
 from hooks.modes import Options
-from hooks.names import block_of
-from hooks.point import Point, tensors_in
+from hooks.names import Blocks
+from hooks.point import Point, mapped
+from hooks.samples import agree, numerics, sampled
 from hooks.session import Edits, Session, muted
 
 
@@ -50,6 +52,7 @@ Copies = dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]]
 """Tensors and the copies made of them, by the `id` and the version of the tensor."""
 
 
+@dataclasses.dataclass(eq=False)
 class BlockCall:
     """One call of a block: copies of its arguments, and enough to detect later changes of the block.
 
@@ -57,25 +60,28 @@ class BlockCall:
     the output, of which a sample of every row and column is kept: they must change a whole row or column
     by more than rounding. A change of single numbers may be missed.
 
-    Args:
+    Attributes:
         name: the block's name.
         block: the module.
         points: the block's points that were asked for.
         copies: the copies of arguments in this run. Blocks may share a mask, for instance.
+        fired, repeated: whether the block ran, and whether it did more than once.
     """
 
-    def __init__(
-        self, name: str, block: nn.Module, points: Mapping[str, Point], copies: Copies
-    ) -> None:
-        self.name = name
-        self.block = block
-        self.points = points
-        self.fired = self.repeated = False
-        self._copies = copies
-        self._given: list[Tensor] = []
+    name: str
+    block: nn.Module
+    points: Mapping[str, Point]
+    copies: Copies
+    fired: bool = False
+    repeated: bool = False
+    _inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    _given: list[Tensor] = dataclasses.field(default_factory=list)
 
     def listen(self, session: Session) -> None:
         """Stores the block's next call, through hooks of the session."""
+        # Of all blocks before the run: between other work the same questions take twice as long. A block
+        # that writes its own buffers is then never run again.
+        self._state = self._fingerprint()
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
 
@@ -83,21 +89,22 @@ class BlockCall:
         if self.fired:
             self.repeated = True
             return
-        leaves, self._structure = _torch.tree_flatten((args, kwargs))
-        for leaf in leaves:
-            if not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, type(None))):
-                got = f"{self.name} got a {type(leaf).__name__}"
-                raise HookError(
-                    f"lazy=True needs plain arguments; {got} (use_cache=False may help)"
-                )
-        self.fired = True
         # The block itself, a later one or the caller may write into its arguments.
-        self._leaves = [_copied(leaf, self._copies) for leaf in leaves]
-        self._state = self._fingerprint()
-        self._autocast, self._precision = _numerics(self._inputs())
+        self._arguments = mapped((args, kwargs), self._stored)
+        self._autocast, self._precision = numerics(self._inputs)
+        self.fired = True
+
+    def _stored(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            self._inputs.append(_copied(leaf, self.copies))
+            return self._inputs[-1]
+        if not isinstance(leaf, (int, float, str, torch.dtype, type(None))):
+            got = f"{self.name} got a {type(leaf).__name__}"
+            raise HookError(f"lazy=True needs plain arguments; {got} (use_cache=False may help)")
+        return leaf
 
     def _sample(self, output: Any) -> None:
-        self._given = _sampled(output)
+        self._given = sampled(output)
 
     def report(self, recorder: Recorder) -> None:
         """Tells the recorder which points the block's run reached, and skips them if it ran twice.
@@ -114,10 +121,7 @@ class BlockCall:
 
     def tensors(self) -> list[Tensor]:
         """The tensors kept of this call: its arguments and a sample of its output."""
-        return self._inputs() + self._given
-
-    def _inputs(self) -> list[Tensor]:
-        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        return self._inputs + self._given
 
     @torch.no_grad()
     def read(self, points: Mapping[str, Point], edits: Edits, options: Options) -> Recorder:
@@ -136,12 +140,12 @@ class BlockCall:
         # During a plan, an edit may read the cache of a real run.
         with nullcontext() if planned else _torch.unset_fake_temporarily():
             same = self._fingerprint() == self._state and (
-                _agree(self._given, given := self._replayed(edits, recorder), self._precision)
+                agree(self._given, given := self._replayed(edits, recorder), self._precision)
                 # Hooks may cause other kernels to run. If those round more, compare without hooks;
                 # but what was recorded must then be the same twice.
                 or (
-                    _agree(given, self._replayed(edits, again), 0.0)
-                    and _agree(self._given, self._replayed(edits), self._precision)
+                    agree(given, self._replayed(edits, again), 0.0)
+                    and agree(self._given, self._replayed(edits), self._precision)
                 )
             )
             if not same:
@@ -161,10 +165,9 @@ class BlockCall:
         """A sample of what the block gives now."""
         # New containers and tensors, because the block may write into them.
         copies: Copies = {}
-        leaves = [_copied(leaf, copies) for leaf in self._leaves]
-        args, kwargs = _torch.tree_unflatten(leaves, self._structure)
+        args, kwargs = mapped(self._arguments, lambda leaf: _copied(leaf, copies))
         with self._autocast():
-            return _sampled(replay(self.block, args, kwargs, edits, recorder))
+            return sampled(replay(self.block, args, kwargs, edits, recorder))
 
 
 class LazyValues(Mapping[str, Tensor]):
@@ -179,12 +182,16 @@ class LazyValues(Mapping[str, Tensor]):
         self._calls = calls
         self._edits = edits
         self._recomputed: dict[str, Tensor] = {}
-        self._origin = {
+
+    @functools.cached_property
+    def _origin(self) -> dict[str, tuple[BlockCall, Point]]:
+        """The call and the point that give each value."""
+        return {
             name: (call, point)
-            for call in calls
+            for call in self._calls
             for point in call.points.values()
-            for name in kept.options.kept_as(point)
-            if name in kept.axes
+            for name in self._run.options.kept_as(point)
+            if name in self
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -227,20 +234,20 @@ class LazyValues(Mapping[str, Tensor]):
         return [*self._run.values.values(), *stored, *self._recomputed.values()]
 
 
-def divided(points: Mapping[str, Point], blocks: Mapping[str, nn.Module]) -> list[BlockCall]:
+def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:
     """One `BlockCall` for each block that has points.
 
     Raises:
         HookError: if there are no blocks.
     """
     if not blocks:
-        raise HookError("lazy=True needs blocks, children of a ModuleList; this model has none")
-    inside: dict[str, dict[str, Point]] = {}
+        raise HookError("lazy=True needs blocks, as in a ModuleList; this model has none")
+    inside: dict[tuple[str, nn.Module], dict[str, Point]] = {}
     for name, point in points.items():
-        if (block := block_of(name, blocks)) is not None:
-            inside.setdefault(block, {})[name] = point
+        if name in blocks:
+            inside.setdefault(blocks[name], {})[name] = point
     copies: Copies = {}
-    return [BlockCall(n, blocks[n], chosen, copies) for n, chosen in inside.items()]
+    return [BlockCall(*block, chosen, copies) for block, chosen in inside.items()]
 
 
 def _copied(leaf: Any, copies: Copies) -> Any:
@@ -253,48 +260,3 @@ def _copied(leaf: Any, copies: Copies) -> Any:
     if found is None or found[0]() is not leaf or leaf.is_inference():
         copies[key] = found = weakref.ref(leaf), private(leaf)
     return found[1]
-
-
-def _sampled(output: Any) -> list[Tensor]:
-    """Some numbers of each tensor: at least one of each row and of each column."""
-    return [tensor.detach().flatten()[:: _step(tensor)].clone() for tensor in tensors_in(output)]
-
-
-def _step(tensor: Tensor) -> int:
-    columns = tensor.shape[-1] if tensor.ndim else 1
-    rows = tensor.numel() // max(columns, 1)
-    # A step below the length of a row skips no row. Without a common divisor it reaches every column.
-    steps = range(min(rows, columns - 1), 0, -1)
-    return next((step for step in steps if math.gcd(step, columns) == 1), 1)
-
-
-def _agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
-    """Whether two samples are equal, up to rounding."""
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and all(_are_close(*pair, precision) for pair in pairs)
-
-
-def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    # Without numbers there is nothing more to compare.
-    if ours.is_meta or isinstance(ours, _torch.FakeTensor) or not ours.numel():
-        return True
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    ours, theirs = ours.to(wide), theirs.to(wide)
-    # The median, because in some models a few values are a thousand times larger than the others.
-    typical = theirs.abs().nan_to_num(0, 0, 0).median().item()
-    return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
-
-
-def _numerics(tensors: list[Tensor]) -> tuple[Callable[[], AbstractContextManager[object]], float]:
-    """The current autocast, to enter again, and the relative size of rounding errors."""
-    devices = (tensor.device.type for tensor in tensors)
-    device = next(filter(torch.amp.is_autocast_available, devices), "cpu")
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {torch.float32}
-    kinds |= {dtype} if enabled else set()
-    if torch.get_float32_matmul_precision() != "highest":
-        kinds.add(torch.bfloat16)
-    precision = max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
-    return lambda: torch.autocast(device, dtype, enabled=enabled), precision

@@ -15,7 +15,7 @@ from hooks.capture import Complete, Recorder
 from hooks.edit import HookContext, Hooks, edit_at, edited_points
 from hooks.errors import NEVER_FIRED, ModeError
 from hooks.modes import Mode, Options
-from hooks.names import Selector, blocks_of, flatten, has_forward, resolve
+from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.replay import BlockCall, LazyValues, divided
@@ -54,7 +54,6 @@ class HookedRunner:
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self.points: Mapping[str, Point] = marked or called
         self._is_marked = bool(marked)
-        self._blocks = blocks_of(model)
 
     def run_with_cache(
         self,
@@ -74,8 +73,9 @@ class HookedRunner:
             args: the model's arguments.
             names: a selector of points.
             mode: a `Mode` or its name; without `names` and `mode` it is `full`.
-            lazy: keep only the input of each block (a child of a `ModuleList`). The block runs again,
-                with the edits of this run, when a value inside it is read. Values equal those of an
+            lazy: keep only the input of each block: a child of a `ModuleList`, or a module outside that
+                holds only `HookPoint`s, such as a final norm. The block runs again, with the edits of
+                this run, when a value inside it is read. Values equal those of an
                 eager cache up to rounding (1e-5 of the largest value in float32), because the two may
                 run different kernels. A CacheError is raised if the block changed in between.
             run: a function to call instead of the model. It may run the model many times, as a
@@ -97,7 +97,7 @@ class HookedRunner:
         chooses_positions = options.positions is not None or options.windows is not None
         if run is not None and (lazy or options.grads or chooses_positions):
             raise ValueError("run= cannot be combined with lazy=, grads=, positions= or windows=")
-        points = options.suited(self._choose(names, mode))
+        points = options.suited(self._choose(names, mode, lazy))
         if lazy:
             return self._run_lazily(points, options, args, kwargs)
         return self._run(Recorder(points, options, joined=run is not None), args, kwargs, run)
@@ -185,7 +185,7 @@ class HookedRunner:
             HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
         options, kwargs = Options.taken_from(kwargs)
-        points = options.suited(self._choose(names, mode))
+        points = options.suited(self._choose(names, mode, lazy))
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
             chosen = {
@@ -207,21 +207,32 @@ class HookedRunner:
         )
 
     @functools.cached_property
+    def _blocks(self) -> Blocks:
+        return blocks_of(self.model)
+
+    @functools.cached_property
     def config_hash(self) -> str:
         """A hash of the model's configuration; caches carry it."""
         return storage.config_hash(self.model)
 
-    def _choose(self, names: Selector | None, mode: Mode | str | None) -> dict[str, Point]:
+    def _choose(
+        self, names: Selector | None, mode: Mode | str | None, lazy: bool = False
+    ) -> dict[str, Point]:
         if names is not None and mode is not None:
             raise ValueError("names= and mode= both choose points: give one of them")
         # Read once: the selector may be a generator.
         selector = flatten(Mode(Mode.full if mode is None else mode) if names is None else names)
         modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
-        if modes:
-            self._require_evaluation(f"mode {modes[0].value!r}")
+        if modes or lazy:
+            # Parts of the model may be in training mode when the model is not.
+            modules = (point.module for point in self._known.values())
+            if self.model.training or any(module.training for module in modules):
+                what = f"mode {modes[0].value!r}" if modes else "lazy=True"
+                raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
         points = resolve(selector, self._known, self.points)
-        exact = [part for part in selector if isinstance(part, str)]
-        loose = () if self._is_marked else points.keys() - exact
+        if self._is_marked:
+            return points
+        loose = points.keys() - {part for part in selector if isinstance(part, str)}
         return points | {name: dataclasses.replace(points[name], optional=True) for name in loose}
 
     def _run_lazily(
@@ -229,11 +240,10 @@ class HookedRunner:
     ) -> tuple[Any, ActivationCache]:
         if options.grads or not options.detach:
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
-        self._require_evaluation("lazy=True")
         # A block that runs again must reach the same points as before, so there none is optional.
         calls = divided({name: self._known[name] for name in points}, self._blocks)
-        inside = {name for call in calls for name in call.points}
-        return self._run(Recorder(points, options, unkept=inside), args, kwargs, calls=calls)
+        recorder = Recorder(points, options, unkept=self._blocks)
+        return self._run(recorder, args, kwargs, calls=calls)
 
     def _run(
         self,
@@ -262,8 +272,3 @@ class HookedRunner:
         grads = recorder.grads if recorder.options.grads else None
         about = recorder.axes, tuple(self._known), self.config_hash, grads, recorder.skipped
         return output, ActivationCache(values, *about)
-
-    def _require_evaluation(self, what: str) -> None:
-        # Parts of the model may be in training mode when the model is not.
-        if self.model.training or any(point.module.training for point in self._known.values()):
-            raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")

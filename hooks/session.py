@@ -1,10 +1,10 @@
 """Hooks that live inside one `with` and its context, and fused kernels for when no hook listens."""
 
+import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -74,9 +74,9 @@ class Session:
         self._remove()
 
     def _remove(self) -> None:
-        while self._registered:
-            remove_hook(*self._registered[-1])
-            self._registered.pop()
+        for module, key in self._registered:
+            remove_hook(module, key)
+        self._registered.clear()
 
     def after(self, module: nn.Module, hook: Callable[[Any], Any], edit: bool = False) -> None:
         """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
@@ -86,25 +86,13 @@ class Session:
             hook: what to call.
             edit: whether the hook changes values, and so must also act when a block runs again.
         """
-        acts = self.acts
-
-        def listener(module: nn.Module, args: Any, output: Any) -> Any:
-            return hook(output) if acts() else None
-
         if edit:
             self.edits.append((module, hook))
-        self._register(module, listener)
+        self._register(module, _After(hook, self.acts, self.acts))
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         """Calls `hook(args, kwargs)` before `module` runs."""
-        acts = self.acts
-
-        # Another thread may call a listener during its removal, and then without kwargs.
-        def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if acts():
-                hook(args, kwargs)
-
-        self._register(module, listener, before=True)
+        self._register(module, _Before(hook, self.acts, self.acts))
 
     def note(self, module: nn.Module, acted: set[bool]) -> None:
         """Adds to `acted`, before each run of `module`, whether the hooks act in its context.
@@ -114,32 +102,44 @@ class Session:
         """
         acts = self.acts
         counts = traced_as_constant(lambda: acts() or not _sessions.get())
+        self._register(module, _Before(lambda args, kwargs: acted.add(acts()), acts, counts))
 
-        def listener(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if counts():
-                acted.add(acts())
-
-        self._register(module, listener, before=True)
-
-    def _register(
-        self, module: nn.Module, listener: Callable[..., Any], before: bool = False
-    ) -> None:
-        listener.session_acts = self.acts  # type: ignore[attr-defined]  # functions carry attributes
+    def _register(self, module: nn.Module, listener: "_After | _Before") -> None:
         key = next(_keys)
         # Noted before it is inserted: an interrupt may come between the two.
         self._registered.append((module, key))
-        insert_hook(module, key, listener, before)
+        insert_hook(module, key, listener, before=isinstance(listener, _Before))
 
 
-@contextmanager
-def muted() -> Iterator[None]:
-    """Switches off every session that is open in this context."""
-    before = _sessions.get()
-    try:
+@dataclasses.dataclass(eq=False)
+class _Listener:
+    # Not a closure: thousands of those, each of many objects, would set off Python's collector.
+    hook: Callable[..., Any]
+    acts: Callable[[], bool]
+    counts: Callable[[], bool]
+
+
+class _After(_Listener):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.hook(output) if self.counts() else None
+
+
+class _Before(_Listener):
+    # Another thread may call a listener during its removal, and then without kwargs.
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if self.counts():
+            self.hook(args, kwargs)
+
+
+class muted:
+    """A `with` that switches off every session that is open in this context."""
+
+    def __enter__(self) -> None:
+        self._before = _sessions.get()
         _sessions.set(())
-        yield
-    finally:
-        _sessions.set(before)
+
+    def __exit__(self, *error: object) -> None:
+        _sessions.set(self._before)
 
 
 def edits_in_force() -> Edits:
@@ -159,8 +159,7 @@ def is_listened_to(module: nn.Module) -> bool:
 
 
 def _is_awake(hook: Callable[..., Any]) -> bool:
-    acts: Callable[[], bool] | None = getattr(hook, "session_acts", None)
-    return acts is None or acts()
+    return not isinstance(hook, _Listener) or hook.acts()
 
 
 class FusedUnlessHooked:

@@ -331,3 +331,22 @@ def test_norms_of_half_precision_do_not_overflow():
     value, windows = torch.full((1, 1, 4), 60000.0).half(), torch.zeros(1, 1, dtype=torch.bool)
     _, cache = HookedRunner(model).run_with_cache(value, windows=windows)
     assert cache["resid_post.norm"].item() == 120000.0
+
+
+def test_what_is_kept_holds_no_more_memory_than_its_values_and_nobody_elses():
+    """A part of a larger tensor, the same part twice, and a parameter."""
+    model = nn.ModuleDict({name: HookPoint("row col") for name in ("whole", "part", "same", "own")})
+    model.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(x):
+        part = model["part"](model["whole"](x * 2)[:, :6])
+        return model["same"](part).sum() + model["own"](model.weight).sum()
+
+    model.forward = forward
+    runner, x = HookedRunner(model.eval()), torch.ones(7, 11)
+    assert runner.run_with_cache(x, names=["part", "same"])[1].nbytes == 7 * 6 * 4
+    assert runner.run_with_cache(x, names=["whole", "part", "same"])[1].nbytes == 7 * 11 * 4
+    own = runner.run_with_cache(x, names="own")[1]["own"]
+    with torch.no_grad():
+        model.weight.zero_()
+    assert torch.equal(own, torch.ones(2, 3))

@@ -110,7 +110,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 6_200, 63), (("tests",), 11_000, 99)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 6_250, 64), (("tests",), 11_100, 99)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

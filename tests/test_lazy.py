@@ -1,8 +1,10 @@
 """Lazy caches: values recomputed a block at a time, equal to an eager cache's, or an error."""
 
 import copy
+import dataclasses
 import itertools
 import pickle
+from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
 from functools import reduce
 
@@ -67,9 +69,9 @@ def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runn
 def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = 4 * 7 * 10 * 4
-    kept = 3 * stream + stream + 7 * 10 * 4 + stream + 4 * 7 * 4  # embed, pos_embed, ln_final
+    kept = 4 * stream + stream + 7 * 10 * 4  # what blocks and ln_final read, embed, pos_embed
     kept += 7 * 8  # the positions, which every block is given
-    kept += 3 * 32 * 4  # of each output's 280 numbers every ninth
+    kept += 4 * 32 * 4  # of each output's 280 numbers every ninth
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == kept
     assert "not computed yet" in repr(lazy)
@@ -77,6 +79,19 @@ def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     assert lazy.nbytes == kept + 3 * stream, "what is stacked, and no others of the blocks"
     lazy.drop()
     assert lazy.nbytes == kept
+
+
+def test_the_run_is_the_plain_one_and_a_norm_outside_the_blocks_runs_again(model, runner, tokens):
+    output, lazy = runner.run_with_cache(tokens, lazy=True)
+    assert torch.equal(output, model(tokens)), "no kernel is another, the final norm's neither"
+    stream = lazy["resid_post", 2].double()
+    scale = (stream.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(lazy["ln_final.scale"].double(), scale, atol=1e-6, rtol=1e-6)
+    lazy.drop()
+    with torch.no_grad():
+        model.ln_final.weight[3] += 1
+    with pytest.raises(CacheError, match="ln_final"):
+        lazy["ln_final.normalized"]
 
 
 def test_what_was_recomputed_is_kept_until_dropped(model, runner, tokens):
@@ -401,6 +416,51 @@ def test_copies_are_plain_caches(runner, tokens):
         assert list(copied) == list(lazy)
         assert torch.equal(copied["pattern", -1], lazy["pattern", -1])
         assert copied.axes(("z", 0)) == lazy.axes(("z", 0))
+
+
+@dataclasses.dataclass
+class Settings:
+    by: float
+    shifts: tuple[torch.Tensor, list[torch.Tensor]]
+
+
+Pair = namedtuple("Pair", ["settings", "more"])
+
+
+def test_arguments_nested_in_any_container():
+    """A block that changes what it is given leaves the stored arguments as they were."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Identity()
+
+        def forward(self, x, pair):
+            first, (second, *_) = pair.settings.shifts
+            x = self.out(x * pair.settings.by + first + second + pair.more["third"])
+            pair.settings.by, pair.more["third"] = 0, 0
+            pair.settings.shifts[1].clear()
+            return x
+
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    given = Pair(Settings(5.0, (one, [two])), OrderedDict(third=torch.tensor(3.0)))
+    runner = runner_of(Block())
+    runner.model.forward = lambda x: runner.model.blocks[0](x, given)
+    _, lazy = runner.run_with_cache(X, names="blocks.0.out", lazy=True)
+    two.zero_()
+    for _ in range(2):
+        assert torch.equal(lazy["blocks.0.out"], X * 5 + 6)
+        lazy.drop()
+
+
+def test_a_block_that_writes_its_own_buffers_is_not_run_again():
+    block = nn.Sequential(nn.Identity())
+    block.register_buffer("calls", torch.zeros(()))
+    block.forward = lambda x: block[0](x) + 0 * block.calls.add_(1)
+    _, lazy = runner_of(block).run_with_cache(X, names="blocks.0.0", lazy=True)
+    with pytest.raises(CacheError, match="blocks.0"):
+        lazy["blocks.0.0"]
+    assert block.calls == 1
 
 
 def test_a_sparse_argument():

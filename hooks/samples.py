@@ -1,0 +1,57 @@
+"""Samples of a block's output, which show whether the block still gives what it gave."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooks import _torch
+from hooks.point import tensors_in
+
+
+def sampled(output: Any) -> list[Tensor]:
+    """Some numbers of each tensor: at least one of each row and of each column."""
+    return [tensor.detach().flatten()[:: _step(tensor)].clone() for tensor in tensors_in(output)]
+
+
+def _step(tensor: Tensor) -> int:
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    rows = tensor.numel() // max(columns, 1)
+    # A step below the length of a row skips no row. Without a common divisor it reaches every column.
+    steps = range(min(rows, columns - 1), 0, -1)
+    return next((step for step in steps if math.gcd(step, columns) == 1), 1)
+
+
+def agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
+    """Whether two samples are equal, up to rounding."""
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(_are_close(*pair, precision) for pair in pairs)
+
+
+def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    # Without numbers there is nothing more to compare.
+    if ours.is_meta or isinstance(ours, _torch.FakeTensor) or not ours.numel():
+        return True
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    ours, theirs = ours.to(wide), theirs.to(wide)
+    # The median, because in some models a few values are a thousand times larger than the others.
+    typical = theirs.abs().nan_to_num(0, 0, 0).median().item()
+    return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
+
+
+def numerics(tensors: list[Tensor]) -> tuple[Callable[[], AbstractContextManager[object]], float]:
+    """The current autocast, to enter again, and the relative size of rounding errors."""
+    devices = (tensor.device.type for tensor in tensors)
+    device = next(filter(torch.amp.is_autocast_available, devices), "cpu")
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {torch.float32}
+    kinds |= {dtype} if enabled else set()
+    if torch.get_float32_matmul_precision() != "highest":
+        kinds.add(torch.bfloat16)
+    precision = max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
+    return lambda: torch.autocast(device, dtype, enabled=enabled), precision
