@@ -3,6 +3,7 @@
 import torch
 
 from hooks import HookedRunner
+from interp import edits
 from models import load, load_tokenizer
 
 model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
@@ -13,6 +14,5 @@ logits, cache = runner.run_with_cache(tokens)
 print(cache["pattern", 2].shape)  # [batch, head, query, key]
 print(repr(tokenizer.decode(logits[0, -1:].argmax(-1).tolist())))
 
-edits = {"blocks.*.attn.z": lambda z, point: z * (torch.arange(4) != 3)[:, None]}
-without_head_3 = runner.run_with_hooks(tokens, hooks=edits)
+without_head_3 = runner.run_with_hooks(tokens, hooks={"blocks.*.attn.z": edits.zero(head=3)})
 print((logits - without_head_3)[0, -1].abs().max().item())

@@ -2,7 +2,7 @@
 
 from hooks._torch import Identity
 from hooks.cache import ActivationCache
-from hooks.edit import Hook, HookContext
+from hooks.edit import EditedPoint, HookContext, Hooks
 from hooks.errors import (
     CacheError,
     ContextError,
@@ -14,8 +14,10 @@ from hooks.errors import (
 )
 from hooks.modes import Mode, Options
 from hooks.names import Selector
+from hooks.pieces import is_piece, start_of_piece, starting_at
 from hooks.plan import Plan, Planned
-from hooks.point import HookPoint, Point, index_by_axis
+from hooks.point import Hook, HookPoint, Point, index_by_axis
+from hooks.receipts import Receipt, Receipts
 from hooks.runner import HookedRunner
 from hooks.session import FusedUnlessHooked
 
@@ -24,12 +26,14 @@ __all__ = [
     "CacheError",
     "ContextError",
     "EditError",
+    "EditedPoint",
     "FusedUnlessHooked",
     "Hook",
     "HookContext",
     "HookError",
     "HookPoint",
     "HookedRunner",
+    "Hooks",
     "Identity",
     "Mode",
     "ModeError",
@@ -38,7 +42,12 @@ __all__ = [
     "Plan",
     "Planned",
     "Point",
+    "Receipt",
+    "Receipts",
     "Selector",
     "UnknownNameError",
     "index_by_axis",
+    "is_piece",
+    "start_of_piece",
+    "starting_at",
 ]

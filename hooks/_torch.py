@@ -1,6 +1,7 @@
 """The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -31,7 +32,11 @@ from torch.utils import checkpoint
 
 # A counter of operations, for instance, must not miss those that oneDNN does. And tensors that hold other
 # tensors have no memory of their own.
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_in_torch_dispatch_mode,
+    is_traceable_wrapper_subclass,
+)
 
 
 class Identity(nn.Module):
@@ -260,3 +265,32 @@ def traced_as_constant(function: Callable[..., bool]) -> Callable[..., bool]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions carry attributes
     return function
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors made inside this `with` that are alive at the same time.
+
+    Attributes:
+        peak: the largest number so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no annotation there
+        self.peak = self._alive = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Views of what was there before, such as a transposed weight, are not new.
+        given = (value for value in args if isinstance(value, Tensor))
+        self._seen.update(value.untyped_storage() for value in given)
+        output = func(*args, **(kwargs or {}))
+        for value in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(value, Tensor) and (memory := value.untyped_storage()) not in self._seen:
+                self._seen.add(memory)
+                self._alive += memory.nbytes()
+                self.peak = max(self.peak, self._alive)
+                weakref.finalize(memory, self._freed, memory.nbytes())
+        return output
+
+    def _freed(self, nbytes: int) -> None:
+        self._alive -= nbytes

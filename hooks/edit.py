@@ -1,8 +1,10 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,24 +12,69 @@ from torch import Tensor, nn
 
 from hooks._torch import has_storage, is_checkpointed, is_shared
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
-from hooks.names import Selector, resolve
-from hooks.point import Point, as_node, first_tensor, with_first_tensor
+from hooks.names import resolve
+from hooks.point import Hook, Point, as_node, first_tensor, with_first_tensor
+from hooks.receipts import Receipt, Receipts
 from hooks.session import Session, muted
 
 ELSEWHERE = (
     "the model ran only in other threads; hooks act in the thread that enters the `with`, and in asyncio "
     "tasks that start inside it: enter it in the thread that runs the model"
 )
-Hook = Callable[[Tensor, Point], Tensor | None]
-"""`hook(activation, point)` returns the value to continue with. None means `activation` itself. It is
-the hook's own copy, so writing into it is an edit too."""
-
-Hooks = Mapping[Any, Hook]
-"""A hook function for each `Selector`."""
+Hooks = Mapping[Any, Hook] | Sequence[tuple[Any, Hook]]
+"""Hook functions, each for a `Selector`: a mapping, or pairs. At a point they act in the order given."""
 
 
-Listener = tuple[Point, Callable[[Any], Any], bool]
-"""A place, the forward hook there, and whether running a block again must repeat it."""
+@dataclass(frozen=True)
+class EditedPoint:
+    """A point and the hooks that act there, in order; see `HookedRunner.edits`.
+
+    >>> hooks = (lambda value, point: value * 3, lambda value, point: value + 1)
+    >>> EditedPoint(Point("embed"), hooks).apply(torch.tensor([2.0, 5.0]))
+    tensor([ 7., 16.])
+    """
+
+    point: Point
+    hooks: tuple[Hook, ...]
+
+    def apply(self, value: Tensor) -> Tensor:
+        """What the hooks make of `value`, one after another, on one copy of it. No hooks act inside.
+
+        Raises:
+            EditError: if a hook returns no tensor, or another shape, dtype or device.
+        """
+        theirs = _kind(value)
+        # A hook may write into its copy. Two points of the residual stream can share one tensor, and
+        # writing into the original would change what a cache already holds for the other point.
+        new = value.clone()
+        for hook in self.hooks:
+            # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
+            with nullcontext() if torch.compiler.is_compiling() else muted():
+                given = hook(new, self.point)
+            # A hook that returns nothing may have reshaped its copy in place.
+            if given is not None:
+                new = given
+            del given  # it would count as a reference below
+            if not isinstance(new, Tensor):
+                raise EditError(f"a hook at {self.point} must return a tensor or None; got {new!r}")
+            for what, expected, got in zip(KIND, theirs, _kind(new), strict=True):
+                if got != expected:
+                    rule = f"must keep the {what} {expected}"
+                    raise EditError(f"a hook at {self.point} {rule}; got {got}")
+            # The next hook or the model may write into it, so nobody else may hold it: the hook may
+            # have it in a list.
+            if not torch.compiler.is_compiling() and (
+                sys.getrefcount(new) > _ALONE or (has_storage(new) and is_shared(new))
+            ):
+                new = new.clone()
+        return new
+
+
+KIND = ("shape", "dtype", "device")
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.dtype, value.device
 
 
 class HookContext:
@@ -39,21 +86,44 @@ class HookContext:
 
     >>> from hooks import HookedRunner
     >>> model = nn.Sequential(nn.ReLU())
-    >>> with HookedRunner(model).hooks({"0": lambda value, point: value * 3}):
+    >>> with HookedRunner(model).hooks({"0": lambda value, point: value * 3}, receipts=True) as context:
     ...     model(torch.tensor([2.0, 5.0]))
     tensor([ 6., 15.])
+    >>> context.receipts[0].largest
+    10.0
     """
 
-    def __init__(self, model: nn.Module, listeners: list[Listener], fired: set[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        edits: Sequence[EditedPoint],
+        backward: Sequence[EditedPoint],
+        receipts: bool,
+    ) -> None:
         self._model = model
-        self._listeners = listeners
-        self._fired = fired
+        self._edits = edits
+        self._backward = backward
+        self._fired: set[str] = set()
+        self._receipts = [[Receipt(h, e.point) for h in e.hooks] for e in edits] if receipts else []
         self._session: Session | None = None
         # For each forward pass that began inside the `with`, whether the hooks act there.
         self._acted: set[bool] = set()
         self._completed: set[bool] = set()
 
-    def __enter__(self) -> None:
+    @property
+    def receipts(self) -> Receipts:
+        """What each hook has changed so far, hook by hook.
+
+        Raises:
+            ContextError: if the context was made without `receipts=True`.
+        """
+        if self._edits and not self._receipts:
+            raise ContextError("receipts must be asked for: runner.hooks(..., receipts=True)")
+        found = [receipt for at_one_point in self._receipts for receipt in at_one_point]
+        order = [id(receipt.hook) for receipt in found]
+        return Receipts(sorted(found, key=lambda receipt: order.index(id(receipt.hook))))
+
+    def __enter__(self) -> "HookContext":
         if self._session is not None:
             raise ContextError("a hook context can be entered once: call hooks() again for another")
         self._session = Session()
@@ -61,13 +131,22 @@ class HookContext:
         # Not a method: a listener must not keep this context and its session alive.
         completed = self._completed
         try:
-            for point, listener, is_edit in self._listeners:
-                self._session.after(point.module, listener, is_edit)
+            for edited, noted in zip_longest(self._edits, self._receipts):
+                again = first = edit_at(edited, self._fired)
+                if noted:
+                    noting = EditedPoint(edited.point, tuple(receipt.noting for receipt in noted))
+                    first = edit_at(noting, self._fired)
+                self._session.after(edited.point.module, first, again)
+            for edited in self._backward:
+                self._session.after(
+                    edited.point.module, edit_at(edited, self._fired, backward=True)
+                )
             self._session.note(self._model, self._acted)
             self._session.after(self._model, lambda output: completed.add(True))
         except BaseException:
             self._session.__exit__()
             raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
@@ -77,42 +156,52 @@ class HookContext:
         elsewhere = self._acted == {False} and not self._fired
         if kind is None and (self._completed or elsewhere):
             reason = ELSEWHERE if elsewhere else NEVER_FIRED
-            require_fired([point.name for point, _, _ in self._listeners], self._fired, reason)
+            names = [edited.point.name for edited in (*self._edits, *self._backward)]
+            require_fired(names, self._fired, reason)
 
 
 def edited_points(
-    selector: Selector, hook: Hook, known: Mapping[str, Point], points: Mapping[str, Point]
-) -> list[Point]:
-    """The points where a hook acts. A module with two names is one point, under its first name.
+    hooks: Hooks, known: Mapping[str, Point], points: Mapping[str, Point]
+) -> list[EditedPoint]:
+    """The points where hooks act. A module with two names is one point, under its first name.
 
     Raises:
-        TypeError: if the hook is not callable.
-        UnknownNameError: if the selector matches nothing.
+        TypeError: if a hook is not callable, or `hooks` has another form.
+        UnknownNameError: if a selector matches nothing.
     """
-    if not callable(hook):
-        raise TypeError(f"the hook at {selector!r} must be a function; got {hook!r}")
-    once: dict[nn.Module, Point] = {}
-    for point in resolve(selector, known, points).values():
-        once.setdefault(point.module, point)
-    return list(once.values())
+    pairs = hooks.items() if isinstance(hooks, Mapping) else hooks
+    found: dict[nn.Module, tuple[Point, list[Hook]]] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"hooks must be a mapping or pairs (selector, function); got {pair!r}")
+        selector, hook = pair
+        if not callable(hook):
+            raise TypeError(f"the hook at {selector!r} must be a function; got {hook!r}")
+        once: dict[nn.Module, Point] = {}
+        for point in resolve(selector, known, points).values():
+            once.setdefault(point.module, point)
+        for module, point in once.items():
+            found.setdefault(module, (point, []))[1].append(hook)
+    return [EditedPoint(point, tuple(given)) for point, given in found.values()]
 
 
-def edit_at(point: Point, hook: Hook, fired: set[str], backward: bool) -> Callable[[Any], Any]:
-    """A forward hook that lets `hook` replace the value at `point`, or its gradient in the backward pass.
+def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Callable[[Any], Any]:
+    """A forward hook that edits the value at a point, or its gradient in the backward pass.
 
     Raises:
         HookError: from the returned function, if no gradient can reach the point.
-        EditError: from there or in the backward pass, if `hook` changes the shape, dtype or device.
+        EditError: from there or in the backward pass, as for `EditedPoint.apply`.
     """
+    point = edited.point
 
     def edit(output: Any) -> Any:
         _require_one_forward(point)
         value = first_tensor(output, point)
         fired.add(point.name)
         if not backward:
-            return with_first_tensor(output, _run(hook, value, point))
+            return with_first_tensor(output, edited.apply(value))
         value = as_node(value, point)
-        value.register_hook(lambda grad: _run(hook, grad, point))
+        value.register_hook(edited.apply)
         return with_first_tensor(output, value)
 
     return edit
@@ -124,31 +213,6 @@ def _require_one_forward(point: Point) -> None:
             f"{point.name} is inside activation checkpointing, which runs it again in backward(), where "
             "its hooks may no longer act: switch checkpointing off"
         )
-
-
-def _run(hook: Hook, value: Tensor, point: Point) -> Tensor:
-    # The hook may write into its copy. Two points of the residual stream can share one tensor, and
-    # writing into the original would change what a cache already holds for the other point.
-    copy = value.clone()
-    # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
-    with nullcontext() if torch.compiler.is_compiling() else muted():
-        new = hook(copy, point)
-    # A hook that returns nothing may have reshaped its copy in place.
-    new = copy if new is None else new
-    del copy  # it would count as a reference below
-    if not isinstance(new, Tensor):
-        raise EditError(f"a hook at {point} must return a tensor or None; got {new!r}")
-    ours = tuple(new.shape), new.dtype, new.device
-    theirs = tuple(value.shape), value.dtype, value.device
-    for what, given, expected in zip(("shape", "dtype", "device"), ours, theirs, strict=True):
-        if given != expected:
-            raise EditError(f"a hook at {point} must keep the {what} {expected}; got {given}")
-    # The model may write into the value, so nobody else may hold it: the hook may have it in a list.
-    if not torch.compiler.is_compiling() and (
-        sys.getrefcount(new) > _ALONE or (has_storage(new) and is_shared(new))
-    ):
-        return new.clone()
-    return new
 
 
 def _count_alone() -> int:

@@ -45,6 +45,11 @@ class Point:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
 
 
+Hook = Callable[[Tensor, Point], Tensor | None]
+"""`hook(activation, point)` returns the value to continue with. None means `activation` itself. It is
+the hook's own copy, so writing into it is an edit too."""
+
+
 class HookPoint(Identity):
     """Returns its input, and names it by the module's path.
 

@@ -15,6 +15,7 @@ from hooks.capture import Recorder, private
 from hooks.errors import CacheError, HookError
 from hooks.modes import Options
 from hooks.names import Blocks
+from hooks.pieces import is_piece, start_of_piece, starting_at
 from hooks.point import Point, mapped
 from hooks.samples import agree, numerics, sampled
 from hooks.session import Edits, Session, muted
@@ -92,6 +93,7 @@ class BlockCall:
         # The block itself, a later one or the caller may write into its arguments.
         self._arguments = mapped((args, kwargs), self._stored)
         self._autocast, self._precision = numerics(self._inputs)
+        self._start = start_of_piece() if is_piece() else None
         self.fired = True
 
     def _stored(self, leaf: Any) -> Any:
@@ -166,7 +168,7 @@ class BlockCall:
         # New containers and tensors, because the block may write into them.
         copies: Copies = {}
         args, kwargs = mapped(self._arguments, lambda leaf: _copied(leaf, copies))
-        with self._autocast():
+        with self._autocast(), starting_at(self._start):
             return sampled(replay(self.block, args, kwargs, edits, recorder))
 
 

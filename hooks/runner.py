@@ -12,7 +12,7 @@ from hooks import storage
 from hooks._torch import is_fully_sharded
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder
-from hooks.edit import HookContext, Hooks, edit_at, edited_points
+from hooks.edit import EditedPoint, HookContext, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
@@ -131,8 +131,9 @@ class HookedRunner:
 
         Args:
             args, kwargs: the model's arguments.
-            hooks: a function for each selector. `fn(activation, point)` returns the value to continue
-                with, or writes into `activation`, its own copy, and returns None.
+            hooks: a mapping from selectors to functions, or pairs of them. `fn(activation, point)`
+                returns the value to continue with, or writes into `activation`, its own copy, and
+                returns None. Several functions at a point act in the order given.
             backward: likewise `fn(gradient, point)`, called by `backward()` on this output. These
                 functions stay with the graph of this run, not with the model.
 
@@ -144,25 +145,38 @@ class HookedRunner:
         with self.hooks(hooks, backward=backward):
             return self.model(*args, **kwargs)
 
-    def hooks(self, hooks: Hooks | None = None, *, backward: Hooks | None = None) -> HookContext:
+    def hooks(
+        self,
+        hooks: Hooks | None = None,
+        *,
+        backward: Hooks | None = None,
+        receipts: bool = False,
+    ) -> HookContext:
         """A `with` in which every run of this model is edited; see `run_with_hooks`.
 
         The edits act in the thread that enters the `with`, and in asyncio tasks that start inside it while
         it is open; not in other threads, nor in other tasks. Contexts nest: an inner hook sees what an
         outer one returned. No hooks act on a model that a hook function itself runs.
 
+        Args:
+            hooks, backward: see `run_with_hooks`.
+            receipts: note what each of `hooks` changes, at the cost of one more copy of its value:
+                `with runner.hooks(..., receipts=True) as context:`, then `context.receipts`.
+
         Raises:
             UnknownNameError: if a selector matches nothing.
             NeverFiredError: on leaving, if forward passes ran inside and all missed an edited point.
         """
-        fired: set[str] = set()
-        listeners = [
-            (point, edit_at(point, hook, fired, is_backward), not is_backward)
-            for is_backward, given in ((False, hooks), (True, backward))
-            for selector, hook in (given or {}).items()
-            for point in edited_points(selector, hook, self._known, self.points)
-        ]
-        return HookContext(self.model, listeners, fired)
+        edits, backward_edits = self.edits(hooks or {}), self.edits(backward or {})
+        return HookContext(self.model, edits, backward_edits, receipts)
+
+    def edits(self, hooks: Hooks) -> list[EditedPoint]:
+        """The points where `hooks` act, each with its hooks in the order given; for whoever applies them.
+
+        Raises:
+            UnknownNameError: if a selector matches nothing.
+        """
+        return edited_points(hooks, self._known, self.points)
 
     def plan(
         self,

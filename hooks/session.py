@@ -78,16 +78,21 @@ class Session:
             remove_hook(module, key)
         self._registered.clear()
 
-    def after(self, module: nn.Module, hook: Callable[[Any], Any], edit: bool = False) -> None:
+    def after(
+        self,
+        module: nn.Module,
+        hook: Callable[[Any], Any],
+        again: Callable[[Any], Any] | None = None,
+    ) -> None:
         """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
 
         Args:
             module: where to listen.
             hook: what to call.
-            edit: whether the hook changes values, and so must also act when a block runs again.
+            again: what to call instead when a block runs again; None if the hook changes no values.
         """
-        if edit:
-            self.edits.append((module, hook))
+        if again is not None:
+            self.edits.append((module, again))
         self._register(module, _After(hook, self.acts, self.acts))
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:

@@ -53,7 +53,9 @@ def nbytes(tensors: Collection[Tensor]) -> int:
     return sum(shared.values()) + sum(others)
 
 
-def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) -> None:
+def save(
+    path: Path, values: Mapping[str, Tensor], description: dict[str, Any], kind: str = _FORMAT
+) -> None:
     """Writes values and their description to `path`, completely or not at all."""
     alone: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -66,12 +68,27 @@ def save(path: Path, values: Mapping[str, Tensor], description: dict[str, Any]) 
         seen.add(memory_of(value))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
+    metadata = {"format": kind, "cache": json.dumps(description)}
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        save_file(alone, partial, metadata={"format": _FORMAT, "cache": json.dumps(description)})
+        save_file(alone, partial, metadata=metadata)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The values and the description that `save` wrote to `path` with this `kind`.
+
+    Raises:
+        Exception: of some kind, if the file is another one.
+    """
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+    if metadata.get("format") != kind:
+        raise ValueError(f"the format must be {kind!r}; got {metadata.get('format')!r}")
+    return values, json.loads(metadata["cache"])
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -82,17 +99,12 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         CacheError: if the file is truncated, or `save` did not write it.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-        if metadata.get("format") != _FORMAT:
-            raise ValueError(f"the format must be {_FORMAT!r}; got {metadata.get('format')!r}")
-        read = json.loads(metadata["cache"])
-        axes = {name: tuple(map(str, own)) for name, own in read["axes"].items()}
-        known, hashed = tuple(map(str, read["known"])), str(read["config_hash"])
-        skipped = {name: str(reason) for name, reason in read["skipped"].items()}
+        values, found = read(path, _FORMAT)
+        axes = {name: tuple(map(str, own)) for name, own in found["axes"].items()}
+        known, hashed = tuple(map(str, found["known"])), str(found["config_hash"])
+        skipped = {name: str(reason) for name, reason in found["skipped"].items()}
         described = {"axes": axes, "known": known, "config_hash": hashed, "skipped": skipped}
-        if json.loads(json.dumps(described)) != read:
+        if json.loads(json.dumps(described)) != found:
             raise TypeError("names, axes and reasons must be text")
         ordered = {name: values.pop(name) for name in axes}
         grads = {name: values.pop(GRAD + name) for name in axes if GRAD + name in values}

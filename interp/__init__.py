@@ -19,11 +19,22 @@ except KeyboardInterrupt:
         _sys.exit(130)
     raise
 
-from interp.metrics import Metric, log_prob, logit_diff
-from interp.patching import PatchingResult, activation_patching
+from interp import edits
+from interp.causal.patching import activation_patching
+from interp.metrics import (
+    Metric,
+    accuracy,
+    cross_entropy,
+    kl_divergence,
+    log_prob,
+    logit_diff,
+    rank,
+)
+from interp.pairs import Pairs
 from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.heads import induction_scores, previous_token_scores, repeated_tokens
 from interp.reading.lens import LogitLens, logit_lens
+from interp.result import Result
 from interp.spectral.subspaces import alignment, drift, principal_angles, subspace_angles
 from interp.spectral.svd import (
     SVD,
@@ -36,27 +47,34 @@ from interp.spectral.svd import (
     svd,
 )
 from interp.spectral.targets import ResidualStream, SVDTargets, residual_stream, svd_targets, wvwo
+from interp.sweep import sweep
 
 __all__ = [
     "SVD",
     "LanguageModel",
     "LogitLens",
     "Metric",
-    "PatchingResult",
+    "Pairs",
     "ResidualStream",
+    "Result",
     "SVDTargets",
+    "accuracy",
     "activation_patching",
     "alignment",
     "condition_number",
+    "cross_entropy",
     "drift",
+    "edits",
     "effective_rank",
     "induction_scores",
+    "kl_divergence",
     "log_prob",
     "logit_diff",
     "logit_lens",
     "previous_token_scores",
     "principal_angles",
     "randomized_svd",
+    "rank",
     "repeated_tokens",
     "residual_stream",
     "run_with_cache",
@@ -66,5 +84,6 @@ __all__ = [
     "subspace_angles",
     "svd",
     "svd_targets",
+    "sweep",
     "wvwo",
 ]

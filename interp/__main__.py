@@ -214,7 +214,6 @@ def _summary(data: "ReportData") -> str:
     """The report in a few lines."""
     from interp.report import peak, visible
 
-    result = data.patches["resid_pre"]
     clean, corrupted = (_shortened(visible("".join(text))) for text in (data.clean, data.corrupted))
     lines = [f"model      {data.name}", f"clean      {clean}", f"corrupted  {corrupted}"]
     if data.derived:
@@ -230,14 +229,13 @@ def _summary(data: "ReportData") -> str:
         lines.append(f"  {kind:<15} layer {layer} head {head}  {score:.2f}")
     lines += [
         "",
-        f"log-probability of {data.answer!r}, in nats: {result.clean:.2f} clean, "
-        f"{result.corrupted:.2f} corrupted",
+        f"log-probability of {data.answer!r}, in nats: {data.target:.2f} clean, "
+        f"{data.base:.2f} corrupted",
         "largest share of the difference that one patch restores",
     ]
-    for site, patches in data.patches.items():
-        layer, place, share = peak(patches.normalized())
-        by_head = patches.axes[1] == "head"
-        where = f"head {place}" if by_head else f"position {place} {data.clean[place]!r}"
+    for site, shares in data.shares().items():
+        layer, place, share = peak(shares)
+        where = f"head {place}" if site == "z" else f"position {place} {data.clean[place]!r}"
         lines.append(f"  {site:<10} layer {layer} {where:<17} {share:7.1%}")
     return "\n".join(lines)
 

@@ -1,59 +1,317 @@
-"""Metrics: functions from logits [batch, pos, vocab] to one number per row [batch] or a scalar."""
+"""Metrics: functions from logits [batch, pos, vocab] to one number for each example [batch]."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-Metric = Callable[[Float[Tensor, "batch pos vocab"]], Float[Tensor, "*batch"]]
+from interp.columns import (
+    Mask,
+    Position,
+    SeveralTokens,
+    Tokens,
+    at_least_float32,
+    fitting,
+    real_of,
+    short,
+    tokens_of,
+)
+
+Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
+"""A user's own function is a metric as it is. An attribute `last` says how many of the last real
+positions it reads. Then analyses compute no other logits, and call it with logits [batch, last, vocab].
+Without it, or if it is 0, they call it with all positions. An attribute `unit` names the unit."""
 
 
-def logit_diff(right: int, wrong: int, pos: int = -1) -> Metric:
-    """A metric: the logit of token `right` minus that of token `wrong` at a position.
+@dataclass(frozen=True, eq=False)
+class _Metric:
+    """A metric of this module. It prints as the call that made it."""
+
+    call: str
+    last: int
+    unit: str
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
+        return self.function(logits)
+
+    def __repr__(self) -> str:
+        return self.call
+
+
+def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:
+    """A metric: the logit of the right token minus that of the wrong one.
 
     All metrics here are in float32 when the logits are in half precision.
+
+    Args:
+        right, wrong: one token, or one for each example. Of several tokens for each example, [batch, n],
+            the mean of their logits counts.
+        pos: one position, or one for each example. -1 is an example's last real token. Positions from
+            0 count columns, padding included.
+
+    Raises:
+        ValueError: if a token is negative, or positions count from both ends; when called, if the
+            logits have another number of examples, or too small a vocabulary or too few positions.
 
     >>> logits = torch.tensor([[[0.0, 1.0, 3.0]], [[2.0, 2.0, 2.0]]])  # [batch, pos, vocab]
     >>> logit_diff(right=2, wrong=0)(logits)
     tensor([3., 0.])
     """
+    first, second, at = tokens_of(right, 2), tokens_of(wrong, 2), Position(pos)
 
-    def metric(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
-        at = at_least_float32(logits[:, pos])
-        return at[:, right] - at[:, wrong]
+    def metric(logits: Tensor) -> Tensor:
+        found = at(logits)
+        both = (found.gather(1, fitting(tokens, found)).mean(1) for tokens in (first, second))
+        return next(both) - next(both)
 
-    return metric
+    call = f"logit_diff({short(right)}, {short(wrong)}, pos={short(pos)})"
+    return _Metric(call, at.last, "logits", metric)
 
 
-def log_prob(token: int, pos: int = -1) -> Metric:
-    """A metric: the log-probability of a token at a position, in nats.
+def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
+    """A metric: the log-probability of a token, in nats.
+
+    Args:
+        token: one token, or one for each example.
+        pos: see `logit_diff`, also for the errors.
 
     >>> log_prob(1)(torch.zeros(1, 3, 5)).exp()  # [batch, pos, vocab]: five equally likely tokens
     tensor([0.2000])
     """
 
-    def metric(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
-        return at_least_float32(logits[:, pos]).log_softmax(-1)[:, token]
+    def score(found: Tensor, token: Tensor) -> Tensor:
+        return found.log_softmax(-1).gather(1, token)[:, 0]
 
-    return metric
+    return _of_token("log_prob", "nats", token, pos, score)
 
 
-def mean_of(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, ""]:
-    """The mean over rows of a metric, which may also return integers, or one number for all rows.
+def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
+    """A metric: 1 where the token is the likeliest, else 0. Of equals the lowest token is likeliest.
+
+    Args:
+        token: one token, or one for each example.
+        pos: see `logit_diff`, also for the errors.
+
+    >>> accuracy([2, 0])(torch.tensor([[[0.0, 1.0, 3.0]], [[1.0, 2.0, 0.0]]]))
+    tensor([1., 0.])
+    """
+
+    def score(found: Tensor, token: Tensor) -> Tensor:
+        return _unless_nan(found, found.argmax(-1) == token[:, 0])
+
+    return _of_token("accuracy", "", token, pos, score)
+
+
+def rank(token: Tokens, pos: Tokens = -1) -> Metric:
+    """A metric: how many tokens have a larger logit, so 0 is the likeliest. Equal logits do not count.
+
+    Args:
+        token: one token, or one for each example.
+        pos: see `logit_diff`, also for the errors.
+
+    >>> rank([2, 0])(torch.tensor([[[0.0, 1.0, 3.0]], [[1.0, 2.0, 1.0]]]))
+    tensor([0., 1.])
+    """
+
+    def score(found: Tensor, token: Tensor) -> Tensor:
+        return _unless_nan(found, (found > found.gather(1, token)).sum(-1))
+
+    return _of_token("rank", "ranks", token, pos, score)
+
+
+def cross_entropy(tokens: Int[Tensor, "batch pos"], attention_mask: Mask | None = None) -> Metric:
+    """A metric: the mean negative log-probability of each example's next tokens, in nats.
+
+    Args:
+        tokens: the texts that the model reads.
+        attention_mask: True or 1 at real tokens. Only predictions of a real token from a real one count.
 
     Raises:
-        ValueError: if the metric returns another shape.
+        ValueError: if an example has no prediction, the mask has another shape, or, when called, the
+            logits do.
+
+    >>> cross_entropy(torch.tensor([[3, 0, 4]]))(torch.zeros(1, 3, 5)).exp()
+    tensor([5.])
+    """
+    real = real_of(attention_mask, tokens.shape).to(tokens.device)
+    counted = real[:, 1:] & real[:, :-1]
+    if not counted.any(1).all():
+        example = int((~counted.any(1)).nonzero()[0])
+        raise ValueError(f"a text must have a next token to predict; got none in example {example}")
+    following = tokens[:, 1:].where(counted, 0)
+
+    def metric(logits: Tensor) -> Tensor:
+        if logits.shape[:2] != tokens.shape:
+            raise ValueError(
+                f"logits must have the shape of the tokens {tuple(tokens.shape)} and a vocabulary; "
+                f"got {tuple(logits.shape)}"
+            )
+        before, here = at_least_float32(logits[:, :-1]), counted.to(logits.device)
+        index = following.to(logits.device, torch.int64)[..., None]
+        found = before.log_softmax(-1).gather(-1, index)[..., 0]
+        return -found.where(here, 0).sum(1) / here.sum(1)
+
+    return _Metric(f"cross_entropy(tokens {list(tokens.shape)})", 0, "nats", metric)
+
+
+def kl_divergence(
+    reference: Float[Tensor, "batch pos vocab"],
+    pos: Tokens | None = -1,
+    attention_mask: Mask | None = None,
+) -> Metric:
+    """A metric: KL(reference ‖ model), the divergence of the next-token predictions, in nats.
+
+    It is the mean of log(p_reference / p_model) under p_reference: what is lost when the model's
+    prediction stands in for the reference's.
+
+    Args:
+        reference: logits of the run to compare with.
+        pos: see `logit_diff`; None for the mean over all real positions.
+        attention_mask: True or 1 at real tokens of the texts.
+
+    Raises:
+        ValueError: as for `logit_diff`.
+
+    >>> kl_divergence(torch.tensor([[[0.0, 0.0]]]))(torch.tensor([[[0.0, 0.0]]]))
+    tensor([0.])
+    """
+    real = real_of(attention_mask, reference.shape[:2])
+    at = None if pos is None else Position(pos)
+    kept = reference if at is None else at(last_real(reference, at.last, attention_mask))
+    expected = at_least_float32(kept).log_softmax(-1)
+
+    def metric(logits: Tensor) -> Tensor:
+        found = at_least_float32(logits) if at is None else at(logits)
+        if found.shape != expected.shape:
+            raise ValueError(
+                f"logits must have the shape of the reference {tuple(reference.shape)}; "
+                f"got {tuple(logits.shape)}"
+            )
+        wanted = expected.to(found.device)
+        terms = wanted.exp() * (wanted - found.log_softmax(-1))
+        # A token that the reference never predicts adds nothing, even where both logits are -inf.
+        each = terms.where(wanted != -torch.inf, 0).sum(-1)
+        if at is not None:
+            return each
+        here = real.to(found.device)
+        return each.where(here, 0).sum(1) / here.sum(1)
+
+    call = f"kl_divergence(reference, pos={short(pos)})"
+    return _Metric(call, 0 if at is None else at.last, "nats", metric)
+
+
+def last_of(metric: Metric) -> int:
+    """How many of the last real positions a metric reads; 0 for all.
+
+    >>> last_of(log_prob(3, pos=-2)), last_of(lambda logits: logits[:, 4, 3])
+    (2, 0)
+    """
+    return int(getattr(metric, "last", 0))
+
+
+def real_columns(
+    last: int, n_pos: int, batch: int, attention_mask: Mask | None = None
+) -> Int[Tensor, "batch last"]:
+    """The columns of the last real positions of each example, in order.
+
+    Args:
+        last: how many, at least 1.
+        n_pos, batch: the shape of the texts.
+        attention_mask: True or 1 at real tokens; None if all are.
+
+    Raises:
+        ValueError: if an example has fewer real tokens.
+
+    >>> real_columns(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
+    tensor([[2, 3],
+            [0, 1]])
+    """
+    real = real_of(attention_mask, (batch, n_pos))
+    n_real = real.sum(1)
+    if int(n_real.min()) < last:
+        raise ValueError(
+            f"each example must have at least {last} real tokens for this metric; "
+            f"got {int(n_real.min())} in example {int(n_real.argmin())}"
+        )
+    # Padding first, then the real columns in order.
+    return real.int().argsort(stable=True, dim=1)[:, n_pos - last :]
+
+
+def last_real(
+    logits: Float[Tensor, "batch pos vocab"], last: int, attention_mask: Mask | None = None
+) -> Float[Tensor, "batch _last vocab"]:
+    """Logits at the last real positions; at all columns if `last` is 0.
+
+    Raises:
+        ValueError: as for `real_columns`.
+    """
+    if not last:
+        return logits
+    columns = real_columns(last, logits.shape[1], len(logits), attention_mask).to(logits.device)
+    return logits[torch.arange(len(logits), device=logits.device)[:, None], columns]
+
+
+def per_example(
+    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
+) -> Float[Tensor, " batch"]:
+    """The metric of each example, in float32 if it is an integer or in half precision.
+
+    Raises:
+        ValueError: if the metric does not return one number for each of the `batch` examples.
     """
     values = torch.as_tensor(metric(logits))
-    if values.shape not in ((), (1,), logits.shape[:1]):
+    if values.shape != (batch,):
         raise ValueError(
-            f"a metric must return one number per row, [{len(logits)}], or one for all; "
-            f"got the shape {tuple(values.shape)}"
+            f"a metric must return one number for each example, [{batch}]; "
+            f"got the shape {list(values.shape)} from {metric!r}"
         )
-    return at_least_float32(values).mean()
+    return at_least_float32(values)
 
 
-def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """Values in float32 if they are integers or in half precision; others do not change."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+def evaluate(
+    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
+) -> Float[Tensor, " batch"]:
+    """The metric of each example, after a check that none is NaN.
+
+    Raises:
+        ValueError: as for `per_example`, or if one is NaN.
+    """
+    values = per_example(metric, logits, batch)
+    if bool(values.isnan().any()):
+        example = int(values.isnan().nonzero()[0])
+        raise ValueError(
+            f"a metric must return numbers; got NaN for example {example} from {metric!r}"
+        )
+    return values
+
+
+def measure(
+    metric: Metric, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
+) -> Float[Tensor, " batch"]:
+    """The metric of a run, from its whole logits. Padding does not change what `last` positions are.
+
+    Raises:
+        ValueError: as for `real_columns` and `evaluate`.
+    """
+    return evaluate(metric, last_real(logits, last_of(metric), attention_mask), len(logits))
+
+
+def _of_token(
+    name: str, unit: str, token: Tokens, pos: Tokens, score: Callable[[Tensor, Tensor], Tensor]
+) -> Metric:
+    """A metric that scores one token [batch, 1] by the logits [batch, vocab] at one position."""
+    tokens, at = tokens_of(token), Position(pos)
+
+    def metric(logits: Tensor) -> Tensor:
+        found = at(logits)
+        return score(found, fitting(tokens, found))
+
+    return _Metric(f"{name}({short(token)}, pos={short(pos)})", at.last, unit, metric)
+
+
+def _unless_nan(logits: Float[Tensor, "batch vocab"], values: Tensor) -> Float[Tensor, " batch"]:
+    """Values, but NaN where a logit is: a comparison with NaN is false in silence."""
+    return values.to(logits.dtype).where(~logits.isnan().any(-1), torch.nan)

@@ -11,17 +11,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from interp.causal.patching import patched
 from interp.metrics import Metric, log_prob
-from interp.patching import SITES, PatchingResult, patched
 from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import induction_scores, previous_token_scores, repeated_tokens
 from interp.reading.lens import LogitLens, logit_lens
+from interp.result import Result
+from interp.sites import Choice, Text
 
 try:
     import jinja2
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the report needs Jinja2: pip install "hookscope[report]"') from error
 
+SITES = ("resid_pre", "attn_out", "mlp_out", "z")
 GUESSES = 5
 # A smaller difference of metrics, in nats, may be float32 rounding.
 LEAST_GAP = 1e-4
@@ -67,7 +70,8 @@ class ReportData:
         induction: mean attention of each head from repeated random tokens to the token after their
             first copy, 0 to 1.
         period: the number of tokens before they repeat.
-        patches: the result of patching each site of `SITES` that the model has.
+        target, base: the metric of the clean run and of the corrupted one, in nats.
+        patches: the effects of patching, for each site of `SITES` that the model has.
     """
 
     name: str
@@ -83,7 +87,14 @@ class ReportData:
     previous: Float[Tensor, "layer head"]
     induction: Float[Tensor, "layer head"]
     period: int
-    patches: Mapping[str, PatchingResult]
+    target: float
+    base: float
+    patches: Mapping[str, Result]
+
+    def shares(self) -> dict[str, Float[Tensor, "layer place"]]:
+        """For each site the shares of target - base that patches restore."""
+        gap = self.target - self.base
+        return {site: result.mean() / gap for site, result in self.patches.items()}
 
 
 def peak(table: Float[Tensor, "layer place"]) -> Peak:
@@ -151,6 +162,8 @@ def build_report(
 ) -> ReportData:
     """Runs the model on the prompts and collects what the page shows.
 
+    The clean prompt is run once. Patching takes at most 1 GiB beyond the model and that run.
+
     Args:
         model: a model in evaluation mode with the usual points, `unembed` and `config`.
         clean: the prompt that the page is about.
@@ -176,7 +189,7 @@ def build_report(
         )
     # A model of attention only has no `mlp_out`.
     present = {name.rpartition(".")[2] for name in runner.points}
-    sites = {site: axes for site, axes in SITES.items() if site in present}
+    sites = [site for site in SITES if site in present]
     kept = [f"blocks.*.{point}" for point in ("pattern", "resid_post", *sites)]
     output, cache = runner.run_with_cache(clean, names=kept)
     logits = logits_of(output)
@@ -184,13 +197,14 @@ def build_report(
     metric, derived = log_prob(answer), corrupted is None
     if corrupted is None:
         corrupted = derive_corruption(model, clean, metric)
-    right, wrong = metric(logits).item(), metric(logits_of(model(corrupted))).item()
+    target, base = metric(logits).item(), metric(logits_of(model(corrupted))).item()
     # In this form, NaN is also refused.
-    if not abs(right - wrong) >= LEAST_GAP:
+    if not abs(target - base) >= LEAST_GAP:
         raise ValueError(
             "the clean and the corrupted prompt must differ in the metric by at least "
-            f"{LEAST_GAP} nats, or patching has nothing to restore; got {right:.6f} and {wrong:.6f}"
+            f"{LEAST_GAP} nats, or patching has nothing to restore; got {target:.6f} and {base:.6f}"
         )
+    edited, source = Text(corrupted), Text(clean)
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
     repetition = runner.capture(repeated, names="blocks.*.pattern")
     return ReportData(
@@ -207,11 +221,10 @@ def build_report(
         previous=previous_token_scores(model, cache),
         induction=induction_scores(model, repetition, repeated),
         period=period,
+        target=target,
+        base=base,
         patches={
-            site: PatchingResult(
-                patched(runner, cache, corrupted, metric, site, axes), axes, right, wrong
-            )
-            for site, axes in sites.items()
+            site: patched(model, edited, source, cache, metric, Choice(site)) for site in sites
         },
     )
 
@@ -227,7 +240,7 @@ def render(data: ReportData) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["visible"] = visible
-    shares = {site: result.normalized() for site, result in data.patches.items()}
+    shares = data.shares()
     tables = {"previous": data.previous, "induction": data.induction, "z": shares["z"]}
     limit = max(1.0, *(float(share.abs().max()) for share in shares.values()))
     loss = _plain(data.loss)
@@ -245,13 +258,12 @@ def render(data: ReportData) -> str:
         "scores": {"previous": _plain(data.previous), "induction": _plain(data.induction)},
         "limit": limit,
         "patches": {
-            site: {"share": _plain(shares[site]), "nats": _plain(result.values)}
+            site: {"share": _plain(shares[site]), "nats": _plain(data.base + result.mean())}
             for site, result in data.patches.items()
         },
     }
     return environment.get_template("report.html").render(
         data=data,
-        first=next(iter(data.patches.values())),
         strongest={kind: peak(table) for kind, table in tables.items()},
         limit=limit,
         shades=[0.0, *(value / max(loss) if max(loss) else 0.0 for value in loss)],

@@ -72,6 +72,14 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
+def _without_knocked_out(scores: Tensor, mask: Tensor | None) -> Bool[Tensor, "..."]:
+    """The mask, also without keys whose score a hook made -inf: a cap would make that finite again."""
+    if mask is None:
+        queries, keys = scores.shape[-2:]
+        mask = causal_mask(keys, scores.device)[keys - queries :]
+    return mask & (scores != -torch.inf)
+
+
 def softmax(scores: Real[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     """The softmax over keys. Rows of only -inf become zeros."""
     if not scores.numel():  # `amax` refuses an empty axis
@@ -189,7 +197,10 @@ class Attention(ByConfig):
         """The output of each head. Without a mask a query sees all keys up to its own."""
         # The query heads that share a key head form one taller matrix.
         tall = (q * self.scale).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-        scores = self.scores((tall @ k.transpose(-1, -2)).view(*q.shape[:3], k.shape[2]))
+        products = (tall @ k.transpose(-1, -2)).view(*q.shape[:3], k.shape[2])
+        scores = self.scores(products)
+        if scores is not products:
+            mask = _without_knocked_out(scores, mask)
         pattern = self.pattern(self.masked_softmax(scores, mask))
         tall = self.pattern_dropout(pattern).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         return (tall @ v).view_as(q)

@@ -1,12 +1,14 @@
 """Context: what blocks read besides the residual stream, such as masks, rotations and past keys."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from hooks import starting_at
 from models.checks import can_be_read
 from models.kvcache import KVCache, oldest_reached
 from models.positions import Rotation
@@ -37,6 +39,12 @@ class Context(NamedTuple):
     kv_cache: KVCache | None = None
     real: Tensor | None = None
     past: tuple[Past, ...] | None = None
+
+    def piece(self) -> AbstractContextManager[None]:
+        """A `with` in which edits know where in the text this call starts. No use while compiling."""
+        if self.kv_cache is None or torch.compiler.is_compiling():
+            return nullcontext()
+        return starting_at(self.start)
 
     def commit(self) -> None:
         """Tells the key/value cache that all blocks have read the new positions."""

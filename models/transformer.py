@@ -118,10 +118,11 @@ class Transformer(BlockWeights):
         if last < 0:
             raise ValueError(f"last must be at least 0; got {last}")
         context = self.context(tokens, attention_mask, kv_cache, query_key_mask)
-        resid = self.input_resid(tokens, context)
-        for block in self.blocks:
-            resid = block(resid, context)
-        logits = self.logits(resid, last)
+        with context.piece():
+            resid = self.input_resid(tokens, context)
+            for block in self.blocks:
+                resid = block(resid, context)
+            logits = self.logits(resid, last)
         context.commit()
         return logits
 

@@ -97,6 +97,10 @@ def test_the_summary_says_what_the_page_shows(saved, here, capsys):
         assert re.search(rf"{site} +layer {layer} {kind} {place}\b.* {share:.1%}", out)
     [pos] = found["changed"]
     assert f"derived: {prompt[pos]!r} at position {pos} became" in out
+    told = re.search(r"in nats: (\S+) clean, (\S+) corrupted", out)
+    # The one changed embedding restores everything, the last one nothing.
+    first = found["patches"]["resid_pre"]["nats"][0]
+    assert [float(told[1]), float(told[2])] == pytest.approx([first[pos], first[-1]], abs=6e-3)
 
 
 def test_corrupted_alone_goes_with_the_default_prompt(saved, here, monkeypatch):

@@ -1,12 +1,16 @@
 """The README's code runs, its table of points is the generated one; and the examples run."""
 
+import random
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import models
 from hooks import HookedRunner
 from models import load
 
@@ -40,8 +44,8 @@ def test_every_block_of_code_runs_after_the_ones_before(capsys):
     assert [len(row) for row in names["rows"]] == [7, 6]
     assert names["lens"].tokens.shape == (5, 1, 44, 5)
     share = names["patched"].normalized()
-    assert share.shape == (4, 4)
-    assert share.max() > 0.5, "a head of the bundled model copies the digit"
+    assert share.axes == ("layer", "head", "example")
+    assert share.mean().max() > 0.4, "a head of the bundled model copies the digit"
     assert {name: found.s.shape[:-1] for name, found in names["found"].items()} == {
         "qkt": (1, 2, 1),
         "wvwo": (2, 1),
@@ -65,6 +69,71 @@ def test_the_patching_example(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{site}.png" for site in ("resid_pre", "attn_out", "mlp_out", "z")
     }
+
+
+@pytest.fixture
+def ioi(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import ioi
+
+    return ioi
+
+
+def test_the_ioi_example_finds_what_copies_a_digit(ioi, tmp_path, capsys):
+    assert ioi.main(["--pairs", "3", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "3 of 3 solved" in out
+    found = re.findall(r"^(\w+): .*\n(.*?) +([+-]\S+)", out, re.MULTILINE)
+    best, effect = ({name: kind[n] for name, *kind in found} for n in range(2))
+    right, wrong = (
+        float(re.search(rf"text {text} +(\S+)", out)[1]) for text in ("clean", "corrupted")
+    )
+    assert right > 1 > -1 > wrong
+    assert float(effect["resid_pre"]) == pytest.approx(1, abs=1e-3)
+    assert {path.stem for path in tmp_path.iterdir()} == best.keys()
+    assert best["resid_pre"] == "layer 0, span digit"
+    assert best["attn_out"] == "layer 3, span end"
+    assert best["z"] == best["v"] != best["pattern"]
+    for arguments in (["--pairs", "1"], ["--out", __file__], ["--model", str(tmp_path / "no")]):
+        assert ioi.main(arguments) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_indirect_objects_are_pairs_of_names_of_one_token(ioi):
+    tokenizers = pytest.importorskip("tokenizers")
+    known = ["Mary", "John", "Tom", *ioi.NAMES.split()[2:7]]
+    space = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = space.alphabet()
+    vocab = {sign: n for n, sign in enumerate(sorted(alphabet))}
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    words.pre_tokenizer, words.decoder = space, tokenizers.decoders.ByteLevel()
+    words.train_from_iterator(
+        [" ".join(["The", *known])] * 2,
+        tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False),
+    )
+    tokenizer = models.tokenizer.SubwordTokenizer(words)
+    prompts = ioi.names(tokenizer, 11, random.Random(3))
+    pairs = ioi.paired(tokenizer, prompts, ("IO", "S1", "S2", "end"))
+    assert pairs.aligned
+    orders = set()
+    for row, prompt in enumerate(prompts):
+        at = {name: int(columns[row, 0]) for name, columns in pairs.spans.items()}
+        told = tokenizer.tokens_as_text(pairs.clean[row].tolist())
+        io, subject = told[at["IO"]], told[at["S1"]]
+        assert {io[1:], subject[1:]} <= set(known) & set(ioi.NAMES.split())
+        assert told[at["S2"]] == subject
+        text = "".join(told[: at["end"] + 1])
+        assert text == prompt.template.format_map(prompt.clean)
+        assert (text.count(io), text.count(subject)) == (1, 2)
+        assert int(pairs.attention_mask[row].sum()) == at["end"] + 1
+        changed = (pairs.clean[row] != pairs.corrupted[row]).nonzero().tolist()
+        assert changed == [[at["S2"]]]
+        assert pairs.corrupted[row, at["S2"]] == pairs.clean[row, at["IO"]]
+        answers = pairs.clean[row, [at["IO"], at["S1"]]]
+        assert torch.equal(pairs.answers[row], answers)
+        orders.add(at["IO"] < at["S1"])
+    assert orders == {True, False}
 
 
 def test_the_worked_numbers_of_the_handout(tmp_path):

@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from interp.metrics import at_least_float32
+from interp.columns import at_least_float32
 
 
 def previous_token_scores(

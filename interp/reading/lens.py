@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from interp.metrics import at_least_float32
+from interp.columns import at_least_float32
 from interp.protocol import LanguageModel, of
 
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32

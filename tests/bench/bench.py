@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
-from interp import activation_patching, log_prob
+from interp import edits, log_prob, sweep
 from models import generate
 from tests.bench import peers, timing
 
@@ -79,30 +80,52 @@ def full() -> Calls:
     return calls
 
 
-def sweep(site: str, places: int) -> Calls:
-    """One sweep of activation patching against as many plain forward passes; T=8."""
-    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=8)
-    ours, clean = peers.ours(shape), shape.tokens()
-    corrupted = (clean + 1) % shape.vocab
+class Patches:
+    """A sweep that patches each layer at every `step`th place of a site."""
 
-    def forwards() -> None:
-        for _ in range(places):
-            ours(corrupted)
+    def __init__(self, model: Any, shape: peers.Shape, site: str, step: int = 1) -> None:
+        self.model, clean = model, shape.tokens()
+        self.corrupted = (clean + 1) % shape.vocab
+        cache = HookedRunner(model).capture(clean, names=f"blocks.*.{site}")
+        axis = {"resid_pre": "pos", "v": "kv_head"}.get(site, "head")
+        places = range(step - 1, shape.pos if axis == "pos" else shape.heads, step)
+        self.edits = [{n: edits.replace(cache, **{axis: at})} for at in places for n in cache]
+        self.each = len(self.edits)
 
-    return {
-        "as many plain forwards": forwards,
-        f"sweep of {site}": lambda: activation_patching(ours, clean, corrupted, log_prob(0), site),
-    }
+    def __call__(self) -> object:
+        return sweep(self.model, self.corrupted, self.edits, log_prob(0))
+
+
+def sweeps(shape: peers.Shape, **sites: int) -> Calls:
+    """One patch of each sweep against a plain forward pass; sites with their steps."""
+    ours, tokens = peers.ours(shape), shape.tokens()
+    calls: Calls = {"plain forward": lambda: ours(tokens)}
+    for site, step in sites.items():
+        calls[f"patch of {site}"] = Patches(ours, shape, site, step)
+    return calls
 
 
 def sweep_pos() -> Calls:
-    """Activation patching of resid_pre over layer and pos, GPT-2-small shape, T=8."""
-    return sweep("resid_pre", 12 * 8)
+    """Patches of resid_pre by layer and pos: 12 layers d=768, B=4 T=15, vocabulary 5000, last position."""
+    return sweeps(peers.SWEPT, resid_pre=1)
 
 
 def sweep_head() -> Calls:
-    """Activation patching of z over layer and head, GPT-2-small shape, T=8."""
-    return sweep("z", 12 * 12)
+    """Patches of z, v and pattern by layer and head: 12 layers d=768, B=4 T=15, vocabulary 5000, last position."""
+    return sweeps(peers.SWEPT, z=1, v=1, pattern=1)
+
+
+def sweep_long() -> Calls:
+    """Patches at every 16th pos and 4th head: 12 layers d=768, B=8 T=128, vocabulary 5000, last position.
+
+    A full sweep would take minutes. Here the unedited run weighs more in the ratio of one patch.
+    """
+    return sweeps(peers.SWEPT_LONG, resid_pre=16, z=4, v=4, pattern=4)
+
+
+def sweep_tiny() -> Calls:
+    """Patches by pos and head: 4 layers d=128, B=4 T=15, vocabulary 5000, last position."""
+    return sweeps(peers.SWEPT_TINY, resid_pre=1, z=1, v=1, pattern=1)
 
 
 def generation(shape: peers.Shape) -> Calls:
@@ -160,6 +183,8 @@ ROWS: dict[str, Callable[[], Calls]] = {
     "full": full,
     "sweep-pos": sweep_pos,
     "sweep-head": sweep_head,
+    "sweep-long": sweep_long,
+    "sweep-tiny": sweep_tiny,
     "generate-small": generate_small,
     "generate-tiny": generate_tiny,
     "import": imports,
@@ -201,10 +226,13 @@ def measure(row: str, budget: float) -> None:
     """Prints one row."""
     calls = ROWS[row]()
     measured = timing.ratios(calls, next(iter(calls)), budget)
+    # A sweep's time and ratio are those of one patch, its memory that of all.
+    each = {name: getattr(call, "each", 1) for name, call in calls.items()}
     del calls
-    print(f"\n{ROWS[row].__doc__} [{row}]")
+    print(f"\n{(ROWS[row].__doc__ or '').partition(chr(10))[0]} [{row}]")
     for name, (time, ratio) in measured.items():
         memory = "" if row == "import" else f"{timing.peak(__file__, row, name):8.0f} MiB"
+        time, ratio = time / each[name], ratio / each[name]
         print(f"  {name:<48} {time * 1e3:9.2f} ms  x {ratio:5.3f} {memory}", flush=True)
     if row == "cached":
         print(f"  {lazy_bytes()}")

@@ -30,6 +30,9 @@ class Shape:
 
 SMALL = Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=1024)
 TINY = Shape(layers=2, heads=4, d_model=64, vocab=101, batch=8, pos=32)
+SWEPT = Shape(layers=12, heads=12, d_model=768, vocab=5000, batch=4, pos=15)
+SWEPT_LONG = Shape(layers=12, heads=12, d_model=768, vocab=5000, batch=8, pos=128)
+SWEPT_TINY = Shape(layers=4, heads=4, d_model=128, vocab=5000, batch=4, pos=15)
 SMALL_PROMPT = Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=1, pos=32, new=64)
 TINY_PROMPT = Shape(layers=2, heads=4, d_model=64, vocab=101, batch=1, pos=32, new=64)
 

@@ -1,0 +1,85 @@
+"""Receipts: what each hook of a context changed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hooks._torch import FakeTensor
+from hooks.point import Hook, Point
+
+
+@dataclass
+class Receipt:
+    """What one hook did at one point so far. Blocks that a lazy cache runs again do not count.
+
+    Attributes:
+        hook: the hook.
+        point: where it acts.
+        calls: how often it was called.
+        rows: how many rows of the batch it changed, summed over calls.
+        largest: the largest absolute change of any number.
+
+    >>> Receipt(lambda value, point: value * 2, Point("embed"))
+    <lambda> at embed: 0 calls changed 0 rows by at most 0
+    """
+
+    hook: Hook
+    point: Point
+    calls: int = 0
+    rows: int = 0
+    largest: float = 0.0
+
+    def __repr__(self) -> str:
+        did = f"{self.calls} calls changed {self.rows} rows by at most {self.largest:.4g}"
+        return f"{self._label} at {self.point.name}: {did}"
+
+    @property
+    def _label(self) -> str:
+        return str(getattr(self.hook, "__name__", self.hook))
+
+    def noting(self, activation: Tensor, point: Point) -> Tensor | None:
+        """Calls the hook, and notes what it changes."""
+        before = activation.detach().clone()
+        new = self.hook(activation, point)
+        after = activation if new is None else new
+        # A plan has no numbers. Anything but a tensor of that shape is refused later.
+        plain = isinstance(after, Tensor) and after.shape == before.shape
+        if plain and not (before.is_meta or isinstance(before, FakeTensor)):
+            self._add(before, after.detach())
+        return new
+
+    @torch.no_grad()
+    def _add(self, before: Tensor, after: Tensor) -> None:
+        self.calls += 1
+        changed = (after != before) & ~(after.isnan() & before.isnan())
+        wide = torch.promote_types(before.dtype, torch.float64)
+        sizes = (after.to(wide) - before.to(wide)).abs()[changed]
+        if len(sizes):
+            rows = changed.reshape(len(changed) if changed.ndim else 1, -1).any(1)
+            self.rows += int(rows.sum())
+            # As tensors, because a change to NaN must show.
+            self.largest = torch.stack([sizes.new_tensor(self.largest), sizes.amax()]).amax().item()
+
+
+class Receipts(list[Receipt]):
+    """Receipts of a context, in the order of the hooks; printed as a table.
+
+    >>> Receipts([Receipt(torch.neg_, Point("embed"), 1, 4, 2.5)])
+    hook  point  calls  rows  largest change
+    neg_  embed      1     4             2.5
+    """
+
+    def __repr__(self) -> str:
+        head = ("hook", "point", "calls", "rows", "largest change")
+        lines = [head] + [
+            (r._label, r.point.name, str(r.calls), str(r.rows), f"{r.largest:.4g}") for r in self
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if at < 2 else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        )

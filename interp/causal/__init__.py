@@ -1,0 +1,1 @@
+"""What a model does when values inside it are changed."""

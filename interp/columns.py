@@ -1,0 +1,118 @@
+"""Which tokens and columns of a batch of texts a metric reads; padding does not count."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+Tokens = int | Sequence[int] | Int[Tensor, "..."]
+"""One token or position for all examples, or one for each."""
+
+SeveralTokens = Tokens | Sequence[Sequence[int]]
+"""As `Tokens`, or several for each example."""
+
+Mask = Shaped[Tensor, "batch pos"]
+"""True or 1 at real tokens, False or 0 at padding."""
+
+
+def real_of(
+    mask: Mask | None, shape: Sequence[int], name: str = "attention_mask"
+) -> Bool[Tensor, "batch pos"]:
+    """The mask of texts [batch, pos] as booleans.
+
+    Raises:
+        ValueError: if it has another shape; the error gives its name.
+    """
+    if mask is None:
+        return torch.ones(*shape, dtype=torch.bool)
+    if mask.shape != tuple(shape):
+        raise ValueError(f"{name} must be [batch, pos], {[*shape]}; got {list(mask.shape)}")
+    return mask.bool()
+
+
+class Position:
+    """Where a metric reads: one position, or one for each example.
+
+    Attributes:
+        last: how many last real positions it needs; 0 for all.
+
+    Raises:
+        ValueError: if positions count from both ends; when called, if they do not fit the logits.
+    """
+
+    def __init__(self, pos: Tokens) -> None:
+        self.pos = _whole(pos, "positions", 1)
+        self.lowest, self.highest = int(self.pos.min()), int(self.pos.max())
+        if self.lowest < 0 <= self.highest:
+            raise ValueError(f"positions must all be negative, or none; got {short(pos)}")
+        self.last = max(0, -self.lowest)
+
+    def __call__(self, logits: Tensor) -> Float[Tensor, "batch vocab"]:
+        """The logits there, in float32 if they are in half precision."""
+        batch, n_pos = logits.shape[:2]
+        _check_batch(self.pos, batch, "positions")
+        if self.lowest < -n_pos or self.highest >= n_pos:
+            asked = self.lowest if self.lowest < 0 else self.highest
+            raise ValueError(f"pos must be {-n_pos} to {n_pos - 1}; got {asked}")
+        if self.pos.ndim == 0:
+            return at_least_float32(logits[:, int(self.pos)])
+        rows = torch.arange(batch, device=logits.device)
+        return at_least_float32(logits[rows, self.pos.to(logits.device)])
+
+
+def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
+    """Tokens [], [batch] or, where `most` is 2, [batch, n], on the CPU.
+
+    Raises:
+        ValueError: if they are something else, or negative.
+    """
+    found = _whole(tokens, "tokens", most)
+    if int(found.min()) < 0:
+        raise ValueError(f"tokens must be 0 and up; got {int(found.min())}")
+    return found
+
+
+def _whole(given: SeveralTokens, what: str, most: int) -> Int[Tensor, "..."]:
+    """Integers of at most so many axes, on the CPU, where a look at their values is free."""
+    found = torch.as_tensor(given, device="cpu")
+    wrong = found.is_floating_point() or found.dtype == torch.bool
+    if wrong or found.ndim > most or not found.numel():
+        raise ValueError(
+            f"{what} must be one integer, or one for each example; got {found.dtype} {list(found.shape)}"
+        )
+    return found.long()
+
+
+def fitting(tokens: Tensor, found: Tensor) -> Int[Tensor, "batch n"]:
+    """Tokens for each row of the logits `found`, [batch, vocab].
+
+    Raises:
+        ValueError: if they are as many as another batch has, or outside the vocabulary.
+    """
+    batch, vocab = found.shape
+    _check_batch(tokens, batch, "tokens")
+    if int(tokens.max()) >= vocab:
+        raise ValueError(f"tokens must be 0 to {vocab - 1}; got {int(tokens.max())}")
+    wide = tokens.expand(batch) if tokens.ndim == 0 else tokens
+    return wide.to(found.device).view(batch, -1)
+
+
+def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Values in float32 if they are integers or in half precision; others do not change."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def short(value: object) -> str:
+    """A number, list or tensor, cut after three entries."""
+    listed = value.tolist() if isinstance(value, Tensor) else value
+    if not isinstance(listed, Sequence) or len(listed) <= 3:
+        return str(listed)
+    return f"[{', '.join(map(str, listed[:3]))}, ... {len(listed)} in all]"
+
+
+def _check_batch(given: Tensor, batch: int, what: str) -> None:
+    if given.ndim and len(given) != batch:
+        raise ValueError(
+            f"{what} must be one, or one for each of the {batch} examples; got {len(given)}"
+        )

@@ -1,0 +1,177 @@
+"""Edit: a change of an activation at a place, as a value that is also a hook."""
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from hooks import ActivationCache, EditError, Point
+from interp.places import Index, Place, first_column, locate, plain
+
+Values = Shaped[Tensor, "..."] | ActivationCache
+"""Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.
+Axes of size 1 broadcast. A tensor may lack the axes that an integer selects, and then leading ones."""
+
+Change = Callable[[Tensor, Tensor, Place], Tensor]
+"""The new value of a region, from its value, the source's there, and where it is. Without a source its
+second argument has no meaning."""
+
+Axes = tuple[str, ...]
+Prepare = Callable[[Tensor, Axes, Point], tuple[Tensor, Axes]]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where values come from.
+
+    Attributes:
+        values: what was given.
+        prepare: changes a value and its axes at a point first, as a mean does.
+        kept: what `prepare` gave, by point and axes, if it is to be kept.
+    """
+
+    values: Values
+    prepare: Prepare = lambda value, axes, point: (value, axes)
+    kept: dict[tuple[str, Axes], tuple[Tensor, Axes]] | None = None
+
+    def at(self, point: Point, axes: Axes, left: list[str]) -> tuple[Tensor, Axes]:
+        """The value for a point, and its axes.
+
+        Args:
+            point: where it goes.
+            axes: all axes there.
+            left: those that no integer selects.
+        """
+        if isinstance(self.values, Tensor):
+            value, n = self.values, self.values.ndim
+            if n > len(left) and n != len(axes):
+                raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
+            own = axes if n == len(axes) else tuple(left[len(left) - n :])
+        else:
+            value = self.values[point.name]
+            own = self.values.axes(point.name) or axes
+        if self.kept is None:
+            return self.prepare(value, own, point)
+        key = point.name, own
+        if key in self.kept:
+            return self.kept[key]
+        found = self.prepare(value, own, point)
+        # A plan's tensors have no numbers, and a graph can be used once.
+        if type(found[0]) is Tensor and not found[0].requires_grad:
+            self.kept[key] = found
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """A change of an activation at a place. The functions of `interp.edits` make them.
+
+    It is a hook: `edit(activation, point)` writes into `activation` and returns it.
+
+    Attributes:
+        name: the function that made it.
+        change: gives the new value of the region.
+        arguments: what it was made with, for the repr; numbers stand for positional ones.
+        where: the place, by axis.
+        source: where values come from, if anywhere.
+        source_pos: which columns of the source.
+        only_at: the last part of the only points where it can act; empty for all.
+
+    >>> from interp import edits
+    >>> edits.zero(head=3).at(pos=slice(5, None))
+    edits.zero(head=3, pos=slice(5, None))
+    """
+
+    name: str
+    change: Change = field(repr=False)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)
+    source: Source | None = None
+    source_pos: Any = None
+    only_at: str = ""
+
+    def __post_init__(self) -> None:
+        where = {axis: plain(index) for axis, index in self.where.items()}
+        object.__setattr__(self, "where", where)
+        if self.source_pos is not None:
+            object.__setattr__(self, "source_pos", plain(self.source_pos))
+
+    def at(self, **where: Index) -> "Edit":
+        """The same edit at a narrower place.
+
+        Raises:
+            ValueError: if the edit already selects along one of these axes.
+        """
+        if again := [axis for axis in where if axis in self.where]:
+            raise ValueError(f"{self!r} already selects along {again[0]}; got {where[again[0]]!r}")
+        return replace(self, where={**self.where, **where})
+
+    def first(self, point: Point, n_pos: int) -> int:
+        """The first column of a text that this edit may change at a point; 0 if it cannot tell.
+
+        Args:
+            point: where it acts.
+            n_pos: the number of the text's columns.
+
+        Raises:
+            UnknownNameError: if the point lacks an axis.
+            EditError: if a column is outside the text.
+        """
+        self._require_fit(point)
+        return first_column(self.where, point, n_pos)
+
+    def _require_fit(self, point: Point) -> None:
+        if self.only_at and point.name.rpartition(".")[2] != self.only_at:
+            raise EditError(f"{self!r} must be at a point named {self.only_at}; got {point}")
+
+    def __call__(self, activation: Shaped[Tensor, "..."], point: Point) -> Shaped[Tensor, "..."]:
+        """`activation` itself, after the change.
+
+        Raises:
+            UnknownNameError: if the point lacks an axis, or a cache the point.
+            EditError: if an index or a source does not fit.
+        """
+        self._require_fit(point)
+        axes = point.axes or tuple(map(str, range(activation.ndim)))
+        left = [axis for axis in axes if not isinstance(self.where.get(axis), int)]
+        value, own = activation, axes
+        if self.source is not None:
+            value, own = self.source.at(point, axes, left)
+        text = [n for n, axis in zip(value.shape, own, strict=True) if axis in ("pos", "query")]
+        place = locate(activation, point, self.where, self.source_pos, max(text, default=1))
+        if place is None:
+            return activation
+        region = activation[place.box]
+        if self.source is not None:
+            value = place.taken(value, own, activation).expand_as(region)
+        new = self.change(region, value, place)
+        if place.mask is not None:
+            new = torch.where(place.mask.to(region.device), new, region)
+        activation[place.box] = new
+        return activation
+
+    def __repr__(self) -> str:
+        shown = {**self.arguments, "source_pos": self.source_pos, **self.where}
+        parts = [
+            _shown(value) if key.isdigit() else f"{key}={_shown(value)}"
+            for key, value in shown.items()
+            if value is not None
+        ]
+        return f"edits.{self.name}({', '.join(parts)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"Tensor{list(value.shape)}"
+    if isinstance(value, ActivationCache):
+        return f"ActivationCache[{len(value)}]"
+    if isinstance(value, slice):
+        parts = [value.start, value.stop, value.step]
+        return f"slice({', '.join(map(str, parts[: 2 + (value.step is not None)]))})"
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return f"Tensor[{len(value)}, {len(value[0])}]"
+    return reprlib.repr(value)

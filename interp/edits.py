@@ -1,0 +1,289 @@
+"""Edits: frozen values that change activations, for hooks, generation, sweeps and circuits alike.
+
+Axis names select what changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an integer, a slice, a
+list or a mask. Several axes select where all of them do. `pos`, `query` and `key` count columns from the
+start of the text, padding included; negative ones count from the end of what has been read so far. They may
+also be tensors [batch, n]: columns of each example's own. Columns outside a text are an error; those that a
+piece of it does not hold (see `hooks.starting_at`) change nothing there.
+
+>>> from hooks import HookedRunner, HookPoint
+>>> model = torch.nn.Sequential(HookPoint("batch pos d_model"))
+>>> HookedRunner(model).run_with_hooks(torch.ones(1, 3, 2), hooks={"0": zero(pos=1)})
+tensor([[[1., 1.],
+         [0., 0.],
+         [1., 1.]]])
+"""
+
+import hashlib
+import random
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from hooks import EditError, Point
+from hooks.errors import unknown_name
+from interp.editing import Axes, Edit, Source, Values
+from interp.places import Index, Place
+
+__all__ = [
+    "Edit",
+    "add",
+    "interchange",
+    "knockout",
+    "mean",
+    "noise",
+    "project_out",
+    "replace",
+    "resample",
+    "scale",
+    "zero",
+]
+
+
+def zero(**where: Index) -> Edit:
+    """Sets values to zero.
+
+    >>> zero(head=[0, 2])
+    edits.zero(head=[0, 2])
+    """
+    return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}, where)
+
+
+def scale(factor: float, **where: Index) -> Edit:
+    """Multiplies values by a number."""
+    return Edit("scale", lambda region, value, place: region * factor, {"0": factor}, where)
+
+
+def add(vector: Values, **where: Index) -> Edit:
+    """Adds a vector, or other values.
+
+    >>> add(2 * torch.ones(5), head=3, pos=-1)
+    edits.add(Tensor[5], head=3, pos=-1)
+    """
+    source = Source(vector)
+    return Edit("add", lambda x, value, place: x + value, {"0": vector}, where, source)
+
+
+def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
+    """Takes values from another run, layer, position or model.
+
+    Args:
+        source: the values of whole texts; for another layer the tensor itself, `cache["z", 2]`.
+        source_pos: the columns of the source that go to the selected positions, in order, or one column
+            for all. None for the same columns of texts that are equally long.
+        where: what is replaced.
+    """
+    return Edit("replace", _taken, {"0": source}, where, Source(source), source_pos)
+
+
+def interchange(
+    source: Values,
+    subspace: Float[Tensor, "dim *k"],
+    *,
+    source_pos: Index | None = None,
+    **where: Index,
+) -> Edit:
+    """Takes the part inside a subspace of a point's last axis from a source, and keeps the rest.
+
+    Distributed interchange: Geiger et al. 2024, "Finding Alignments Between Interpretable Causal
+    Variables and Distributed Neural Representations".
+
+    Args:
+        source, source_pos: see `replace`.
+        subspace: a direction, or columns that span the subspace. They need not be orthonormal.
+        where: what is replaced.
+
+    Raises:
+        ValueError: if the columns are not linearly independent.
+    """
+    basis = _orthonormal(subspace)
+
+    def change(x: Tensor, value: Tensor, place: Place) -> Tensor:
+        return x + _inside(value - x, basis)
+
+    given = {"0": source, "1": subspace}
+    return Edit("interchange", change, given, where, Source(source), source_pos)
+
+
+def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
+    """Removes the part inside the span of one or more directions of a point's last axis.
+
+    Args:
+        directions: a direction, or several as columns. They need not be orthonormal.
+        where: what is changed.
+
+    Raises:
+        ValueError: if the directions are not linearly independent.
+    """
+    basis = _orthonormal(directions)
+
+    def change(x: Tensor, value: Tensor, place: Place) -> Tensor:
+        return x - _inside(x, basis)
+
+    return Edit("project_out", change, {"0": directions}, where)
+
+
+def mean(
+    reference: Values,
+    over: str | tuple[str, ...] = "batch",
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    **where: Index,
+) -> Edit:
+    """Takes the mean of reference runs (mean ablation). Each position has its own, unless averaged over.
+
+    Args:
+        reference: the values of reference runs, any number of texts.
+        over: the axes to average over: `"batch"`, or `("batch", "pos")`.
+        attention_mask: which columns of the reference are real, 1 or True. Padding is left out.
+        where: what is replaced.
+    """
+    dropped = (over,) if isinstance(over, str) else tuple(over)
+    real = None if attention_mask is None else attention_mask.bool()
+
+    def averaged(value: Tensor, axes: Axes, point: Point) -> tuple[Tensor, Axes]:
+        for axis in dropped:
+            if axis not in axes:
+                raise unknown_name(axis, axes, f"axis of the reference at {point}")
+        dims = [axes.index(axis) for axis in dropped]
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        found = value.mean(dims) if real is None else _mean_of_real(value, axes, dims, real, point)
+        return found, tuple(axis for axis in axes if axis not in dropped)
+
+    given = {"0": reference, "over": over, "attention_mask": attention_mask}
+    return Edit("mean", _taken, given, where, Source(reference, averaged, {}))
+
+
+def resample(source: Values, seed: int = 0, **where: Index) -> Edit:
+    """Takes each row's values from another row of a source (resample ablation), never its own.
+
+    Row i takes from the same donor wherever the edit acts.
+
+    Args:
+        source: values of as many texts as the batch has, such as a cache of the same batch.
+        seed: chooses the donors.
+        where: what is replaced.
+    """
+
+    def donated(value: Tensor, axes: Axes, point: Point) -> tuple[Tensor, Axes]:
+        if point.axes and "batch" not in axes:
+            raise EditError(f"resample must have rows at {point}; got {' '.join(axes)}")
+        at = axes.index("batch") if point.axes else 0
+        n = value.shape[at]
+        if n < 2:
+            raise EditError(f"resample must have at least 2 rows at {point}; got {n}")
+        order = random.Random(seed).sample(range(n), n)
+        # Each takes from the one before it in a random circle.
+        donors = dict(zip(order, order[-1:] + order[:-1], strict=True))
+        chosen = torch.tensor([donors[row] for row in range(n)], device=value.device)
+        return value.index_select(at, chosen), axes
+
+    given = {"0": source, "seed": seed}
+    return Edit("resample", _taken, given, where, Source(source, donated))
+
+
+def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
+    """Adds Gaussian noise, as in causal tracing (Meng et al. 2022).
+
+    Each number is a hash (splitmix64) of the seed, the point's name and the number's own place: row, column of
+    the text, and so on. So it does not depend on the length of a piece, on the device or on other edits.
+
+    Args:
+        scale: the standard deviation.
+        seed: another seed gives other noise.
+        where: what is changed.
+    """
+
+    def noisy(region: Tensor, value: Tensor, place: Place) -> Tensor:
+        drawn = scale * _normal(f"{seed} {place.point.name}", place.firsts, place.lengths)
+        return region + drawn.to(region.device, region.dtype)
+
+    return Edit("noise", noisy, {"0": scale, "seed": seed}, where)
+
+
+def knockout(query: Index | None = None, key: Index | None = None, **where: Index) -> Edit:
+    """Stops attention from some queries to some keys, at `scores`: -inf before the softmax.
+
+    The weights of the other keys grow to a sum of 1. A query without any key left gets zeros.
+
+    Args:
+        query, key: columns of the text; None for all.
+        where: which heads or rows; None for all.
+
+    >>> knockout(query=-1, key=[2, 3], head=5)
+    edits.knockout(query=-1, key=[2, 3], head=5)
+    """
+    chosen = {"query": query, "key": key, **where}
+    given = {axis: index for axis, index in chosen.items() if index is not None}
+    return Edit(
+        "knockout",
+        lambda region, value, place: torch.full_like(region, -torch.inf),
+        where=given,
+        only_at="scores",
+    )
+
+
+def _taken(region: Tensor, value: Tensor, place: Place) -> Tensor:
+    return value
+
+
+def _orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
+    """An orthonormal basis of the span of the columns, in float64."""
+    given = directions.double().reshape(len(directions), -1)
+    basis, triangle = torch.linalg.qr(given)
+    least = torch.finfo(torch.promote_types(directions.dtype, torch.float32)).eps ** 0.75
+    # What each column adds to the span of those before it.
+    added = triangle.diagonal().abs() > least * given.norm(dim=0)[: len(triangle)]
+    if not (given.numel() and given.shape[1] <= len(given) and added.all()):
+        rule = "directions must be one or more linearly independent columns"
+        raise ValueError(f"{rule}; got {list(directions.shape)}")
+    return basis
+
+
+def _inside(x: Tensor, basis: Tensor) -> Tensor:
+    """The part of vectors along the last axis that is inside the span of a basis."""
+    if x.shape[-1] != len(basis):
+        raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    basis = basis.to(x.device, wide)
+    return (x.to(wide) @ basis @ basis.mT).to(x.dtype)
+
+
+def _mean_of_real(value: Tensor, axes: Axes, dims: list[int], real: Tensor, point: Point) -> Tensor:
+    batch, pos = real.shape
+    sizes = {"batch": batch, "pos": pos, "query": pos}
+    found = {axis: n for axis, n in zip(axes, value.shape, strict=True) if axis in sizes}
+    if list(found.values()) != [batch, pos]:
+        rule = f"attention_mask must be [batch, pos], {tuple(found.values())} in the reference"
+        raise EditError(f"{rule} at {point}; got {(batch, pos)}")
+    kept = real.to(value.device).view([sizes.get(axis, 1) for axis in axes])
+    count = kept.sum(dims)
+    if not count.all():
+        raise EditError(f"attention_mask must leave something to average at {point}; got none")
+    # Padding may hold anything.
+    return torch.where(kept, value, 0.0).sum(dims) / count
+
+
+def _normal(name: str, firsts: tuple[int, ...], lengths: tuple[int, ...]) -> Float[Tensor, "..."]:
+    """A number from the normal distribution for each place of a box that begins at `firsts`."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    state = torch.tensor(int.from_bytes(digest, "little", signed=True))
+    for first, length in zip(firsts, lengths, strict=True):
+        state = _mixed(state[..., None] + torch.arange(first + 1, first + length + 1) * _GOLDEN)
+    uniform = (_shifted(state, 11) + 0.5) * 2.0**-53
+    return torch.special.ndtri(uniform)
+
+
+# Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"; as signed integers.
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def _mixed(state: Tensor) -> Tensor:
+    state = (state ^ _shifted(state, 30)) * _FIRST
+    state = (state ^ _shifted(state, 27)) * _SECOND
+    return state ^ _shifted(state, 31)
+
+
+def _shifted(state: Tensor, by: int) -> Tensor:
+    """A shift to the right as of unsigned integers."""
+    return (state >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,268 @@
+"""Pairs of clean and corrupted texts, checked for alignment, with their answers and named spans."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor, nn
+
+from interp.columns import real_of
+from interp.metrics import Metric, accuracy, evaluate, last_of, last_real, log_prob, logit_diff
+from interp.protocol import logits_of, runner_of
+
+Spans = Mapping[str, Sequence[Sequence[int]] | Int[Tensor, "batch n"]]
+"""By name, the positions of a span in each example."""
+
+_TOKENS_AT_ONCE = 2048
+
+
+class Pairs:
+    """Clean and corrupted texts to compare. Analyses take them in place of tokens.
+
+    Without spans, a position of the clean text corresponds to the same position of the corrupted one, so
+    the two have the same shape and padding. With spans, only the positions of a span correspond, and
+    lengths may differ.
+
+    Args:
+        clean, corrupted: the tokens.
+        answers: the right token of each clean text, or the right and the wrong one.
+        attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
+        spans: by name, a list of positions for each example, in the clean text.
+        corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
+        last_only: keep only the last position of each span. Otherwise a span has as many positions in
+            the clean text as in the corrupted one.
+
+    Attributes:
+        spans, corrupted_spans: by name, positions [batch, n]. Where an example has fewer than n, its
+            last one is repeated.
+        aligned: whether the two texts of each pair have the same columns and padding.
+        solved_of: from how many pairs `solved` chose these; None if it did not.
+
+    Raises:
+        ValueError: if texts, answers, masks or spans do not fit each other.
+
+    >>> clean, corrupted = torch.tensor([[3, 1, 4], [2, 1, 5]]), torch.tensor([[3, 6, 4], [2, 6, 5]])
+    >>> pairs = Pairs(clean, corrupted, torch.tensor([[7, 8], [9, 8]]), spans={"name": [[1], [1]]})
+    >>> pairs
+    Pairs: 2, clean [2, 3], corrupted [2, 3], spans name
+    >>> pairs.metric()
+    logit_diff([7, 9], [8, 8], pos=-1)
+    """
+
+    def __init__(
+        self,
+        clean: Int[Tensor, "batch pos"],
+        corrupted: Int[Tensor, "batch other"],
+        answers: Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | None = None,
+        attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+        spans: Spans | None = None,
+        *,
+        corrupted_mask: Shaped[Tensor, "batch other"] | None = None,
+        corrupted_spans: Spans | None = None,
+        last_only: bool = False,
+    ) -> None:
+        if len(clean) != len(corrupted) or not len(clean):
+            raise ValueError(
+                "clean and corrupted texts must be as many, at least one; "
+                f"got {len(clean)} and {len(corrupted)}"
+            )
+        if answers is not None:
+            _check_answers(answers, len(clean))
+        if attention_mask is not None and corrupted_mask is None:
+            if clean.shape != corrupted.shape:
+                raise ValueError(
+                    "corrupted_mask must be given beside attention_mask where the texts differ in "
+                    f"shape; got {list(clean.shape)} and {list(corrupted.shape)}"
+                )
+            corrupted_mask = attention_mask
+        real = real_of(attention_mask, clean.shape)
+        other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
+        self.clean, self.corrupted, self.answers = clean, corrupted, answers
+        self.attention_mask = None if attention_mask is None else real
+        self.corrupted_mask = None if corrupted_mask is None else other
+        self.aligned = torch.equal(real.cpu(), other.cpu())
+        self.solved_of: int | None = None
+        if not spans and not self.aligned:
+            raise ValueError(
+                "clean and corrupted tokens must have the same shape and padding, unless spans say "
+                f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
+            )
+        own = _positions(spans or {}, real, "clean")
+        others = spans if corrupted_spans is None else corrupted_spans
+        others = _positions(others or {}, other, "corrupted")
+        if last_only:
+            own, others = (
+                {k: [row[-1:] for row in v] for k, v in s.items()} for s in (own, others)
+            )
+        _check_counts(own, others)
+        self.spans = {name: _padded(rows, clean) for name, rows in own.items()}
+        self.corrupted_spans = {name: _padded(rows, clean) for name, rows in others.items()}
+
+    def metric(self) -> Metric:
+        """The logit difference of right and wrong answers, or the log-probability of the right ones.
+
+        Raises:
+            ValueError: if there are no answers.
+        """
+        if self.answers is None:
+            raise ValueError(
+                "pairs must have answers to make a metric of; give answers or a metric"
+            )
+        if self.answers.ndim == 1:
+            return log_prob(self.answers)
+        return logit_diff(self.answers[:, 0], self.answers[:, 1])
+
+    @torch.no_grad()
+    def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
+        """The pairs that the model gets right. They print how many they were of, as `17 of 20`.
+
+        Args:
+            model: a model in evaluation mode.
+            metric: what must be above 0 on the clean text. By default the right answer must be likelier
+                than the wrong one or, without wrong ones, the likeliest token.
+
+        Raises:
+            ValueError: if the model gets none right, or there are neither answers nor a metric.
+            ModeError: if the model is in training mode.
+        """
+        if metric is None:
+            right = self.answers
+            metric = accuracy(right) if right is not None and right.ndim == 1 else self.metric()
+        runner_of(model)  # refuses dropout
+        found, last, n_rows = [], last_of(metric), max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
+        for start in range(0, len(self), n_rows):
+            rows = slice(start, start + n_rows)
+            mask = None if self.attention_mask is None else self.attention_mask[rows]
+            masked = {} if mask is None else {"attention_mask": mask}
+            found.append(last_real(logits_of(model(self.clean[rows], **masked)), last, mask))
+        values = evaluate(metric, torch.cat(found), len(self))
+        if not (values > 0).any():
+            raise ValueError(
+                f"the model must get a pair right; got none of {len(self)} by {metric!r}"
+            )
+        kept = self[values > 0]
+        kept.solved_of = len(self)
+        return kept
+
+    def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
+        """Two parts drawn at random, without replacement: `share` of the pairs, and the others.
+
+        Raises:
+            ValueError: if a part would be empty.
+        """
+        n = round(share * len(self))
+        if not 0 < n < len(self):
+            raise ValueError(f"each part must have a pair; got {n} and {len(self) - n}")
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        first, second = order[:n].sort().values, order[n:].sort().values
+        return self[first], self[second]
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Pairs":
+        """Some of the pairs: an index, a slice, a list, or a tensor of indices or booleans."""
+        at = index.cpu() if isinstance(index, Tensor) else index
+        rows = torch.arange(len(self))[at].view(-1)
+        return self._mapped(lambda value: value[rows.to(value.device)])
+
+    def to(self, device: torch.device | str) -> "Pairs":
+        """The pairs on another device."""
+        return self._mapped(lambda value: value.to(device))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
+        def optional(value: Tensor | None) -> Tensor | None:
+            return None if value is None else change(value)
+
+        return Pairs(
+            change(self.clean),
+            change(self.corrupted),
+            optional(self.answers),
+            optional(self.attention_mask),
+            {name: change(value) for name, value in self.spans.items()},
+            corrupted_mask=optional(self.corrupted_mask),
+            corrupted_spans={name: change(v) for name, v in self.corrupted_spans.items()},
+        )
+
+    def __repr__(self) -> str:
+        count = (
+            f"{len(self)}" if self.solved_of is None else f"{len(self)} of {self.solved_of} solved"
+        )
+        parts = [
+            count,
+            f"clean {list(self.clean.shape)}",
+            f"corrupted {list(self.corrupted.shape)}",
+        ]
+        named = [f"spans {', '.join(self.spans)}"] if self.spans else []
+        return f"Pairs: {', '.join([*parts, *named])}"
+
+
+def as_pairs(
+    clean: Pairs | Int[Tensor, "batch pos"],
+    corrupted: Int[Tensor, "batch pos"] | None = None,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+) -> Pairs:
+    """The pairs of clean and corrupted tokens, or `clean` itself if it is `Pairs` already.
+
+    Raises:
+        ValueError: if `Pairs` are given with more tokens or a mask, tokens without corrupted ones, or the
+            two do not fit.
+    """
+    if isinstance(clean, Pairs):
+        if corrupted is not None or attention_mask is not None:
+            raise ValueError("pairs must come alone; got corrupted tokens or a mask beside them")
+        return clean
+    if corrupted is None:
+        raise ValueError("clean tokens must come with corrupted ones, or as Pairs; got none")
+    return Pairs(clean, corrupted, attention_mask=attention_mask)
+
+
+def _check_answers(answers: Tensor, batch: int) -> None:
+    if answers.shape not in ((batch,), (batch, 2)):
+        raise ValueError(
+            f"answers must be right ones [{batch}], or right and wrong ones [{batch}, 2]; "
+            f"got {list(answers.shape)}"
+        )
+    if int(answers.min()) < 0:
+        raise ValueError(f"answers must be tokens, 0 and up; got {int(answers.min())}")
+
+
+def _positions(spans: Spans, real: Tensor, text: str) -> dict[str, list[list[int]]]:
+    """The spans as lists, after a check that each position is that of a real token."""
+    found, kept = {}, real.tolist()
+    for name, given in spans.items():
+        rows = given.tolist() if isinstance(given, Tensor) else [*given]
+        if len(rows) != len(kept) or not all(isinstance(r, (list, tuple)) and r for r in rows):
+            raise ValueError(
+                f"span {name!r} must have a list of positions for each of the {len(kept)} examples; "
+                f"got {rows!r:.60}"
+            )
+        for example, row in enumerate(rows):
+            wrong = [p for p in row if not (0 <= p < len(kept[example]) and kept[example][p])]
+            if wrong:
+                raise ValueError(
+                    f"span {name!r} must lie on real tokens of the {text} text, in columns 0 to "
+                    f"{len(kept[example]) - 1}; got {wrong[0]} in example {example}"
+                )
+        found[name] = [list(row) for row in rows]
+    return found
+
+
+def _check_counts(own: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
+    if own.keys() != others.keys():
+        raise ValueError(
+            f"spans must have the same names in both texts; got {[*own]} and {[*others]}"
+        )
+    for name in own:
+        for example, (row, other) in enumerate(zip(own[name], others[name], strict=True)):
+            if len(row) != len(other):
+                raise ValueError(
+                    f"span {name!r} must have as many positions in both texts, or last_only=True; "
+                    f"got {len(row)} and {len(other)} in example {example}"
+                )
+
+
+def _padded(rows: list[list[int]], tokens: Tensor) -> Int[Tensor, "batch n"]:
+    longest = max(map(len, rows))
+    full = [row + row[-1:] * (longest - len(row)) for row in rows]
+    return torch.tensor(full, device=tokens.device)

@@ -1,0 +1,247 @@
+"""Places: which part of an activation an edit changes, and which part of its source goes there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from hooks import EditError, Point, is_piece, start_of_piece
+from hooks.errors import unknown_name
+from hooks.point import is_mask, plain_index
+
+# These count columns of the text. `key` also covers cached positions.
+TEXT_AXES = ("pos", "query", "key")
+
+Index = SupportsIndex | slice | Sequence[Any] | Tensor
+"""An integer, slice, list or mask along one axis. Along `pos`, `query` and `key` also a list of lists or
+a tensor [batch, n]: n columns of its own for each example."""
+
+
+def plain(index: Index) -> Any:
+    """An index as Python's own int, slice or list; columns of each example as a list of lists.
+
+    Raises:
+        TypeError: if it is none of these.
+    """
+    rows: Any = index.tolist() if hasattr(index, "tolist") else index
+    if not (isinstance(rows, Sequence) and rows and isinstance(rows[0], Sequence)):
+        return plain_index(index)
+    lists = list(map(plain_index, rows))
+    if any(map(is_mask, lists)) or len({len(row) for row in rows}) > 1:
+        raise TypeError(f"columns must be integers, as many for each example; got {index}")
+    return lists
+
+
+def columns(index: Any, size: int, strict: bool, what: str) -> list[list[int]]:
+    """The places that `index` selects along an axis: one row for all examples, or one for each.
+
+    Args:
+        index: a result of `plain`.
+        size: the axis has the places 0 to `size - 1`. Negative ones count from its end.
+        strict: whether other places are errors.
+        what: the axis and its point, for errors.
+
+    Raises:
+        EditError: if `strict`, and a place is outside, a mask has another length, or nothing is selected.
+    """
+    if isinstance(index, slice):
+        index = list(range(size)[index])
+    elif is_mask(index):
+        if strict and len(index) != size:
+            raise EditError(f"a mask along {what} must have length {size}; got {len(index)}")
+        index = [place for place, inside in enumerate(index) if inside]
+    elif isinstance(index, int):
+        index = [index]
+    rows = index if index and isinstance(index[0], list) else [index]
+    wrong = [place for row in rows for place in row if not -size <= place < size]
+    if strict and wrong:
+        raise EditError(f"{what} must be from {-size} to {size - 1}; got {wrong[0]}")
+    if strict and not any(rows):
+        raise EditError(f"an edit must select something of the {size} along {what}; got nothing")
+    return [[place + size if place < 0 else place for place in row] for row in rows]
+
+
+def check_axes(where: Mapping[str, Any], point: Point) -> None:
+    """Refuses axes that the point lacks.
+
+    Raises:
+        UnknownNameError: naming the first.
+    """
+    for axis in where:
+        if axis not in point.axes:
+            declared = " ".join(point.axes) or "it declares none"
+            raise unknown_name(axis, point.axes, f"axis of {point.name} ({declared})")
+
+
+def first_column(where: Mapping[str, Any], point: Point, n_pos: int) -> int:
+    """The first of a text's `n_pos` columns that is selected at a point; 0 if that is not known.
+
+    Raises:
+        UnknownNameError: if the point lacks an axis.
+        EditError: if a column is outside the text.
+    """
+    check_axes(where, point)
+    firsts = {
+        axis: min(map(min, columns(where[axis], n_pos, True, f"{axis} at {point.name}")))
+        for axis in TEXT_AXES
+        if axis in where
+    }
+    return firsts.get("pos", firsts.get("query", 0))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of one activation that an edit changes.
+
+    Attributes:
+        point: where the activation is.
+        axes: its axes; numbers if the point declares none.
+        sizes: the size of each axis; those of `TEXT_AXES` in the whole text so far.
+        box: a slice of the activation along each axis.
+        firsts: where the box begins along each axis; along `TEXT_AXES` in the whole text.
+        positions: which axis is the one of this call's positions, if any.
+        mask: what changes inside the box: boolean, broadcast over it. None: all of it.
+        source_columns: the source's column for each position of the box, with as many axes as the box.
+            None: the same columns.
+    """
+
+    point: Point
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    box: tuple[slice, ...]
+    firsts: tuple[int, ...]
+    positions: int | None
+    mask: Tensor | None
+    source_columns: Tensor | None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The sizes of the box."""
+        return tuple(part.stop - part.start for part in self.box)
+
+    def taken(
+        self, value: Shaped[Tensor, "..."], axes: tuple[str, ...], like: Tensor
+    ) -> Shaped[Tensor, "..."]:
+        """The part of a source that goes into the box: all axes of the box, where some have size 1.
+
+        Args:
+            value: the source, of whole texts.
+            axes: its axes, some of the box's in that order. The others broadcast, as sizes of 1 do.
+            like: gives the device.
+
+        Raises:
+            EditError: if a size does not fit.
+        """
+        if [axis for axis in self.axes if axis in axes] != list(axes):
+            raise EditError(f"a source at {self.point} must have its axes; got {' '.join(axes)}")
+        for at, axis in enumerate(self.axes):
+            if axis not in axes:
+                value = value.unsqueeze(at)
+            size, full, first = value.shape[at], self.sizes[at], self.firsts[at]
+            if size == 1:
+                continue
+            if at == self.positions and self.source_columns is not None:
+                value = torch.take_along_dim(value, self.source_columns.to(value.device), at)
+                continue
+            grows = axis in TEXT_AXES and is_piece()
+            if size != full and not (grows and size >= first + self.lengths[at]):
+                least = f"at least {first + self.lengths[at]} columns (or pos select fewer)"
+                rule = least if grows else f"size {full}"
+                raise EditError(
+                    f"the source at {self.point} must have {rule} along {axis}; got {size}"
+                )
+            value = value.narrow(at, first, self.lengths[at])
+        return value.to(like.device)
+
+
+def locate(
+    activation: Shaped[Tensor, "..."],
+    point: Point,
+    where: Mapping[str, Any],
+    source_pos: Any = None,
+    n_source: int = 0,
+) -> Place | None:
+    """The part of an activation that `where` selects; None if this piece of the text has nothing of it.
+
+    Args:
+        activation: the value at `point`.
+        point: its axes say what the names in `where` mean.
+        where: results of `plain` by axis.
+        source_pos: which of the source's `n_source` columns go to the selected positions, in order, or
+            one for all; None for the same columns.
+
+    Raises:
+        UnknownNameError: if the point lacks an axis.
+        EditError: if an index is outside its axis, or outside the text of a run that is no piece.
+    """
+    check_axes(where, point)
+    axes, held = point.axes or tuple(map(str, range(activation.ndim))), tuple(activation.shape)
+    if len(axes) != len(held):
+        raise EditError(f"{point} must have these axes; got shape {held}")
+    along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
+    if source_pos is not None and along is None:
+        raise EditError(f"source_pos needs an axis of positions; got {point}")
+    sizes, box, mask, taken = list(held), [slice(0, n) for n in held], None, None
+    if along is not None and is_piece():
+        end = start_of_piece() + held[along]
+        sizes = [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
+    # Keys that a window has dropped come before the first.
+    firsts = [full - n for full, n in zip(sizes, held, strict=True)]
+    batch = axes.index("batch") if "batch" in axes else -1
+    for at, axis in enumerate(axes):
+        source = source_pos if at == along else None
+        if axis not in where and source is None:
+            continue
+        what = f"{axis} at {point.name}"
+        strict = axis not in TEXT_AXES or along is None or not is_piece()
+        rows = columns(where.get(axis, slice(None)), sizes[at], strict, what)
+        sources = (
+            [[0]] if source is None else columns(source, n_source, True, f"source_pos of {what}")
+        )
+        n_rows = sizes[batch] if batch not in (-1, at) else 1
+        chosen = _chosen(rows, sources, range(firsts[at], sizes[at]), n_rows, what)
+        each = len(chosen) > 1
+        # Only the rows that are left: the batch is the first axis.
+        chosen = chosen[box[batch]] if each else chosen
+        inside = [n for n in range(held[at]) if any(row[n] >= 0 for row in chosen)]
+        if not inside:
+            return None
+        box[at] = slice(inside[0], inside[-1] + 1)
+        firsts[at] += inside[0]
+        width = inside[-1] + 1 - inside[0]
+        if each or source is not None or len(inside) < width:
+            shape = [1] * len(axes)
+            shape[at] = width
+            if each:
+                shape[batch] = len(chosen)
+            numbers = torch.tensor([row[box[at]] for row in chosen]).view(shape)
+            taken = taken if source is None else numbers.clamp(min=0)
+            mask = numbers >= 0 if mask is None else mask & (numbers >= 0)
+    return Place(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
+
+
+def _chosen(
+    rows: list[list[int]], sources: list[list[int]], held: range, n_rows: int, what: str
+) -> list[list[int]]:
+    """The source's column for each place of an axis that an activation holds; -1 where nothing changes.
+
+    One row for all examples, or one for each.
+    """
+    n = max(len(rows), len(sources))
+    if n > 1 and not {len(rows), len(sources)} <= {1, n_rows}:
+        raise EditError(
+            f"{what} must have the columns of each of {n_rows} rows, or of all; got {n}"
+        )
+    if len(sources[0]) not in (1, len(rows[0])):
+        rule = f"one column, or one for each of {len(rows[0])} positions"
+        raise EditError(f"source_pos of {what} must have {rule}; got {len(sources[0])}")
+    chosen = [[-1] * len(held) for _ in range(n)]
+    for copy, its in enumerate(chosen):
+        row, source = rows[copy % len(rows)], sources[copy % len(sources)]
+        for m, column in enumerate(row):
+            if column in held:
+                its[column - held.start] = source[m % len(source)]
+    return chosen

@@ -1,0 +1,206 @@
+"""Edited runs of one batch as rows of larger batches."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from hooks import EditedPoint, HookError
+from hooks._torch import PeakBytes
+from hooks.errors import NEVER_FIRED, require_fired
+from hooks.point import first_tensor, with_first_tensor
+from hooks.session import Edits, Session
+from interp.metrics import Metric, last_of, per_example, real_columns
+from interp.protocol import logits_of
+
+Done = Callable[[float], object]
+"""Called with the work just done, in forward passes of one batch."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One edited run of the batch.
+
+    Attributes:
+        index: its number in the sweep.
+        edits: what it edits.
+        pos: the first position that it runs.
+        layer: the first block that it runs.
+        early, late: whether it edits the model before and after its blocks.
+        fired: the names of the edited points that it reached.
+    """
+
+    index: int
+    edits: Sequence[EditedPoint]
+    pos: int = 0
+    layer: int = 0
+    early: bool = False
+    late: bool = False
+    fired: set[str] = field(default_factory=set)
+
+    def require_fired(self) -> None:
+        """Raises a NeverFiredError if the run missed an edited point."""
+        require_fired([edited.point.name for edited in self.edits], self.fired, NEVER_FIRED)
+
+
+class Batch:
+    """The texts of a sweep, and its metric.
+
+    Args:
+        tokens: the texts.
+        attention_mask: which tokens are not padding; None for all.
+        metric: a function from logits to a number per example.
+
+    Attributes:
+        kwargs: the model's arguments besides the tokens.
+        columns: the positions that the metric reads, Int[batch last]; None for all.
+    """
+
+    def __init__(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        attention_mask: Shaped[Tensor, "batch pos"] | None,
+        metric: Metric,
+    ) -> None:
+        self.tokens = tokens
+        self.kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
+        size, n_pos = tokens.shape
+        last = last_of(metric)
+        self.columns = real_columns(last, n_pos, size, attention_mask) if last else None
+        self.metric = metric
+
+    def read(
+        self, values: Float[Tensor, "rows pos d"], start: int = 0
+    ) -> Float[Tensor, "rows _read d"]:
+        """The positions that the metric reads, from copies of the batch from column `start` on."""
+        if self.columns is None:
+            return values
+        columns = (self.columns - start).to(values.device)
+        columns = columns.repeat(len(values) // len(columns), 1)[..., None]
+        return values.gather(1, columns.expand(-1, -1, values.shape[-1]))
+
+    def measure(self, logits: Float[Tensor, "batch _read vocab"]) -> Float[Tensor, " batch"]:
+        """The metric of one run. It may be NaN.
+
+        Raises:
+            ValueError: if the metric does not return one number per example.
+        """
+        return per_example(self.metric, logits, len(self.tokens))
+
+
+def stacked(jobs: Sequence[Job], size: int, inside: Container[nn.Module] | None = None) -> Edits:
+    """Forward hooks that edit copies of a batch, one copy for each job.
+
+    Args:
+        jobs: the runs, in the order of the copies.
+        size: the rows of one copy.
+        inside: only these modules are edited; None for all.
+    """
+    places: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
+    for n, job in enumerate(jobs):
+        for edited in job.edits:
+            if inside is None or edited.point.module in inside:
+                places.setdefault(edited.point.module, []).append((n, job, edited))
+    edit = partial(_edit_rows, len(jobs), size)
+    return [(module, partial(edit, found)) for module, found in places.items()]
+
+
+def _edit_rows(
+    copies: int, size: int, places: list[tuple[int, Job, EditedPoint]], output: Any
+) -> Any:
+    value = first_tensor(output, places[0][2].point)
+    if copies == 1:  # which axis is the batch does not matter
+        [(_, job, edited)] = places
+        job.fired.add(edited.point.name)
+        return with_first_tensor(output, edited.apply(value))
+    if not has_rows(value, copies * size):
+        raise NoRowsError(f"{places[0][2].point} must have a row for each text")
+    value = value.clone()
+    for n, job, edited in places:
+        rows = slice(n * size, (n + 1) * size)
+        value[rows] = edited.apply(value[rows])
+        job.fired.add(edited.point.name)
+    return with_first_tensor(output, value)
+
+
+class NoRowsError(HookError):
+    """A value that several runs edit does not have the rows of the batch as its first axis."""
+
+
+def has_rows(value: Tensor, rows: int) -> bool:
+    """Whether the first axis has so many places."""
+    return value.ndim > 0 and len(value) == rows
+
+
+class WholeRuns:
+    """Edited runs as rows of whole forward passes.
+
+    Args:
+        model: any model.
+        batch: the texts and the metric.
+        jobs: the edited runs.
+        max_bytes: bounds the memory beyond the model; None for one run at a time.
+
+    Attributes:
+        forwards: the work of all runs, in forward passes of the batch.
+
+    Raises:
+        ValueError: if `max_bytes` is too small for one run.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, jobs: Sequence[Job], max_bytes: int | None
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.jobs = jobs
+        self.forwards = float(len(jobs))
+        self._at_once = 1
+        if max_bytes is not None:
+            modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
+            with PeakBytes() as memory, acting([(module, copied) for module in modules]):
+                batch.measure(batch.read(logits_of(model(batch.tokens, **batch.kwargs))))
+            if max_bytes < memory.peak:
+                raise too_small(max_bytes, memory.peak)
+            self._at_once = max_bytes // memory.peak
+
+    def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
+        """Each job with its metric."""
+        for start in range(0, len(self.jobs), self._at_once):
+            jobs = self.jobs[start : start + self._at_once]
+            try:
+                values = self._measured(jobs)
+            except NoRowsError:
+                values = [value for job in jobs for value in self._measured([job])]
+            done(len(jobs))
+            yield from zip(jobs, values, strict=True)
+
+    def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
+        tokens = self.batch.tokens.repeat(len(jobs), 1)
+        kwargs = {name: value.repeat(len(jobs), 1) for name, value in self.batch.kwargs.items()}
+        with acting(stacked(jobs, len(self.batch.tokens))):
+            logits = self.batch.read(logits_of(self.model(tokens, **kwargs)))
+        return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
+
+
+def acting(edits: Edits) -> Session:
+    """A `with` in which the edits act, in cached runs too."""
+    session = Session()
+    for module, edit in edits:
+        session.after(module, edit, edit)
+    return session
+
+
+def copied(output: Any) -> Any:
+    """A copy of a tensor; anything else itself."""
+    return output.clone() if isinstance(output, Tensor) else output
+
+
+def too_small(max_bytes: int, needed: int) -> ValueError:
+    """The error of a bound that no run fits."""
+    return ValueError(
+        f"max_bytes must be at least {needed:,} for one edited run of this batch; got {max_bytes:,}"
+    )

@@ -1,0 +1,214 @@
+"""Sites: where runs are compared, over which axes, and which texts belong to which run."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hooks import ActivationCache, HookedRunner
+from hooks.errors import unknown_name
+from hooks.names import layers as by_layer
+from interp.edits import Edit
+from interp.metrics import Metric
+from interp.pairs import Pairs, as_pairs
+
+SITES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("resid_pre", "resid_mid", "resid_post"), ("layer", "pos")),
+    **dict.fromkeys(("attn_out", "mlp_out", "mlp.post"), ("layer", "pos")),
+    **dict.fromkeys(("z", "q", "k", "v", "scores", "pattern"), ("layer", "head")),
+}
+"""What can be compared, and over which axes unless others are given."""
+
+# The axes of a result besides `layer`, each with the axes of a point that it may be.
+_SELECTS = {
+    "pos": ("pos",),
+    "span": ("pos",),
+    "head": ("head", "kv_head"),
+    "neuron": ("d_mlp",),
+    "query": ("query",),
+    "key": ("key",),
+}
+Place = tuple[int | str, dict[str, Any]]
+"""A label, and what is selected there: along `layer` a point's name."""
+Direction = Literal["denoising", "noising"]
+T = TypeVar("T")
+
+
+class Text(NamedTuple):
+    """The texts of one run: tokens [batch, pos], their mask, and positions [batch, n] of spans by name."""
+
+    tokens: Tensor
+    mask: Tensor | None = None
+    spans: Mapping[str, Tensor] = {}
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The model's arguments besides the tokens."""
+        return {} if self.mask is None else {"attention_mask": self.mask}
+
+
+class Choice(NamedTuple):
+    """Which places are compared; see `activation_patching`."""
+
+    site: str = "resid_pre"
+    over: Sequence[str] | None = None
+    layers: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    neurons: int | None = None
+
+
+def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
+    """The names of a choice's points, by layer.
+
+    Raises:
+        UnknownNameError: if there is no such site, or the model lacks it.
+        ValueError: if a layer is not there.
+    """
+    if choice.site not in SITES:
+        raise unknown_name(choice.site, SITES, "site")
+    return _some("layers", by_layer(choice.site, runner.points), choice.layers)
+
+
+def texts_of(pairs: Pairs) -> tuple[Text, Text]:
+    """The clean and the corrupted texts."""
+    clean = Text(pairs.clean, pairs.attention_mask, pairs.spans)
+    return clean, Text(pairs.corrupted, pairs.corrupted_mask, pairs.corrupted_spans)
+
+
+def metric_of(clean: Tensor | Pairs, metric: Metric | None) -> Metric:
+    """The metric that was given, or that of the pairs.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    if metric is not None:
+        return metric
+    if not isinstance(clean, Pairs):
+        raise ValueError("a metric must be given, or pairs with answers; got neither")
+    return clean.metric()
+
+
+def compared(
+    clean: Tensor | Pairs,
+    corrupted: Tensor | None,
+    direction: Direction,
+    attention_mask: Tensor | None,
+) -> tuple[Text, Text]:
+    """The text of the run that is edited, and that of the run that values come from.
+
+    Raises:
+        ValueError: if there is no such direction, or the texts do not fit.
+    """
+    if direction not in ("denoising", "noising"):
+        raise ValueError(f"direction must be 'denoising' or 'noising'; got {direction!r}")
+    first, second = texts_of(as_pairs(clean, corrupted, attention_mask))
+    return (first, second) if direction == "noising" else (second, first)
+
+
+def places_of(
+    choice: Choice,
+    names: Mapping[int, str],
+    values: ActivationCache,
+    edited: Text,
+    source: Text | None = None,
+) -> dict[str, list[Place]]:
+    """The places along each axis of the result.
+
+    Args:
+        choice: which places.
+        names: the names of its points, by layer.
+        values: a cache of one of them, for its sizes.
+        edited, source: the texts of the two runs; without a source only one run is edited.
+
+    Raises:
+        ValueError: if the axes are not those of the site, or places do not correspond.
+    """
+    over = SITES[choice.site] if choice.over is None else choice.over
+    over = (over,) if isinstance(over, str) else tuple(over)
+    if not over or len(set(over)) < len(over):
+        raise ValueError(f"over must be different axes, at least one; got {over}")
+    if {"pos", "span"} <= {*over}:
+        raise ValueError(f"over must have 'pos' or 'span', not both; got {over}")
+    for axis, given in (("head", choice.heads), ("neuron", choice.neurons)):
+        if given is not None and axis not in over:
+            raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
+    if source is not None and "span" not in over and not _are_aligned(edited, source):
+        raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
+    name = next(iter(names.values()))
+    sizes = dict(zip(values.axes(name), values[name].shape, strict=True))
+    return {
+        axis: [(layer, {"layer": name}) for layer, name in names.items()]
+        if axis == "layer"
+        else _along(axis, choice, sizes, edited, source)
+        for axis in over
+    }
+
+
+def entries(
+    names: Mapping[int, str], places: Mapping[str, list[Place]], put: Callable[..., Edit]
+) -> list[list[tuple[list[str], Edit]]]:
+    """For each place, in order, the edit that `put` makes there, as `sweep` takes it.
+
+    Args:
+        names: the names of the points, by layer.
+        places: the places along each axis.
+        put: makes an edit of a place that is selected by axis names.
+    """
+    found = []
+    for chosen in itertools.product(*places.values()):
+        where = {axis: at for _, selected in chosen for axis, at in selected.items()}
+        at = [where.pop("layer")] if "layer" in where else [*names.values()]
+        found.append([(at, put(**where))])
+    return found
+
+
+def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
+    """The labels along each axis."""
+    return {axis: [label for label, _ in along] for axis, along in places.items()}
+
+
+def _are_aligned(one: Text, other: Text) -> bool:
+    full = [torch.ones_like(t.tokens) if t.mask is None else t.mask.long() for t in (one, other)]
+    return torch.equal(*full)
+
+
+def _along(
+    axis: str, choice: Choice, sizes: Mapping[str, int], edited: Text, source: Text | None
+) -> list[Place]:
+    """The places along one axis of a point with these sizes."""
+    own = next((own for own in _SELECTS.get(axis, ()) if own in sizes), None)
+    if own is None:
+        has = [name for name, axes in _SELECTS.items() if not sizes.keys().isdisjoint(axes)]
+        raise ValueError(f"over must be of layer, {', '.join(has)} at {choice.site}; got {axis!r}")
+    if axis == "span":
+        if not edited.spans:
+            raise ValueError("over=['span'] needs Pairs with spans; got none")
+        return [
+            (name, {own: at} if source is None else {own: at, "source_pos": source.spans[name]})
+            for name, at in edited.spans.items()
+        ]
+    if axis == "neuron":
+        size = 1 if choice.neurons is None else choice.neurons
+        if size < 1:
+            raise ValueError(f"neurons must be at least 1; got {size}")
+        groups = [range(sizes[own])[n : n + size] for n in range(0, sizes[own], size)]
+        return [(_label(group), {own: slice(group.start, group.stop)}) for group in groups]
+    indices = {n: n for n in range(sizes[own])}
+    if axis == "head":
+        indices = _some("heads", indices, choice.heads)
+    return [(n, {own: n}) for n in indices]
+
+
+def _label(group: range) -> int | str:
+    return group[0] if len(group) == 1 else f"{group[0]}-{group[-1]}"
+
+
+def _some(what: str, known: Mapping[int, T], wanted: Sequence[int] | None) -> dict[int, T]:
+    """Those of `known` that are wanted; all if nothing is said."""
+    if wanted is None:
+        return dict(known)
+    if not wanted or not known.keys() >= set(wanted):
+        raise ValueError(f"{what} must be of {[*known]}; got {[*wanted]}")
+    return {n: known[n] for n in wanted}

@@ -1,0 +1,143 @@
+"""The unedited run of a sweep: what edited runs share with it, and whether they can begin inside it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import EditedPoint, HookedRunner
+from hooks._torch import version
+from hooks.point import first_tensor
+from hooks.session import Session
+from interp.edits import Edit
+from interp.protocol import logits_of
+from interp.rows import Batch, Job, has_rows
+
+
+class Unedited:
+    """Runs the model once without edits.
+
+    It tries each `Edit` on the values of this run, so that errors come before long work.
+
+    Args:
+        runner: the model's.
+        batch: the texts and the metric.
+        jobs: the edited runs to come.
+
+    Attributes:
+        logits: what the metric reads, [batch, read, vocab].
+        stages: when each edited module ran: -1 before the blocks, n in block n, n + 0.5 after it.
+        streams: what entered each block, and what left the last one, [batch, pos, d_model].
+        past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited run
+            begins after the first position.
+        context: what the blocks read besides the stream.
+
+    Raises:
+        EditError: if an edit does not fit.
+        NeverFiredError: if the run does not reach an edited point.
+    """
+
+    def __init__(self, runner: HookedRunner, batch: Batch, jobs: Sequence[Job]) -> None:
+        self.model: Any = runner.model
+        self.batch = batch
+        self.stages: dict[nn.Module, set[float]] = {}
+        self.streams: list[Tensor] = []
+        self.past: list[list[Tensor]] = []
+        self.context: Any = None
+        self._kept = 2 if any(job.pos for job in jobs) else 0
+        self._stage = -1.0
+        self._by_rows = True
+        self._calls: list[tuple[Any, ...]] = []
+        self._outputs: list[Any] = []
+        blocks = list(getattr(self.model, "blocks", ()))
+        with Session() as session:
+            # Before the blocks' own hooks, so that the output of a block counts as inside.
+            for module, edited in _by_module(jobs).items():
+                session.after(module, partial(self._try, module, edited))
+            for layer, block in enumerate(blocks):
+                session.before(block, partial(self._enter, layer))
+                session.after(block, partial(self._leave, layer))
+                for point in _keys_and_values(block, runner) if self._kept else ():
+                    session.after(point, self._keep)
+            output = self.model(batch.tokens, **batch.kwargs)
+        self.logits = batch.read(logits_of(output))
+        for job in jobs:
+            job.fired = {e.point.name for e in job.edits if e.point.module in self.stages}
+            job.require_fired()
+            job.fired = set()
+
+    def _try(self, module: nn.Module, edits: list[EditedPoint], output: Any) -> None:
+        value = first_tensor(output, edits[0].point)
+        self.stages.setdefault(module, set()).add(self._stage)
+        # Before and after the blocks each edited run is computed alone.
+        inside = self._stage in range(len(self._calls))
+        self._by_rows &= not inside or has_rows(value, len(self.batch.tokens))
+        for edited in edits:
+            # Functions may have a state, and must not run once more.
+            if all(isinstance(hook, Edit) for hook in edited.hooks):
+                edited.apply(value)
+
+    def _enter(self, layer: int, args: Any, kwargs: Any) -> None:
+        self._stage = layer
+        self.past.append([])
+        is_plain = len(args) == 2 and not kwargs and isinstance(args[0], Tensor)
+        self._calls.append((*args, version(args[0])) if is_plain else ())
+
+    def _leave(self, layer: int, output: Any) -> None:
+        self._stage = layer + 0.5
+        self._outputs.append(output)
+
+    def _keep(self, value: Tensor) -> None:
+        # Contiguous, because queries, keys and values may share one tensor.
+        self.past[-1].append(value.detach().transpose(1, 2).contiguous())
+
+    def is_resumable(self) -> bool:
+        """Whether the forward pass has the steps from which an edited run can begin in the middle.
+
+        If it has, `streams`, `past` and `context` are theirs.
+        """
+        model, calls, outputs = self.model, self._calls, self._outputs
+        n_blocks = len(getattr(model, "blocks", ()))
+        if not n_blocks or len(calls) != n_blocks or not all(calls) or not self._by_rows:
+            return False
+        known = {-1.0, *map(float, range(n_blocks)), n_blocks - 0.5}
+        self.context = calls[0][1]
+        self.streams = [stream for stream, _, _ in calls] + outputs[-1:]
+        return (
+            set().union(*self.stages.values()) <= known
+            and all(context is self.context for _, context, _ in calls)
+            and all(hasattr(self.context, part) for part in ("repeated", "after"))
+            and all(len(kept) == self._kept for kept in self.past)
+            # No block wrote into the stream that it was given.
+            and all(version(stream) == before for stream, _, before in calls)
+            and all(map(_are_close, outputs, self.streams[1:]))
+            and all(hasattr(model, step) for step in ("input_resid", "unembed"))
+            and _are_close(model.input_resid(self.batch.tokens, self.context), self.streams[0])
+            and _are_close(model.unembed(self.batch.read(self.streams[-1])), self.logits)
+        )
+
+
+def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
+    """The block's points `k` and `v`."""
+    inside = set(block.modules())
+    ends = {
+        p.name.rpartition(".")[2]: p.module for p in runner.points.values() if p.module in inside
+    }
+    return [ends[end] for end in ("k", "v") if end in ends]
+
+
+def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
+    found: dict[nn.Module, list[EditedPoint]] = {}
+    for job in jobs:
+        for edited in job.edits:
+            found.setdefault(edited.point.module, []).append(edited)
+    return found
+
+
+def _are_close(ours: Any, theirs: Tensor) -> bool:
+    if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
+        return False
+    size = min(0.03, 1000 * torch.finfo(theirs.dtype).eps) * theirs.abs().max().item()
+    return ours is theirs or torch.allclose(ours, theirs, rtol=0, atol=size, equal_nan=True)

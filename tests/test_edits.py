@@ -1,0 +1,564 @@
+"""Edits against numpy, hand-written hooks, the model's own masks, and the same text read in pieces."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hooks import (
+    ActivationCache,
+    ContextError,
+    EditedPoint,
+    EditError,
+    HookedRunner,
+    HookPoint,
+    Point,
+    UnknownNameError,
+    is_piece,
+    start_of_piece,
+    starting_at,
+)
+from interp import edits
+from models import KVCache, Transformer, TransformerConfig, generate
+
+BATCH, POS, VOCAB = 5, 7, 23
+
+
+def made(**options):
+    """A random model in float64. No two axes are of one size, but `query` and `key`."""
+    sizes = dict(vocab_size=VOCAB, n_ctx=19, n_layers=2, n_heads=6, n_kv_heads=3, d_head=4)
+    model = Transformer(TransformerConfig(d_model=10, d_mlp=13, **sizes | options)).eval().double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return HookedRunner(model)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return made()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """The base batch, and another of the same size."""
+    drawn = torch.randint(VOCAB, (2, BATCH, POS), generator=torch.Generator().manual_seed(1))
+    return drawn[0], drawn[1]
+
+
+@pytest.fixture(scope="module")
+def source(wide, texts):
+    return wide.run_with_cache(texts[1])[1]
+
+
+def drawn_index(rng, size):
+    """An index in the form users give it, and the places that it means."""
+    match rng.randrange(4):
+        case 0:
+            given = rng.randrange(-size, size)
+            return given, [given % size]
+        case 1:
+            given = slice(rng.randrange(size), None, rng.randrange(1, 3))
+        case 2:
+            given = [rng.randrange(-size, size) for _ in range(rng.randrange(1, 4))]
+            return rng.choice([given, torch.tensor(given)]), sorted({n % size for n in given})
+        case 3:
+            mask = [rng.random() < 0.5 for _ in range(size)]
+            mask[rng.randrange(size)] = True
+            return rng.choice([mask, np.array(mask)]), [n for n in range(size) if mask[n]]
+    return given, list(range(size))[given]
+
+
+def donors_of(source, seed):
+    """Read off a source whose rows hold their own number."""
+    rows = torch.arange(len(source), dtype=torch.float64)[:, None]
+    donated = edits.resample(rows, seed)(torch.zeros_like(rows), Point("any", ("batch", "n")))
+    return donated[:, 0].long().tolist()
+
+
+def drawn_change(rng, name, cache):
+    """A function that makes an edit, and the same change in numpy: (whole value, region, its subscript)."""
+    source, width = cache[name].numpy(), cache[name].shape[-1]
+    two = np.random.default_rng(rng.randrange(99)).normal(size=(width, 2))
+    onto = two @ np.linalg.inv(two.T @ two) @ two.T
+    donors = donors_of(source, 3)
+    given = rng.choice([cache, cache[name]])
+    return rng.choice(
+        [
+            (edits.zero, lambda x, at: 0 * x),
+            (lambda **at: edits.scale(-1.5, **at), lambda x, at: -1.5 * x),
+            (lambda **at: edits.add(given, **at), lambda x, at: x + source[at]),
+            (
+                lambda **at: edits.add(torch.from_numpy(two[:, 0]), **at),
+                lambda x, at: x + two[:, 0],
+            ),
+            (lambda **at: edits.replace(given, **at), lambda x, at: source[at]),
+            (lambda **at: edits.resample(given, 3, **at), lambda x, at: source[donors][at]),
+            (
+                lambda **at: edits.mean(given, **at),
+                lambda x, at: np.broadcast_to(source.mean(0, keepdims=True), source.shape)[at],
+            ),
+            (
+                lambda **at: edits.project_out(torch.from_numpy(two), **at),
+                lambda x, at: x - x @ onto,
+            ),
+            (
+                lambda **at: edits.interchange(given, torch.from_numpy(two), **at),
+                lambda x, at: x + (source[at] - x) @ onto,
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_equals_numpy(wide, texts, source, seed):
+    rng = random.Random(seed)
+    name = rng.choice([n for n in wide.points if wide.points[n].axes[-1] != "1"])
+    before = wide.capture(texts[0], names=name)[name].numpy()
+    axes = wide.points[name].axes
+    # The last axis stays whole: some changes are along it.
+    chosen = rng.sample(range(len(axes) - 1), rng.randrange(len(axes)))
+    indices = {at: drawn_index(rng, before.shape[at]) for at in chosen}
+    make, change = drawn_change(rng, name, source)
+    edit = make(**{axes[at]: given for at, (given, _) in indices.items()})
+    with wide.hooks({name: edit}, receipts=True) as context:
+        edited = wide.capture(texts[0], names=name)[name].numpy()
+    whole = [list(range(n)) for n in before.shape]
+    at = np.ix_(*(indices[n][1] if n in indices else every for n, every in enumerate(whole)))
+    expected = before.copy()
+    expected[at] = change(before[at], at)
+    np.testing.assert_allclose(edited, expected, rtol=0, atol=1e-12)
+    (receipt,) = context.receipts
+    changed = abs(edited - before)
+    assert receipt.calls == 1
+    assert receipt.rows == (changed.reshape(BATCH, -1) > 0).any(1).sum()
+    assert receipt.largest == changed.max()
+
+
+SPANS = torch.tensor([[1, 3], [0, 6], [2, 2], [-1, 4], [5, 0]])
+ELSEWHERE = torch.tensor([[6, 0], [1, 1], [2, 3], [4, -2], [0, 5]])
+
+
+@pytest.mark.parametrize(
+    ("pos", "source_pos"),
+    [(SPANS, None), (SPANS, ELSEWHERE), (SPANS, [3, 0]), ([0, 4], ELSEWHERE), (4, ELSEWHERE[:, 1:]), (slice(2, 4), slice(-2, None)), ([1, -1], 3), (None, 2)],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [None, [1, 4]])
+def test_positions_of_each_example_and_of_the_source(wide, texts, source, pos, source_pos, rows):
+    name, where = "blocks.1.attn.z", {} if rows is None else {"batch": rows}
+    where |= {} if pos is None else {"pos": pos}
+    expected = wide.capture(texts[0], names=name)[name].clone()
+
+    def listed(index, row):
+        if isinstance(index, torch.Tensor):
+            return index[row].tolist()
+        found = np.arange(POS)[index if index is not None else slice(None)]
+        return np.atleast_1d(found).tolist()
+
+    for row in range(BATCH) if rows is None else rows:
+        here = listed(pos, row)
+        there = here if source_pos is None else listed(source_pos, row)
+        for n, column in enumerate(here):
+            expected[row, column, 3] = source[name][row, there[n % len(there)], 3]
+    with wide.hooks({name: edits.replace(source, head=3, source_pos=source_pos, **where)}):
+        assert torch.equal(wide.capture(texts[0], names=name)[name], expected)
+
+
+def test_values_of_another_layer_position_and_length(wide, texts, source):
+    short = wide.run_with_cache(texts[1][:, :4])[1]
+    name = "blocks.1.attn.z"
+    plain = wide.capture(texts[0], names=name)[name]
+    for given, value in (
+        (edits.replace(source["z", 0], head=2), source["z", 0][:, :, 2]),
+        (edits.replace(source["z", 0][:1], head=2), source["z", 0][:1, :, 2]),
+        (edits.add(3 * source["z", 0][:, 5, 2] - 3 * plain[:, 5, 2], pos=5, head=2), None),
+        (edits.replace(source.at(pos=5), head=2), source["z", 1][:, 5, None, 2]),
+        (edits.replace(source.at(head=0), head=2), source["z", 1][:, :, 0]),
+        (edits.replace(short, source_pos=3, head=2), short["z", 1][:, 3, None, 2]),
+        (edits.mean(short, ("batch", "pos"), head=2), short["z", 1][:, :, 2].mean((0, 1))),
+    ):
+        with wide.hooks({name: given}):
+            edited = wide.capture(texts[0], names=name)[name]
+        expected = plain.clone()
+        if value is None:
+            expected[:, 5, 2] = 3 * source["z", 0][:, 5, 2] - 2 * plain[:, 5, 2]
+        else:
+            expected[:, :, 2] = value
+        torch.testing.assert_close(edited, expected, rtol=0, atol=1e-14)
+
+
+def test_a_mean_leaves_padding_out(wide, texts):
+    real = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] * 3 + [0] * 4, [1] * 7, [1] * 6 + [0]])
+    _, padded = wide.run_with_cache(texts[1], attention_mask=real)
+    weights = real.numpy()
+    for over, name in (("batch", "resid_mid"), (("batch", "pos"), "z"), ("batch", "pattern")):
+        value = padded[name, 1].numpy()
+        kept = weights.reshape(
+            BATCH, *((1, POS) if name == "pattern" else (POS, 1)), *[1] * (value.ndim - 3)
+        )
+        along = (0,) if over == "batch" else (0, 1)
+        expected = (value * kept).sum(along) / kept.sum(along)
+        edited = edits.mean(padded, over, real)(
+            padded[name, 1].clone(), wide.points[padded.name((name, 1))]
+        )
+        np.testing.assert_allclose(
+            edited.numpy(), np.broadcast_to(expected, value.shape), atol=1e-13
+        )
+
+
+def test_a_mean_is_that_of_its_axes_and_keeps_no_graph():
+    point, x = Point("embed", ("batch", "pos", "d_model")), torch.zeros(2, 5, 3)
+    reference = torch.ones(7, 5, 3, requires_grad=True)
+    mean = edits.mean(reference, attention_mask=torch.ones(7, 5))
+    for _ in range(2):
+        mean.at(pos=1)(x.clone(), point).sum().backward()
+    torch.testing.assert_close(reference.grad[:, 1], torch.full((7, 3), 4 / 7))
+    mean = edits.mean(torch.arange(6.0).view(2, 3))
+    edited = mean.at(pos=1)(x, point)
+    assert torch.equal(edited[:, 1], torch.tensor([[1.5, 2.5, 3.5]] * 2))
+    with pytest.raises(UnknownNameError, match="batch"):  # here the two axes are pos and d_model
+        mean.at(batch=0)(x, point)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_a_donor_is_another_row_the_same_at_every_point(n):
+    for seed in range(20):
+        donors = donors_of(torch.zeros(n, 1), seed)
+        assert sorted(donors) == list(range(n))
+        assert all(row != donor for row, donor in enumerate(donors))
+    assert len({tuple(donors_of(torch.zeros(8, 1), seed)) for seed in range(20)}) > 15
+
+
+def test_noise_is_normal_and_belongs_to_its_place():
+    axes = ("batch", "pos", "d_model")
+    noisy, seen = edits.noise(0.5, seed=3), torch.zeros(3, 211, 401, dtype=torch.float64)
+    drawn = noisy(seen, Point("embed", axes)).clone()
+    flat = drawn.flatten() / 0.5
+    assert abs(flat.mean()) < 0.01
+    assert abs(flat.var() - 1) < 0.01
+    assert abs(flat.pow(4).mean() - 3) < 0.06
+    for shift in itertools.product((0, 1), repeat=3):
+        rolled = drawn.roll(shift, (0, 1, 2)).flatten() / 0.5
+        assert abs((flat * rolled).mean() - int(sum(shift) == 0)) < 0.01
+    others = (edits.noise(0.5, seed=4), "embed"), (noisy, "pos_embed")
+    for edit, name in others:
+        other = edit(torch.zeros_like(drawn), Point(name, axes)).flatten() / 0.5
+        assert abs((flat * other).mean()) < 0.01
+    part = edits.noise(0.5, 3, batch=1, pos=[4, 9])(torch.zeros_like(drawn), Point("embed", axes))
+    assert torch.equal(part[1, [4, 9]], drawn[1, [4, 9]])
+    assert not part[1, 5:9].any()
+    with starting_at(200):
+        late = noisy(torch.zeros(1, 11, 401, dtype=torch.float64), Point("embed", axes))
+    assert torch.equal(late[0], drawn[0, 200:])
+
+
+FORMS = [
+    {},
+    dict(attn_cap=2.0),
+    dict(window=3),
+    dict(positions="rotary", parallel=True),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_knockout_equals_the_models_own_mask(form, texts):
+    """Whatever query_key_mask takes away, knockout does too, also all keys of a query."""
+    runner = made(**form)
+    seen = torch.ones(POS, POS, dtype=torch.bool).tril()
+    seen &= ~torch.ones(POS, POS, dtype=torch.bool).tril(-form.get("window", POS))
+    for query, key, head in ((-1, [0, 2], None), (slice(2, 5), slice(None), [1, 4]), (None, 1, 3), ([0, 3], None, None)):  # fmt: skip
+        mask = seen.expand(BATCH, 6, POS, POS).clone()
+        for q, k in itertools.product(range(POS)[slice(None)], range(POS)):
+            inside = query is None or q in np.atleast_1d(np.arange(POS)[query])
+            inside &= key is None or k in np.atleast_1d(np.arange(POS)[key])
+            if inside:
+                mask[:, slice(None) if head is None else head, q, k] = False
+        where = {} if head is None else {"head": head}
+        edit = edits.knockout(query=query, key=key, **where)
+        edited = runner.run_with_hooks(texts[0], hooks={"*.scores": edit})
+        expected = runner.model(texts[0], query_key_mask=mask)
+        torch.testing.assert_close(edited, expected, rtol=0, atol=1e-11)
+
+
+def test_knockout_of_each_examples_own_columns():
+    scores, point = (
+        torch.zeros(BATCH, 6, POS, POS),
+        Point("scores", ("batch", "head", "query", "key")),
+    )
+    edited = edits.knockout(SPANS, ELSEWHERE, head=[2, 5])(scores.clone(), point)
+    for row in range(BATCH):
+        for head, q, k in itertools.product((2, 5), SPANS[row], ELSEWHERE[row]):
+            scores[row, head, q, k] = -torch.inf
+    assert torch.equal(edited, scores)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_read_in_pieces_is_edited_as_in_one(form, texts, source):
+    runner, cuts = made(**form), [0, 2, 3, 6, 7]
+    for hooks in (
+        {"blocks.*.resid_pre": edits.zero(pos=[1, 5])},
+        {
+            "blocks.0.attn.v": edits.replace(
+                source, pos=SPANS % POS, source_pos=ELSEWHERE, kv_head=1
+            )
+        },
+        {"*.z": edits.noise(0.7, pos=slice(1, 6)), "embed": edits.noise(0.3)},
+        {"*.scores": edits.knockout(query=[2, 3, 6], key=slice(1, 4))},
+        [("*.pattern", edits.scale(0.3, query=4, key=[3, 4])), ("*.scores", edits.noise(0.5))],
+        {"blocks.1.attn_out": edits.mean(source, pos=slice(3, None))},
+        {"blocks.1.mlp.post": edits.add(torch.ones(13).double(), pos=[True] * 3 + [False] * 4)},
+    ):
+        with runner.hooks(hooks):
+            whole, kv_cache = runner.model(texts[0]), KVCache()
+            parts = [
+                runner.model(texts[0][:, a:b], kv_cache=kv_cache)
+                for a, b in itertools.pairwise(cuts)
+            ]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
+
+
+def test_generation_reaches_an_edit_when_its_column_comes(wide, texts):
+    """The last column read is each new one in turn; columns that were never read change nothing."""
+    start, new = texts[0][:1, :4], 6
+    name, vector = "blocks.0.resid_mid", torch.linspace(-3, 3, 10).double()
+    hooks = [(name, edits.add(vector, pos=-1)), (name, edits.zero(pos=[6, 40]))]
+    with wide.hooks(hooks, receipts=True) as context:
+        (made,) = generate(wide.model, start, max_new_tokens=new, stop=())
+    assert [receipt.calls for receipt in context.receipts] == [new, new]
+    assert [receipt.rows for receipt in context.receipts] == [new, 1]
+
+    def by_hand(value, point):
+        value[:, 3:] += vector
+        value[:, 6:7] = 0
+
+    for end in range(4, 4 + new):
+        logits = wide.run_with_hooks(torch.tensor([made[:end]]), hooks={name: by_hand})
+        assert logits[0, -1].argmax() == made[end]
+
+
+def test_a_lazy_cache_is_edited_as_the_run_was(wide, texts):
+    longer = wide.run_with_cache(torch.cat([texts[1][:, 5:], texts[1]], 1))[1]
+    hooks = [
+        ("*.z", edits.resample(longer, 1, head=[0, 5])),
+        ("*.mlp_out", edits.noise(0.4, pos=-1)),
+        ("*.scores", edits.knockout(query=3)),
+    ]
+    with starting_at(2), wide.hooks(hooks, receipts=True) as context:
+        _, eager = wide.run_with_cache(texts[0])
+        _, lazy = wide.run_with_cache(texts[0], lazy=True)
+        before = [receipt.calls for receipt in context.receipts]
+        inside = lazy["z", 0]
+    assert torch.equal(inside, eager["z", 0])
+    with starting_at(11):
+        for name in eager:
+            torch.testing.assert_close(lazy[name], eager[name], rtol=0, atol=1e-11)
+    assert before == [receipt.calls for receipt in context.receipts] == [2] * 6
+    assert not is_piece()
+    assert start_of_piece() == 0
+
+
+def test_gradients_flow_through_what_is_left(wide, texts, source):
+    name = "blocks.0.resid_mid"
+
+    def by_hand(value, point):
+        return torch.cat([value[:, :2], source[name][:, 2:3], -3 * value[:, 3:]], 1)
+
+    pairs = [(name, edits.replace(source, pos=2)), (name, edits.scale(-3.0, pos=slice(3, None)))]
+    found = []
+    for hooks in (pairs, {name: by_hand}):
+        logits = wide.run_with_hooks(texts[0], hooks=hooks)
+        found.append(
+            torch.autograd.grad(logits.square().sum(), wide.model.token_embedding.weight)[0]
+        )
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_several_hooks_at_a_point_act_in_order_on_one_copy(wide, texts):
+    name, mine, seen = "blocks.1.resid_pre", torch.ones(BATCH, POS, 10).double(), []
+    plain = wide.capture(texts[0], names=name)[name]
+    pairs = [
+        (name, lambda value, point: value.mul_(3)),
+        (
+            "*.resid_pre",
+            lambda value, point: seen.append((value.data_ptr(), value[0, 0, 0].item())),
+        ),
+        (name, lambda value, point: mine if point.name == name else None),
+        (name, edits.zero(pos=0)),
+        (name, lambda value, point: value + 5),
+    ]
+    (first, rest) = sorted(wide.edits(pairs), key=lambda edited: -len(edited.hooks))
+    assert (first.point.name, len(first.hooks), len(rest.hooks)) == (name, 5, 1)
+    given = plain.clone()
+    edited = first.apply(given)
+    assert torch.equal(given, plain)
+    assert torch.equal(mine, torch.ones_like(mine)), "a later hook writes into nobody else's tensor"
+    assert (edited[:, 0] == 5).all()
+    assert (edited[:, 1:] == 6).all()
+    assert seen[0][1] == 3 * plain[0, 0, 0]
+    copies = []
+    keep = EditedPoint(first.point, (lambda v, p: copies.append(v.data_ptr()),) * 3).apply(plain)
+    assert len(set(copies)) == 1
+    assert torch.equal(keep, plain)
+    grads = []
+    backward = [(name, lambda grad, point: grad * 0 + 2), (name, lambda grad, point: grad + 3)]
+    backward.append((name, lambda grad, point: grads.append(grad)))
+    wide.run_with_hooks(texts[0], backward=backward).sum().backward()
+    assert (grads[0] == 5).all()
+
+
+def test_receipts_say_what_each_hook_did(wide, texts):
+    def nothing(value, point):
+        return None
+
+    def to_nan(value, point):
+        value[1, 2] = torch.nan
+
+    normed = "ln_final.normalized"
+    hooks = [("*.attn_out", edits.zero(batch=[0, 3])), ("embed", nothing), (normed, to_nan)]
+    hooks.append((normed, edits.scale(1.0)))
+    with wide.hooks(hooks, receipts=True) as context:
+        wide.model(texts[0])
+    plain = wide.run_with_cache(texts[0])[1]
+    zeroed, again, idle, broken, same = context.receipts
+    assert (zeroed.point.name, again.point.name) == ("blocks.0.attn_out", "blocks.1.attn_out")
+    assert (zeroed.calls, zeroed.rows) == (1, 2)
+    assert zeroed.largest == pytest.approx(plain["attn_out", 0][[0, 3]].abs().max().item())
+    assert (idle.hook, idle.calls, idle.rows, idle.largest) == (nothing, 1, 0, 0)
+    assert broken.rows == 1
+    assert np.isnan(broken.largest)
+    assert (same.calls, same.rows, same.largest) == (1, 0, 0)
+    table = repr(context.receipts).split("\n")
+    assert [line.split()[-2] for line in table[1:]] == ["2", "2", "0", "1", "0"]
+    assert "nothing" in table[3]
+    with wide.hooks({"embed": nothing}) as context, pytest.raises(ContextError, match="receipts"):
+        context.receipts  # noqa: B018  # the reading is what is refused
+    with wide.hooks({"embed": nothing}, receipts=True) as context:
+        wide.plan(texts[0])
+    assert context.receipts[0].calls == 0
+    reading = HookedRunner(nn.Sequential(nn.Flatten(0)))
+    with reading.hooks({"0": lambda value, point: value * 2}, receipts=True) as context:
+        reading.model(torch.tensor([[3.0, -5.0]]))
+    assert (context.receipts[0].rows, context.receipts[0].largest) == (2, 5)
+
+
+def test_a_place_may_be_narrowed_but_not_chosen_twice(source):
+    edit = edits.mean(source, head=2)
+    assert edit.at(pos=5).where == {"head": 2, "pos": 5}
+    assert edit.where == {"head": 2}
+    with pytest.raises(ValueError, match="head"):
+        edit.at(head=3)
+    with pytest.raises(AttributeError):
+        edit.where = {}
+    assert repr(edits.scale(2.5, head=[1, 2]).at(pos=slice(3, None))) == (
+        "edits.scale(2.5, head=[1, 2], pos=slice(3, None))"
+    )
+    assert repr(edits.noise(0.5, seed=7, pos=3)) == "edits.noise(0.5, seed=7, pos=3)"
+    assert repr(edits.replace(torch.ones(2, 3), source_pos=1)) == (
+        "edits.replace(Tensor[2, 3], source_pos=1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "name", "first"),
+    [
+        (edits.zero(pos=-2), "blocks.0.resid_pre", 5),
+        (edits.zero(pos=slice(3, None)), "blocks.0.attn.z", 3),
+        (edits.zero(pos=[False, False, True, False, True, True, False]), "embed", 2),
+        (edits.zero(pos=SPANS[[0, 2]]), "embed", 1),
+        (edits.zero(pos=SPANS % POS).at(head=0), "blocks.0.attn.q", 0),
+        (edits.zero(pos=SPANS[2:3]), "embed", 2),
+        (edits.knockout(query=[4, 6], key=1), "blocks.0.attn.scores", 4),
+        (edits.knockout(key=4), "blocks.0.attn.scores", 0),
+        (edits.zero(head=1), "blocks.0.attn.z", 0),
+        (edits.add(torch.ones(())), "anything", 0),
+    ],
+)
+def test_the_first_column_that_may_change(wide, edit, name, first):
+    assert edit.first(wide.points.get(name, Point(name)), POS) == first
+
+
+ONES = torch.ones(BATCH, POS, 10).double()
+
+
+@pytest.mark.parametrize(
+    ("edit", "name", "match"),
+    [
+        (lambda s: edits.zero(layer=3), "embed", "layer"),
+        (lambda s: edits.zero(pos=3), "blocks.0.attn.pattern", "query.*pos"),
+        (lambda s: edits.zero(head=1), "blocks.0.attn.k", "kv_head"),
+        (lambda s: edits.zero(head=6), "blocks.0.attn.z", "-6 to 5; got 6"),
+        (lambda s: edits.zero(pos=[2, -8]), "embed", "-7 to 6; got -8"),
+        (lambda s: edits.zero(pos=slice(7, None)), "embed", "nothing"),
+        (lambda s: edits.zero(pos=[True, False]), "embed", "7; got 2"),
+        (lambda s: edits.zero(pos=SPANS[:3]), "embed", "5 rows.*got 3"),
+        (lambda s: edits.zero(pos=SPANS + 7), "embed", "-7 to 6; got 8"),
+        (lambda s: edits.replace(s, pos=SPANS[:2], source_pos=SPANS), "embed", "5 rows"),
+        (lambda s: edits.replace(ONES[:, :, :9]), "embed", "10 along d_model.*9"),
+        (lambda s: edits.replace(ONES[:3], pos=1), "embed", "5 along batch.*3"),
+        (lambda s: edits.replace(ONES[:, :6], pos=1), "embed", "7 along pos.*6"),
+        (lambda s: edits.replace(ONES[:, :6], source_pos=6, pos=1), "embed", "-6 to 5; got 6"),
+        (lambda s: edits.replace(s, source_pos=[0, 1], pos=[1, 2, 4]), "embed", "3 positions.*2"),
+        (lambda s: edits.replace(s, source_pos=1), "blocks.0.attn.pattern", None),
+        (lambda s: edits.replace(ONES[None]), "embed", r"\[1, 5, 7, 10\]"),
+        (lambda s: edits.replace(ActivationCache({}, {}, (), "")), "embed", "embed"),
+        (lambda s: edits.mean(s, "head"), "embed", "head"),
+        (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "5, 7.*5, 6"),
+        (lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)), "embed", "average"),
+        (lambda s: edits.resample(s.at(batch=0)), "embed", "rows"),
+        (lambda s: edits.resample(ONES[:1]), "embed", "2 rows.*1"),
+        (lambda s: edits.resample(ONES[:4]), "embed", "5 along batch.*4"),
+        (lambda s: edits.project_out(torch.ones(4)), "embed", "10.*4"),
+        (lambda s: edits.knockout(query=1), "blocks.0.attn.pattern", "scores"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_point_is_an_error(wide, texts, source, edit, name, match):
+    hooks = {name: edit(source)}
+    if match is None:  # a query is a position too
+        wide.run_with_hooks(texts[0], hooks=hooks)
+        return
+    with pytest.raises((EditError, UnknownNameError), match=match):
+        wide.run_with_hooks(texts[0], hooks=hooks)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_no_point_takes_is_an_error_at_once(source):
+    for wrong in (torch.zeros(3), torch.ones(3, 2), torch.ones(2, 3), torch.ones(3, 0)):
+        with pytest.raises(ValueError, match="independent"):
+            edits.project_out(wrong)
+        with pytest.raises(ValueError, match="independent"):
+            edits.interchange(source, wrong)
+    for index in (1.5, None, "all", True, [[1, 2], [3]], [[True, False]], torch.ones(2, 3)):
+        with pytest.raises(TypeError, match="integer"):
+            edits.zero(pos=index)
+    with pytest.raises(TypeError, match="pairs"):
+        HookedRunner(nn.Sequential(HookPoint("pos"))).edits(["embed"])
+    with pytest.raises(ValueError, match="-1"), starting_at(-1):
+        pass
+
+
+def test_edits_work_where_no_axes_are_declared():
+    """And where keys are not those of the text, as in cross-attention."""
+    runner, x = HookedRunner(nn.Sequential(nn.Linear(3, 5), nn.ReLU()).eval()), torch.ones(2, 3)
+    source = runner.capture(2 * x, names="0")
+    for given in (source, source["0"]):
+        edited = runner.run_with_hooks(x, hooks={"0": edits.replace(given)})
+        assert torch.equal(edited, source["0"].relu())
+    with pytest.raises(UnknownNameError, match="none"):
+        runner.run_with_hooks(x, hooks={"0": edits.zero(pos=1)})
+    across = HookedRunner(nn.Sequential(HookPoint("batch query key")))
+    edited = across.run_with_hooks(torch.ones(2, 3, 5), hooks={"0": edits.zero(query=-1, key=4)})
+    assert edited.sum() == 2 * 3 * 5 - 2
+    assert not edited[:, 2, 4].any()
+
+
+def test_a_plan_runs_the_edits(wide, texts, source):
+    mean = edits.mean(source, pos=SPANS)
+    hooks = {"*.resid_pre": mean, "*.z": edits.noise(1.0), "*.scores": edits.knockout(key=[0, 2])}
+    with wide.hooks(hooks):
+        plan = wide.plan(texts[0])
+        _, cache = wide.run_with_cache(texts[0])
+    assert plan.nbytes == cache.nbytes

@@ -1,0 +1,184 @@
+"""Metrics, against NumPy in float64, and what they read of padded texts."""
+
+import numpy as np
+import pytest
+import torch
+
+from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
+from interp.metrics import evaluate, last_of, measure, real_columns
+
+BATCH, POS, VOCAB = 3, 5, 11
+LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+
+
+@pytest.fixture
+def logits():
+    return torch.randn(BATCH, POS, VOCAB, dtype=torch.float64) * 3
+
+
+def by_numpy(name, x, token, other):
+    """Each metric of one example, from its logits [vocab] at one position."""
+    log_p = x - np.log(np.exp(x).sum())
+    return {
+        "logit_diff": x[token] - x[other],
+        "log_prob": log_p[token],
+        "accuracy": float(x.max() == x[token]),
+        "rank": float((x > x[token]).sum()),
+    }[name]
+
+
+MAKE = {
+    "logit_diff": logit_diff,
+    "log_prob": lambda token, other, **pos: log_prob(token, **pos),
+    "accuracy": lambda token, other, **pos: accuracy(token, **pos),
+    "rank": lambda token, other, **pos: rank(token, **pos),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    ("token", "other"),
+    [(4, 7), ([1, 8, 5], 2), (torch.tensor([3, 0, 10]), torch.tensor([6, 9, 1]))],
+)
+@pytest.mark.parametrize("pos", [-1, 2, -3, [-2, -5, -1], torch.tensor([4, 0, 1])])
+def test_metrics_of_one_token_equal_numpy(logits, name, token, other, pos):
+    def each(given):
+        return torch.as_tensor(given).expand(BATCH).tolist()
+
+    if name == "accuracy":  # also where it is 1
+        logits[0, :, each(token)[0]] = 20
+    metric = MAKE[name](token, other, pos=pos)
+    rows = zip(logits.numpy(), each(pos), each(token), each(other), strict=True)
+    expected = torch.tensor([by_numpy(name, x[p], t, o) for x, p, t, o in rows]).double()
+    torch.testing.assert_close(metric(logits), expected, rtol=1e-12, atol=1e-12)
+    half = logits.bfloat16()
+    torch.testing.assert_close(metric(half), metric(half.float()), rtol=0, atol=0)
+
+
+def test_several_tokens_count_by_their_mean(logits):
+    right, wrong = torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.tensor([[7], [8], [9]])
+    x = logits.numpy()[:, -1]
+    expected = [(x[i, 2 * i + 1] + x[i, 2 * i + 2]) / 2 - x[i, 7 + i] for i in range(BATCH)]
+    assert logit_diff(right, wrong)(logits).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_ties(logits):
+    """Greedy decoding takes the lowest of equal tokens; a rank counts only larger logits."""
+    logits[:, -1] = torch.tensor([[5.0] * 2 + [1] * 9, [1] * 10 + [5.0], [0] * 11])
+    assert accuracy(1)(logits).tolist() == [0, 0, 0]
+    assert accuracy(0)(logits).tolist() == [1, 0, 1]
+    assert rank(3)(logits).tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1).bool()])
+def test_cross_entropy_is_the_mean_over_real_predictions(logits, mask):
+    tokens = torch.randint(VOCAB, (BATCH, POS))
+    if mask is not None:
+        tokens[mask == 0] = -100  # padding, whatever it holds
+    real = np.ones((BATCH, POS)) if mask is None else mask.numpy()
+    expected = []
+    for x, text, own in zip(logits.numpy(), tokens.tolist(), real, strict=True):
+        log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
+        pairs = [at for at in range(POS - 1) if own[at] and own[at + 1]]
+        expected.append(-np.mean([log_p[at, text[at + 1]] for at in pairs]))
+    found = measure(cross_entropy(tokens, mask), logits, mask)
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1).bool()])
+@pytest.mark.parametrize("pos", [None, -1, -2, [-1, -3, -2]])
+def test_kl_divergence_is_from_the_reference(logits, mask, pos):
+    reference = torch.randn(BATCH, POS, VOCAB, dtype=torch.float64)
+    logits[1, :, 4] = reference[1, :, 4] = -torch.inf  # never predicted by either
+    reference[2, :, 3] = -torch.inf
+    real = np.ones((BATCH, POS)) if mask is None else mask.numpy()
+    expected = []
+    for i in range(BATCH):
+        columns = np.flatnonzero(real[i])
+        if pos is not None:
+            columns = columns[[pos if isinstance(pos, int) else pos[i]]]
+        each = []
+        for at in columns:
+            p, q = (np.exp(x[i, at].numpy()) for x in (reference, logits))
+            p, q = p / p.sum(), q / q.sum()
+            each.append(sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a))
+        expected.append(np.mean(each))
+    found = measure(kl_divergence(reference, pos, mask), logits, mask)
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        logit_diff([1, 2, 3], [[4, 5], [6, 7], [8, 9]], pos=[-1, -2, -1]),
+        log_prob(3, pos=1),
+        cross_entropy(torch.tensor([[1, 2, 3, 4, 5]] * BATCH), LEFT),
+        kl_divergence(torch.arange(165.0).sin().view(BATCH, POS, VOCAB).double(), None, LEFT),
+    ],
+    ids=repr,
+)
+def test_gradients_are_those_of_finite_differences(logits, metric):
+    assert torch.autograd.gradcheck(metric, logits.requires_grad_())
+
+
+@pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1), torch.tensor([[1, 0, 1, 1, 0]] * 3).bool()])
+@pytest.mark.parametrize("pos", [-1, -3, [-2, -1, -3]])
+def test_negative_positions_count_real_tokens(logits, mask, pos):
+    metric = log_prob([3, 1, 4], pos=pos)
+    assert last_of(metric) == (3 if pos != -1 else 1)
+    found = measure(metric, logits, mask)
+    for i, own in enumerate([pos] * 3 if isinstance(pos, int) else pos):
+        alone = logits[i : i + 1, mask[i].bool()]
+        assert found[i] == log_prob([3, 1, 4][i], pos=own)(alone)[0]
+
+
+def test_the_positions_that_a_metric_needs(logits):
+    assert [last_of(m) for m in (rank(3), log_prob(3, pos=4), lambda x: x[:, 0, 0])] == [1, 0, 0]
+    columns = real_columns(2, POS, BATCH, LEFT.flip(1))
+    assert columns.tolist() == [[1, 2], [3, 4], [2, 3]]
+    assert real_columns(3, POS, 2).tolist() == [[2, 3, 4]] * 2
+
+    def own(logits):
+        return logits.argmax(-1).sum(1)
+
+    own.last = 2
+    expected = logits.argmax(-1).gather(1, columns).sum(1).float()
+    assert torch.equal(measure(own, logits, LEFT.flip(1)), expected)
+    assert evaluate(lambda x: x[:, 0, 0].half(), logits, BATCH).dtype == torch.float32
+
+
+def test_a_metric_prints_as_its_call():
+    assert repr(logit_diff(3, [1, 2])) == "logit_diff(3, [1, 2], pos=-1)"
+    assert len(repr(log_prob(torch.arange(1000)))) < 60
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda x: log_prob(-1), "-1"),
+        (lambda x: log_prob(2.5), "float"),
+        (lambda x: log_prob([[1, 2]]), r"\[1, 2\]"),
+        (lambda x: log_prob(1, pos=[-1, 0, 2]), "negative"),
+        (lambda x: log_prob(VOCAB)(x), "10; got 11"),
+        (lambda x: log_prob([1, 2])(x), "3 examples; got 2"),
+        (lambda x: log_prob(1, pos=[-1, -2])(x), "3 examples; got 2"),
+        (lambda x: log_prob(1, pos=5)(x), "got 5"),
+        (lambda x: log_prob(1, pos=-6)(x), "got -6"),
+        (lambda x: cross_entropy(torch.ones(BATCH, 1).long()), "example 0"),
+        (lambda x: cross_entropy(torch.ones(BATCH, 4).long())(x), r"\(3, 4\)"),
+        (lambda x: cross_entropy(torch.ones(BATCH, POS).long(), LEFT[:2]), r"\[2, 5\]"),
+        (lambda x: kl_divergence(x[:1])(x), "reference"),
+        (lambda x: measure(log_prob(1, pos=-4), x, LEFT), "at least 4.*3 in example 0"),
+        (lambda x: measure(log_prob(1), x, LEFT[:, :4]), r"\[3, 4\]"),
+        (lambda x: measure(lambda y: y[:, -1], x), r"\[3\].*\[3, 11\]"),
+        (lambda x: measure(lambda y: y[:, -1, 1].mean(), x), r"\[\]"),
+        (lambda x: measure(lambda y: y[:, -1, 1].sub(9).log(), x), "NaN for example 0"),
+        (lambda x: measure(rank(3), x * torch.nan), "NaN"),
+        (lambda x: measure(accuracy(3), x * torch.nan), "NaN"),
+        (lambda x: measure(kl_divergence(x * torch.nan), x), "NaN"),
+    ],
+)
+def test_metrics_that_make_no_sense(logits, make, match):
+    with pytest.raises(ValueError, match=match):
+        make(logits)

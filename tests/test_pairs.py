@@ -1,0 +1,204 @@
+"""Pairs of texts: what must fit, named spans, and which pairs a model gets right."""
+
+import pytest
+import torch
+
+from hooks import ModeError
+from interp import Pairs, log_prob
+from interp.metrics import measure
+from interp.pairs import as_pairs
+
+BATCH, POS = 4, 7
+
+
+@pytest.fixture
+def corrupted(tokens):
+    return (tokens + 1) % 23
+
+
+def padded(tokens, n, side):
+    """The texts with `n` columns of padding more, and their mask."""
+    filler, ones = torch.full((len(tokens), n), 22), torch.ones_like(tokens)
+    parts, masks = [tokens, filler], [ones, 0 * filler]
+    order = slice(None, None, -1 if side == "left" else 1)
+    return torch.cat(parts[order], 1), torch.cat(masks[order], 1)
+
+
+def test_spans_are_positions_of_each_example(tokens, corrupted):
+    name, verb = [[1, 2], [3], [0, 5, 6], [4, 2]], torch.tensor([[0], [1], [2], [3]])
+    pairs = Pairs(tokens, corrupted, spans={"name": name, "verb": verb})
+    assert pairs.spans["name"].tolist() == [[1, 2, 2], [3, 3, 3], [0, 5, 6], [4, 2, 2]]
+    assert torch.equal(pairs.corrupted_spans["name"], pairs.spans["name"])
+    assert torch.equal(pairs.spans["verb"], verb)
+    last = Pairs(tokens, corrupted, spans={"name": name}, last_only=True)
+    assert last.spans["name"].tolist() == [[2], [3], [6], [2]]
+
+
+def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
+    other, mask = padded(corrupted, 2, "left")
+    own = {"name": [[1, 2], [3, 4], [0, 5], [4, 2]]}
+    shifted = {"name": [[p + 2 for p in row] for row in own["name"]]}
+    pairs = Pairs(tokens, other, spans=own, corrupted_mask=mask, corrupted_spans=shifted)
+    assert torch.equal(pairs.corrupted_spans["name"], pairs.spans["name"] + 2)
+    assert not pairs.aligned
+    assert pairs.attention_mask is None
+    assert torch.equal(pairs.corrupted_mask, mask.bool())
+    fewer = {"name": [row[1:] for row in shifted["name"]]}
+    options = {"corrupted_mask": mask, "corrupted_spans": fewer}
+    part = pairs[2:]
+    assert torch.equal(part.corrupted_mask, mask[2:].bool())
+    assert part.corrupted_spans["name"].tolist() == [[2, 7], [6, 4]]
+    last = Pairs(tokens, other, spans=own, last_only=True, **options)
+    assert last.corrupted_spans["name"].tolist() == [[4], [6], [7], [4]]
+    with pytest.raises(ValueError, match="'name'.*2 and 1 in example 0"):
+        Pairs(tokens, other, spans=own, **options)
+
+
+def test_one_mask_serves_both_texts(tokens, corrupted):
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    pairs = Pairs(tokens, corrupted, attention_mask=mask)
+    assert pairs.aligned
+    assert torch.equal(pairs.corrupted_mask, mask.bool())
+    other = torch.ones_like(mask)
+    with pytest.raises(ValueError, match="same shape and padding"):
+        Pairs(tokens, corrupted, attention_mask=mask, corrupted_mask=other)
+    spans = {"a": [[1], [4], [1], [2]]}
+    assert not Pairs(
+        tokens, corrupted, spans=spans, attention_mask=mask, corrupted_mask=other
+    ).aligned
+
+
+def test_the_metric_of_the_answers(tokens, corrupted):
+    logits = torch.randn(BATCH, POS, 23)
+    both = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
+    rows = range(BATCH)
+    found = Pairs(tokens, corrupted, both).metric()(logits)
+    assert torch.equal(found, logits[rows, -1, both[:, 0]] - logits[rows, -1, both[:, 1]])
+    found = Pairs(tokens, corrupted, both[:, 1]).metric()(logits)
+    torch.testing.assert_close(found, logits.log_softmax(-1)[rows, -1, both[:, 1]])
+    with pytest.raises(ValueError, match="answers"):
+        Pairs(tokens, corrupted).metric()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("at_once", [2048, 10])
+def test_the_pairs_that_a_model_gets_right(model, tokens, corrupted, side, at_once, monkeypatch):
+    monkeypatch.setattr("interp.pairs._TOKENS_AT_ONCE", at_once)
+    best = model(tokens)[:, -1].topk(2).indices
+    answers = torch.where(torch.tensor([[1], [0], [1], [1]]) == 1, best, best.flip(1))
+    (clean, mask), (other, _) = padded(tokens, 3, side), padded(corrupted, 3, side)
+    spans = {"it": [[3], [4], [5], [6]]}
+    for given in (answers, answers[:, 0]):
+        pairs = Pairs(clean, other, given, mask, spans)
+        solved = pairs.solved(model)
+        assert torch.equal(solved.clean, clean[[0, 2, 3]])
+        assert torch.equal(solved.answers, given[[0, 2, 3]])
+        assert solved.spans["it"].tolist() == [[3], [5], [6]]
+        assert "3 of 4" in repr(solved)
+        assert pairs.solved_of is None
+        assert len(solved[1:]) == 2
+        assert solved[1:].solved_of is None
+
+    def second(logits):
+        return torch.tensor([-1.0, 1.0, 0.0, -2.0])
+
+    assert torch.equal(pairs.solved(model, second).clean, clean[[1]])
+    with pytest.raises(ValueError, match="none of 4"):
+        pairs.solved(model, log_prob(3))
+    with pytest.raises(ModeError):
+        pairs.solved(model.train())
+
+
+def test_parts_of_pairs(tokens, corrupted):
+    mask = torch.ones_like(tokens)
+    mask[2, -1] = 0
+    spans = {"a": [[0], [1], [2], [3]]}
+    pairs = Pairs(tokens, corrupted, torch.arange(4), mask, spans)
+    kept = torch.tensor([False, True, False, True])
+    for index in (slice(1, None, 2), [1, 3], torch.tensor([1, 3]), kept):
+        part = pairs[index]
+        assert torch.equal(part.clean, tokens[[1, 3]])
+        assert torch.equal(part.corrupted, corrupted[[1, 3]])
+        assert part.answers.tolist() == [1, 3]
+        assert part.spans["a"].tolist() == part.corrupted_spans["a"].tolist() == [[1], [3]]
+        assert torch.equal(part.attention_mask, mask[[1, 3]].bool())
+    assert pairs[-1].answers.tolist() == [3]
+    assert [one.answers.item() for one in pairs] == [0, 1, 2, 3]
+    first, second = pairs.split(seed=3, share=0.75)
+    assert (len(first), len(second)) == (3, 1)
+    assert sorted(first.answers.tolist() + second.answers.tolist()) == [0, 1, 2, 3]
+    again = [pairs.split(seed, 0.5)[0].answers.tolist() for seed in range(9)]
+    assert again == [pairs.split(seed)[0].answers.tolist() for seed in range(9)]
+    assert len(set(map(tuple, again))) > 1
+    with pytest.raises(ValueError, match="0 and 4"):
+        pairs.split(share=0.1)
+
+
+def test_pairs_move_to_a_device(tokens, corrupted):
+    pairs = Pairs(tokens, corrupted, torch.arange(4), torch.ones_like(tokens), {"a": [[1]] * 4})
+    moved = pairs.to("cpu")
+    assert torch.equal(moved.clean, tokens)
+    assert torch.equal(moved.spans["a"], pairs.spans["a"])
+
+
+def test_tokens_may_be_given_as_pairs(tokens, corrupted):
+    pairs = Pairs(tokens, corrupted)
+    assert as_pairs(pairs) is pairs
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0
+    made = as_pairs(tokens, corrupted, mask)
+    assert torch.equal(made.corrupted, corrupted)
+    assert torch.equal(made.attention_mask, mask.bool())
+    for wrong in ((pairs, corrupted), (pairs, None, mask), (tokens,)):
+        with pytest.raises(ValueError, match="pairs|Pairs"):
+            as_pairs(*wrong)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"corrupted": torch.ones(3, POS).long()}, "4 and 3"),
+        ({"clean": torch.ones(0, 2).long(), "corrupted": torch.ones(0, 2).long()}, "0 and 0"),
+        ({"corrupted": torch.ones(BATCH, 5).long()}, r"\[4, 7\] and \[4, 5\]"),
+        ({"answers": torch.ones(BATCH, 3).long()}, r"\[4, 3\]"),
+        ({"answers": torch.tensor([1, 2, -1, 3])}, "-1"),
+        ({"attention_mask": torch.ones(BATCH, 6)}, r"attention_mask.*\[4, 6\]"),
+        ({"corrupted_mask": torch.ones(BATCH, 6)}, r"corrupted_mask.*\[4, 6\]"),
+        ({"spans": {"a": [[1]] * 3}}, "'a'.*4 examples"),
+        ({"spans": {"a": [1, 2, 3, 4]}}, "'a'.*list"),
+        ({"spans": {"a": [[1], [], [2], [3]]}}, "'a'"),
+        ({"spans": {"a": [[1], [7], [2], [3]]}}, "'a'.*clean.*0 to 6; got 7 in example 1"),
+        ({"spans": {"a": [[1], [-1], [2], [3]]}}, "got -1"),
+        (
+            {"spans": {"a": [[1]] * 4}, "corrupted_spans": {"b": [[1]] * 4}},
+            r"\['a'\] and \['b'\]",
+        ),
+        (
+            {"spans": {"a": [[1]] * 4}, "corrupted_spans": {"a": [[9]] * 4}},
+            "corrupted.*got 9",
+        ),
+        ({"spans": {"a": [[6]] * 4}, "attention_mask": torch.ones(BATCH, POS).tril(3)}, "real"),
+        (
+            {
+                "spans": {"a": [[1]] * 4},
+                "attention_mask": torch.ones(BATCH, POS),
+                "corrupted": torch.ones(BATCH, 5).long(),
+            },
+            "corrupted_mask",
+        ),
+    ],
+)
+def test_pairs_that_do_not_fit(tokens, corrupted, options, match):
+    with pytest.raises(ValueError, match=match):
+        Pairs(**{"clean": tokens, "corrupted": corrupted} | options)
+
+
+def test_the_answers_of_padded_texts_are_read_at_their_ends(model, tokens, corrupted):
+    clean, mask = padded(tokens, 2, "right")
+    other, _ = padded(corrupted, 2, "right")
+    pairs = Pairs(clean, other, torch.tensor([[1, 2]] * 4), mask)
+    found = measure(pairs.metric(), model(clean, attention_mask=mask), mask)
+    alone = model(tokens)[:, -1]
+    torch.testing.assert_close(found, alone[:, 1] - alone[:, 2])

@@ -1,0 +1,123 @@
+"""Known circuits: two heads whose weights are written by hand, and the induction heads of the bundled model."""
+
+import pytest
+import torch
+
+from interp import (
+    activation_patching,
+    edits,
+    induction_scores,
+    logit_diff,
+    previous_token_scores,
+    repeated_tokens,
+    run_with_cache,
+)
+from models import Transformer, TransformerConfig, load, next_token_loss
+
+V, N = 13, 11
+# The parts of the stream: this token, its position, the token before it, and the answer.
+TOKEN, PLACE, BEFORE, ANSWER = (
+    slice(0, V), slice(V, V + N), slice(V + N, 2 * V + N), slice(2 * V + N, 3 * V + N)
+)  # fmt: skip
+PREVIOUS, INDUCTION = (0, 1), (1, 2)
+SHARP = 100.0
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def planted():
+    """Head 1 of layer 0 copies the token before. Head 2 of layer 1 looks for places where that is its own
+    token, and copies the token there to the answer. All other weights are 0."""
+    config = TransformerConfig(
+        vocab_size=V, n_ctx=N, n_layers=2, n_heads=3, d_head=V, d_model=3 * V + N, norm="none",
+        final_norm=False, mlp="none", tied_unembed=False, qkv_bias=False, out_bias=False, attn_scale=1.0,
+    )  # fmt: skip
+    model = Transformer(config).double().eval()
+    for weights in model.parameters():
+        weights.zero_()
+    model.token_embedding.weight[:, TOKEN] = torch.eye(V)
+    model.position_embedding.weight[:, PLACE] = torch.eye(N)
+    model.unembedding.weight[:, ANSWER] = torch.eye(V)
+    reads = {PREVIOUS: (PLACE, PLACE, BEFORE), INDUCTION: (TOKEN, BEFORE, ANSWER)}
+    for (layer, head), (query, key, out) in reads.items():
+        attn = model.blocks[layer].attn
+        size = query.stop - query.start
+        # A position's query is the key of the position before it.
+        match = torch.eye(size).roll(1, 0) if head == PREVIOUS[1] else torch.eye(size)
+        attn.W_Q[head, query, :size] = SHARP * match
+        attn.W_K[head, key, :size] = torch.eye(size)
+        attn.W_V[head, TOKEN] = torch.eye(V)
+        attn.W_O[head, :, out] = torch.eye(V)
+    return model
+
+
+# Copies: after A came B, after D came W. Tokens 5 and up are others.
+A, B, C, D, W, E = 0, 1, 2, 3, 4, 5
+TEXTS = torch.tensor(
+    [[x, x, 8, A, B, y, z, D, W, y, A] for x, y, z in ((6, 7, 9), (10, 6, 6), (12, 11, 10))]
+)
+END, NOTHING = N - 1, set()
+EXPECTED = {
+    # What is copied.
+    (4, C): {
+        "resid_pre": {(0, 4), (1, 4)}, "attn_out": {(1, END)}, "z": {INDUCTION}, "v": {INDUCTION},
+    },
+    # The earlier copy of the last token: its place is told to the next position by the other head.
+    (3, E): {
+        "resid_pre": {(0, 3), (1, 4)}, "attn_out": {(0, 4), (1, END)}, "z": {PREVIOUS, INDUCTION},
+        "v": {PREVIOUS}, "k": {INDUCTION}, "scores": {INDUCTION}, "pattern": {INDUCTION},
+    },
+    # The last token, of which there are two.
+    (END, D): {
+        "resid_pre": {(0, END), (1, END)}, "attn_out": {(1, END)}, "z": {INDUCTION}, "q": {INDUCTION},
+        "scores": {INDUCTION}, "pattern": {INDUCTION},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "places"), EXPECTED.items())
+def test_patching_names_the_planted_places_and_no_other(planted, changed, places):
+    pos, token = changed
+    corrupted = TEXTS.clone()
+    corrupted[:, pos] = token
+    metric = logit_diff(B, C if token == C else W)
+    for site in ("resid_pre", "attn_out", "z", "q", "k", "v", "scores", "pattern"):
+        share = activation_patching(planted, TEXTS, corrupted, metric, site).normalized().mean()
+        expected = torch.zeros_like(share)
+        for layer, place in places.get(site, NOTHING):
+            expected[layer, place] = 1
+        torch.testing.assert_close(share, expected, rtol=0, atol=1e-6)
+
+
+def test_detectors_and_ablation_name_the_planted_heads(planted):
+    tokens = repeated_tokens(V, period=5, batch=17)
+    _, cache = run_with_cache(planted, tokens, names=["*.pattern", "*.z"])
+    assert previous_token_scores(planted, cache)[PREVIOUS] == pytest.approx(1)
+
+    def second_copy(logits):
+        return next_token_loss(logits, tokens)[:, 5:].mean(1)
+
+    ablation = edits.mean(cache)
+    found = activation_patching(planted, tokens, metric=second_copy, site="z", edit=ablation)
+    hurt = (found.mean() > 1e-6).nonzero().tolist()
+    assert hurt == [[*PREVIOUS], [*INDUCTION]]
+
+
+def test_ablation_of_induction_heads_costs_the_bundled_model_most():
+    """The previous-token head and the heads with induction scores, in the order of these."""
+    model, period = load("pydoc-4l"), 20
+    tokens = repeated_tokens(model.config.vocab_size, period, batch=16)
+    _, cache = run_with_cache(model, tokens, names=["*.pattern", "*.z"])
+
+    def second_copy(logits):
+        return next_token_loss(logits, tokens)[:, period - 1 :].mean(1)
+
+    ablation = edits.mean(cache)
+    found = activation_patching(model, tokens, metric=second_copy, site="z", edit=ablation)
+    scores = induction_scores(model, cache, tokens).flatten()
+    ranked = [divmod(n, 4) for n in scores.argsort(descending=True)[:3].tolist()]
+    first = divmod(int(previous_token_scores(model, cache).argmax()), 4)
+    top = found.top(16)
+    named = [(place.where["layer"], place.where["head"]) for place in top]
+    assert named[:4] == [first, *ranked]
+    assert min(place.low for place in top[:4]) > 0.2 > 0.15 > max(place.high for place in top[4:])

@@ -1,0 +1,258 @@
+"""Results: means and intervals against NumPy and SciPy, parts, figures, tables and files."""
+
+import dataclasses
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from hooks import CacheError, UnknownNameError
+from interp import Result
+
+LAYERS, HEADS, EXAMPLES = [4, 5, 7], 2, 13
+
+
+@pytest.fixture
+def result():
+    values = torch.randn(len(LAYERS), HEADS, EXAMPLES) + torch.tensor([[-3.0], [1.0]])
+    base = torch.rand(EXAMPLES)
+    return Result(
+        values,
+        ("layer", "head", "example"),
+        base,
+        base + 2 + torch.rand(EXAMPLES),
+        labels={"layer": LAYERS},
+        unit="logits",
+        about={"metric": "logit_diff(3, 5)", "direction": "denoising"},
+    )
+
+
+def drawn_by_numpy(values, gap, confidence):
+    """Percentiles of the means, or of ratios of means, of examples drawn with replacement."""
+    rows = np.random.default_rng(3).integers(len(values), size=(20_000, len(values)))
+    means = values[rows].mean(1) / (1 if gap is None else gap[rows].mean(1))
+    return np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+
+
+@pytest.mark.parametrize("normal", [False, True])
+@pytest.mark.parametrize("confidence", [0.95, 0.6])
+def test_means_and_intervals(result, normal, confidence, monkeypatch):
+    monkeypatch.setattr("interp.bootstrap._MEANS_AT_ONCE", 50_000)  # so that places are in parts
+    given = result.normalized() if normal else result
+    values = result.values.double().numpy()
+    gap = (result.target - result.base).double().numpy() if normal else None
+    expected = values.mean(-1) / (gap.mean() if normal else 1)
+    np.testing.assert_allclose(given.mean(), expected, rtol=1e-5)
+    low, high = given.interval(confidence, n=20_000)
+    assert low.shape == high.shape == (3, 2)
+    for layer, head in ((0, 1), (2, 0)):
+        ends = drawn_by_numpy(values[layer, head], gap, confidence)
+        found = [low[layer, head], high[layer, head]]
+        np.testing.assert_allclose(found, ends, atol=0.03 * (ends[1] - ends[0]))
+
+
+@pytest.mark.parametrize("normal", [False, True])
+def test_intervals_equal_those_of_scipy(result, normal):
+    stats = pytest.importorskip("scipy.stats", reason="an independent bootstrap")
+    values, gap = result.values[1, 1].numpy(), (result.target - result.base).numpy()
+
+    def ratio(x, y, axis):
+        return x.mean(axis) / (y.mean(axis) if normal else 1)
+
+    found = stats.bootstrap(
+        (values, gap), ratio, paired=True, n_resamples=20_000, method="percentile", rng=5
+    ).confidence_interval
+    low, high = (result.normalized() if normal else result).interval(n=20_000)
+    ends = [low[1, 1], high[1, 1]]
+    np.testing.assert_allclose(ends, [found.low, found.high], atol=0.03 * (found.high - found.low))
+
+
+def test_draws_follow_from_the_seed_alone(result):
+    before = torch.get_rng_state()
+    first, again, other = (result.interval(seed=seed).low for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_one_example_has_no_interval(result):
+    assert all(end.isnan().all() for end in result.select(example=3).interval())
+    assert math.isnan(result.select(example=3).top(1)[0].low)
+
+
+def test_shares_of_each_example(result):
+    shares = result.normalized(per_example=True)
+    torch.testing.assert_close(shares.values, result.values / (result.target - result.base))
+    again = shares.normalized()
+    torch.testing.assert_close(again.mean(), shares.values.mean(-1))
+    twice = result.normalized().normalized()
+    assert torch.equal(twice.mean(), result.normalized().mean())
+
+
+def test_nothing_is_divided_where_base_and_target_agree(result):
+    target = result.target.clone()
+    target[2] = result.base[2] * (1 + 1e-7)
+    close = dataclasses.replace(result, target=target)
+    with pytest.warns(UserWarning, match="1 of 13"):
+        shares = close.normalized(per_example=True).values
+    assert shares.isnan().sum(-1).eq(1).all()
+    assert shares[..., 2].isnan().all()
+    assert not close.normalized().mean().isnan().any()
+    target[2] = result.base[2] = 0
+    with pytest.warns(UserWarning, match="1 of 13"):
+        assert close.normalized(per_example=True).values[..., 2].isnan().all()
+    # One half up, one half down: each example differs, the means agree.
+    target = result.base + torch.tensor([1.0] * 6 + [-1.0] * 6 + [0.0])
+    with pytest.warns(UserWarning, match="agree"):
+        same = dataclasses.replace(result, target=target).normalized()
+    assert same.mean().isnan().all()
+    assert same.interval().high.isnan().all()
+
+
+def test_parts_by_label(result):
+    part = result.select(layer=7, head=[1, 0])
+    assert part.axes == ("head", "example")
+    assert torch.equal(part.values, result.values[2].flip(0))
+    assert part.labels["head"] == (1, 0)
+    assert part.about["layer"] == 7
+    few = result.normalized().select(example=[5, 1], layer=[5])
+    expected = result.values[1:2, :, [5, 1]].mean(-1) / (result.target - result.base)[[5, 1]].mean()
+    torch.testing.assert_close(few.mean(), expected)
+    assert torch.equal(few.base, result.base[[5, 1]])
+    assert few.labels["layer"] == (5,)
+
+
+def test_the_top_places_are_largest_in_absolute_value(result):
+    result.values[1, 1] = -9 + torch.arange(EXAMPLES) / 10
+    result.values[0, 1] = torch.nan
+    top = result.top(3)
+    assert top[0].where == {"layer": 5, "head": 1}
+    assert top[0].effect == pytest.approx(-8.4)
+    assert top[0].low < -8.4 < top[0].high
+    assert (top[0].low, top[0].high) == pytest.approx([e[1, 1].item() for e in result.interval()])
+    assert [place.where["head"] for place in top[1:]] == [0, 0]
+    assert abs(top[1].effect) >= abs(top[2].effect)
+    assert result.top(6)[5].where == {"layer": 4, "head": 1}  # NaN comes last
+    assert len(result.top(100)) == 6
+    assert repr(top).splitlines()[0].startswith("layer 5, head 1  -8.4  [-8.")
+    assert result.select(layer=5, head=1).top()[0].where == {}
+
+
+def test_a_result_prints_what_it_is(result):
+    lines = repr(result).splitlines()
+    assert lines[0] == "Result [layer 3, head 2, example 13] in logits"
+    assert "denoising" in lines[1]
+    assert f"{result.base.mean():+.4g}" in lines[2]
+    assert lines[3:] == [f"  {line}" for line in repr(result.top(3)).splitlines()]
+    bare = repr(Result(torch.ones(2, 3), ("head", "example"))).splitlines()
+    assert bare == [
+        "Result [head 2, example 3]",
+        "  head 0  +1  [+1, +1]",
+        "  head 1  +1  [+1, +1]",
+    ]
+
+
+def test_plots(result):
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    axes, bar = result.plot().axes
+    np.testing.assert_allclose(axes.images[0].get_array(), result.mean())
+    assert -axes.images[0].norm.vmin == axes.images[0].norm.vmax == result.mean().abs().max()
+    assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == (
+        *("head", "layer"),
+        "mean effect (logits)",
+    )
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["4", "5", "7"]
+    (axes,) = result.select(head=1).plot().axes
+    assert [patch.get_height() for patch in axes.patches] == result.mean()[:, 1].tolist()
+    lines = np.array(axes.collections[0].get_segments())[..., 1]
+    np.testing.assert_allclose(lines, torch.stack(result.select(head=1).interval(), 1), rtol=1e-6)
+    many = Result(
+        torch.zeros(300, 2, 5), ("neuron", "head", "example"), labels={"head": ["a", "name"]}
+    )
+    axes = many.plot().axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["a", "name"]
+    assert len(axes.get_yticks()) <= 40
+    with pytest.raises(ValueError, match="head"):
+        dataclasses.replace(
+            many, values=torch.zeros(3, 300, 2, 5), axes=("layer", *many.axes)
+        ).plot()
+
+
+def test_a_table_for_pandas(result):
+    pytest.importorskip("pandas", reason="optional")
+    frame = result.to_dataframe()
+    assert list(frame.columns) == ["layer", "head", "effect", "low", "high"]
+    row = frame[(frame.layer == 7) & (frame["head"] == 1)].iloc[0]
+    assert row.effect == pytest.approx(result.mean()[2, 1].item())
+    assert row.low == pytest.approx(result.interval().low[2, 1].item())
+    assert len(frame) == 6
+    assert len(result.select(layer=4, head=0).to_dataframe()) == 1
+
+
+def test_a_table_without_pandas(result, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        result.to_dataframe()
+
+
+@pytest.mark.parametrize("normal", [False, True])
+def test_saved_and_loaded(result, tmp_path, normal):
+    given = result.normalized() if normal else dataclasses.replace(result, target=None)
+    given.save(tmp_path / "r.safetensors")
+    found = Result.load(tmp_path / "r.safetensors")
+    for name in ("values", "base", "target", "gap"):
+        one, two = getattr(given, name), getattr(found, name)
+        assert (one is two is None) or torch.equal(one, two)
+    for name in ("axes", "labels", "unit", "about"):
+        assert getattr(given, name) == getattr(found, name)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]
+
+
+def test_files_that_are_no_results(result, tmp_path, runner, tokens):
+    path = tmp_path / "r"
+    result.save(path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        dataclasses.replace(result, about={"site": object()}).save(path)
+    assert path.read_bytes() == before
+    path.write_bytes(before[:-7])
+    for other in (path, tmp_path / "cache"):
+        runner.capture(tokens, names="embed").save(tmp_path / "cache")
+        with pytest.raises(CacheError, match="result"):
+            Result.load(other)
+    with pytest.raises(FileNotFoundError):
+        Result.load(tmp_path / "absent")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda r: {"axes": ("layer", "example", "head")}, "example"),
+        (lambda r: {"axes": ("layer", "example")}, r"\[3, 2, 13\]"),
+        (lambda r: {"axes": ("head", "head", "example")}, "head"),
+        (lambda r: {"base": r.base[:5]}, r"base.*\[13\].*\[5\]"),
+        (lambda r: {"target": r.base.mean()}, r"target.*\[\]"),
+        (lambda r: {"gap": r.base[:5]}, "gap"),
+        (lambda r: {"labels": {"layer": [1, 2]}}, "2 for 'layer'"),
+        (lambda r: {"labels": {"pos": [1, 2]}}, "2 for 'pos'"),
+    ],
+)
+def test_parts_that_do_not_fit(result, change, match):
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(result, **change(result))
+
+
+def test_questions_that_make_no_sense(result):
+    with pytest.raises(ValueError, match="4, 5, 7; got 6"):
+        result.select(layer=6)
+    with pytest.raises(UnknownNameError, match="layer"):
+        result.select(layers=4)
+    with pytest.raises(ValueError, match="unique"):
+        dataclasses.replace(result, labels={"head": ["a", "a"]}).select(head="a")
+    with pytest.raises(ValueError, match="confidence"):
+        result.interval(95.0)
+    with pytest.raises(ValueError, match="target"):
+        dataclasses.replace(result, target=None).normalized()

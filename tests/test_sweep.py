@@ -1,0 +1,512 @@
+"""Sweeps and activation patching against PyTorch's own hooks: one whole run of the model for each edit."""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from hooks import (
+    EditError,
+    HookedRunner,
+    HookPoint,
+    ModeError,
+    NeverFiredError,
+    UnknownNameError,
+)
+from hooks._torch import PeakBytes
+from interp import Pairs, activation_patching, edits, logit_diff, sweep
+from tests.reference import BATCH, POS, VOCAB, some_tokens, variant
+
+FORMS = [
+    *("pre", "post", "output", "sandwich", "parallel", "parallel output", "parallel sandwich"),
+    *("attention only", "attention only output", "attention only sandwich", "sinusoidal"),
+    *("rotary partly", "grouped", "window", "window of one layer", "no positions", "embed_norm"),
+    *("like llama", "like gemma 2", "qk_norm all"),
+]
+MASKS = {
+    "none": None,
+    "left": torch.ones(BATCH, POS).bool(),
+    "right": torch.ones(BATCH, POS).bool(),
+}
+MASKS["left"][0, :3], MASKS["left"][2, :1] = False, False
+MASKS["right"][0, 4:], MASKS["right"][3, 6:] = False, False
+RIGHT, WRONG = torch.tensor([3, 0, 7, 22, 5]), torch.tensor([1, 4, 2, 9, 8])
+METRIC = logit_diff(RIGHT, WRONG)
+
+
+def masked(mask):
+    return {} if mask is None else {"attention_mask": mask}
+
+
+def last_real(mask):
+    return torch.full((BATCH,), POS - 1) if mask is None else POS - 1 - mask.flip(1).int().argmax(1)
+
+
+def measured(logits, mask):
+    """The metric by hand: logits of two tokens at each row's last real position."""
+    rows = torch.arange(BATCH)
+    last = logits[rows, last_real(mask)]
+    return last[rows, RIGHT] - last[rows, WRONG]
+
+
+@torch.no_grad()
+def brute(model, tokens, changes, mask=None):
+    """The metric of one run in which PyTorch's own hooks change the values of modules, by name."""
+    with contextlib.ExitStack() as stack:
+        for name, change in changes:
+            hook = model.get_submodule(name).register_forward_hook(
+                lambda module, args, output, change=change: change(output.clone())
+            )
+            stack.callback(hook.remove)
+        return measured(model(tokens, **masked(mask)), mask)
+
+
+def put(source, *index):
+    def change(value):
+        value[index] = source[index]
+        return value
+
+    return change
+
+
+def close(ours, theirs):
+    scale = theirs.abs().max().clamp(min=1e-3).item()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * scale)
+
+
+def sites_of(model):
+    ends = {name.split(".", 2)[2] for name, _ in model.named_modules() if name.count(".") > 1}
+    streams = ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp.post"]
+    return [site for site in streams if site in ends], ["z", "q", "k", "v", "scores", "pattern"]
+
+
+EVERY = slice(None)
+
+
+@pytest.mark.parametrize(("form", "mask"), [(f, list(MASKS)[i % 3]) for i, f in enumerate(FORMS)])
+def test_patching_every_site_equals_whole_runs(form, mask):
+    model, mask = variant(form), MASKS[mask]
+    clean, corrupted = some_tokens(1), some_tokens(2)
+    _, cache = HookedRunner(model).run_with_cache(clean, **masked(mask))
+    base, target = (brute(model, text, [], mask) for text in (corrupted, clean))
+    streams, inside = sites_of(model)
+    for site in streams + inside:
+        found = activation_patching(model, clean, corrupted, METRIC, site, attention_mask=mask)
+        axis = "pos" if site in streams else "head"
+        assert found.axes == ("layer", axis, "example")
+        close(found.base, base)
+        close(found.target, target)
+        places = list(itertools.product(*map(range, found.values.shape[:2])))
+        for layer, place in random.Random(site).choices(places, k=4):
+            name = f"blocks.{layer}.{site if site in streams else 'attn.' + site}"
+            by_query = site in ("scores", "pattern")
+            index = (EVERY, place) if axis == "pos" or by_query else (EVERY, EVERY, place)
+            expected = brute(model, corrupted, [(name, put(cache[name], *index))], mask)
+            close(found.values[layer, place], expected - base)
+
+
+@torch.no_grad()
+def alone(model, tokens, hooks, metric=measured, mask=None):
+    return metric(HookedRunner(model).run_with_hooks(tokens, hooks=hooks, **masked(mask)), mask)
+
+
+def random_edit(draw, caches):
+    """A random selector and edit, from anywhere in the model."""
+    layer, cache = draw.randrange(2), caches[draw.randrange(2)]
+    pos = draw.choice(
+        [{}, {"pos": draw.randrange(-POS, POS)}, {"pos": slice(draw.randrange(POS), None)}]
+    )
+    place = draw.choice(
+        [
+            (f"blocks.{layer}.resid_pre", pos),
+            ("blocks.*.attn_out", pos),
+            (f"blocks.{layer}.attn.z", pos | {"head": draw.randrange(5)}),
+            ("blocks.*.attn.v", pos | {"kv_head": 0}),
+            (f"blocks.{layer}.attn.k", pos),
+            (f"blocks.{layer}.attn.pattern", {"head": [0, 3], "query": draw.randrange(POS)}),
+            ("embed", pos),
+            ("ln_final.normalized", pos),
+            (f"blocks.{layer}.resid_post", pos | {"batch": [1, 3]}),
+        ]
+    )  # fmt: skip
+    name, where = place
+    kinds = [
+        lambda: edits.zero(**where),
+        lambda: edits.mean(cache, **where),
+        lambda: edits.resample(cache, draw.randrange(9), **where),
+        lambda: edits.replace(cache, **where),
+        lambda: edits.scale(draw.uniform(-2, 2), **where),
+        lambda: edits.noise(0.7, draw.randrange(9), **where),
+    ]
+    return name, draw.choice(kinds)()
+
+
+METRICS = {
+    "last": METRIC,
+    "third last": logit_diff(RIGHT, WRONG, pos=-3),
+    "column 2": logit_diff(RIGHT, WRONG, pos=2),
+    "all": lambda logits: logits.logsumexp(-1).mean(1),
+}
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_random_sweeps_equal_whole_runs(seed):
+    draw = random.Random(seed)
+    form, metric = draw.choice(FORMS), draw.choice(list(METRICS))
+    model, tokens = variant(form), some_tokens(seed)
+    runner = HookedRunner(model)
+    # A metric of given columns may read padding, which a resumed run computes too.
+    mask = MASKS[draw.choice(list(MASKS))] if metric == "last" else None
+    caches = [runner.run_with_cache(some_tokens(n), **masked(mask))[1] for n in (8, 9)]
+    entries = [
+        [random_edit(draw, caches) for _ in range(draw.choice([1, 1, 2, 3]))] for _ in range(9)
+    ]
+    entries += [{"blocks.1.attn_out": lambda x, point: -x}]
+    entries += [{"blocks.0.attn.scores": edits.knockout(query=POS - 1, key=[1, 2])}, {}]
+    budget = draw.choice([2**30, 700_000])
+    found = sweep(model, tokens, entries, METRICS[metric], mask, max_bytes=budget)
+    assert found.axes == ("edit", "example")
+    read = measured if metric == "last" else lambda logits, mask: METRICS[metric](logits)
+    base = alone(model, tokens, {}, read, mask)
+    close(found.base, base)
+    for n, entry in enumerate(entries):
+        close(found.values[n], alone(model, tokens, entry, read, mask) - base)
+
+
+def draw_pairs(**options):
+    return Pairs(some_tokens(1), some_tokens(2), torch.stack([RIGHT, WRONG], 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("site", "over", "options", "index"),
+    [
+        ("z", ("head", "pos"), {}, lambda head, pos: (EVERY, pos, head)),
+        ("k", ("layer", "head"), {"heads": [2, 0]}, lambda _, head: (EVERY, EVERY, head)),
+        ("mlp.post", ("neuron", "layer"), {"neurons": 5}, lambda n, _: (..., slice(n, n + 5))),
+        ("mlp.post", ("layer", "neuron"), {"layers": [1]}, lambda _, n: (..., n)),
+        ("pattern", ("layer", "query"), {}, lambda _, query: (EVERY, EVERY, query)),
+        ("scores", ("key",), {"layers": [1]}, lambda key: (..., key)),
+        ("resid_post", ("layer",), {}, lambda _: ()),
+    ],
+)
+def test_any_axes_in_both_directions(site, over, options, index):
+    model, pairs = variant("grouped"), draw_pairs()
+    for direction in ("denoising", "noising"):
+        source, tokens = pairs.clean, pairs.corrupted
+        if direction == "noising":
+            source, tokens = tokens, source
+        _, cache = HookedRunner(model).run_with_cache(source)
+        found = activation_patching(
+            model, pairs, None, None, site, over, direction=direction, **options
+        )
+        assert (found.axes, found.about["direction"]) == ((*over, "example"), direction)
+        close(found.target, brute(model, source, []))
+        layers = options.get("layers", range(2))
+        for place in itertools.product(*(range(n) for n in found.values.shape[:-1])):
+            labels = [found.labels[axis][at] for axis, at in zip(over, place, strict=True)]
+            starts = [int(str(label).partition("-")[0]) for label in labels]
+            chosen = [starts[over.index("layer")]] if "layer" in over else layers
+            names = [
+                f"blocks.{n}.{'attn.' if site in ('z', 'k', 'pattern', 'scores') else ''}{site}"
+                for n in chosen
+            ]
+            changes = [(name, put(cache[name], *index(*starts))) for name in names]
+            close(found.values[place], brute(model, tokens, changes) - found.base)
+
+
+def test_labels_say_what_was_patched():
+    found = activation_patching(
+        variant("pre"), draw_pairs(), site="mlp.post", over=("neuron",), neurons=6
+    )
+    assert found.labels["neuron"] == ("0-5", "6-11", 12)
+    assert found.unit == "logits"
+    assert "logit_diff" in found.about["metric"]
+
+
+def test_ablation_of_each_head_is_the_same_sweep():
+    model, tokens = variant("like llama"), some_tokens(3)
+    _, cache = HookedRunner(model).run_with_cache(some_tokens(4))
+    ablation = edits.mean(cache)
+    found = activation_patching(model, tokens, metric=METRIC, site="z", edit=ablation)
+    assert found.target is None
+    assert "mean" in found.about["edit"]
+    for layer, head in itertools.product(range(2), range(6)):
+        name = f"blocks.{layer}.attn.z"
+        source = cache[name].mean(0, keepdim=True).expand_as(cache[name])
+        expected = brute(model, tokens, [(name, put(source, EVERY, EVERY, head))])
+        close(found.values[layer, head], expected - brute(model, tokens, []))
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_spans_connect_texts_of_different_lengths(direction):
+    model, clean, corrupted = variant("rotary"), some_tokens(1), some_tokens(2, (BATCH, POS + 2))
+    spans = {"name": [[1, 2], [0, 1], [4, 3], [5, 6], [2, 2]], "end": [[POS - 1]] * BATCH}
+    others = {"name": [[3, 2], [1, 2], [0, 1], [7, 8], [6, 4]], "end": [[POS + 1]] * BATCH}
+    answers = torch.stack([RIGHT, WRONG], 1)
+    pairs = Pairs(clean, corrupted, answers, spans=spans, corrupted_spans=others)
+    found = activation_patching(
+        model, pairs, site="attn_out", over=("span", "layer"), direction=direction
+    )
+    assert found.labels["span"] == ("name", "end")
+    texts, places = (corrupted, clean), (others, spans)
+    if direction == "noising":
+        texts, places = texts[::-1], places[::-1]
+    _, cache = HookedRunner(model).run_with_cache(texts[1])
+    for span, layer in itertools.product(range(2), range(2)):
+        name, own, theirs = f"blocks.{layer}.attn_out", *(list(p.values())[span] for p in places)
+
+        def change(value, name=name, own=own, theirs=theirs):
+            for row in range(BATCH):
+                for at, source in zip(own[row], theirs[row], strict=True):
+                    value[row, at] = cache[name][row, source]
+            return value
+
+        with torch.no_grad():
+            handle = model.get_submodule(name).register_forward_hook(
+                lambda m, a, out: change(out.clone())
+            )
+            last = model(texts[0])[torch.arange(BATCH), -1]
+            handle.remove()
+        expected = last[torch.arange(BATCH), RIGHT] - last[torch.arange(BATCH), WRONG]
+        close(found.values[span, layer], expected - found.base)
+
+
+def same(model, tokens, entries, metric=METRIC, **options):
+    """Whether a sweep gives what a run for each edit gives."""
+    found = sweep(model, tokens, entries, metric, **options)
+    read = measured if metric is METRIC else lambda logits, mask: metric(logits)
+    base = alone(model, tokens, {}, read)
+    close(found.base, base)
+    for n, entry in enumerate(entries):
+        close(found.values[n], alone(model, tokens, entry, read) - base)
+
+
+HEADS_OFF = [{f"blocks.{n % 2}.attn.z": edits.zero(head=n, pos=n)} for n in range(4)]
+
+
+def test_a_sweep_inside_other_edits_has_them_in_every_run():
+    model, tokens, outer = variant("pre"), some_tokens(), {"blocks.1.attn_out": edits.scale(0.5)}
+    with HookedRunner(model).hooks(outer):
+        found = sweep(model, tokens, HEADS_OFF, METRIC)
+    base = alone(model, tokens, outer)
+    close(found.base, base)
+    for n, entry in enumerate(HEADS_OFF):
+        close(found.values[n], alone(model, tokens, outer | entry) - base)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.mlp_out", "ln_final", "blocks.1"])
+def test_hooks_of_the_user_see_whole_texts_and_one_batch(name):
+    def first_row_and_column(module, args, output):
+        output = output.clone()
+        output[0, 2] = 0
+        return output - output.mean((0, 1))
+
+    model = variant("pre")
+    model.get_submodule(name).register_forward_hook(first_row_and_column)
+    same(model, some_tokens(), HEADS_OFF)
+
+
+def wired(change):
+    model = variant("embed_norm")
+    change(model)
+    return model
+
+
+def scale_input(model):
+    class Scaled(type(model)):
+        def forward(self, tokens):
+            resid, context = 2 * self.input_resid(tokens), self.context(tokens)
+            for block in self.blocks:
+                resid = block(resid, context)
+            return self.unembed(resid)
+
+    model.__class__ = Scaled
+
+
+def scale_logits(model):
+    class Scaled(type(model)):
+        def forward(self, tokens):
+            return 1.05 * super().forward(tokens)
+
+    model.__class__ = Scaled
+
+
+def write_in_place(model):
+    block = model.blocks[1]
+    forward = block.forward
+    block.forward = lambda resid, context: resid.add_(forward(resid.clone(), context))
+
+
+def between(model):
+    block, model.between = model.blocks[0], HookPoint("batch pos d_model")
+    forward = block.forward
+    block.forward = lambda resid, context: forward(resid, context)
+    block.register_forward_hook(lambda module, args, output: model.between(output))
+    model.eval()
+
+
+WIRINGS = {
+    "one norm before and after": lambda m: setattr(m, "ln_final", m.ln_embed),
+    "one norm inside and after": lambda m: setattr(m, "ln_final", m.blocks[1].ln2),
+    "one norm in two blocks": lambda m: setattr(m.blocks[1], "ln1", m.blocks[0].ln1),
+    "one block twice": lambda m: m.blocks.__setitem__(1, m.blocks[0]),
+    "another input": scale_input,
+    "other logits": scale_logits,
+    "in place": write_in_place,
+    "a point between blocks": between,
+}
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_any_wiring_gives_the_numbers_of_whole_runs(wiring):
+    model = wired(WIRINGS[wiring])
+    names = [name for name in HookedRunner(model).points if name != "pos_embed"]
+    places = [
+        n for n in names if n.endswith(("normalized", "scale", "embed", "between", "mlp_out"))
+    ]
+    if wiring == "one block twice":
+        places = ["embed", "ln_final.normalized"]
+    entries = [{name: edits.scale(0.5, pos=n % POS)} for n, name in enumerate(places)]
+    same(model, some_tokens(), [*entries, {"blocks.0": lambda x, point: x * 2}])
+
+
+def test_values_without_rows_are_edited_as_a_whole():
+    model, tokens = variant("pre"), some_tokens()
+    entries = [{"position_embedding": lambda x, point, n=n: x * n} for n in range(3)]
+    same(model, tokens, entries)
+    with HookedRunner(model).hooks({"embed": edits.scale(1.0)}):
+        same(model, tokens, entries)
+
+
+def test_pairs_stand_in_place_of_tokens():
+    model, pairs = variant("pre"), draw_pairs()
+    found = sweep(model, pairs, HEADS_OFF)
+    close(found.values, sweep(model, pairs.clean, HEADS_OFF, METRIC).values)
+    with pytest.raises(ValueError, match="mask"):
+        sweep(model, pairs, HEADS_OFF, attention_mask=torch.ones(BATCH, POS))
+
+
+def test_an_effect_that_is_no_number_warns_and_says_where():
+    model, tokens = variant("pre"), some_tokens()
+    entries = [{"blocks.0.attn_out": edits.zero()}, {"ln_final.scale": edits.zero()}]
+    with pytest.warns(UserWarning, match="1 of 2 edits .* edit 1"):
+        found = sweep(model, tokens, entries, METRIC)
+    assert found.values.isnan().any(1).tolist() == [False, True]
+
+
+def test_float32_agrees_to_the_stated_tolerance():
+    model, tokens = variant("like llama").float(), some_tokens()
+    entries = [
+        {f"blocks.{n % 2}.{name}": edits.scale(2.0, pos=n)}
+        for n, name in enumerate(("attn.q", "attn_out", "mlp.post", "ln1.scale", "resid_mid"))
+    ]
+    found, base = sweep(model, tokens, entries, METRIC), alone(model, tokens, {})
+    expected = torch.stack([alone(model, tokens, entry) for entry in entries]) - base
+    assert (found.values - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+class Bag(nn.Module):
+    """A model without steps: a mean of embeddings, in blocks that return tuples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 5)
+        self.layers = nn.ModuleList(nn.LSTM(5, 5, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(5, VOCAB)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("budget", [2**30, 40_000])
+def test_models_without_steps_share_whole_runs(budget):
+    model, tokens = Bag().double().eval(), some_tokens()
+    entries = [{"layers.0": lambda x, point, n=n: x * n} for n in range(5)] + [
+        {"embedding": torch.zeros_like and (lambda x, point: x[:, :1].expand_as(x))}
+    ]
+    found = sweep(model, tokens, entries, METRIC, max_bytes=budget)
+    base = alone(model, tokens, {})
+    for n, entry in enumerate(entries):
+        close(found.values[n], alone(model, tokens, entry) - base)
+
+
+@torch.no_grad()
+def test_memory_stays_within_its_bound():
+    model, tokens = variant("pre", n_layers=5, d_model=60, n_ctx=40), some_tokens(1, (BATCH, 31))
+    entries = [{f"blocks.{n % 5}.attn.pattern": edits.zero(head=n // 5)} for n in range(30)]
+    few = logit_diff(RIGHT, WRONG)
+    with PeakBytes() as first:
+        model(tokens)
+    peaks = {}
+    for budget in (2**22, 2**24):
+        with PeakBytes() as memory:
+            found = sweep(model, tokens, entries, few, max_bytes=budget)
+        peaks[budget] = memory.peak
+        assert memory.peak <= budget + first.peak
+        close(found.values, sweep(model, tokens, entries, few, exact="rerun").values)
+    assert peaks[2**24] > 2 * peaks[2**22]
+    with pytest.raises(ValueError, match=r"max_bytes must be at least [\d,]+ .*got 9,999"):
+        sweep(model, tokens, entries, few, max_bytes=9_999)
+
+
+CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (UnknownNameError, "resid_pre", {"site": "resid_per"}),
+        (UnknownNameError, "mlp_out", {"site": "mlp_out", "form": "attention only"}),
+        (ValueError, r"\[0, 1\].*\[2\]", {"layers": [2]}),
+        (ValueError, r"heads.*\[6\]", {"site": "z", "heads": [6]}),
+        (ValueError, "neurons.*0", {"site": "mlp.post", "over": ("neuron",), "neurons": 0}),
+        (ValueError, "pos.*'head'", {"over": ("layer", "head")}),
+        (ValueError, "different", {"over": ("layer", "layer")}),
+        (ValueError, "spans", {"over": ("span",)}),
+        (ValueError, "not both", {"over": ("span", "pos")}),
+        (ValueError, "heads=", {"site": "z", "over": ("layer", "pos"), "heads": [3]}),
+        (ValueError, "neurons=", {"neurons": 4}),
+        (ValueError, "direction.*'up'", {"direction": "up"}),
+        (ValueError, "exact.*'no'", {"exact": "no"}),
+        (ValueError, "same shape", {"corrupted": some_tokens(2, (BATCH, POS - 1))}),
+        (ValueError, "corrupted", {"corrupted": None}),
+        (ValueError, "metric", {"metric": None}),
+        (ValueError, "NaN", {"metric": lambda logits: logits[:, -1, 0] / 0 * 0}),
+        (ValueError, r"\[5\].*\[2\]", {"metric": lambda logits: logits[:2, -1, 0]}),
+        (ValueError, "clean run alone", {"edit": edits.zero()}),
+        (
+            ValueError,
+            "clean run alone",
+            {"edit": edits.zero(), "corrupted": None, "direction": "noising"},
+        ),
+        (EditError, "pos", {"corrupted": None, "edit": edits.zero(pos=7), "over": ("layer",)}),
+        (EditError, "size 5", {"corrupted": None, "edit": edits.replace(torch.zeros(4, POS, 10))}),
+    ],
+)
+def test_bad_input_is_refused(error, match, options):
+    model = variant(options.pop("form", "pre"))
+    given = {"corrupted": CORRUPTED, "metric": METRIC} | options
+    with pytest.raises(error, match=match):
+        activation_patching(model, CLEAN, **given)
+
+
+def test_sweeps_refuse_what_gives_no_number():
+    model, tokens = variant("pre"), some_tokens()
+    with pytest.raises(ValueError, match="at least one edit"):
+        sweep(model, tokens, [], METRIC)
+    with pytest.raises(ModeError):
+        sweep(model.train(), tokens, [{"embed": edits.zero()}], METRIC)
+    model.unused = HookPoint("batch")
+    model.eval()
+    measured = []
+    for wrong in ({"unused": edits.zero()}, {"embed": edits.replace(torch.zeros(4, POS, 10))}):
+        with pytest.raises((NeverFiredError, EditError)):
+            sweep(model, tokens, [*HEADS_OFF, wrong], lambda logits: measured.append(1))
+    assert not measured  # before long work
