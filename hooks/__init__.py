@@ -14,7 +14,7 @@ from hooks.errors import (
 )
 from hooks.modes import Mode, Options
 from hooks.names import Selector
-from hooks.pieces import is_piece, start_of_piece, starting_at
+from hooks.pieces import start_of_piece, starting_at
 from hooks.plan import Plan, Planned
 from hooks.point import Hook, HookPoint, Point, index_by_axis
 from hooks.receipts import Receipt, Receipts
@@ -47,7 +47,6 @@ __all__ = [
     "Selector",
     "UnknownNameError",
     "index_by_axis",
-    "is_piece",
     "start_of_piece",
     "starting_at",
 ]

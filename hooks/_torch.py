@@ -4,7 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
     is_traceable_wrapper_subclass,
 )
+
+Result = TypeVar("Result")
 
 
 class Identity(nn.Module):
@@ -196,6 +198,12 @@ def has_storage(tensor: Tensor) -> bool:
     )
 
 
+def extent(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors that share memory agree on if they are equal."""
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 def is_shared(tensor: Tensor, ours: int = 1) -> bool:
     """Whether more than `ours` tensors use this tensor's memory, or a NumPy array does.
 
@@ -257,7 +265,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
-def traced_as_constant(function: Callable[..., bool]) -> Callable[..., bool]:
+def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]:
     """Makes torch.compile call `function` while it traces, and keep the answer.
 
     `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler. That

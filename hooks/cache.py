@@ -194,7 +194,9 @@ class ActivationCache(Mapping[str, Tensor]):
         """
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
         options = Options(**cast(Any, {kind: target}))
-        return self._mapped(lambda name, value: options.place(value), self._axes)
+        moved = self._mapped(lambda name, value: options.place(value), self._axes)
+        options.arrive()
+        return moved
 
     @property
     def nbytes(self) -> int:

@@ -120,6 +120,7 @@ class Recorder:
                 skipped; the message includes `reason`.
             CacheError: if a later module overwrote a value in place.
         """
+        self.options.arrive()
         if self._parts is not None:
             self.values = {n: join(p, n, self.axes[n]) for n, p in self._parts.items()}
         for name, before in self._versions.items():
@@ -153,14 +154,14 @@ class Recorder:
                 groups.setdefault(value.untyped_storage(), {})[name] = value
         reachable = _reachable(outside) if self._in_graph else set()
         for storage, held in groups.items():
-            parts = {_extent(v): v for v in held.values()} if len(held) > 1 else held
+            parts = {_torch.extent(v): v for v in held.values()} if len(held) > 1 else held
             if self._in_graph.issuperset(held):
                 shared = storage in reachable
             else:
                 shared = _torch.is_shared(next(iter(held.values())), len(held))
             if shared or sum(part.nbytes for part in parts.values()) < storage.nbytes():
-                copies = {_extent(part): private(part) for part in parts.values()}
-                self.values |= {name: copies[_extent(value)] for name, value in held.items()}
+                copies = {_torch.extent(part): private(part) for part in parts.values()}
+                self.values |= {name: copies[_torch.extent(value)] for name, value in held.items()}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         value = as_node(value, point)
@@ -182,12 +183,13 @@ class Recorder:
             value = value.detach()
         parts = ((point.name, value),) if self._as_is else self.options.reduce(value, point)
         for name, kept in parts:
+            moved = kept.device != value.device  # a copy, which may not be complete yet
             if self._parts is not None:
                 # A later run may overwrite this memory, a key/value cache for instance.
-                self._parts.setdefault(name, []).append(kept.clone())
+                self._parts.setdefault(name, []).append(kept if moved else kept.clone())
             elif torch.compiler.is_compiling():
                 self.values[name] = kept
-            elif kept.is_inference() or not _torch.has_storage(kept):
+            elif not moved and (kept.is_inference() or not _torch.has_storage(kept)):
                 # These have no count that would reveal later writes.
                 self.values[name] = kept.clone()
             else:
@@ -232,8 +234,3 @@ def private(value: Tensor) -> Tensor:
         return value.detach().clone()
     tight = value.detach()[tuple(slice(None if stride else 1) for stride in value.stride())]
     return tight.clone().expand(value.shape)
-
-
-def _extent(value: Tensor) -> object:
-    place = value.storage_offset(), value.shape, value.stride()
-    return *place, value.dtype, value.is_conj(), value.is_neg()

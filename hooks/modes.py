@@ -11,7 +11,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from hooks.errors import HookError
-from hooks.point import POSITION_AXES, Point, index_by_axis, is_mask, plain_index
+from hooks.point import POSITION_AXES, Point, is_mask, plain_index
+from hooks.transfer import Placement, to_device
 
 Positions = slice | Sequence[SupportsIndex]
 
@@ -51,31 +52,6 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 }
 
 
-def take_positions(value: Tensor, point: Point, positions: Positions) -> Tensor:
-    """A copy of `value` at the given positions of its `pos` and `query` axes.
-
-    Raises:
-        HookError: if the value has no named axes, or the positions do not fit it or select nothing.
-    """
-    if not point.axes:
-        raise HookError(f"positions= needs named axes, and {point.name} declares none")
-    for axis in POSITION_AXES:
-        if axis not in point.axes:
-            continue
-        size = value.shape[point.axes.index(axis)]
-        if is_mask(positions):  # as integers, because fake tensors cannot be indexed by masks
-            if len(positions) != size:
-                raise HookError(f"a mask at {point} must have length {size}; got {len(positions)}")
-            positions = [n for n, inside in enumerate(positions) if inside]
-        if not isinstance(positions, slice) and not all(-size <= int(p) < size for p in positions):
-            raise HookError(f"positions must lie within the {size} of {point}; got {positions}")
-        value = value[index_by_axis(point.axes, {axis: positions}, point.name)]
-        value = value.clone() if isinstance(positions, slice) else value
-        if value.shape[point.axes.index(axis)] == 0:
-            raise HookError(f"positions must select some of the {size} of {point}; got {positions}")
-    return value
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How a run keeps values: keyword arguments of every method that makes or plans a cache.
@@ -85,7 +61,8 @@ class Options:
         windows: a boolean mask [batch, pos] for the residual stream. Vectors where it is True are kept
             under the point's name as [window, d_model], ordered by row, then by position. The L2
             norms of all vectors are kept under `NAME.norm` as [batch, pos].
-        device, dtype: the device and floating dtype of kept values; integers keep their dtype.
+        device, dtype: the device and floating dtype of kept values; integers keep their dtype. From
+            CUDA to the CPU they are copied while the model runs, into pinned memory.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
 
@@ -104,6 +81,11 @@ class Options:
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
+    _placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
+    # Chosen positions, by the devices that they were moved to.
+    _indices: dict[object, tuple[Tensor, ...]] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.windows is not None:
@@ -119,6 +101,9 @@ class Options:
             raise ValueError(f"windows must be boolean; got {self.windows.dtype}")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
+        # Gradients are placed during the caller's backward pass, and nothing waits at its end.
+        placement = Placement(self.device, self.dtype, waits=self.grads)
+        object.__setattr__(self, "_placement", placement)
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
@@ -166,13 +151,58 @@ class Options:
                 )
             wide = torch.promote_types(value.dtype, torch.float32)
             norms = torch.linalg.vector_norm(value, dim=-1, dtype=wide)
-            parts = map(self.place, (value[self._inside], norms))
+            if value.device not in self._indices:
+                found = [to_device(index, value.device) for index in self._inside or ()]
+                self._indices[value.device] = tuple(found)
+            parts = map(self.place, (value[self._indices[value.device]], norms))
             return zip(self.kept_as(point), parts, strict=True)
         if self.positions is not None:
-            value = take_positions(value, point, self.positions)
+            value = self._at_positions(value, point, self.positions)
         return ((point.name, self.place(value)),)
 
+    def _at_positions(self, value: Tensor, point: Point, positions: Positions) -> Tensor:
+        """A copy of `value` at the chosen positions of its `pos` and `query` axes.
+
+        Raises:
+            HookError: if it has no named axes, or the positions do not fit it or select nothing.
+        """
+        if not point.axes:
+            raise HookError(f"positions= needs named axes, and {point.name} declares none")
+        for axis in POSITION_AXES:
+            if axis not in point.axes:
+                continue
+            at = point.axes.index(axis)
+            size = value.shape[at]
+            if isinstance(positions, slice):
+                value = value[(*[slice(None)] * at, positions)].clone()
+            else:
+                key = size, value.device
+                if key not in self._indices:
+                    chosen = torch.tensor(_within(positions, size, point), dtype=torch.int64)
+                    self._indices[key] = (to_device(chosen, value.device),)
+                value = value.index_select(at, *self._indices[key])
+            if value.shape[at] == 0:
+                raise HookError(
+                    f"positions must select some of the {size} of {point}; got {positions}"
+                )
+        return value
+
     def place(self, value: Tensor) -> Tensor:
-        """`value` on the device and in the dtype of these options."""
-        # A floating dtype would round integers such as token ids.
-        return value.to(self.device, self.dtype if value.is_floating_point() else None)
+        """`value` on the device and in the dtype of these options; complete after `arrive()`."""
+        return self._placement(value)
+
+    def arrive(self) -> None:
+        """Waits until all placed values are complete."""
+        self._placement.wait()
+
+
+def _within(positions: Sequence[SupportsIndex], size: int, point: Point) -> list[int]:
+    """Positions, or a mask of them, counted from the start of an axis."""
+    if is_mask(positions):
+        if len(positions) != size:
+            raise HookError(f"a mask at {point} must have length {size}; got {len(positions)}")
+        return [n for n, inside in enumerate(positions) if inside]
+    numbers = [int(position) for position in positions]
+    if not all(-size <= n < size for n in numbers):
+        raise HookError(f"positions must lie within the {size} of {point}; got {positions}")
+    return [n % size for n in numbers]

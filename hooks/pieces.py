@@ -36,19 +36,10 @@ class starting_at:
         _start.reset(self._token)
 
 
-def start_of_piece() -> int:
-    """The column of the text that the first position of this run is; 0 for whole texts.
+def start_of_piece() -> int | None:
+    """The column of the text where this run's piece begins; None where it reads a whole text.
 
-    >>> start_of_piece()
-    0
+    >>> start_of_piece() is None
+    True
     """
-    return _start.get() or 0
-
-
-def is_piece() -> bool:
-    """Whether this run reads a piece, so that the text may go on before or after it.
-
-    >>> is_piece()
-    False
-    """
-    return _start.get() is not None
+    return _start.get()

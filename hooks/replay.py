@@ -15,7 +15,7 @@ from hooks.capture import Recorder, private
 from hooks.errors import CacheError, HookError
 from hooks.modes import Options
 from hooks.names import Blocks
-from hooks.pieces import is_piece, start_of_piece, starting_at
+from hooks.pieces import start_of_piece, starting_at
 from hooks.point import Point, mapped
 from hooks.samples import agree, numerics, sampled
 from hooks.session import Edits, Session, muted
@@ -93,7 +93,7 @@ class BlockCall:
         # The block itself, a later one or the caller may write into its arguments.
         self._arguments = mapped((args, kwargs), self._stored)
         self._autocast, self._precision = numerics(self._inputs)
-        self._start = start_of_piece() if is_piece() else None
+        self._start = start_of_piece()
         self.fired = True
 
     def _stored(self, leaf: Any) -> Any:

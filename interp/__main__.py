@@ -28,6 +28,7 @@ DEFAULT_MODEL = "pydoc-4l"
 DEFAULT_PROMPT = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
 DEFAULT_CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
 INDUCTION_PERIOD = 40
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Paths that are written to directly; other files are replaced.
 STREAMS = ("/dev/std", "/dev/fd/")
 
@@ -97,11 +98,27 @@ def _parser() -> argparse.ArgumentParser:
             help="a bundled model, a path, a model on the Hugging Face hub or, for points, a "
             "registered config (%(default)s)",
         )
+        command.add_argument(
+            "--device", type=_device, metavar="NAME", help="where it runs, such as cuda (cpu)"
+        )
+        command.add_argument("--dtype", choices=DTYPES, help="of its weights (the file's own)")
     return parser
 
 
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device).item()  # fails where there is no such device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(
+            f"{name!r} must be a device that is here: {reason}"
+        ) from None
+    return device
+
+
 def _points(options: argparse.Namespace) -> None:
-    print(HookedRunner(_model(options.model, trained=False)).table())
+    print(HookedRunner(_model(options, trained=False)).table())
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -109,7 +126,7 @@ def _report(options: argparse.Namespace) -> None:
     from models import load_tokenizer
 
     with _replacing(options.out) as page:
-        model, tokenizer = _model(options.model, trained=True), load_tokenizer(options.model)
+        model, tokenizer = _model(options, trained=True), load_tokenizer(options.model)
         clean, corrupted = _prompts(options, model, tokenizer)
         data = build_report(
             model,
@@ -127,14 +144,15 @@ def _report(options: argparse.Namespace) -> None:
     print(said, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
 
 
-def _model(name: str, *, trained: bool) -> "Transformer":
+def _model(options: argparse.Namespace, *, trained: bool) -> "Transformer":
     """A model that can be loaded or, if it need not be trained, one of a registered config."""
     from models import available, build, load
     from models.registry import SIZES
 
+    name, dtype = options.model, options.dtype and getattr(torch, options.dtype)
     # The hub has weights under the names of GPT-2's sizes.
     if name not in available() or os.path.exists(name) or (trained and name in SIZES):
-        return load(name)
+        return load(name, device=options.device, dtype=dtype)
     if trained:
         raise ValueError(
             f"a report needs a trained model; got the config {name!r}: train it, for instance with "
@@ -154,7 +172,7 @@ def _prompts(
     from models import generate
 
     def encoded(text: str) -> Int[Tensor, "1 pos"]:
-        return torch.tensor([tokenizer.encode(text)], dtype=torch.int64)
+        return torch.tensor([tokenizer.encode(text)], device=options.device, dtype=torch.int64)
 
     corrupted = None if options.corrupted is None else encoded(options.corrupted)
     if options.prompt is not None:
@@ -168,7 +186,7 @@ def _prompts(
     new = min(n_ctx, len(DEFAULT_PROMPT)) - 1
     # Not as a text, which may be more tokens when it is encoded again.
     written = generate(model, [[0]], max_new_tokens=new, temperature=1.0, stop=())
-    return torch.tensor(written), corrupted
+    return torch.tensor(written, device=options.device), corrupted
 
 
 @contextmanager

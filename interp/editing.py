@@ -10,18 +10,19 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
-from interp.places import Index, Place, first_column, locate, plain
+from hooks.errors import unknown_name
+from interp.places import TEXT_AXES, Index, Place, axes_of, first_column, locate, plain
 
 Values = Shaped[Tensor, "..."] | ActivationCache
 """Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.
-Axes of size 1 broadcast. A tensor may lack the axes that an integer selects, and then leading ones."""
+Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor may lack the axes that an
+integer selects, and then leading ones."""
 
 Change = Callable[[Tensor, Tensor, Place], Tensor]
-"""The new value of a region, from its value, the source's there, and where it is. Without a source its
-second argument has no meaning."""
+"""The new value of a region, or what broadcasts to it, from its value, the source's there, and where it
+is. Without a source its second argument has no meaning."""
 
 Axes = tuple[str, ...]
-Prepare = Callable[[Tensor, Axes, Point], tuple[Tensor, Axes]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +31,11 @@ class Source:
 
     Attributes:
         values: what was given.
-        prepare: changes a value and its axes at a point first, as a mean does.
-        kept: what `prepare` gave, by point and axes, if it is to be kept.
+        whole: the axes along which the change needs all of the source, as a mean does.
     """
 
     values: Values
-    prepare: Prepare = lambda value, axes, point: (value, axes)
-    kept: dict[tuple[str, Axes], tuple[Tensor, Axes]] | None = None
+    whole: Axes = ()
 
     def at(self, point: Point, axes: Axes, left: list[str]) -> tuple[Tensor, Axes]:
         """The value for a point, and its axes.
@@ -45,6 +44,10 @@ class Source:
             point: where it goes.
             axes: all axes there.
             left: those that no integer selects.
+
+        Raises:
+            UnknownNameError: if a cache lacks the point, or the value an axis of `whole`.
+            EditError: if a tensor has too many axes.
         """
         if isinstance(self.values, Tensor):
             value, n = self.values, self.values.ndim
@@ -54,16 +57,15 @@ class Source:
         else:
             value = self.values[point.name]
             own = self.values.axes(point.name) or axes
-        if self.kept is None:
-            return self.prepare(value, own, point)
-        key = point.name, own
-        if key in self.kept:
-            return self.kept[key]
-        found = self.prepare(value, own, point)
-        # A plan's tensors have no numbers, and a graph can be used once.
-        if type(found[0]) is Tensor and not found[0].requires_grad:
-            self.kept[key] = found
-        return found
+        for axis in self.whole:
+            if axis not in own:
+                raise unknown_name(axis, own, f"axis of the source at {point}")
+        return value, own
+
+    @property
+    def fixed(self) -> Axes:
+        """The axes along which a size of 1 does not broadcast: a cached run has columns of its own."""
+        return () if isinstance(self.values, Tensor) else TEXT_AXES
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +138,7 @@ class Edit:
             EditError: if an index or a source does not fit.
         """
         self._require_fit(point)
-        axes = point.axes or tuple(map(str, range(activation.ndim)))
+        axes = axes_of(point, activation.ndim)
         left = [axis for axis in axes if not isinstance(self.where.get(axis), int)]
         value, own = activation, axes
         if self.source is not None:
@@ -147,7 +149,7 @@ class Edit:
             return activation
         region = activation[place.box]
         if self.source is not None:
-            value = place.taken(value, own, activation).expand_as(region)
+            value = place.taken(value, own, activation, self.source.whole, self.source.fixed)
         new = self.change(region, value, place)
         if place.mask is not None:
             new = torch.where(place.mask.to(region.device), new, region)

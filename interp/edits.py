@@ -2,9 +2,10 @@
 
 Axis names select what changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an integer, a slice, a
 list or a mask. Several axes select where all of them do. `pos`, `query` and `key` count columns from the
-start of the text, padding included; negative ones count from the end of what has been read so far. They may
-also be tensors [batch, n]: columns of each example's own. Columns outside a text are an error; those that a
-piece of it does not hold (see `hooks.starting_at`) change nothing there.
+start of the text, padding included; negative ones count from the end of what has been read so far. A list or
+tensor [n] means these columns in every example, also if n is the batch size; [batch, n] means columns of each
+example's own. Columns outside a text are an error; those that a piece of it does not hold (see
+`hooks.starting_at`) change nothing there.
 
 >>> from hooks import HookedRunner, HookPoint
 >>> model = torch.nn.Sequential(HookPoint("batch pos d_model"))
@@ -14,15 +15,12 @@ tensor([[[1., 1.],
          [1., 1.]]])
 """
 
-import hashlib
-import random
-
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from hooks import EditError, Point
-from hooks.errors import unknown_name
+from hooks import EditError
+from interp.draws import donors, normal
 from interp.editing import Axes, Edit, Source, Values
 from interp.places import Index, Place
 
@@ -134,52 +132,68 @@ def mean(
 
     Args:
         reference: the values of reference runs, any number of texts.
-        over: the axes to average over: `"batch"`, or `("batch", "pos")`.
+        over: the axes to average over: `"batch"`, or `("batch", "pos")`. Where a point declares no axes,
+            its first is the batch.
         attention_mask: which columns of the reference are real, 1 or True. Padding is left out.
         where: what is replaced.
+
+    Raises:
+        ValueError: if `over` names no axis.
     """
     dropped = (over,) if isinstance(over, str) else tuple(over)
+    if not dropped:
+        raise ValueError("over must name at least one axis; got ()")
     real = None if attention_mask is None else attention_mask.bool()
 
-    def averaged(value: Tensor, axes: Axes, point: Point) -> tuple[Tensor, Axes]:
-        for axis in dropped:
-            if axis not in axes:
-                raise unknown_name(axis, axes, f"axis of the reference at {point}")
-        dims = [axes.index(axis) for axis in dropped]
+    def averaged(region: Tensor, value: Tensor, place: Place) -> Tensor:
+        dims = [place.axes.index(axis) for axis in dropped]
         value = value.to(torch.promote_types(value.dtype, torch.float32))
-        found = value.mean(dims) if real is None else _mean_of_real(value, axes, dims, real, point)
-        return found, tuple(axis for axis in axes if axis not in dropped)
+        if real is None:
+            return value.mean(dims, keepdim=True)
+        kept = _real_columns(real, dropped, value, place)
+        count = kept.sum(dims, keepdim=True)
+        if not count.all():
+            raise EditError(
+                f"attention_mask must leave columns to average at {place.point}; got none"
+            )
+        # Padding may hold anything.
+        return value.where(kept, 0.0).sum(dims, keepdim=True) / count
 
     given = {"0": reference, "over": over, "attention_mask": attention_mask}
-    return Edit("mean", _taken, given, where, Source(reference, averaged, {}))
+    return Edit("mean", averaged, given, where, Source(reference, dropped))
 
 
-def resample(source: Values, seed: int = 0, **where: Index) -> Edit:
+def resample(
+    source: Values,
+    seed: int = 0,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    **where: Index,
+) -> Edit:
     """Takes each row's values from another row of a source (resample ablation), never its own.
 
     Row i takes from the same donor wherever the edit acts.
 
     Args:
-        source: values of as many texts as the batch has, such as a cache of the same batch.
+        source: values of as many texts as the batch has, padded alike, such as a cache of the same batch.
+            Where a point declares no axes, its first is the batch.
         seed: chooses the donors.
+        attention_mask: which columns of the texts are real, 1 or True. A row then takes from one with the
+            same padding. Without it, padding counts as text.
         where: what is replaced.
     """
+    padding = None if attention_mask is None else attention_mask.bool().tolist()
 
-    def donated(value: Tensor, axes: Axes, point: Point) -> tuple[Tensor, Axes]:
-        if point.axes and "batch" not in axes:
-            raise EditError(f"resample must have rows at {point}; got {' '.join(axes)}")
-        at = axes.index("batch") if point.axes else 0
-        n = value.shape[at]
-        if n < 2:
-            raise EditError(f"resample must have at least 2 rows at {point}; got {n}")
-        order = random.Random(seed).sample(range(n), n)
-        # Each takes from the one before it in a random circle.
-        donors = dict(zip(order, order[-1:] + order[:-1], strict=True))
-        chosen = torch.tensor([donors[row] for row in range(n)], device=value.device)
-        return value.index_select(at, chosen), axes
+    def donated(region: Tensor, value: Tensor, place: Place) -> Tensor:
+        at = place.axes.index("batch")
+        n, first = place.sizes[at], place.firsts[at]
+        rows = [value.shape[at]] if padding is None else [value.shape[at], len(padding)]
+        if {*rows} != {n}:
+            raise EditError(f"resample must have {n} rows at {place.point}; got {rows}")
+        chosen = donors(padding or [[]] * n, seed)[first : first + place.lengths[at]]
+        return value.index_select(at, torch.tensor(chosen, device=value.device))
 
-    given = {"0": source, "seed": seed}
-    return Edit("resample", _taken, given, where, Source(source, donated))
+    given = {"0": source, "seed": seed, "attention_mask": attention_mask}
+    return Edit("resample", donated, given, where, Source(source, ("batch",)))
 
 
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
@@ -192,10 +206,15 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
         scale: the standard deviation.
         seed: another seed gives other noise.
         where: what is changed.
+
+    Raises:
+        ValueError: if the scale is negative.
     """
+    if scale < 0:
+        raise ValueError(f"scale must be at least 0; got {scale}")
 
     def noisy(region: Tensor, value: Tensor, place: Place) -> Tensor:
-        drawn = scale * _normal(f"{seed} {place.point.name}", place.firsts, place.lengths)
+        drawn = scale * normal(f"{seed} {place.point.name}", place.firsts, place.lengths)
         return region + drawn.to(region.device, region.dtype)
 
     return Edit("noise", noisy, {"0": scale, "seed": seed}, where)
@@ -249,41 +268,14 @@ def _inside(x: Tensor, basis: Tensor) -> Tensor:
     return (x.to(wide) @ basis @ basis.mT).to(x.dtype)
 
 
-def _mean_of_real(value: Tensor, axes: Axes, dims: list[int], real: Tensor, point: Point) -> Tensor:
-    batch, pos = real.shape
-    sizes = {"batch": batch, "pos": pos, "query": pos}
-    found = {axis: n for axis, n in zip(axes, value.shape, strict=True) if axis in sizes}
-    if list(found.values()) != [batch, pos]:
-        rule = f"attention_mask must be [batch, pos], {tuple(found.values())} in the reference"
-        raise EditError(f"{rule} at {point}; got {(batch, pos)}")
-    kept = real.to(value.device).view([sizes.get(axis, 1) for axis in axes])
-    count = kept.sum(dims)
-    if not count.all():
-        raise EditError(f"attention_mask must leave something to average at {point}; got none")
-    # Padding may hold anything.
-    return torch.where(kept, value, 0.0).sum(dims) / count
-
-
-def _normal(name: str, firsts: tuple[int, ...], lengths: tuple[int, ...]) -> Float[Tensor, "..."]:
-    """A number from the normal distribution for each place of a box that begins at `firsts`."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    state = torch.tensor(int.from_bytes(digest, "little", signed=True))
-    for first, length in zip(firsts, lengths, strict=True):
-        state = _mixed(state[..., None] + torch.arange(first + 1, first + length + 1) * _GOLDEN)
-    uniform = (_shifted(state, 11) + 0.5) * 2.0**-53
-    return torch.special.ndtri(uniform)
-
-
-# Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"; as signed integers.
-_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-
-
-def _mixed(state: Tensor) -> Tensor:
-    state = (state ^ _shifted(state, 30)) * _FIRST
-    state = (state ^ _shifted(state, 27)) * _SECOND
-    return state ^ _shifted(state, 31)
-
-
-def _shifted(state: Tensor, by: int) -> Tensor:
-    """A shift to the right as of unsigned integers."""
-    return (state >> by) & ((1 << (64 - by)) - 1)
+def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Place) -> Tensor:
+    """Which numbers of a reference are not padding, as many as `value` has."""
+    axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
+    if len(axes) < 2:
+        raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")
+    kept = place.taken(real, axes, value, dropped, what="attention_mask")
+    sizes = [[x.shape[place.axes.index(axis)] for axis in axes] for x in (value, kept)]
+    if sizes[0] != sizes[1]:
+        rule = f"attention_mask must fit the reference, {sizes[0]} along {' and '.join(axes)}"
+        raise EditError(f"{rule} at {place.point}; got {sizes[1]}")
+    return kept.expand_as(value)

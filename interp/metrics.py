@@ -49,8 +49,8 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
     Args:
         right, wrong: one token, or one for each example. Of several tokens for each example, [batch, n],
             the mean of their logits counts.
-        pos: one position, or one for each example. -1 is an example's last real token. Positions from
-            0 count columns, padding included.
+        pos: one position, or one for each example (for `edits`, a list means all of its columns). -1 is an
+            example's last real token. Positions from 0 count columns, padding included.
 
     Raises:
         ValueError: if a token is negative, or positions count from both ends; when called, if the

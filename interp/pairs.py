@@ -36,7 +36,7 @@ class Pairs:
         spans, corrupted_spans: by name, positions [batch, n]. Where an example has fewer than n, its
             last one is repeated.
         aligned: whether the two texts of each pair have the same columns and padding.
-        solved_of: from how many pairs `solved` chose these; None if it did not.
+        solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
 
     Raises:
         ValueError: if texts, answers, masks or spans do not fit each other.
@@ -168,7 +168,9 @@ class Pairs:
 
     def to(self, device: torch.device | str) -> "Pairs":
         """The pairs on another device."""
-        return self._mapped(lambda value: value.to(device))
+        moved = self._mapped(lambda value: value.to(device))
+        moved.solved_of = self.solved_of
+        return moved
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
         def optional(value: Tensor | None) -> Tensor | None:

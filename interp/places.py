@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks import EditError, Point, is_piece, start_of_piece
+from hooks import EditError, Point, start_of_piece
 from hooks.errors import unknown_name
 from hooks.point import is_mask, plain_index
 
@@ -16,8 +16,8 @@ from hooks.point import is_mask, plain_index
 TEXT_AXES = ("pos", "query", "key")
 
 Index = SupportsIndex | slice | Sequence[Any] | Tensor
-"""An integer, slice, list or mask along one axis. Along `pos`, `query` and `key` also a list of lists or
-a tensor [batch, n]: n columns of its own for each example."""
+"""An integer, slice, list or mask along one axis, the same in every example. Along `pos`, `query` and `key`
+also a list of lists or a tensor [batch, n]: n columns of its own for each example."""
 
 
 def plain(index: Index) -> Any:
@@ -62,6 +62,11 @@ def columns(index: Any, size: int, strict: bool, what: str) -> list[list[int]]:
     if strict and not any(rows):
         raise EditError(f"an edit must select something of the {size} along {what}; got nothing")
     return [[place + size if place < 0 else place for place in row] for row in rows]
+
+
+def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
+    """The axes of a value. Where a point declares none, the first is `batch` and the others have numbers."""
+    return point.axes or ("batch", *map(str, range(1, ndim)))[:ndim]
 
 
 def check_axes(where: Mapping[str, Any], point: Point) -> None:
@@ -123,7 +128,13 @@ class Place:
         return tuple(part.stop - part.start for part in self.box)
 
     def taken(
-        self, value: Shaped[Tensor, "..."], axes: tuple[str, ...], like: Tensor
+        self,
+        value: Shaped[Tensor, "..."],
+        axes: tuple[str, ...],
+        like: Tensor,
+        whole: tuple[str, ...] = (),
+        fixed: tuple[str, ...] = (),
+        what: str = "source",
     ) -> Shaped[Tensor, "..."]:
         """The part of a source that goes into the box: all axes of the box, where some have size 1.
 
@@ -131,27 +142,31 @@ class Place:
             value: the source, of whole texts.
             axes: its axes, some of the box's in that order. The others broadcast, as sizes of 1 do.
             like: gives the device.
+            whole: the axes along which all of it is taken, whatever its size.
+            fixed: the axes along which a size of 1 does not broadcast.
+            what: the source, for errors.
 
         Raises:
             EditError: if a size does not fit.
         """
         if [axis for axis in self.axes if axis in axes] != list(axes):
-            raise EditError(f"a source at {self.point} must have its axes; got {' '.join(axes)}")
+            raise EditError(f"the {what} at {self.point} must have its axes; got {' '.join(axes)}")
         for at, axis in enumerate(self.axes):
             if axis not in axes:
                 value = value.unsqueeze(at)
+                continue
             size, full, first = value.shape[at], self.sizes[at], self.firsts[at]
-            if size == 1:
+            if axis in whole or (size == 1 and axis not in fixed):
                 continue
             if at == self.positions and self.source_columns is not None:
                 value = torch.take_along_dim(value, self.source_columns.to(value.device), at)
                 continue
-            grows = axis in TEXT_AXES and is_piece()
+            grows = axis in TEXT_AXES and start_of_piece() is not None
             if size != full and not (grows and size >= first + self.lengths[at]):
                 least = f"at least {first + self.lengths[at]} columns (or pos select fewer)"
                 rule = least if grows else f"size {full}"
                 raise EditError(
-                    f"the source at {self.point} must have {rule} along {axis}; got {size}"
+                    f"the {what} at {self.point} must have {rule} along {axis}; got {size}"
                 )
             value = value.narrow(at, first, self.lengths[at])
         return value.to(like.device)
@@ -178,15 +193,16 @@ def locate(
         EditError: if an index is outside its axis, or outside the text of a run that is no piece.
     """
     check_axes(where, point)
-    axes, held = point.axes or tuple(map(str, range(activation.ndim))), tuple(activation.shape)
+    axes, held = axes_of(point, activation.ndim), tuple(activation.shape)
     if len(axes) != len(held):
         raise EditError(f"{point} must have these axes; got shape {held}")
     along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
     if source_pos is not None and along is None:
         raise EditError(f"source_pos needs an axis of positions; got {point}")
     sizes, box, mask, taken = list(held), [slice(0, n) for n in held], None, None
-    if along is not None and is_piece():
-        end = start_of_piece() + held[along]
+    start = None if along is None else start_of_piece()
+    if along is not None and start is not None:
+        end = start + held[along]
         sizes = [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
     # Keys that a window has dropped come before the first.
     firsts = [full - n for full, n in zip(sizes, held, strict=True)]
@@ -196,7 +212,7 @@ def locate(
         if axis not in where and source is None:
             continue
         what = f"{axis} at {point.name}"
-        strict = axis not in TEXT_AXES or along is None or not is_piece()
+        strict = axis not in TEXT_AXES or start is None
         rows = columns(where.get(axis, slice(None)), sizes[at], strict, what)
         sources = (
             [[0]] if source is None else columns(source, n_source, True, f"source_pos of {what}")

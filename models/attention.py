@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float, Real
 from torch import Tensor, nn
@@ -12,7 +11,9 @@ from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import is_unwatched
 from models.config import TransformerConfig
 from models.context import Context, ContextOrMask, place
+from models.kernels import by_blocks, capped_by_flex, fused, takes_flex
 from models.linear import Linear
+from models.masks import Mask, dense
 from models.norm import ByConfig, QKNorm, dropout
 from models.positions import rotary
 
@@ -72,12 +73,9 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
-def _without_knocked_out(scores: Tensor, mask: Tensor | None) -> Bool[Tensor, "..."]:
+def _without_knocked_out(scores: Tensor, mask: Mask) -> Bool[Tensor, "..."]:
     """The mask, also without keys whose score a hook made -inf: a cap would make that finite again."""
-    if mask is None:
-        queries, keys = scores.shape[-2:]
-        mask = causal_mask(keys, scores.device)[keys - queries :]
-    return mask & (scores != -torch.inf)
+    return dense(mask, scores.shape[2:], scores.device) & (scores != -torch.inf)
 
 
 def softmax(scores: Real[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
@@ -168,31 +166,23 @@ class Attention(ByConfig):
             .view(*x.shape[:2], self.all_heads, self.d_head)
             .split_with_sizes(self.heads, 2)
         )
-        q = self.q(self.rotary(self.q_norm(q), context.rotation)).transpose(1, 2)
-        k = self.k(self.rotary(self.k_norm(k), context.rotation)).transpose(1, 2)
+        # Under autocast, norms and rotations give float32, and values have half precision.
+        q = self.q(self.rotary(self.q_norm(q), context.rotation).type_as(v)).transpose(1, 2)
+        k = self.k(self.rotary(self.k_norm(k), context.rotation).type_as(v)).transpose(1, 2)
         k, v = context.extended(self.layer, k, self.v(v).transpose(1, 2))
         z = self.z(self.attend(q, k, v, context.masks[self.window]).transpose(1, 2))
         return self.output_dropout(self.output(z.flatten(2)))
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.pattern_dropout.p if self.pattern_dropout.training else 0.0,
-            # During tracing sizes are symbolic, and comparing them does not give a bool.
-            is_causal=True if mask is None and q.shape[2] > 1 else False,  # noqa: SIM210
-            scale=self.scale,
-            enable_gqa=self.heads[0] != self.heads[1],
-        )
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        dropout = self.pattern_dropout.p if self.pattern_dropout.training else 0.0
+        return fused(q, k, v, mask, self.scale, dropout)
 
     def _explicit(
         self,
         q: Float[Tensor, "batch head query d_head"],
         k: Float[Tensor, "batch kv_head key d_head"],
         v: Float[Tensor, "batch kv_head key d_head"],
-        mask: Tensor | None,
+        mask: Mask,
     ) -> Float[Tensor, "batch head query d_head"]:
         """The output of each head. Without a mask a query sees all keys up to its own."""
         # The query heads that share a key head form one taller matrix.
@@ -208,10 +198,11 @@ class Attention(ByConfig):
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(_explicit)
 
     def masked_softmax(
-        self, scores: Float[Tensor, "batch head query key"], mask: Tensor | None
+        self, scores: Float[Tensor, "batch head query key"], mask: Mask
     ) -> Float[Tensor, "batch head query key"]:
         """The weight of each key for each query."""
         if mask is not None:
+            mask = dense(mask, scores.shape[2:], scores.device)
             return softmax(torch.where(mask, scores, -torch.inf))
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         later = later.triu(1 + scores.shape[-1] - scores.shape[-2])
@@ -269,16 +260,23 @@ class Attention(ByConfig):
 
 
 class CappedAttention(Attention, when=lambda config: config.attn_cap):
-    """Attention with scores capped before the mask (Gemma 2). No fused kernel does that."""
+    """Attention with scores capped before the mask (Gemma 2)."""
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
         self.cap = SoftCap(config.attn_cap)
 
-    attend = Attention._explicit
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        dropped = self.pattern_dropout.training and self.pattern_dropout.p
+        if dropped or not takes_flex(q, k):
+            return by_blocks(self._explicit, q, k, v, mask)
+        by_flex = partial(capped_by_flex, scale=self.scale, cap=self.cap.cap)
+        return by_blocks(by_flex, q, k, v, mask)
+
+    attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(Attention._explicit)
 
     def masked_softmax(
-        self, scores: Float[Tensor, "batch head query key"], mask: Tensor | None
+        self, scores: Float[Tensor, "batch head query key"], mask: Mask
     ) -> Float[Tensor, "batch head query key"]:
         """The weight of each key for each query."""
         return super().masked_softmax(self.cap(scores), mask)

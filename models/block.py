@@ -1,5 +1,6 @@
 """Transformer blocks: one class for each form, with a forward that reads like its equation."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -51,6 +52,11 @@ class Block(ByConfig):
                 "batch pos d_model", "what the MLP adds to the residual stream"
             )
         self.resid_post = HookPoint("batch pos d_model", "residual stream leaving the block")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.attn.qkv.weight.device
 
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import starting_at
-from models.checks import can_be_read
-from models.kvcache import KVCache, oldest_reached
+from hooks.point import mapped
+from hooks.transfer import to_device
+from models.kvcache import KVCache
+from models.masks import Mask, Rule, as_real, as_seen, has_gaps, shared
 from models.positions import Rotation
+from models.static_kvcache import StaticKVCache
 
 Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]]
 """One layer's keys and values, after norm and rotation."""
@@ -23,22 +26,24 @@ class Context(NamedTuple):
     Attributes:
         positions: each token's position in its own text, without padding: Int[batch pos], or
             [1 pos] if all rows have the same.
-        masks: for each window in use, which keys a query sees: Bool[batch head query key], where an
-            axis may have size one. None means all keys up to the query's own position.
+        masks: for each window in use, which keys a query sees; see `Mask`.
         rotation: the cosines and sines that rotary models rotate queries and keys with.
         start: how many columns of the text come before these.
         kv_cache: the cache that holds earlier keys and values, and takes the new ones.
-        real: which columns so far are not padding: Bool[batch key]; None without a mask.
+        real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
+            could be read there.
         past: the keys and values of earlier columns for each layer, read-only.
+        column: the column of the only new token, where a `StaticKVCache` has it as a tensor.
     """
 
     positions: Tensor
-    masks: dict[int, Tensor | None]
+    masks: dict[int, Mask]
     rotation: Rotation | None = None
     start: int = 0
     kv_cache: KVCache | None = None
     real: Tensor | None = None
     past: tuple[Past, ...] | None = None
+    column: Tensor | None = None
 
     def piece(self) -> AbstractContextManager[None]:
         """A `with` in which edits know where in the text this call starts. No use while compiling."""
@@ -54,11 +59,24 @@ class Context(NamedTuple):
     def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Earlier and new keys and values of a layer, [batch, kv_head, key, d_head]."""
         if self.kv_cache is not None:
-            return self.kv_cache.layers[layer].extended(self.start, k, v)
+            return self.kv_cache.extended(layer, self.start, self.column, k, v)
         if self.past is not None:
             old_k, old_v = self.past[layer]
             return _joined(old_k, k), _joined(old_v, v)
         return k, v
+
+    def to(self, device: torch.device) -> "Context":
+        """The context for blocks on a device. Keys and values of past columns stay where they are."""
+
+        def moved(tree: Any) -> Any:
+            return _mapped(lambda part: part.to(device, non_blocking=True), tree)
+
+        return self._replace(
+            positions=moved(self.positions),
+            masks=moved(self.masks),
+            rotation=moved(self.rotation),
+            column=moved(self.column),
+        )
 
     def repeated(self, n: int) -> "Context":
         """The context of `n` copies of the batch in sequence: row `copy * batch + row`.
@@ -71,9 +89,9 @@ class Context(NamedTuple):
         self._refuse_cache("repeated")
         return self._replace(
             positions=_tiled(self.positions, n),
-            masks={w: None if m is None else _tiled(m, n) for w, m in self.masks.items()},
-            rotation=self.rotation and _both(lambda part: _tiled(part, n), self.rotation),
-            real=None if self.real is None else _tiled(self.real, n),
+            masks=_mapped(lambda part: _tiled(part, n), self.masks),
+            rotation=_mapped(lambda part: _tiled(part, n), self.rotation),
+            real=_mapped(lambda part: _tiled(part, n), self.real),
         )
 
     def after(self, pos: int, past: Sequence[Past]) -> "Context":
@@ -96,17 +114,17 @@ class Context(NamedTuple):
             raise ValueError(f"pos must be {self.start} to {end - 1}; got {pos}")
         for columns in {part.shape[2] for pair in past for part in pair} - {pos}:
             raise ValueError(f"past must have the {pos} columns before pos; got {columns}")
-        skipped = pos - self.start
+        skipped, device = pos - self.start, self.positions.device
 
-        def later(mask: Tensor | None) -> Tensor | None:
-            if mask is None:  # all keys up to the query's own
-                return _mask(0, pos, torch.arange(end, device=self.positions.device)[None])
-            return mask if mask.shape[2] == 1 else mask[:, :, skipped:]
+        def later(mask: Mask) -> Mask:
+            if isinstance(mask, Tensor):
+                return mask if mask.shape[2] == 1 else mask[:, :, skipped:]
+            return shared(mask, (end - pos, end), device)
 
         return self._replace(
             positions=self.positions[:, skipped:],
             masks={window: later(mask) for window, mask in self.masks.items()},
-            rotation=self.rotation and _both(lambda part: part[:, skipped:], self.rotation),
+            rotation=_mapped(lambda part: part[:, skipped:], self.rotation),
             start=pos,
             past=tuple(past),
         )
@@ -148,114 +166,73 @@ def place(
     """
     (batch, new), device = x.shape[:2], x.device
     start, known = (0, None) if kv_cache is None else (kv_cache.length, kv_cache.mask)
-    end, real = start + new, None
-    counted = torch.arange(end, device=device)[None]
-    if attention_mask is None and known is not None:
-        attention_mask = torch.cat([known, known.new_ones(batch, new)], 1)
-    if attention_mask is not None:
-        real = _as_real(attention_mask.to(device), batch, end)
-        if kv_cache is None:
-            _check_no_row_is_empty("attention_mask", real)
-        else:
-            _check_fits_cache(real, start, known, any(windows))
-        # Padding has no position, and no query sees it.
-        counted = (real.long().cumsum(1) - 1).clamp(min=0)
-    masks: dict[int, Tensor | None]
+    end, real, is_cached = start + new, None, kv_cache is not None
+    if isinstance(kv_cache, StaticKVCache):
+        kv_cache.place(device)
+        if start and new == 1 and attention_mask is None and query_key_mask is None:
+            return _step(kv_cache, windows, rotate)
+    drops_keys = kv_cache is not None and kv_cache.drops_keys and any(windows)
+    if known is not None:
+        known = torch.cat([known, known.new_ones(batch, end - known.shape[1])], 1)
+    if attention_mask is None:
+        real = known
+    else:
+        cached = None if not is_cached else start
+        real = as_real(attention_mask, batch, end, cached, known, drops_keys)
     if query_key_mask is not None:
-        seen = _as_seen(query_key_mask.to(device), batch, n_heads, new, end)
-        if kv_cache is None:
-            _check_no_row_is_empty("query_key_mask", seen)
-        elif any(windows):
+        query_key_mask = as_seen(query_key_mask, (batch, n_heads, new, end), is_cached)
+        if drops_keys:
             raise ValueError(
                 "query_key_mask must be None with a KVCache of a sliding window, which drops keys; "
                 f"got {tuple(query_key_mask.shape)}"
             )
-        masks = dict.fromkeys(windows, seen if real is None else seen & real[:, None, None])
+    gaps = real is not None and any(windows) and not drops_keys and has_gaps(real)
+    here = None if real is None else to_device(real, device)
+    # Padding has no position, and no query sees it.
+    counted = torch.arange(end, device=device)[None]
+    counted = counted if here is None else (here.long().cumsum(1) - 1).clamp(min=0)
+    masks: dict[int, Mask]
+    if query_key_mask is not None:
+        seen = to_device(query_key_mask, device)
+        masks = dict.fromkeys(windows, seen if here is None else seen & here[:, None, None])
     else:
-        masks = {w: _mask(w, start, counted, real) for w in windows}
+        first = {w: kv_cache.first_kept(w, start) if kv_cache else 0 for w in windows}
+        rules = {w: _rule(w, first[w], end, here, counted if gaps else None) for w in windows}
+        masks = {w: shared(rules[w], (new, end - first[w]), device) for w in windows}
     positions = counted[:, start:]
     return Context(positions, masks, rotate(positions), start, kv_cache, real)
 
 
-def _as_real(mask: Tensor, batch: int, end: int) -> Bool[Tensor, "batch column"]:
-    if mask.shape != (batch, end):
-        hint = ": for a mask of queries and keys there is query_key_mask" if mask.ndim > 2 else ""
-        raise ValueError(
-            f"attention_mask must be [batch, key], here {(batch, end)}, where keys include cached "
-            f"positions; got {tuple(mask.shape)}{hint}"
-        )
-    return _as_boolean("attention_mask", mask)
+def _rule(
+    window: int, first: int, end: int, real: Tensor | None, positions: Tensor | None
+) -> Rule | None:
+    """Which keys, from column `first` on, the last queries see; None means all up to their own.
+
+    Where there are gaps in texts, and so positions, no key was dropped, and `first` is 0.
+    """
+    if real is None:
+        return Rule(window) if window and end - first > window else None
+    return Rule(window, real[:, first:], positions)
 
 
-def _as_seen(
-    mask: Tensor, batch: int, n_heads: int, new: int, end: int
-) -> Bool[Tensor, "_batch _head _query _key"]:
-    shapes = {2: (new, end), 3: (batch, new, end), 4: (batch, n_heads, new, end)}
-    pairs = list(zip(mask.shape, shapes.get(mask.ndim, ()), strict=False))
-    # With two axes, [1, key] would be a padding mask in the wrong place.
-    if not pairs or any(size != full and (mask.ndim == 2 or size != 1) for size, full in pairs):
-        raise ValueError(
-            f"query_key_mask must be [query, key], here {shapes[2]}, or [batch, query, key], "
-            f"{shapes[3]}, or [batch, head, query, key], {shapes[4]}, where keys include cached "
-            f"positions; got {tuple(mask.shape)}"
-        )
-    seen = _as_boolean("query_key_mask", mask)
-    seen = seen[None] if seen.ndim == 2 else seen
-    return seen[:, None] if seen.ndim == 3 else seen
+def _step(
+    cache: StaticKVCache, windows: Collection[int], rotate: Callable[[Tensor], Rotation | None]
+) -> Context:
+    """The context of one new token, without a number that Python knows."""
+    columns = torch.arange(cache.real.shape[1], device=cache.column.device)
+    counted = (cache.real.long().cumsum(1) - 1).clamp(min=0)
+    positions = counted.index_select(1, cache.column)
+    seen = cache.real & (columns <= cache.column)
+    masks: dict[int, Mask] = {
+        w: (seen & (counted > positions - w) if w else seen)[:, None, None] for w in windows
+    }
+    return Context(
+        positions, masks, rotate(positions), cache.length, cache, cache.mask, column=cache.column
+    )
 
 
-def _as_boolean(name: str, mask: Tensor) -> Tensor:
-    boolean = mask.bool()
-    if can_be_read(mask) and not torch.equal(boolean.to(mask.dtype), mask):
-        wrong = mask[boolean.to(mask.dtype) != mask][0].item()
-        raise ValueError(
-            f"{name} must be 1 where a key may be attended to and 0 elsewhere; got {wrong}"
-        )
-    return boolean
-
-
-def _check_no_row_is_empty(name: str, allowed: Tensor) -> None:
-    # Not with a cache: when a text is read in pieces, a whole piece of a row may be padding.
-    if allowed.numel() and can_be_read(allowed) and not allowed.flatten(1).any(1).all():
-        row = int((~allowed.flatten(1).any(1)).nonzero()[0])
-        raise ValueError(f"{name} must leave each row a key; got none in row {row}")
-
-
-def _check_fits_cache(real: Tensor, start: int, known: Tensor | None, windowed: bool) -> None:
-    """Refuses padding that contradicts the mask of cached keys, or needs keys that were dropped."""
-    if not can_be_read(real):
-        return
-    read = real[:, :start]
-    if not (read.all() if known is None else torch.equal(known, read)):
-        raise ValueError("attention_mask must be the same as before for cached tokens; got another")
-    if windowed and bool((real[:, 1:] < real[:, :-1]).any()):
-        raise ValueError(
-            "padding must be on the left with a KVCache of a sliding window, which keeps the "
-            "last keys; got padding after a real token"
-        )
-
-
-def _mask(
-    window: int,
-    start: int,
-    positions: Int[Tensor, "_batch column"],
-    real: Bool[Tensor, "batch column"] | None = None,
-) -> Bool[Tensor, "_batch 1 query key"] | None:
-    """Which keys the queries from column `start` on see; None means all up to their own."""
-    first, end = oldest_reached(window, start), positions.shape[1]
-    narrow = window and end - start > 1 and end - first > window
-    if real is None and not narrow and (start == 0 or end - start == 1):
-        return None
-    columns = torch.arange(end, device=positions.device)
-    seen = (columns[first:] <= columns[start:, None])[None]
-    if window:
-        # Distances within a text do not count padding.
-        seen = seen & (positions[:, start:, None] - positions[:, None, first:] < window)
-    return (seen if real is None else seen & real[:, None, first:])[:, None]
-
-
-def _both(change: Callable[[Tensor], Tensor], rotation: Rotation) -> Rotation:
-    return change(rotation[0]), change(rotation[1])
+def _mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return mapped(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def _tiled(value: Tensor, n: int) -> Tensor:

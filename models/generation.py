@@ -11,7 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from models.checks import check_whole
+from hooks._torch import has_hooks
+from hooks.transfer import later, to_device
+from models.checks import check_whole, trusted
 from models.kvcache import KVCache
 from models.sampling import Sampling, row_generator
 from models.tokenizer import Tokenizer
@@ -84,10 +86,10 @@ def generate(
     texts = _as_lists(prompts, options.pop("attention_mask", None))
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     made = [(step.tokens, step.running) for step in steps]
-    tokens = torch.stack([token for token, _ in made], 1).tolist()
-    lengths = torch.stack([running for _, running in made], 1).sum(1).tolist()
-    rows = zip(texts, tokens, lengths, strict=True)
-    return [text + new[:length] for text, new, length in rows]
+    lengths = torch.stack([running for _, running in made], 1).sum(1)
+    # One tensor, because each is waited for.
+    rows = torch.stack([lengths, *(tokens for tokens, _ in made)], 1).tolist()
+    return [text + new[:length] for text, (length, *new) in zip(texts, rows, strict=True)]
 
 
 def generate_text(
@@ -173,7 +175,7 @@ def stream(
         ValueError: at the call, if a sampling option is out of range, a prompt is empty or too long
             with its continuation, a token is outside the vocabulary, the mask has another shape or
             other values, or the model is in training mode. Later, if the logits of a running row are not
-            finite.
+            finite; on an accelerator without hooks, one step later.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -188,22 +190,22 @@ def stream(
     check_whole("max_new_tokens", max_new_tokens)
     check_whole("prefill_chunk", prefill_chunk)
     _check(model, texts, stops, max_new_tokens, max_context)
-    device = model.token_embedding.weight.device
+    # The blocks of a model may be on several devices.
+    device, drawn_on = model.token_embedding.weight.device, model.unembedding.weight.device
     generators: list[torch.Generator] = []
     if isinstance(seed, torch.Generator):
         generators = [seed] * len(texts)
     elif not sampling.is_greedy:
-        generators = [row_generator(seed, row, device) for row in range(len(texts))]
+        generators = [row_generator(seed, row, drawn_on) for row in range(len(texts))]
     pads = [max(map(len, texts)) - len(text) for text in texts]
-    tokens = torch.tensor(
-        [[0] * pad + text for pad, text in zip(pads, texts, strict=True)], device=device
-    )
+    tokens = torch.tensor([[0] * pad + text for pad, text in zip(pads, texts, strict=True)])
     end = tokens.shape[1] + max_new_tokens
     mask = None
     if any(pads):
-        mask = torch.arange(end, device=device) >= torch.tensor(pads, device=device)[:, None]
+        mask = to_device(torch.arange(end) >= torch.tensor(pads)[:, None], device)
     read = partial(_read, model, KVCache(end), mask, prefill_chunk)
-    return _steps(read, tokens, sampling, generators, stops, max_new_tokens)
+    tokens = to_device(tokens, device)
+    return _steps(model, read, tokens, sampling, generators, stops, max_new_tokens)
 
 
 # Not on the generator below: there it would also act between the steps.
@@ -216,11 +218,13 @@ def _read(
         raise ValueError(IN_TRAINING)
     for piece in tokens.split(chunk, 1) if tokens.shape[1] > chunk else [tokens]:
         seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
-        logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
+        with trusted():  # `_check` has read the tokens, and the mask was made here
+            logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
     return logits[:, -1]
 
 
 def _steps(
+    model: Transformer,
     read: Callable[[Tensor], Tensor],
     tokens: Tensor,
     sampling: Sampling,
@@ -228,19 +232,43 @@ def _steps(
     stop: list[int],
     count: int,
 ) -> Iterator[Step]:
-    stops = torch.tensor(stop, device=tokens.device)
-    running = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+    device = model.unembedding.weight.device
+    stops = to_device(torch.tensor(stop, dtype=torch.int64), device)
+    running = torch.ones(len(tokens), dtype=torch.bool, device=device)
+    modules = list(model.modules())
+    pending: Callable[[], list[float]] | None = None  # what the last step came to
+    alive = [True] * len(tokens)  # `running`, as far as the host knows
+
+    def goes_on() -> bool:
+        nonlocal pending, alive
+        if pending:
+            numbers, pending = pending(), None
+            # NaN in rows that have ended raises no error.
+            largest = [number if row else 0.0 for number, row in zip(numbers, alive, strict=False)]
+            sampling.check(largest)
+            alive = list(map(bool, numbers[len(alive) :])) if stop else alive
+        return any(alive)
+
     for _ in range(count):
+        # An accelerator begins a step while the host still waits to learn whether the last one was the
+        # end. Hooks must not see such a step.
+        ahead = device.type != "cpu" and not any(map(has_hooks, modules))
+        if not ahead and not goes_on():
+            return
         logits = read(tokens)
-        # Rows that have ended continue with zeros, so NaN in them raises no error.
-        finite = logits if not stop or running.all() else torch.where(running[:, None], logits, 0.0)
-        new = sampling.choose(finite, generators)
-        yield Step(new.clone(), running.clone(), logits)
+        if ahead and not goes_on():
+            return
+        new, numbers = sampling.draw(logits, generators)
+        step = Step(new.clone(), running.clone(), logits)
         if stop:
-            running = running & ~torch.isin(new, stops)
-            if not running.any():
-                return
+            running = running & (new[:, None] != stops).all(1)
+            numbers = torch.cat([numbers, running])
+        pending = later(numbers)
+        if not ahead:
+            goes_on()
+        yield step
         tokens = new[:, None]
+    goes_on()
 
 
 def _as_lists(

@@ -29,7 +29,9 @@ class KVCache:
 
     Attributes:
         length: how many positions have been read.
-        mask: which of them are not padding: Bool[batch length]; None without a mask.
+        mask: which of them are not padding: Bool[batch _length]; None if all are. It may lack the last
+            ones, which are not.
+        drops_keys: whether it forgets keys that no window can reach again.
 
     Raises:
         ValueError: if `max_context` is not a whole number of at least 1.
@@ -42,12 +44,14 @@ class KVCache:
     True
     """
 
+    drops_keys = True
+
     def __init__(self, max_context: int | None = None) -> None:
         if max_context is not None:
             check_whole("max_context", max_context)
         self.max_context = max_context
         self.length = 0
-        self.mask: Bool[Tensor, "batch length"] | None = None
+        self.mask: Bool[Tensor, "batch _length"] | None = None
         self.layers: list[LayerCache] = []
         self._config: TransformerConfig | None = None
 
@@ -74,8 +78,8 @@ class KVCache:
                 f"cached and new tokens must fit {what} of {limit}; got {self.length} and {new}"
             )
         if not self.length:
+            self.layers = self._made(config, limit, batch)
             self._config = config
-            self.layers = [LayerCache(window, limit) for window in config.windows]
             return
         if config is not self._config:
             other = [n for n in DECISIVE if getattr(config, n) != getattr(self._config, n)]
@@ -88,12 +92,32 @@ class KVCache:
                 f"tokens must have as many rows as the KVCache ({self.layers[0].batch}); got {batch}"
             )
 
+    def extended(
+        self, layer: int, start: int, column: Tensor | None, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new keys and values of a layer, and returns all that the new positions may see.
+
+        Args:
+            layer: the index of the block.
+            start: the first new position.
+            column: the same as a tensor, in a step of a `StaticKVCache`.
+            k, v: [batch, kv_head, pos, d_head].
+        """
+        return self.layers[layer].extended(start, k, v)
+
+    def first_kept(self, window: int, start: int) -> int:
+        """The position of the first key that a block with this window gives to queries from `start` on."""
+        return oldest_reached(window, start)
+
+    def _made(self, config: TransformerConfig, limit: int, batch: int) -> list["LayerCache"]:
+        return [LayerCache(window, limit) for window in config.windows]
+
     def commit(self, length: int, mask: Tensor | None) -> None:
         """Accepts what a forward pass has written, after it has ended.
 
         Args:
             length: how many positions have been read.
-            mask: which of them are not padding: Bool[batch length]; None without a mask.
+            mask: which of them are not padding: Bool[batch _length]; None if all are.
         """
         self.length, self.mask = length, mask
 
@@ -140,7 +164,12 @@ class LayerCache:
         is_full = end - self._first > self._keys.shape[2] or not self.batch
         # A backward pass needs the values in a graph, so they must not be overwritten.
         has_graph = self._keys.requires_grad or self._values.requires_grad
-        is_locked = self._keys.is_inference() and not torch.is_inference_mode_enabled()
+        # A compiler cannot ask this, and an inference tensor raises PyTorch's own error there.
+        is_locked = (
+            not torch.compiler.is_compiling()
+            and self._keys.is_inference()
+            and not torch.is_inference_mode_enabled()
+        )
         if is_full or has_graph or is_locked or k.dtype != self._keys.dtype:
             self._make_room(oldest, start, end, k)
         self._keys.narrow(2, start - self._first, end - start).copy_(k)

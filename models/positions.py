@@ -6,10 +6,38 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hooks._torch import FakeTensor, traced_as_constant
 from models.config import RotaryScaling, TransformerConfig
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines: Float[batch pos 1 d_rotary], halves repeated."""
+
+
+class Frequencies:
+    """Radians per position, in float32. Each device that asks gets a copy, which is kept.
+
+    A buffer would be rounded by `model.to(bfloat16)`, and be lost on the meta device.
+
+    Args:
+        values: on the CPU.
+    """
+
+    def __init__(self, values: Float[Tensor, " half"]) -> None:
+        self.values = values
+        self._copies = {values.device: values}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Frequencies, (self.values,)
+
+    @traced_as_constant
+    def on(self, device: torch.device) -> Float[Tensor, " half"]:
+        """The values on a device."""
+        if device in self._copies:
+            return self._copies[device]
+        copy = self.values.to(device, non_blocking=True)
+        if not isinstance(copy, FakeTensor):
+            self._copies[device] = copy
+        return copy
 
 
 class Sinusoidal(nn.Module):
@@ -21,12 +49,11 @@ class Sinusoidal(nn.Module):
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
-        # Not a buffer: `model.to(bfloat16)` would round it.
-        self.frequencies = _frequencies(d_model, 10_000.0)
+        self.frequencies = Frequencies(_frequencies(d_model, 10_000.0))
 
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """The encoding of each position."""
-        angles = positions[..., None] * self.frequencies.to(positions.device)
+        angles = positions[..., None] * self.frequencies.on(positions.device)
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
 
 
@@ -54,15 +81,15 @@ class Rotary:
     def __init__(self, config: TransformerConfig) -> None:
         self.d_rotary = config.d_rotary
         scaling = config.rotary_scaling
-        # Not a buffer: `model.to(bfloat16)` would round it.
-        self.frequencies = _stretched(_frequencies(self.d_rotary, config.rotary_theta), config)
+        frequencies = _frequencies(self.d_rotary, config.rotary_theta)
+        self.frequencies = Frequencies(_stretched(frequencies, config))
         self.length = 1.0
         if scaling and scaling.kind == "yarn":
             self.length = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
 
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
         """The cosines and sines of the rotation angles."""
-        angles = positions[..., None] * self.frequencies.to(positions.device)
+        angles = positions[..., None] * self.frequencies.on(positions.device)
         angles = torch.cat([angles, angles], -1).unsqueeze(-2)
         return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
 

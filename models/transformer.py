@@ -8,9 +8,10 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
+from hooks.transfer import to_device
 from models.attention import SoftCap
 from models.block import Block
-from models.checks import can_be_read, check_tokens
+from models.checks import check_tokens, should_read
 from models.config import TransformerConfig
 from models.context import Context, place
 from models.kvcache import KVCache
@@ -28,23 +29,27 @@ class TokenEmbedding(nn.Embedding):
         self.scale = config.embed_scale
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """The vectors of the tokens.
+        """The vectors of the tokens, on the device of the weights.
+
+        Tokens on the CPU are checked there. Those on an accelerator are read back for that, except
+        inside `models.checks.trusted()`.
 
         Raises:
             ValueError: if a token is outside the vocabulary; it names the first.
         """
-        if not tokens.is_cpu:  # an accelerator would abort, or return arbitrary values
-            self._check(tokens)
+        if not (tokens.is_cpu and self.weight.is_cpu):
+            self._check(tokens)  # an accelerator would abort, or return arbitrary values
+        tokens = to_device(tokens, self.weight.device)
         try:
             vectors = torch.embedding(self.weight, tokens.long())
         except IndexError:
             self._check(tokens)
             raise
         # The scale is rounded to the weights' dtype, as in the training of models with a scale.
-        return vectors if self.scale == 1 else vectors * vectors.new_tensor(self.scale)
+        return vectors if self.scale == 1 else vectors * vectors.new_full((), self.scale)
 
     def _check(self, tokens: Tensor) -> None:
-        if not can_be_read(tokens):
+        if not should_read(tokens):
             return
         outside = ((tokens < 0) | (tokens >= self.num_embeddings)).nonzero()
         if len(outside):
@@ -58,7 +63,8 @@ class TokenEmbedding(nn.Embedding):
 class Transformer(BlockWeights):
     """A decoder-only transformer: tokens to logits.
 
-    The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`.
+    The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`. Blocks may be on
+    several devices: stream and context follow, once per change of device.
 
     Args:
         config: sizes and choices; see `TransformerConfig`.
@@ -101,7 +107,8 @@ class Transformer(BlockWeights):
         """Logits of the next token at every position.
 
         Args:
-            tokens: the tokens; with a cache, those after the cached ones.
+            tokens: the tokens, on the CPU or the model's device; with a cache, those after the cached
+                ones. Those on an accelerator are read back once, for a check (see `models.checks.trusted`).
             attention_mask: which tokens, including cached ones, are not padding: boolean, or 0 and 1.
                 Each row gets the same values as without its padding, left or right. Ignore the values
                 at padding.
@@ -121,6 +128,9 @@ class Transformer(BlockWeights):
         with context.piece():
             resid = self.input_resid(tokens, context)
             for block in self.blocks:
+                # The blocks of a large model may be on several devices.
+                if (device := getattr(block, "device", resid.device)) != resid.device:
+                    resid, context = resid.to(device), context.to(device)
                 resid = block(resid, context)
             logits = self.logits(resid, last)
         context.commit()
@@ -140,7 +150,11 @@ class Transformer(BlockWeights):
             kv_cache.reserve(config, batch, new)
         elif new > config.n_ctx:
             raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
-        rotate = partial(self.rotary.rotation, dtype=self.token_embedding.weight.dtype)
+        weight = self.token_embedding.weight
+        if tokens.device != weight.device:
+            # Only the embedding needs the numbers.
+            tokens = tokens.new_empty(tokens.shape, device=weight.device)
+        rotate = partial(self.rotary.rotation, dtype=weight.dtype)
         masks = (attention_mask, query_key_mask)
         return place(tokens, set(config.windows), config.n_heads, rotate, *masks, kv_cache)
 
@@ -161,7 +175,11 @@ class Transformer(BlockWeights):
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits from a residual stream: the final norm, then the unembedding and its cap."""
+        """Logits from a residual stream: the final norm, then the unembedding and its cap.
+
+        They are on the unembedding's device, where the final norm must be too.
+        """
+        resid = resid.to(self.unembedding.weight.device)
         return self.logit_cap(self.unembedding(self.ln_final(resid)))
 
     def _logits_of_last(self, resid: Tensor, last: int) -> Tensor:

@@ -15,6 +15,7 @@ import models
 from interp.__main__ import main
 from interp.report import peak
 from models import CharTokenizer, Transformer, TransformerConfig, save
+from tests.pretended import DEVICE, Device
 
 
 def small(vocab_size, n_ctx=89):
@@ -217,6 +218,30 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(saved, here, capsys, m
     assert error.args[-1] in capsys.readouterr().err
     assert [path.name for path in here.iterdir()] == ["report.html"]
     assert (here / "report.html").read_text() == "good"
+
+
+def test_a_report_from_another_device(saved, here):
+    assert main(["report", "--model", saved, "--prompt", "def"]) == 0
+    page = embedded(here / "report.html")
+    with Device():
+        assert main(["report", "--model", saved, "--prompt", "def", "--device", DEVICE.type]) == 0
+    again = embedded(here / "report.html")
+    assert again["loss"][1:] == pytest.approx(page["loss"][1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_dtype_of_a_report(saved, here, monkeypatch, dtype):
+    load, loaded = models.load, []
+    monkeypatch.setattr(models, "load", lambda *a, **b: loaded.append(load(*a, **b)) or loaded[-1])
+    assert main(["report", "--model", saved, "--prompt", "def", "--dtype", dtype]) == 0
+    assert loaded[0].W_E.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "no"])
+def test_devices_that_are_not_here(capsys, device):
+    with pytest.raises(SystemExit):
+        main(["points", "--device", device])
+    assert repr(device) in capsys.readouterr().err
 
 
 def test_usage(capsys):

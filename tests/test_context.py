@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
-from models import KVCache
+from models import KVCache, kernels, masks
 from tests.reference import BATCH, HEADS, POS, masked, some_tokens, variant
 
 COPIES = 3
@@ -48,6 +48,13 @@ CASES = [(name, mask) for name in SOME for mask in ("none", "left", "right")]
 CASES += [(name, mask) for name in ("pre", "like llama", "window") for mask in list(MASKS)[3:]]
 
 
+@pytest.fixture(params=[512, 3])
+def block(request, monkeypatch):
+    """Masks are made once for all layers, or by blocks in each."""
+    for module in (kernels, masks):
+        monkeypatch.setattr(module, "BLOCK", request.param)
+
+
 class Run:
     """A whole run of the blocks: each one's stream, keys and values."""
 
@@ -80,6 +87,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
+@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
 @pytest.mark.parametrize("hooks", [{}, {"*.scores": lambda value, point: None}], ids=["fused", "explicit"])  # fmt: skip
 def test_a_run_from_a_block_and_a_position_gives_what_the_whole_gave(name, mask, hooks):
@@ -94,6 +102,7 @@ def test_a_run_from_a_block_and_a_position_gives_what_the_whole_gave(name, mask,
         assert all(map(torch.equal, (part for pair in past for part in pair), before))
 
 
+@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
 def test_edits_as_rows_give_what_each_gives_alone(name, mask):
     run, pos = Run(name, mask), 3

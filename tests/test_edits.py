@@ -17,7 +17,6 @@ from hooks import (
     HookPoint,
     Point,
     UnknownNameError,
-    is_piece,
     start_of_piece,
     starting_at,
 )
@@ -170,6 +169,7 @@ def test_positions_of_each_example_and_of_the_source(wide, texts, source, pos, s
 
 def test_values_of_another_layer_position_and_length(wide, texts, source):
     short = wide.run_with_cache(texts[1][:, :4])[1]
+    last = wide.run_with_cache(texts[1], positions=[-1])[1]
     name = "blocks.1.attn.z"
     plain = wide.capture(texts[0], names=name)[name]
     for given, value in (
@@ -179,6 +179,9 @@ def test_values_of_another_layer_position_and_length(wide, texts, source):
         (edits.replace(source.at(pos=5), head=2), source["z", 1][:, 5, None, 2]),
         (edits.replace(source.at(head=0), head=2), source["z", 1][:, :, 0]),
         (edits.replace(short, source_pos=3, head=2), short["z", 1][:, 3, None, 2]),
+        (edits.replace(last, source_pos=-1, head=2), source["z", 1][:, -1:, 2]),
+        (edits.mean(last, ("batch", "pos"), head=2), source["z", 1][:, -1, 2].mean(0)),
+        (edits.replace(source["z", 1][:, 4:5], head=2), source["z", 1][:, 4:5, 2]),
         (edits.mean(short, ("batch", "pos"), head=2), short["z", 1][:, :, 2].mean((0, 1))),
     ):
         with wide.hooks({name: given}):
@@ -195,33 +198,86 @@ def test_a_mean_leaves_padding_out(wide, texts):
     real = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] * 3 + [0] * 4, [1] * 7, [1] * 6 + [0]])
     _, padded = wide.run_with_cache(texts[1], attention_mask=real)
     weights = real.numpy()
-    for over, name in (("batch", "resid_mid"), (("batch", "pos"), "z"), ("batch", "pattern")):
-        value = padded[name, 1].numpy()
+    for over, name in (
+        ("batch", "resid_mid"),
+        (("batch", "pos"), "z"),
+        ("batch", "pattern"),
+        (("batch", "head"), "z"),
+        ("pos", "z"),
+    ):
+        value, axes = padded[name, 1].numpy(), padded.axes((name, 1))
         kept = weights.reshape(
             BATCH, *((1, POS) if name == "pattern" else (POS, 1)), *[1] * (value.ndim - 3)
         )
-        along = (0,) if over == "batch" else (0, 1)
-        expected = (value * kept).sum(along) / kept.sum(along)
-        edited = edits.mean(padded, over, real)(
-            padded[name, 1].clone(), wide.points[padded.name((name, 1))]
-        )
-        np.testing.assert_allclose(
-            edited.numpy(), np.broadcast_to(expected, value.shape), atol=1e-13
-        )
+        along = tuple(map(axes.index, [over] if isinstance(over, str) else over))
+        kept = np.broadcast_to(kept, value.shape)
+        expected = (value * kept).sum(along, keepdims=True) / kept.sum(along, keepdims=True)
+        expected = np.broadcast_to(expected, value.shape)
+        for where in ({}, {axes[-2]: [1, 2], "batch": slice(1, 4)}, {axes[1]: 2}):
+            at = tuple(
+                np.atleast_1d(np.arange(n)[where.get(a, slice(None))])
+                for a, n in zip(axes, value.shape, strict=True)
+            )
+            changed = value.copy()
+            changed[np.ix_(*at)] = expected[np.ix_(*at)]
+            edited = edits.mean(padded, over, real, **where)(
+                padded[name, 1].clone(), wide.points[padded.name((name, 1))]
+            )
+            np.testing.assert_allclose(edited.numpy(), changed, atol=1e-13)
 
 
-def test_a_mean_is_that_of_its_axes_and_keeps_no_graph():
+def test_a_mean_is_that_of_its_axes_and_always_fresh():
     point, x = Point("embed", ("batch", "pos", "d_model")), torch.zeros(2, 5, 3)
     reference = torch.ones(7, 5, 3, requires_grad=True)
     mean = edits.mean(reference, attention_mask=torch.ones(7, 5))
+    with torch.no_grad():
+        mean(x.clone(), point)
     for _ in range(2):
         mean.at(pos=1)(x.clone(), point).sum().backward()
     torch.testing.assert_close(reference.grad[:, 1], torch.full((7, 3), 4 / 7))
+    with torch.no_grad():
+        reference[:, 1] += 3.6
+        assert (mean(x.clone(), point)[:, 1] == 4.6).all()
     mean = edits.mean(torch.arange(6.0).view(2, 3))
     edited = mean.at(pos=1)(x, point)
     assert torch.equal(edited[:, 1], torch.tensor([[1.5, 2.5, 3.5]] * 2))
-    with pytest.raises(UnknownNameError, match="batch"):  # here the two axes are pos and d_model
-        mean.at(batch=0)(x, point)
+    for edit in (mean, edits.resample(torch.arange(6.0).view(2, 3))):
+        with pytest.raises(
+            UnknownNameError, match="batch"
+        ):  # here the two axes are pos and d_model
+            edit.at(batch=0)(x, point)
+
+
+def test_a_donor_has_the_same_padding():
+    point, real = Point("embed", ("batch", "pos")), torch.ones(7, 5).bool()
+    real[[1, 4, 6], 3:] = False
+    own = torch.arange(7.0)[:, None].expand(7, 5)
+    for seed in range(9):
+        found = edits.resample(own, seed, real, pos=2)(own.clone(), point)
+        donors = found[:, 2].long()
+        assert torch.equal(real[donors], real)
+        assert sorted(donors.tolist()) == list(range(7))
+        assert not (donors == torch.arange(7)).any()
+        assert torch.equal(found[:, 3:], own[:, 3:])
+    real[4] = True
+    real[6, 2] = False
+    with pytest.raises(EditError, match="same padding.*row 1"):
+        edits.resample(own, 0, real)(own.clone(), point)
+    with pytest.raises(EditError, match=r"7.*6"):
+        edits.resample(own, 0, real[:6])(own.clone(), point)
+
+
+def test_rows_are_the_first_axis_where_none_is_declared():
+    runner, x = HookedRunner(nn.Sequential(nn.Tanh()).eval()), torch.randn(5, 2, 3)
+    cache = runner.capture(x, names="0")
+    donors = donors_of(x, 3)
+    edited = runner.run_with_hooks(x, hooks={"0": edits.resample(cache, 3)})
+    assert torch.equal(edited, x.tanh()[donors])
+    edited = runner.run_with_hooks(x, hooks={"0": edits.mean(cache)})
+    torch.testing.assert_close(edited, x.tanh().mean(0).expand(5, 2, 3))
+    for make in (edits.mean, edits.resample):
+        with pytest.raises(UnknownNameError, match="batch"):
+            runner.run_with_hooks(x, hooks={"0": make(x[0])})
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -357,8 +413,7 @@ def test_a_lazy_cache_is_edited_as_the_run_was(wide, texts):
         for name in eager:
             torch.testing.assert_close(lazy[name], eager[name], rtol=0, atol=1e-11)
     assert before == [receipt.calls for receipt in context.receipts] == [2] * 6
-    assert not is_piece()
-    assert start_of_piece() == 0
+    assert start_of_piece() is None
 
 
 def test_gradients_flow_through_what_is_left(wide, texts, source):
@@ -506,11 +561,14 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.replace(ONES[None]), "embed", r"\[1, 5, 7, 10\]"),
         (lambda s: edits.replace(ActivationCache({}, {}, (), "")), "embed", "embed"),
         (lambda s: edits.mean(s, "head"), "embed", "head"),
-        (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "5, 7.*5, 6"),
+        (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "7 along pos.*6"),
         (lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)), "embed", "average"),
-        (lambda s: edits.resample(s.at(batch=0)), "embed", "rows"),
-        (lambda s: edits.resample(ONES[:1]), "embed", "2 rows.*1"),
-        (lambda s: edits.resample(ONES[:4]), "embed", "5 along batch.*4"),
+        (lambda s: edits.replace(s.at(pos=[-1])), "embed", "7 along pos.*1"),
+        (lambda s: edits.mean(s.at(pos=[-1]), pos=-1), "embed", "7 along pos.*1"),
+        (lambda s: edits.replace(s.at(key=[3])), "blocks.0.attn.scores", "7 along key.*1"),
+        (lambda s: edits.resample(s.at(batch=0)), "embed", "batch"),
+        (lambda s: edits.resample(ONES[:1]), "embed", "5 rows.*1"),
+        (lambda s: edits.resample(ONES[:4]), "embed", "5 rows.*4"),
         (lambda s: edits.project_out(torch.ones(4)), "embed", "10.*4"),
         (lambda s: edits.knockout(query=1), "blocks.0.attn.pattern", "scores"),
     ],
@@ -534,6 +592,10 @@ def test_what_no_point_takes_is_an_error_at_once(source):
     for index in (1.5, None, "all", True, [[1, 2], [3]], [[True, False]], torch.ones(2, 3)):
         with pytest.raises(TypeError, match="integer"):
             edits.zero(pos=index)
+    with pytest.raises(ValueError, match="over"):
+        edits.mean(source, over=())
+    with pytest.raises(ValueError, match="-0.5"):
+        edits.noise(-0.5)
     with pytest.raises(TypeError, match="pairs"):
         HookedRunner(nn.Sequential(HookPoint("pos"))).edits(["embed"])
     with pytest.raises(ValueError, match="-1"), starting_at(-1):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner, HookError
-from models import KVCache, Transformer, TransformerConfig, fold_norms
+from models import KVCache, Transformer, TransformerConfig, fold_norms, kernels, masks
 from models import kvcache as module
 from tests.reference import masked
 
@@ -42,8 +42,10 @@ UNWINDOWED = [form for form in FORMS if form not in WINDOWED]
 
 @pytest.fixture(autouse=True)
 def _numbers(monkeypatch):
-    """Buffers grow often, and no graphs are made but where a test asks for them."""
+    """Buffers grow often, blocks of queries are short, and only tests that ask for graphs get any."""
     monkeypatch.setattr(module, "STEP", STEP)
+    for blocks in (kernels, masks):
+        monkeypatch.setattr(blocks, "BLOCK", 4)
     with torch.no_grad():
         yield
 

@@ -75,8 +75,7 @@ def test_private_parts_of_torch_are_used_in_one_module(path):
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError FusedUnlessHooked Hook HookContext HookError
         HookPoint HookedRunner Mode ModeError NeverFiredError Identity Plan Planned Point Selector
-        UnknownNameError Options index_by_axis EditedPoint Hooks Receipt Receipts is_piece start_of_piece
-        starting_at""",
+        UnknownNameError Options index_by_axis EditedPoint Hooks Receipt Receipts start_of_piece starting_at""",
     "models": """Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
         RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult Transformer
         TransformerConfig VerificationError available build bundled causal_mask center config_of evaluate fold_norms
@@ -111,7 +110,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 8_050, 82), (("tests",), 12_800, 99)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 8_500, 86), (("tests",), 14_000, 99)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from hooks import HookedRunner
 from models import RotaryScaling, Transformer, TransformerConfig
-from models.positions import Rotary
+from models.positions import Frequencies, Rotary
+from tests.devices import pretended
 
 BATCH, POS, HEADS, D_HEAD, N_CTX = 3, 7, 2, 12, 19
 SIZES = dict(vocab_size=23, n_ctx=N_CTX, n_layers=1, n_heads=HEADS, d_model=HEADS * D_HEAD)
@@ -122,7 +124,7 @@ def test_scalings_are_those_of_transformers(name):
     )
     frequencies, length = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](reference, torch.device("cpu"))
     rotary = Rotary(config(rotary_theta=123.0, rotary_scaling=RotaryScaling(**ours)))
-    torch.testing.assert_close(rotary.frequencies, frequencies, atol=0, rtol=1e-6)
+    torch.testing.assert_close(rotary.frequencies.values, frequencies, atol=0, rtol=1e-6)
     x, positions = draw(BATCH, POS, HEADS, D_HEAD), places()
     out = rotate(rotary, x, positions)
     torch.testing.assert_close(out, turned(x, positions, frequencies, length), atol=1e-5, rtol=0)
@@ -133,12 +135,16 @@ def test_scalings_by_hand():
     def of(**scaling):
         return Rotary(config(d_head=4, rotary_theta=100.0, rotary_scaling=RotaryScaling(**scaling)))
 
-    assert of(kind="linear", factor=4.0).frequencies.tolist() == pytest.approx([0.25, 0.025])
-    assert of(kind="factors", factors=(2.0, 5.0)).frequencies.tolist() == pytest.approx([0.5, 0.02])
+    assert of(kind="linear", factor=4.0).frequencies.values.tolist() == pytest.approx([0.25, 0.025])
+    assert of(kind="factors", factors=(2.0, 5.0)).frequencies.values.tolist() == pytest.approx(
+        [0.5, 0.02]
+    )
     # Within 10π positions they turn 5 times and 0.5 times. Kept from 5 on, divided by 3 up to 0.4:
     kept = (0.5 - 0.4) / (5 - 0.4)
     scaled = of(kind="llama3", factor=3.0, original_n_ctx=31, low=0.4 * 31 / (10 * math.pi), high=5 * 31 / (10 * math.pi))  # fmt: skip
-    assert scaled.frequencies.tolist() == pytest.approx([1, 0.1 * kept + 0.1 / 3 * (1 - kept)])
+    assert scaled.frequencies.values.tolist() == pytest.approx(
+        [1, 0.1 * kept + 0.1 / 3 * (1 - kept)]
+    )
     assert scaled.length == 1
     # Yarn multiplies rotated vectors by 0.1 ln(e²) + 1 = 1.2.
     yarn = of(kind="yarn", factor=math.e**2, original_n_ctx=31)
@@ -195,3 +201,31 @@ def test_a_model_may_be_built_on_and_moved_to_the_meta_device(changes):
     assert torch.equal(empty(tokens), model(tokens))
     logits = model.to("meta")(tokens.to("meta"))
     assert (logits.shape, logits.device.type) == ((BATCH, POS, 23), "meta")
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("changes", [{}, dict(qk_norm="head"), dict(qk_norm="all", norm="rmsnorm")])
+def test_under_autocast_queries_keys_and_values_are_of_one_precision(changes):
+    model, tokens = Transformer(config(**changes)).eval(), places()
+    runner, names = HookedRunner(model), ["*.q", "*.k", "*.v"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        _, cache = runner.run_with_cache(tokens, names=names)
+    _, exact = runner.run_with_cache(tokens, names=names)
+    for name, value in cache.items():
+        assert value.dtype == torch.bfloat16
+        torch.testing.assert_close(value.float(), exact[name], atol=0.05, rtol=0.02)
+
+
+def test_a_device_gets_one_copy_of_the_frequencies():
+    frequencies = Frequencies(torch.tensor([2.0, 3.0]))
+    assert frequencies.on(torch.device("cpu")) is frequencies.values
+    there = frequencies.on(torch.device("meta"))
+    assert there.is_meta
+    assert frequencies.on(torch.device("meta")) is there
+    # A copy of another device does not travel in a file.
+    again = pickle.loads(pickle.dumps(frequencies))
+    assert again.on(torch.device("meta")) is not there
+    assert again.values.tolist() == [2.0, 3.0]
+    with pretended():
+        assert frequencies.on(torch.device("cuda:0")).device.type == "cuda"
+        assert frequencies.on(torch.device("cuda:0")) is not frequencies.on(torch.device("cuda:0"))

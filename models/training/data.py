@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.checks import INTEGERS, check_types, check_whole, mode
+from hooks.transfer import to_device
+from models.checks import INTEGERS, check_types, check_whole, mode, trusted
 from models.norm import widened
 from models.transformer import Transformer
 
@@ -127,8 +128,9 @@ def next_token_loss(
 
 def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
     """Mean cross-entropy of each row, in nats, of all its tokens but the first."""
-    rows = rows.to(model.token_embedding.weight.device).long()
-    logits = model(rows[:, :-1])
+    rows = to_device(rows, model.token_embedding.weight.device).long()
+    with trusted():  # they are those that `check_learnable` has read
+        logits = model(rows[:, :-1])
     # In half precision the sum over tokens would be rounded, or infinite.
     losses = F.cross_entropy(widened(logits).flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
     return losses.view(len(rows), -1).mean(1)
@@ -171,7 +173,8 @@ def sample_batch(
     if starts < 1:
         raise ValueError(f"the text must have at least {length} tokens; got {walks.shape[1]}")
     drawn = torch.randint(len(walks) * starts, (batch, 1), generator=generator)
-    return walks[drawn // starts, drawn % starts + torch.arange(length)]
+    places = (drawn // starts, drawn % starts + torch.arange(length))
+    return walks[tuple(to_device(place, walks.device) for place in places)]
 
 
 @torch.no_grad()
@@ -207,8 +210,8 @@ def evaluate(
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
     windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)
     with mode(model, training=False):
-        found = [row_losses(model, rows).cpu().double() for rows in windows.split(batch)]
-    losses = torch.cat(found)
+        found = [row_losses(model, rows) for rows in windows.split(batch)]
+    losses = torch.cat(found).cpu().double()
     error = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else None
     return Evaluation(losses.mean().item(), characters_per_token, error)
 
@@ -228,7 +231,7 @@ def check_learnable(what: str, tokens: Tensor, least: int, vocab_size: int) -> N
             f"{what} must be integers [pos] or [row, pos] with pos at least {least}; got "
             f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         )
-    low, high = (int(extreme) for extreme in torch.aminmax(tokens))
+    low, high = torch.stack(torch.aminmax(tokens)).tolist()
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{what} must have tokens from 0 to {vocab_size - 1}; got tokens from {low} to {high}"

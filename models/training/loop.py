@@ -1,5 +1,6 @@
 """The training loop, with a clean stop on Ctrl-C."""
 
+import math
 import os
 import signal
 import threading
@@ -70,7 +71,8 @@ def train(
         validation: the held-out text, or walks, for the validation loss.
         directory: where log and checkpoint go; None for neither.
         resume: continue from the directory's checkpoint.
-        after_step: called with the number of steps taken and the last loss.
+        after_step: called with the number of steps taken and the last loss. An accelerator's host then
+            waits for each step; otherwise it is one step ahead.
 
     Raises:
         ValueError: before any work, if a text is shorter than a context and its next token, a text has
@@ -105,19 +107,24 @@ def train(
         with bar:
             for step in range(done + 1, config.steps + 1):
                 tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
-                loss = run.update(tokens)
+                run.update(tokens)
                 due = step % config.evaluate_every == 0 or step == config.steps
+                # An accelerator computes this step while the host reads the numbers of the one before.
+                run.settle(but=0 if due or after_step or run.device.type == "cpu" else 1)
                 if due and HELD_OUT in texts:
                     run.measure(texts[HELD_OUT])
                 run.log()
                 bar.update()
                 rate = tokens[:, 1:].numel() * (bar.format_dict["rate"] or 0)
+                loss = run.records[-1]["loss"] if run.records else math.nan
                 bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 if after_step:
                     after_step(step, loss)
                 # Read once, because it can change in between.
                 stop = interrupted()
                 if due or stop:
+                    run.settle()
+                    run.log()
                     run.save()
                 if stop:
                     break

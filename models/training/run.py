@@ -6,7 +6,8 @@ import math
 import os
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from hooks.transfer import later
 from models.training.data import TrainingConfig, check_learnable, digest, evaluate, row_losses
 from models.transformer import Transformer
 
@@ -48,12 +50,16 @@ class Run:
         self.directory = None if directory is None else Path(directory)
         self.device = model.token_embedding.weight.device
         self.records: list[dict[str, Any]] = []
+        # Records whose numbers are still on their way to the host.
+        self._pending: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = deque()
+        self._logged = 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in self._parameters if p.ndim >= 2]
         vectors = [p for p in self._parameters if p.ndim < 2]
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         rate, decay, betas = config.learning_rate, config.weight_decay, config.betas
         self.optimizer = torch.optim.AdamW(groups, rate, betas, weight_decay=decay, fused=True)
+        self._failed = torch.zeros((), device=self.device)
         # The first draws batches. The others are PyTorch's own, for dropout.
         self.generators = [torch.Generator(), torch.default_generator]
         if self.device.type == "cuda":
@@ -113,30 +119,44 @@ class Run:
             # Rewritten, because a killed run may have logged steps after its checkpoint.
             with self._replacing(self.directory / LOG) as file:
                 file.write(b"".join(map(_line, self.records)))
+            self._logged = len(self.records)
             yield
 
-    def update(self, tokens: Int[Tensor, "batch pos"]) -> float:
-        """Takes one step and adds its record; returns the loss before it.
+    def update(self, tokens: Int[Tensor, "batch pos"]) -> None:
+        """Takes one step. From a loss or gradient on that is not finite, the weights do not change.
 
         Raises:
             ValueError: if the rows do not hold the vocabulary's tokens.
-            FloatingPointError: if loss or gradient is not finite; the weights are not changed.
         """
-        step, vocab_size = len(self.records), self.model.config.vocab_size
+        step, vocab_size = len(self.records) + len(self._pending), self.model.config.vocab_size
         check_learnable(f"the batch of step {step + 1}", tokens, 2, vocab_size)
         loss = row_losses(self.model, tokens).mean()
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.clip or math.inf)
-        record = {"step": step + 1, "loss": loss.item()}
-        record |= {"learning_rate": self.config.rate(step), "gradient_norm": norm.item()}
-        self._require_finite("the loss", record["loss"], step + 1)
-        self._require_finite("the norm of the gradient", record["gradient_norm"], step + 1)
+        numbers = torch.stack([loss.detach(), norm])
+        record = {"step": step + 1, "loss": math.nan, "learning_rate": self.config.rate(step)}
         for group in self.optimizer.param_groups:
             group["lr"] = record["learning_rate"]
+        # The fused kernel asks this before it writes, as with a GradScaler. The host need not know yet.
+        self._failed = torch.maximum(self._failed, (~numbers.isfinite().all()).float())
+        self.optimizer.found_inf = self._failed  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.records.append(record)
-        return record["loss"]
+        self._pending.append((record, later(numbers)))
+
+    def settle(self, *, but: int = 0) -> None:
+        """Completes the records of all steps but some last ones, for which the host need not wait.
+
+        Raises:
+            FloatingPointError: if a loss or gradient was not finite.
+        """
+        while len(self._pending) > but:
+            record, numbers = self._pending.popleft()
+            record["loss"], record["gradient_norm"] = numbers()
+            self._require_finite("the loss", record["loss"], record["step"])
+            norm = record["gradient_norm"]
+            self._require_finite("the norm of the gradient", norm, record["step"])
+            self.records.append(record)
 
     def measure(self, held_out: Int[Tensor, "*walk pos"]) -> None:
         """Adds the loss on a text to the last record.
@@ -155,7 +175,7 @@ class Run:
         record["perplexity"] = found.perplexity if found.perplexity < math.inf else None
 
     def log(self) -> None:
-        """Adds the last record to the log.
+        """Adds the records to the log that are not in it yet.
 
         Raises:
             OSError: if it cannot be written; the message says what can be resumed.
@@ -163,7 +183,8 @@ class Run:
         if self.directory is not None:
             path = self.directory / LOG
             with self._naming(path), path.open("ab") as file:
-                file.write(_line(self.records[-1]))
+                file.write(b"".join(map(_line, self.records[self._logged :])))
+        self._logged = len(self.records)
 
     def save(self) -> None:
         """Replaces the checkpoint. If that fails, the old one stays complete.
@@ -173,8 +194,9 @@ class Run:
             OSError: if it cannot be written; the message says what can be resumed.
         """
         step = len(self.records)
-        total = sum(float(p.detach().sum()) for p in self._parameters)
-        self._require_finite("the sum of the weights", total, step)
+        # In half precision a sum of good weights may be infinite.
+        largest = torch.stack([p.detach().abs().amax() for p in self._parameters])
+        self._require_finite("the largest of the weights", largest.max().item(), step)
         if self.directory is None:
             return
         state = {

@@ -1,7 +1,8 @@
 """The numbers that the README states, measured: `python tests/bench/bench.py [ROW ...]`.
 
 Each row compares calls in interleaved rounds and prints median times, median ratios to the row's base
-and the peak memory that one call adds in a fresh process. Run it on an otherwise idle machine.
+and the peak memory that one call adds, in a fresh process or on the accelerator. Run it on an otherwise
+idle machine. `--device cuda` measures rows of its own; those of libraries that are missing are left out.
 """
 
 import argparse
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hooks import HookedRunner
 from interp import edits, log_prob, sweep
 from models import generate
-from tests.bench import peers, timing
+from tests.bench import gpu, peers, timing
 
 Calls = dict[str, timing.Call]
 
@@ -204,37 +205,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
+    there = gpu.Bench("cuda").rows
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)}; on cuda {', '.join(there)}"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for rows in bfloat16")
     parser.add_argument(
         "--budget", type=float, default=20.0, help="seconds a row, at least 7 rounds"
     )
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    unknown = [row for row in options.rows if row not in ROWS]
+    rows = ROWS if options.device == "cpu" else gpu.Bench(options.device).rows
+    unknown = [row for row in options.rows if row not in rows]
     if unknown:
-        parser.error(f"rows are {', '.join(ROWS)}, not {', '.join(unknown)}")
+        parser.error(f"rows are {', '.join(rows)}, not {', '.join(unknown)}")
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: PyTorch finds no CUDA device")
     with torch.no_grad():
         if options.peak_of:
             print(timing.peak_in_this_process(ROWS[options.rows[0]]()[options.peak_of]))
             return
-        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-        for row in options.rows or ROWS:
-            measure(row, options.budget)
+        kind = torch.cuda.get_device_name() if options.device != "cpu" else ""
+        print(f"torch {torch.__version__}, {kind or f'{torch.get_num_threads()} threads'}")
+        if kind and not gpu.has_transformers():
+            print("transformers is not installed: its rows are left out")
+        for row in options.rows or rows:
+            measure(row, rows[row], options.budget, on_gpu=bool(kind))
 
 
-def measure(row: str, budget: float) -> None:
+def measure(row: str, made: Callable[[], Calls], budget: float, *, on_gpu: bool) -> None:
     """Prints one row."""
-    calls = ROWS[row]()
+    calls = made()
     measured = timing.ratios(calls, next(iter(calls)), budget)
     # A sweep's time and ratio are those of one patch, its memory that of all.
     each = {name: getattr(call, "each", 1) for name, call in calls.items()}
+    peaks = {name: timing.peak_on_gpu(call) for name, call in calls.items()} if on_gpu else {}
     del calls
-    print(f"\n{(ROWS[row].__doc__ or '').partition(chr(10))[0]} [{row}]")
+    print(f"\n{(made.__doc__ or '').partition(chr(10))[0]} [{row}]")
     for name, (time, ratio) in measured.items():
-        memory = "" if row == "import" else f"{timing.peak(__file__, row, name):8.0f} MiB"
+        peak = (
+            peaks[name] if on_gpu else None if row == "import" else timing.peak(__file__, row, name)
+        )
+        memory = "" if peak is None else f"{peak:8.0f} MiB"
         time, ratio = time / each[name], ratio / each[name]
         print(f"  {name:<48} {time * 1e3:9.2f} ms  x {ratio:5.3f} {memory}", flush=True)
-    if row == "cached":
+    if row == "cached" and not on_gpu:
         print(f"  {lazy_bytes()}")
 
 

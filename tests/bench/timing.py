@@ -7,14 +7,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 Call = Callable[[], object]
 
 
 def seconds(call: Call) -> float:
-    """Wall time of one call."""
+    """Wall time of one call, until a GPU has done its part."""
+    _wait()
     start = time.perf_counter()
     call()
+    _wait()
     return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def ratios(calls: dict[str, Call], base: str, budget: float) -> dict[str, tuple[float, float]]:
@@ -48,6 +57,16 @@ def peak_in_this_process(call: Call) -> float:
     after = _status("VmHWM")
     del kept
     return (after - before) / 1024
+
+
+def peak_on_gpu(call: Call) -> float:
+    """How far one call raises the memory of tensors on the GPU at its peak, in MiB."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = call()
+    after = torch.cuda.max_memory_allocated()
+    del kept
+    return (after - before) / 2**20
 
 
 def _status(field: str) -> int:

@@ -1,0 +1,101 @@
+"""Copies between the CPU and an accelerator that do not stop the host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hooks import _torch
+
+
+def to_device(value: Tensor, device: torch.device) -> Tensor:
+    """`value` on a device. From the CPU, the host does not wait for the device."""
+    if value.device == device:
+        return value
+    # The driver takes pageable memory at once. It reads pinned memory later, when somebody may have
+    # written there.
+    return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
+
+
+def to_host(value: Tensor) -> Tensor:
+    """A copy on the CPU. From CUDA it is complete only after `arrival(value)()`."""
+    # For CUDA, PyTorch then allocates pinned memory. Other accelerators may need the host to wait.
+    return value.to("cpu", non_blocking=value.is_cuda)
+
+
+def arrival(source: Tensor) -> Callable[[], None]:
+    """A function that waits for the copies from the device of `source` that have been started so far."""
+    if not source.is_cuda:
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(source.device))
+    return event.synchronize
+
+
+def later(value: Tensor) -> Callable[[], Any]:
+    """Starts to copy `value` to the host. The function that it returns waits, and gives a list."""
+    if not value.is_cuda:
+        return value.tolist
+    copy, wait = to_host(value.detach()), arrival(value)
+
+    def read() -> Any:
+        wait()
+        return copy.tolist()
+
+    return read
+
+
+class Placement:
+    """Puts values on a device and in a dtype: each once, and without a wait before the last.
+
+    Args:
+        device, dtype: where to, and as what; None for no change. Integers keep their dtype.
+        waits: whether each copy is complete at once. Otherwise it is after `wait()`.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None, dtype: torch.dtype | None, waits: bool = False
+    ) -> None:
+        self._device = None if device is None else torch.device(device)
+        self._dtype = dtype
+        self._waits = waits
+        # Two points that share a value fire one after the other. What was copied is held weakly, so
+        # that the accelerator can use its memory again.
+        self._last: tuple[object, StorageWeakRef, Tensor] | None = None
+        self._sources: dict[torch.device, Tensor] = {}
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """`value`, or a copy of it that may not be complete yet."""
+        if self._device is None and self._dtype is None:
+            return value
+        # The numbers of inference tensors may change without a sign, and a graph has its own nodes.
+        if (
+            torch.compiler.is_compiling()
+            or value.requires_grad
+            or value.is_inference()
+            or not _torch.has_storage(value)
+        ):
+            return self._copy(value)
+        key = _torch.version(value), _torch.memory_of(value), _torch.extent(value)
+        if self._last is None or self._last[0] != key or self._last[1].expired():
+            self._last = key, StorageWeakRef(value.untyped_storage()), self._copy(value)
+        return self._last[2]
+
+    def _copy(self, value: Tensor) -> Tensor:
+        # The cast comes first, because fewer bytes are copied then.
+        if self._dtype is not None and value.is_floating_point():
+            value = value.to(self._dtype)
+        if self._device is None or value.device == self._device:
+            return value
+        if self._waits or self._device.type != "cpu":
+            return value.to(self._device)
+        self._sources.setdefault(value.device, value.new_empty(0))
+        return to_host(value)
+
+    def wait(self) -> None:
+        """Waits until all copies are complete."""
+        for source in self._sources.values():
+            arrival(source)()
+        self._last, self._sources = None, {}

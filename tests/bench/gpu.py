@@ -1,0 +1,200 @@
+"""The rows for an accelerator: a GPT-2 shape in bfloat16 beside plain PyTorch and `transformers`."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hooks import HookedRunner
+from models import Transformer, TransformerConfig, generate
+from models.checks import trusted
+from models.static_kvcache import StaticKVCache
+from tests.bench import peers, timing
+
+Calls = dict[str, timing.Call]
+
+TRAINED = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=1024)
+PROMPTS = dataclasses.replace(TRAINED, batch=1, pos=32, new=128)
+LONG = (32768, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """The rows on one device; each method is a row.
+
+    Attributes:
+        device, dtype: of the weights.
+        trained: the shape whose forward passes are measured.
+        prompts: the shape that generates.
+        long: the positions of the long text, and the width of the block that reads it.
+    """
+
+    device: str
+    dtype: torch.dtype = torch.bfloat16
+    trained: peers.Shape = TRAINED
+    prompts: peers.Shape = PROMPTS
+    long: tuple[int, int] = LONG
+
+    @property
+    def rows(self) -> dict[str, Callable[[], Calls]]:
+        """The rows by name."""
+        return {
+            "forward": self.forward,
+            "cached": self.cached,
+            "decode": self.decode,
+            "lengths": self.lengths,
+        }
+
+    def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.to(self.device, self.dtype)
+
+    def forward(self) -> Calls:
+        """Plain forward passes."""
+        ours, tokens = self._placed(peers.ours(self.trained)), self.trained.tokens()
+        there = tokens.to(self.device)
+        calls: Calls = {
+            "plain PyTorch": lambda: bare(ours, there),
+            "hookscope": lambda: ours(tokens),
+            "hookscope, tokens already there": lambda: ours(there),
+        }
+        if has_transformers():
+            theirs = self._placed(peers.of_transformers(self.trained, "sdpa"))
+            calls["transformers, sdpa"] = lambda: theirs(there).logits
+        return calls
+
+    def cached(self) -> Calls:
+        """Cached runs."""
+        ours, tokens = self._placed(peers.ours(self.trained)), self.trained.tokens()
+        runner, there = HookedRunner(ours), tokens.to(self.device)
+        stream, one = "blocks.*.resid_post", f"blocks.{self.trained.layers // 2}.resid_post"
+        return {
+            "plain PyTorch, keeping nothing": lambda: bare(ours, there),
+            "hookscope, keeping nothing": lambda: ours(tokens),
+            "cache blocks.*.resid_post": lambda: runner.run_with_cache(tokens, names=stream),
+            "the same, to the CPU": lambda: runner.run_with_cache(
+                tokens, names=stream, device="cpu"
+            ),
+            "the same, last position": lambda: runner.run_with_cache(
+                tokens, names=stream, positions=[-1]
+            ),
+            "full, lazy": lambda: runner.run_with_cache(tokens, lazy=True),
+            "capture at the middle layer": lambda: runner.capture(tokens, names=one),
+        }
+
+    def decode(self) -> Calls:
+        """Greedy generation from a cache, from one prompt."""
+        ours, prompt = self._placed(peers.ours(self.prompts)), self.prompts.tokens()
+        there, new = prompt.to(self.device), self.prompts.new
+        continued = captured_generation(ours, there)
+        calls: Calls = {
+            "hookscope": lambda: generate(ours, prompt, max_new_tokens=new, stop=()),
+            "hookscope, a captured step": lambda: continued(there, new).tolist(),
+        }
+        if has_transformers():
+            theirs = self._placed(peers.of_transformers(self.prompts, "sdpa"))
+            options = dict(max_new_tokens=new, do_sample=False, use_cache=True, pad_token_id=0)
+            options |= dict(eos_token_id=None, attention_mask=torch.ones_like(there))
+            for kind in ("dynamic", "static"):
+                calls[f"transformers, {kind} cache"] = functools.partial(
+                    theirs.generate, there, cache_implementation=kind, **options
+                )
+        return calls
+
+    def lengths(self) -> Calls:
+        """One block of Llama 3.1 8B's shape on a text of 32,768 tokens."""
+        pos, width = self.long
+        sizes = dict(vocab_size=128, n_ctx=pos, n_layers=1, n_heads=32, n_kv_heads=8, d_model=width)
+        sizes |= dict(d_mlp=width * 7 // 2, mlp="gated", norm="rmsnorm", positions="rotary")
+        tokens = torch.randint(128, (1, pos))
+        padding = torch.arange(pos)[None] >= pos // 8
+
+        def call(run: Callable[[Transformer], object], **changes: object) -> timing.Call:
+            with torch.device(self.device):
+                model = Transformer(TransformerConfig(**sizes | changes)).to(self.dtype).eval()
+            return lambda: run(model)
+
+        plain = functools.partial(Transformer.__call__, tokens=tokens, last=1)
+        return {
+            "no mask": call(plain),
+            "padding": call(functools.partial(plain, attention_mask=padding)),
+            f"a window of {pos // 8}": call(plain, window=pos // 8),
+            "a soft cap": call(plain, attn_cap=50.0),
+        }
+
+
+def bare(model: Transformer, tokens: Tensor) -> Tensor:
+    """The logits of a GPT-2 from its weights, by the fewest calls of PyTorch."""
+    heads = model.config.n_heads
+    positions = model.position_embedding.weight[: tokens.shape[1]]
+    resid = F.embedding(tokens, model.token_embedding.weight) + positions
+    for block in model.blocks:
+        qkv = F.linear(normed(block.ln1, resid), block.attn.qkv.weight, block.attn.qkv.bias)
+        q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in qkv.chunk(3, 2))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        resid = resid + F.linear(z, block.attn.output.weight, block.attn.output.bias)
+        hidden = F.linear(normed(block.ln2, resid), block.mlp.input.weight, block.mlp.input.bias)
+        hidden = F.gelu(hidden, approximate="tanh")
+        resid = resid + F.linear(hidden, block.mlp.output.weight, block.mlp.output.bias)
+    return F.linear(normed(model.ln_final, resid), model.unembedding.weight)
+
+
+def normed(norm: torch.nn.Module, x: Tensor) -> Tensor:
+    return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+
+
+def captured(run: Callable[[], object], device: str) -> Callable[[], object]:
+    """A function that repeats `run`, on CUDA as a captured graph that writes into the same tensors.
+
+    `run` is called several times for that. Its result is kept by the caller.
+    """
+    if torch.device(device).type != "cuda":
+        return run
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries take their memory in the first calls
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def captured_generation(model: Transformer, prompt: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """A function that continues prompts of this shape by the likeliest tokens: [batch, new].
+
+    A step reads its token where the step before has written it, so nothing but the graph runs.
+    """
+    cache, token = StaticKVCache(model.config.n_ctx), prompt[:, -1:].clone()
+
+    def step() -> None:
+        token.copy_(model(token, kv_cache=cache, last=1).argmax(-1))
+
+    def start(tokens: Tensor) -> None:
+        cache.reset()
+        token.copy_(model(tokens, kv_cache=cache, last=1).argmax(-1))
+
+    def continued(tokens: Tensor, new: int) -> Tensor:
+        with torch.no_grad(), trusted():
+            start(tokens)
+            made = token.new_empty(len(prompt), new)
+            for number in range(new):
+                made[:, number : number + 1] = token
+                if number + 1 < new:
+                    repeat()
+        return made
+
+    with torch.no_grad(), trusted():
+        start(prompt)
+        repeat = captured(step, str(prompt.device))
+    return continued
+
+
+def has_transformers() -> bool:
+    """Whether `transformers` can be measured."""
+    return importlib.util.find_spec("transformers") is not None

@@ -1,0 +1,124 @@
+"""A device that is not there: tensors that compute on the CPU, and a count of what would stop the host."""
+
+from collections import Counter
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+# PyTorch runs backward passes on its lazy device without a driver.
+DEVICE = torch.device("lazy", 0)
+# How often CUDA's kernels read a value back: for the size of their result, or for a check.
+READS = Counter(
+    dict.fromkeys(("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount"), 1)
+    | dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "isin"), 1)
+    | {"multinomial": 2}
+)
+
+
+class Pretended(Tensor):
+    """A tensor on the device; `there` holds its values."""
+
+    @staticmethod
+    def __new__(cls, there):
+        about = dict(strides=there.stride(), storage_offset=there.storage_offset())
+        about |= dict(dtype=there.dtype, device=DEVICE)
+        made = Tensor._make_wrapper_subclass(cls, there.shape, **about)
+        made.there = there
+        return made
+
+    is_cuda = property(lambda self: True)
+
+    def untyped_storage(self):
+        return self.there.untyped_storage()
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        raise RuntimeError(f"{operation} outside of the device's `with`")
+
+
+class Device(TorchDispatchMode):
+    """A `with` in which tensors can be on `DEVICE`.
+
+    Attributes:
+        stops: how often the host waited for the device, by operation.
+        waits: how often it waited for copies that it had started. Until then they are zero.
+        copies: how many copies to the CPU were made.
+    """
+
+    def __enter__(self):
+        self.stops, self.waits, self.copies = Counter(), 0, 0
+        self._late = []
+        # As in fake modes: `torch.tensor(..., device=...)` begins on the CPU.
+        self._before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        event = mock.Mock()
+        event.synchronize = self._wait
+        parts = {"Event": lambda: event, "current_stream": lambda device: None}
+        self._patch = mock.patch.multiple(torch.cuda, **parts)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.stop()
+        torch._C._set_only_lift_cpu_tensors(self._before)
+        return super().__exit__(*error)
+
+    def _wait(self):
+        self.waits += 1
+        for copy, values in self._late:
+            copy.data.copy_(values)  # a device's writes are not counted as versions
+        self._late.clear()
+
+    def counted(self, run):
+        """The result of `run`, the stops and the waits in it."""
+        self.stops.clear()
+        before = self.waits
+        return run(), dict(self.stops), self.waits - before
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs, name = dict(kwargs or {}), operation.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        pretended = [tensor for tensor in tensors if isinstance(tensor, Pretended)]
+        device = torch.device(kwargs.get("device") or (DEVICE if pretended else "cpu"))
+        device = DEVICE if device.type == DEVICE.type else device
+        if name in ("_to_copy", "copy_"):
+            source, device = (args[1], args[0].device) if name == "copy_" else (args[0], device)
+            if source.device != device:
+                self.copies += device != DEVICE
+                self.stops[name] += not (kwargs.get("non_blocking") or args[2:])
+        elif pretended:
+            self.stops[name] += READS[name]
+            for other in tensors:
+                index = name.startswith("index") and other is not args[0]
+                if (index and other.dtype == torch.bool) or not (
+                    isinstance(other, Pretended) or other.ndim == 0
+                ):
+                    assert index, f"{operation} of tensors on two devices"
+                    self.stops[name] += 1
+            # A number on the CPU is copied to the device.
+            self.stops[name] += name == "where" and len(tensors) > len(pretended)
+        self.stops += Counter()  # without zeros
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        plain = tree_map(lambda leaf: getattr(leaf, "there", leaf), (args, kwargs))
+        result = operation(*plain[0], **plain[1])
+        if device != DEVICE:
+            if not pretended:
+                return result
+            copy = torch.zeros_like(result) if kwargs.get("non_blocking") else result.clone()
+            self._late.append((copy, result.clone()))
+            return copy
+        same = {id(tensor.there): tensor for tensor in pretended}  # of operations in place
+
+        def there(leaf):
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return same[id(leaf)] if id(leaf) in same else Pretended(leaf)
+
+        return tree_map(there, result)

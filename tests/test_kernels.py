@@ -1,0 +1,236 @@
+"""Fused attention by blocks against numpy's float64; which kernels run and what they take, by recording."""
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hooks import HookedRunner
+from models import KVCache, Transformer, TransformerConfig, kernels, masks
+from models.checks import trusted
+from tests.devices import placed, pretended
+from tests.reference import (  # fmt: skip
+    BATCH,
+    HEADS,
+    POS,
+    SIZES,
+    Reference,
+    masked,
+    some_tokens,
+    tolerance,
+    variant,
+)
+
+EXPLICIT = {"*.scores": lambda value, point: None}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def padding(*columns):
+    """A mask of one row for each list of columns that are padding."""
+    mask = torch.ones(len(columns), POS, dtype=torch.bool)
+    for row, padded in zip(mask, columns, strict=True):
+        row[list(padded)] = False
+    return mask
+
+
+MASKS = {
+    "none": None,
+    "left": padding((0, 1, 2, 3), (0,), (), (0, 1), ()),
+    "right": padding((4, 5, 6), (6,), (), (3, 4, 5, 6), ()),
+    "holes": padding((1, 2, 3, 4), (0, 5), (2,), (3, 4, 5), ()),
+    "by query": draw(BATCH, HEADS, POS, POS, seed=4) > 0,
+    "one for all queries": draw(BATCH, 1, POS, seed=5) > -0.5,
+}
+SOME = ["pre", "grouped", "multi-query", "window", "attn_cap", "like llama", "like gemma 2"]
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def block(request, monkeypatch):
+    """Blocks of few queries."""
+    for module in (kernels, masks):
+        monkeypatch.setattr(module, "BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("hooks", [{}, EXPLICIT], ids=["fused", "explicit"])
+def test_blocks_give_what_the_equations_give(name, mask, hooks):
+    model, tokens, given = variant(name), some_tokens(), MASKS[mask]
+    with torch.no_grad():
+        logits = HookedRunner(model).run_with_hooks(tokens, **masked(given), hooks=hooks)
+    for row in range(BATCH):
+        real, allowed = slice(None), None
+        if given is not None and given.ndim == 2:
+            real = given[row]
+        elif given is not None:
+            by_head = given if given.ndim == 4 else given[:, None]
+            allowed = by_head[row : row + 1].expand(1, HEADS, POS, POS).numpy()
+        alone = Reference(model)(tokens[row : row + 1, real], allowed)
+        np.testing.assert_allclose(
+            logits[row, real], alone[0], rtol=0, atol=tolerance(model.config)
+        )
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_blocks(name, mask):
+    model, tokens = variant(name), some_tokens()
+
+    def run(hooks):
+        logits = HookedRunner(model).run_with_hooks(tokens, **masked(MASKS[mask]), hooks=hooks)
+        return torch.autograd.grad(logits.log_softmax(-1)[..., 5].sum(), [*model.parameters()])
+
+    for ours, theirs in zip(run({}), run(EXPLICIT), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-8, rtol=0)
+
+
+def test_a_mask_without_padding_is_none():
+    tokens = some_tokens()
+    for name in ("window", "like llama"):
+        model = variant(name)
+        plain, ones = (model.context(tokens, mask) for mask in (None, torch.ones(BATCH, POS)))
+        assert ones.real is None
+        assert str(ones.masks) == str(plain.masks)
+
+
+@pytest.mark.parametrize(("row", "gaps"), [("1111", False), ("0011", False), ("1100", False), ("0110", False), ("1011", True), ("0101", True), ("1001", True)])  # fmt: skip
+def test_only_padding_between_real_tokens_is_a_gap(row, gaps):
+    rows = torch.tensor([[True] * 4, [number == "1" for number in row]])
+    assert masks.has_gaps(rows) == gaps
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operations for whose numbers Python would wait, were they on an accelerator."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"):
+            self.found.append(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["like llama", "window"])
+@pytest.mark.parametrize("mask", ["left", "right", "holes", "by query"])
+def test_trusted_masks_are_not_read(name, mask):
+    model, tokens, given = variant(name), some_tokens(), MASKS[mask]
+    expected = model(tokens, **masked(given))
+    with trusted(), torch.no_grad():
+        with Reads() as reads:
+            model.context(tokens, **masked(given))
+        logits = model(tokens, **masked(given))
+    real = slice(None) if mask == "by query" else given
+    torch.testing.assert_close(logits[real], expected[real], atol=1e-10, rtol=0)
+    assert not reads.found
+    with Reads() as reads:
+        model.context(tokens, **masked(given))
+    assert reads.found
+    with trusted(), pytest.raises(ValueError, match="attention_mask"):
+        model(tokens, torch.ones(BATCH, POS + 1))
+
+
+# --- what is made
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return made
+
+
+LONG = 2053
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded", "window", "padded window", "cap", "cap window", "piece"])  # fmt: skip
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_no_matrix_of_all_queries_and_keys(kind, kv_heads):
+    """A window takes memory for its width, anything else for a block of queries."""
+    window, heads, pad = 67 if "window" in kind else 0, 2, 31
+    sizes = SIZES | dict(n_ctx=LONG, n_layers=1, n_heads=heads, n_kv_heads=kv_heads, d_head=2)
+    config = TransformerConfig(**sizes, window=window, attn_cap=3.0 if "cap" in kind else 0.0)
+    model, tokens = Transformer(config).eval(), some_tokens(shape=(1, LONG))
+    mask = (torch.arange(LONG) >= pad)[None] if "padded" in kind else None
+    cache = KVCache() if kind == "piece" else None
+    with torch.no_grad(), Largest() as made:
+        if cache:
+            model(tokens[:, :60], kv_cache=cache)
+        model(tokens[:, 60 if cache else 0 :], mask, kv_cache=cache)
+    keys = window + masks.BLOCK if window else LONG
+    # Without a mask the largest tensor is the logits.
+    at_once = masks.BLOCK * keys * (heads if "cap" in kind else 1)
+    assert made.elements <= (LONG * 46 if kind == "plain" else max(at_once, LONG * 46))
+
+
+class Chosen(TorchFunctionMode):
+    """Notes how fused attention is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            self.calls.append(dict(zip(names, args, strict=False)) | kwargs)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", ["none", "left", "window", "one query", "one padded query"])
+def test_grouped_heads_take_a_kernel_that_forms_no_scores(dtype, mask):
+    """On CUDA key heads are shared by the flash kernel only: half precision, no mask, no query alone."""
+    one = "query" in mask
+    sizes = SIZES | dict(n_layers=1, n_kv_heads=3, window=3 if mask == "window" else 0)
+    with pretended(), torch.device("cuda:0"):
+        model = placed(TransformerConfig(**sizes), dtype, "cuda:0")
+        tokens, real = torch.zeros(BATCH, POS).long(), torch.ones(BATCH, POS).bool()
+        context = model.context(tokens, real if mask in ("left", "one padded query") else None)
+        past = [tuple(torch.zeros(BATCH, 3, POS - 1, SIZES["d_head"], dtype=dtype) for _ in "kv")]
+        context = context.after(POS - 1, past) if one else context
+        with Chosen() as chosen:
+            out = model.blocks[0](model.input_resid(tokens, model.context(tokens))[:, context.start :], context)  # fmt: skip
+    assert out.device.type == "cuda"
+    (call,) = chosen.calls
+    shared = call["query"].shape[1] != call["key"].shape[1]
+    assert shared == call["enable_gqa"] == (mask == "none" and dtype == torch.bfloat16)
+    assert call["query"].shape[1:3] == ((3, 2) if one else (HEADS, POS))
+    assert call["is_causal"] == (mask == "none")
+    assert (call["attn_mask"] is None) == (mask in ("none", "one query"))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mask", ["none", "left", "by query"])
+@pytest.mark.usefixtures("block")
+def test_flex_attention_caps_scores(mask, monkeypatch):
+    """As CUDA runs it, here by its plain form; compiled, it is a test of that device."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(kernels, "_flex", lambda: flex_attention)
+    for name in ("attn_cap", "like gemma 2"):
+        model, tokens = variant(name), some_tokens()
+        with torch.no_grad():
+            expected = model(tokens, **masked(MASKS[mask]))
+            with monkeypatch.context() as patch:
+                patch.setattr("models.attention.takes_flex", lambda q, k: True)
+                ours = model(tokens, **masked(MASKS[mask]))
+        real = MASKS[mask] if mask == "left" else slice(None)
+        torch.testing.assert_close(ours[real], expected[real], atol=1e-10, rtol=0)

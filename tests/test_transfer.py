@@ -1,0 +1,270 @@
+"""What runs without stopping the host: counted on a device that is not there."""
+
+import functools
+import sys
+
+import pytest
+import torch
+
+from tests.pretended import DEVICE, Device
+
+
+@pytest.fixture
+def device():
+    with Device() as device:
+        yield device
+
+
+def made(where, **changes):
+    """The same random model on any device."""
+    from models import Transformer, TransformerConfig
+
+    sizes = dict(vocab_size=23, n_ctx=17, n_layers=2, n_heads=2, d_model=12, d_mlp=13)
+    torch.manual_seed(0)
+    # Moving the model would part its tied weights, because PyTorch moves weights of a class into new ones.
+    with torch.device(where):
+        model = Transformer(TransformerConfig(**sizes | changes)).eval()
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.add_(torch.randn(weights.shape).to(where) * 0.4)
+    return model
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The devices that generators were asked for. PyTorch makes none for one that is not there."""
+    from models import row_generator
+
+    devices = []
+
+    def on_cpu(seed, row, device):
+        devices.append(device)
+        return row_generator(seed, row)
+
+    monkeypatch.setattr("models.generation.row_generator", on_cpu)
+    return devices
+
+
+ROTARY = dict(positions="rotary", norm="rmsnorm", embed_scale=3.3, n_heads=3, n_kv_heads=1)
+CAPPED = ROTARY | dict(n_heads=2, window=3, attn_cap=2.0, qk_norm="head")
+PADDED = torch.arange(7) >= torch.tensor([0, 2, 5, 6])[:, None]
+
+
+@pytest.mark.parametrize("changes", [{}, ROTARY, CAPPED])
+@pytest.mark.parametrize(
+    "mask", [{}, {"attention_mask": PADDED}, {"query_key_mask": torch.ones(7, 7).tril()}]
+)
+def test_a_forward_and_a_backward_pass_do_not_wait(device, tokens, changes, mask):
+    from models.checks import trusted
+
+    model, there = made("cpu", **changes), made(DEVICE, **changes)
+    model(tokens, **mask)[PADDED].square().mean().backward()
+    real = PADDED.to(DEVICE).nonzero(as_tuple=True)
+
+    def run():
+        loss = there(tokens, **mask)[real].square().mean()
+        loss.backward()
+        with trusted():
+            there(moved)
+        return loss
+
+    moved = tokens.to(DEVICE)
+    loss, stops, _ = device.counted(run)
+    assert not stops
+    torch.testing.assert_close(loss.cpu(), model(tokens, **mask)[PADDED].square().mean())
+    grads = zip(model.parameters(), there.parameters(), strict=True)
+    for one, other in grads:
+        torch.testing.assert_close(one.grad, other.grad.cpu())
+    # Tokens that are there already are read once.
+    assert sum(device.counted(lambda: there(moved))[1].values()) == 1
+
+
+def test_tokens_outside_the_vocabulary_are_refused_before_they_move(device, tokens):
+    there = made(DEVICE)
+    tokens[2, 3] = 23
+    with pytest.raises(ValueError, match="23 at row 2, position 3"):
+        there(tokens)
+    with pytest.raises(ValueError, match="23 at row 2, position 3"):
+        there(tokens.to(DEVICE))
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_k=19, top_p=0.99, min_p=0.01)])
+@pytest.mark.parametrize("rows", [[[1, 5, 9, 2, 6]], [[2], [1, 8, 3]]])
+def test_a_generation_reads_its_tokens_once(device, asked, options, stops, rows):
+    from models import generate
+
+    model, there = made("cpu"), made(DEVICE)
+    expected = generate(model, rows, max_new_tokens=5, **options)
+    if stops:
+        options = options | dict(stop=[22, *expected[-1][-2:]])
+        expected = generate(model, rows, max_new_tokens=5, **options)
+        assert len(expected[-1]) < len(rows[-1]) + 5
+    run = functools.partial(generate, there, rows, max_new_tokens=5, **options)
+    found, stopped, waits = device.counted(run)
+    assert found == expected
+    assert stopped == {"_to_copy": 1}
+    assert waits <= 5
+
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=1.5)])
+def test_a_generation_of_a_model_on_two_devices(device, asked, options):
+    from models import generate
+
+    model, there = (made(where, tied_unembed=False) for where in ("cpu", DEVICE))
+    options = dict(options, prompts=[[2], [1, 8, 3]], max_new_tokens=4, stop=(5, 6, 7))
+    expected = generate(model, **options)
+    there.token_embedding, there.position_embedding = (
+        model.token_embedding,
+        model.position_embedding,
+    )
+    asked.clear()
+    assert generate(there, **options) == expected
+    assert set(asked) <= {DEVICE}
+
+
+def test_a_generation_ends_where_hooks_expect_it(device):
+    """Without hooks, the pass after the end is begun before the host knows of the end."""
+    from models import generate
+
+    there, everything = made(DEVICE), range(23)
+    seen = []
+    assert len(generate(there, [[1, 2]], max_new_tokens=5, stop=everything)[0]) == 3
+    with there.register_forward_hook(lambda *_: seen.append(1)):
+        generate(there, [[1, 2]], max_new_tokens=5, stop=everything)
+    assert len(seen) == 1
+
+
+def test_logits_that_are_not_finite_are_refused_late(device):
+    from models import generate
+    from models.generation import stream
+
+    there = made(DEVICE)
+    with torch.no_grad():
+        there.ln_final.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="nan in row 0"):
+        generate(there, [[1, 2]], max_new_tokens=1)
+    steps = stream(there, [[1, 2]], max_new_tokens=3)
+    next(steps)
+    with pytest.raises(ValueError, match="nan in row 0"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(positions=[1, -2]),
+        dict(positions=[False, True, True, False, True, False, False]),
+        dict(device="cpu"),
+        dict(device="cpu", dtype=torch.bfloat16, positions=slice(2, 5)),
+        dict(device="cpu", names="blocks.*.resid_*", windows=torch.arange(28).view(4, 7) % 3 == 1),
+        dict(device="cpu", names="blocks.*.attn.v", inference=True),
+    ],
+)
+def test_a_cached_run_waits_once_and_only_for_what_leaves_the_device(device, tokens, options):
+    from hooks import HookedRunner
+
+    model, there = made("cpu"), made(DEVICE)
+    options = dict(options)
+    guard = torch.inference_mode if options.pop("inference", False) else torch.no_grad
+    with guard():
+        run = lambda: HookedRunner(there).run_with_cache(tokens, **options)[1]  # noqa: E731
+        cache, stops, waits = device.counted(run)
+        expected = HookedRunner(model).run_with_cache(tokens, **options)[1]
+    assert not stops
+    assert waits == ("device" in options)
+    assert cache.keys() == expected.keys()
+    for name, value in cache.items():
+        assert value.is_cpu == ("device" in options)
+        assert value.dtype == expected[name].dtype
+        torch.testing.assert_close(value.cpu(), expected[name], atol=1e-5, rtol=1e-2)
+
+
+def test_generations_and_gradients_arrive_whole(device, tokens):
+    from hooks import HookedRunner
+    from models import generate
+
+    caches = []
+    for model in (made("cpu"), made(DEVICE)):
+        runner, options = HookedRunner(model), dict(names="*.attn.v", device="cpu")
+        run = functools.partial(generate, model, max_new_tokens=3)
+        caches.append(runner.run_with_cache(tokens, run=run, **options)[1])
+        logits, cache = runner.run_with_cache(tokens, grads=True, **options)
+        logits.square().sum().backward()
+        # Nothing waits for these later.
+        caches.append({name: grad.clone() for name, grad in cache.grads.items()})
+        caches.append(runner.run_with_cache(tokens, names="*.attn.v")[1].to("cpu"))
+    for one, other in zip(caches[:3], caches[3:], strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], atol=1e-4, rtol=1e-4)
+
+
+def test_a_value_that_two_points_share_is_copied_once(device, tokens):
+    from hooks import HookedRunner
+
+    runner = HookedRunner(made(DEVICE))
+    with torch.no_grad():
+        cache = runner.run_with_cache(tokens, names="blocks.*.resid_*", device="cpu")[1]
+    # Two blocks: what enters the first, and between and after the two sublayers of each.
+    assert device.copies == 5
+    assert cache["resid_post", 0] is cache["resid_pre", 1]
+
+
+def test_a_value_that_is_written_over_is_another_value(device):
+    from hooks import HookedRunner
+
+    with torch.device(DEVICE):
+        model, x = (
+            torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(inplace=True)),
+            torch.randn(7, 3),
+        )
+    with torch.no_grad():
+        cache = HookedRunner(model.eval()).run_with_cache(x, device="cpu")[1]
+    assert (cache["0"] < 0).any()
+    assert torch.equal(cache["1"], cache["0"].relu())
+
+
+def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):
+    from models import TrainingConfig
+    from models.training.run import Run
+
+    # PyTorch knows the devices that it has fused kernels for.
+    check = sys.modules["torch.optim.adam"]
+    monkeypatch.setattr(check, "_device_dtype_check_for_fused", lambda *_: None)
+    runs = [Run(made(x), TrainingConfig(steps=5, warmup=0), {}, None) for x in ("cpu", DEVICE)]
+    for run in runs:
+        for _ in range(3):
+            assert not device.counted(functools.partial(run.update, tokens))[1]
+        run.settle(but=1)
+        assert len(run.records) == 2
+        run.settle()
+    for one, other in zip(*(run.records for run in runs), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    # What is found late has changed nothing since.
+    model = runs[1].model
+    with torch.no_grad():
+        model.blocks[1].mlp.input.weight[0, 0] = torch.nan
+    before = model.W_E.cpu()
+    runs[1].update(tokens)
+    with torch.no_grad():
+        model.blocks[1].mlp.input.weight[0, 0] = 0.0
+    runs[1].update(tokens)
+    with pytest.raises(FloatingPointError, match="step 4"):
+        runs[1].settle()
+    assert torch.equal(model.W_E.cpu(), before)
+
+
+def test_large_weights_in_half_precision_are_finite():
+    """Their sum is not."""
+    from models import TrainingConfig
+    from models.training.run import Run
+
+    run = Run(made("cpu").half(), TrainingConfig(steps=1), {}, None)
+    weight = run.model.blocks[0].mlp.input.weight.data
+    run.save()
+    weight.fill_(1000.0)
+    run.save()
+    weight[3, 4] = -torch.inf
+    with pytest.raises(FloatingPointError, match="weights"):
+        run.save()
