@@ -20,7 +20,12 @@ except KeyboardInterrupt:
     raise
 
 from interp import edits
+from interp.causal.attribution import attribution_patching
+from interp.causal.comparison import compare
+from interp.causal.integrated import integrated_gradients
 from interp.causal.patching import activation_patching
+from interp.causal.top import top_attributions
+from interp.causal.verified import verified_top
 from interp.metrics import (
     Metric,
     accuracy,
@@ -61,12 +66,15 @@ __all__ = [
     "accuracy",
     "activation_patching",
     "alignment",
+    "attribution_patching",
+    "compare",
     "condition_number",
     "cross_entropy",
     "drift",
     "edits",
     "effective_rank",
     "induction_scores",
+    "integrated_gradients",
     "kl_divergence",
     "log_prob",
     "logit_diff",
@@ -85,5 +93,7 @@ __all__ = [
     "svd",
     "svd_targets",
     "sweep",
+    "top_attributions",
+    "verified_top",
     "wvwo",
 ]

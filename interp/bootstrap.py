@@ -1,6 +1,7 @@
 """The bootstrap: how sure a mean over examples is."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -9,13 +10,20 @@ from torch import Tensor
 _MEANS_AT_ONCE = 2**22  # 32 MiB in float64
 
 
+class Interval(NamedTuple):
+    """The two ends of a confidence interval, in the unit of the effects."""
+
+    low: Float[Tensor, "*axes"]
+    high: Float[Tensor, "*axes"]
+
+
 def bootstrap(
     values: Float[Tensor, "place example"],
     gap: Float[Tensor, " example"] | None,
     confidence: float = 0.95,
     seed: int = 0,
     n: int = 2000,
-) -> tuple[Float[Tensor, " place"], Float[Tensor, " place"]]:
+) -> Interval:
     """Percentile intervals of the means over examples, in float64 (Efron & Tibshirani 1993).
 
     All places share the drawn examples.
@@ -28,7 +36,7 @@ def bootstrap(
         n: how many samples of all examples are drawn.
 
     Returns:
-        the low and the high ends. They are NaN if there is one example.
+        The ends for each place. They are NaN if there is one example.
 
     Raises:
         ValueError: if confidence is not between 0 and 1.
@@ -38,7 +46,7 @@ def bootstrap(
     examples = values.shape[1]
     if examples < 2:
         nan = torch.full((len(values),), math.nan, dtype=torch.float64)
-        return nan, nan
+        return Interval(nan, nan)
     drawn = torch.randint(examples, (n, examples), generator=torch.Generator().manual_seed(seed))
     # How often each example was drawn, as shares: a sample's mean is then a product of matrices.
     shares = torch.zeros(n, examples, dtype=torch.float64)
@@ -50,5 +58,4 @@ def bootstrap(
         if gap is not None:
             means = means / (shares @ gap.detach().cpu().double())
         found.append(means.quantile(ends, dim=1))
-    low, high = torch.cat(found, 1)
-    return low, high
+    return Interval(*torch.cat(found, 1))

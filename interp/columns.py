@@ -31,6 +31,48 @@ def real_of(
     return mask.bool()
 
 
+def real_columns(
+    last: int, n_pos: int, batch: int, attention_mask: Mask | None = None
+) -> Int[Tensor, "batch last"]:
+    """The columns of the last real positions of each example, in order.
+
+    Args:
+        last: how many, at least 1.
+        n_pos, batch: the shape of the texts.
+        attention_mask: True or 1 at real tokens; None if all are.
+
+    Raises:
+        ValueError: if an example has fewer real tokens.
+
+    >>> real_columns(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
+    tensor([[2, 3],
+            [0, 1]])
+    """
+    real = real_of(attention_mask, (batch, n_pos))
+    n_real = real.sum(1)
+    if int(n_real.min()) < last:
+        raise ValueError(
+            f"each example must have at least {last} real tokens for this metric; "
+            f"got {int(n_real.min())} in example {int(n_real.argmin())}"
+        )
+    # Padding first, then the real columns in order.
+    return real.int().argsort(stable=True, dim=1)[:, n_pos - last :]
+
+
+def last_real(
+    logits: Float[Tensor, "batch pos vocab"], last: int, attention_mask: Mask | None = None
+) -> Float[Tensor, "batch _last vocab"]:
+    """Logits at the last real positions; at all columns if `last` is 0.
+
+    Raises:
+        ValueError: as for `real_columns`.
+    """
+    if not last:
+        return logits
+    columns = real_columns(last, logits.shape[1], len(logits), attention_mask).to(logits.device)
+    return logits[torch.arange(len(logits), device=logits.device)[:, None], columns]
+
+
 class Position:
     """Where a metric reads: one position, or one for each example.
 

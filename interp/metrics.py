@@ -14,10 +14,12 @@ from interp.columns import (
     Tokens,
     at_least_float32,
     fitting,
+    last_real,
     real_of,
     short,
     tokens_of,
 )
+from interp.columns import real_columns as real_columns  # analyses take it from here
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A user's own function is a metric as it is. An attribute `last` says how many of the last real
@@ -33,6 +35,7 @@ class _Metric:
     last: int
     unit: str
     function: Callable[[Tensor], Tensor]
+    unmasked: bool = False  # whether it takes all columns of its texts as real
 
     def __call__(self, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
         return self.function(logits)
@@ -100,7 +103,7 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     """
 
     def score(found: Tensor, token: Tensor) -> Tensor:
-        return _unless_nan(found, found.argmax(-1) == token[:, 0])
+        return found.argmax(-1) == token[:, 0]
 
     return _of_token("accuracy", "", token, pos, score)
 
@@ -117,7 +120,7 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     """
 
     def score(found: Tensor, token: Tensor) -> Tensor:
-        return _unless_nan(found, (found > found.gather(1, token)).sum(-1))
+        return (found > found.gather(1, token)).sum(-1)
 
     return _of_token("rank", "ranks", token, pos, score)
 
@@ -128,6 +131,7 @@ def cross_entropy(tokens: Int[Tensor, "batch pos"], attention_mask: Mask | None 
     Args:
         tokens: the texts that the model reads.
         attention_mask: True or 1 at real tokens. Only predictions of a real token from a real one count.
+            Padded texts need it here too, beside the analysis.
 
     Raises:
         ValueError: if an example has no prediction, the mask has another shape, or, when called, the
@@ -154,7 +158,8 @@ def cross_entropy(tokens: Int[Tensor, "batch pos"], attention_mask: Mask | None 
         found = before.log_softmax(-1).gather(-1, index)[..., 0]
         return -found.where(here, 0).sum(1) / here.sum(1)
 
-    return _Metric(f"cross_entropy(tokens {list(tokens.shape)})", 0, "nats", metric)
+    call = f"cross_entropy(tokens {list(tokens.shape)})"
+    return _Metric(call, 0, "nats", metric, attention_mask is None)
 
 
 def kl_divergence(
@@ -170,7 +175,7 @@ def kl_divergence(
     Args:
         reference: logits of the run to compare with.
         pos: see `logit_diff`; None for the mean over all real positions.
-        attention_mask: True or 1 at real tokens of the texts.
+        attention_mask: True or 1 at real tokens. Padded texts need it here too, beside the analysis.
 
     Raises:
         ValueError: as for `logit_diff`.
@@ -200,58 +205,26 @@ def kl_divergence(
         return each.where(here, 0).sum(1) / here.sum(1)
 
     call = f"kl_divergence(reference, pos={short(pos)})"
-    return _Metric(call, 0 if at is None else at.last, "nats", metric)
+    last = 0 if at is None else at.last
+    unmasked = attention_mask is None and (at is None or last > 0)
+    return _Metric(call, last, "nats", metric, unmasked)
 
 
-def last_of(metric: Metric) -> int:
+def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
     """How many of the last real positions a metric reads; 0 for all.
+
+    Raises:
+        ValueError: if there is padding, and the metric was made without the mask that it needs.
 
     >>> last_of(log_prob(3, pos=-2)), last_of(lambda logits: logits[:, 4, 3])
     (2, 0)
     """
-    return int(getattr(metric, "last", 0))
-
-
-def real_columns(
-    last: int, n_pos: int, batch: int, attention_mask: Mask | None = None
-) -> Int[Tensor, "batch last"]:
-    """The columns of the last real positions of each example, in order.
-
-    Args:
-        last: how many, at least 1.
-        n_pos, batch: the shape of the texts.
-        attention_mask: True or 1 at real tokens; None if all are.
-
-    Raises:
-        ValueError: if an example has fewer real tokens.
-
-    >>> real_columns(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
-    tensor([[2, 3],
-            [0, 1]])
-    """
-    real = real_of(attention_mask, (batch, n_pos))
-    n_real = real.sum(1)
-    if int(n_real.min()) < last:
+    padded = attention_mask is not None and not attention_mask.bool().all()
+    if padded and getattr(metric, "unmasked", False):
         raise ValueError(
-            f"each example must have at least {last} real tokens for this metric; "
-            f"got {int(n_real.min())} in example {int(n_real.argmin())}"
+            f"{metric!r} must be made with the attention_mask of padded texts; got none"
         )
-    # Padding first, then the real columns in order.
-    return real.int().argsort(stable=True, dim=1)[:, n_pos - last :]
-
-
-def last_real(
-    logits: Float[Tensor, "batch pos vocab"], last: int, attention_mask: Mask | None = None
-) -> Float[Tensor, "batch _last vocab"]:
-    """Logits at the last real positions; at all columns if `last` is 0.
-
-    Raises:
-        ValueError: as for `real_columns`.
-    """
-    if not last:
-        return logits
-    columns = real_columns(last, logits.shape[1], len(logits), attention_mask).to(logits.device)
-    return logits[torch.arange(len(logits), device=logits.device)[:, None], columns]
+    return int(getattr(metric, "last", 0))
 
 
 def per_example(
@@ -294,9 +267,10 @@ def measure(
     """The metric of a run, from its whole logits. Padding does not change what `last` positions are.
 
     Raises:
-        ValueError: as for `real_columns` and `evaluate`.
+        ValueError: as for `last_of`, `last_real` and `evaluate`.
     """
-    return evaluate(metric, last_real(logits, last_of(metric), attention_mask), len(logits))
+    read = last_real(logits, last_of(metric, attention_mask), attention_mask)
+    return evaluate(metric, read, len(logits))
 
 
 def _of_token(
@@ -307,11 +281,8 @@ def _of_token(
 
     def metric(logits: Tensor) -> Tensor:
         found = at(logits)
-        return score(found, fitting(tokens, found))
+        values = score(found, fitting(tokens, found)).to(found.dtype)
+        # A comparison with NaN is false in silence.
+        return values.where(~found.isnan().any(-1), torch.nan)
 
     return _Metric(f"{name}({short(token)}, pos={short(pos)})", at.last, unit, metric)
-
-
-def _unless_nan(logits: Float[Tensor, "batch vocab"], values: Tensor) -> Float[Tensor, " batch"]:
-    """Values, but NaN where a logit is: a comparison with NaN is false in silence."""
-    return values.to(logits.dtype).where(~logits.isnan().any(-1), torch.nan)

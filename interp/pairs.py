@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from interp.columns import real_of
-from interp.metrics import Metric, accuracy, evaluate, last_of, last_real, log_prob, logit_diff
+from interp.columns import last_real, real_of
+from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff
 from interp.protocol import logits_of, runner_of
 
 Spans = Mapping[str, Sequence[Sequence[int]] | Int[Tensor, "batch n"]]
@@ -129,7 +129,8 @@ class Pairs:
             right = self.answers
             metric = accuracy(right) if right is not None and right.ndim == 1 else self.metric()
         runner_of(model)  # refuses dropout
-        found, last, n_rows = [], last_of(metric), max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
+        last = last_of(metric, self.attention_mask)
+        found, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
         for start in range(0, len(self), n_rows):
             rows = slice(start, start + n_rows)
             mask = None if self.attention_mask is None else self.attention_mask[rows]

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,19 +16,13 @@ from torch import Tensor
 
 from hooks import CacheError, storage
 from hooks.errors import unknown_name
-from interp.bootstrap import bootstrap
+from interp.bootstrap import Interval, bootstrap
+from interp.columns import short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORMAT = "hookscope-result-1"
-
-
-class Interval(NamedTuple):
-    """The two ends of a confidence interval, in the unit of the effects."""
-
-    low: Float[Tensor, "*axes"]
-    high: Float[Tensor, "*axes"]
 
 
 class Place(NamedTuple):
@@ -57,7 +52,8 @@ class Result:
     """Effects, metric(edited) - metric(base), at labelled places, for each example.
 
     Attributes:
-        values: the effects, in `unit`. The last axis is `example`.
+        values: the effects, in `unit`. The last axis is `example`. A place where one is NaN has no mean
+            and no interval, but NaN, and is the last of `top`.
         axes: the names of the axes of `values`.
         base: the metric of the run that is edited; None where there is no such run.
         target: the metric of the run that values come from; None where there is no such run.
@@ -67,7 +63,7 @@ class Result:
         gap: what the mean over examples is divided by the mean of; see `normalized`.
 
     Raises:
-        ValueError: if axes, labels, base, target or gap do not fit the values.
+        ValueError: if axes, labels, base, target or gap do not fit the values, or there are none.
 
     >>> values = torch.tensor([[1.0, 3.0], [0.0, -0.5]])  # [layer, example]
     >>> base, target = torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 2.0])
@@ -96,6 +92,8 @@ class Result:
             raise ValueError(
                 f"axes must name each axis of values {list(shape)}, the last 'example'; got {axes}"
             )
+        if not self.values.numel():
+            raise ValueError(f"values must have at least one place and example; got {list(shape)}")
         for name, given in (("base", self.base), ("target", self.target), ("gap", self.gap)):
             if given is not None and given.shape != shape[-1:]:
                 raise ValueError(
@@ -104,13 +102,16 @@ class Result:
                 )
         sizes = dict(zip(axes, shape, strict=True))
         for axis, own in self.labels.items():
-            if sizes.get(axis) != len(own):
+            plain = all(isinstance(label, (str, int, float)) for label in own)
+            if not plain or sizes.get(axis) != len(own):
                 raise ValueError(
-                    f"labels must be one for each index of {sizes}; got {len(own)} for {axis!r}"
+                    f"labels must be numbers or text, one for each index of {sizes}; "
+                    f"got {len(own)} for {axis!r}, {short(own)}"
                 )
         labels = {axis: tuple(self.labels.get(axis, range(size))) for axis, size in sizes.items()}
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "labels", labels)
+        object.__setattr__(self, "about", dict(self.about))
 
     def mean(self) -> Float[Tensor, "*axes"]:
         """The mean effect over examples; where there is a gap, divided by the mean gap."""
@@ -130,8 +131,8 @@ class Result:
         Raises:
             ValueError: if confidence is not between 0 and 1.
         """
-        flat = self.values.reshape(-1, self.values.shape[-1])
-        ends = bootstrap(flat, self.gap, confidence, seed, n)
+        rows = self.values.reshape(-1, self.values.shape[-1])
+        ends = bootstrap(rows, self.gap, confidence, seed, n)
         return Interval(*(end.to(self.values).view(self.values.shape[:-1]) for end in ends))
 
     def normalized(self, per_example: bool = False) -> "Result":
@@ -145,25 +146,28 @@ class Result:
             per_example: return a result with the share of each example as its values instead.
 
         Warns:
-            UserWarning: where base and target agree up to rounding. Shares are NaN there.
+            UserWarning: if base and target agree up to rounding. If their means do, shares are NaN. Of
+                shares per example, those are left out where they do.
 
         Raises:
-            ValueError: if there is no base or no target.
+            ValueError: if there is no base or no target, or they agree in all examples.
         """
         if self.base is None or self.target is None:
             raise ValueError("a result must have a base and a target to be normalized; it has not")
         gap, size = self.target - self.base, torch.maximum(self.target.abs(), self.base.abs())
-        differ = (gap, size) if per_example else (gap.mean(), size.mean())
-        agree = differ[0].abs() <= 100 * torch.finfo(gap.dtype).eps * differ[1]
-        if agree.any():
-            where = f" in {int(agree.sum())} of {len(gap)} examples" if per_example else ""
-            warnings.warn(f"base and target agree{where}: shares are NaN there", stacklevel=2)
-        gap = gap.masked_fill(agree, math.nan)
+        least, unit = 100 * torch.finfo(gap.dtype).eps, "shares of target - base"
         if not per_example:
-            return replace(self, unit="shares of target - base", gap=gap)
-        base, target = torch.zeros_like(gap), torch.ones_like(gap)
-        shares = replace(self, values=self.values / gap, base=base, target=target, gap=None)
-        return replace(shares, unit="shares of target - base")
+            if gap.mean().abs() <= least * size.mean():
+                warnings.warn("base and target agree on average: shares are NaN", stacklevel=2)
+                gap = torch.full_like(gap, math.nan)
+            return replace(self, unit=unit, gap=gap)
+        agree = gap.abs() <= least * size
+        if agree.any():
+            left = f"{int(agree.sum())} of {len(gap)} examples, which are left out"
+            warnings.warn(f"base and target agree in {left}", stacklevel=2)
+        values, base, target = self.values / gap, torch.zeros_like(gap), torch.ones_like(gap)
+        shares = replace(self, values=values, base=base, target=target, unit=unit, gap=None)
+        return shares._part("example", (~agree).nonzero().flatten().tolist())
 
     def select(self, **where: Any) -> "Result":
         """The part at some labels: `result.select(layer=3, head=[0, 5])`.
@@ -186,38 +190,48 @@ class Result:
         if axis not in self.axes:
             raise unknown_name(axis, self.axes, "axis of this result")
         several = isinstance(asked, (list, tuple, range))
-        if axis == "example" and not several:
-            asked, several = [asked], True
-        at: Any = [self._index(axis, one) for one in asked] if several else self._index(axis, asked)
-        values = self.values[(slice(None),) * self.axes.index(axis) + (at,)]
-        if not several:
-            axes = tuple(other for other in self.axes if other != axis)
-            labels = {other: self.labels[other] for other in axes}
-            about = {**self.about, axis: self.labels[axis][at]}
-            return replace(self, values=values, axes=axes, labels=labels, about=about)
-        selected: dict[str, Any] = {"values": values, "labels": {**self.labels, axis: asked}}
+        part = self._part(axis, [self._index(axis, one) for one in (asked if several else [asked])])
+        if several or axis == "example":
+            return part
+        values = part.values.squeeze(self.axes.index(axis))
+        about = {**self.about, axis: part.labels[axis][0]}
+        labels = {other: own for other, own in self.labels.items() if other != axis}
+        return replace(part, values=values, axes=tuple(labels), labels=labels, about=about)
+
+    def _part(self, axis: str, indices: list[int]) -> "Result":
+        """The part at some indices of an axis, which stays."""
+        values = self.values[(slice(None),) * self.axes.index(axis) + (indices,)]
+        labels = {**self.labels, axis: [self.labels[axis][at] for at in indices]}
+        runs: dict[str, Any] = {"base": self.base, "target": self.target, "gap": self.gap}
         if axis == "example":
-            runs = {"base": self.base, "target": self.target, "gap": self.gap}
-            selected |= {name: x[at] for name, x in runs.items() if x is not None}
-        return replace(self, **selected)
+            runs = {name: None if x is None else x[indices] for name, x in runs.items()}
+        return replace(self, values=values, labels=labels, **runs)
 
     def _index(self, axis: str, label: Any) -> int:
         labels = self.labels[axis]
         if labels.count(label) != 1:
-            raise ValueError(
-                f"{axis} must be one of {_listed(labels)}"
-                f"{', which are not unique' if label in labels else ''}; got {label!r}"
-            )
+            unique = ", which are not unique" if label in labels else ""
+            raise ValueError(f"{axis} must be one of {short(labels)}{unique}; got {label!r}")
         return labels.index(label)
 
     def top(self, k: int = 10) -> Places:
-        """The `k` places with the largest mean effects, by absolute value, with their 95% intervals."""
-        mean, rows = self.mean().flatten(), self.values.reshape(-1, self.values.shape[-1])
-        best = mean.abs().nan_to_num(nan=-1.0).argsort(descending=True, stable=True)[:k].tolist()
-        low, high = bootstrap(rows[best], self.gap)
-        places = list(itertools.product(*(self.labels[axis] for axis in self.axes[:-1])))
-        columns = mean[best].tolist(), low.tolist(), high.tolist()
-        where = [dict(zip(self.axes[:-1], places[at], strict=True)) for at in best]
+        """The `k` places with the largest mean effects, by absolute value, with their 95% intervals.
+
+        Raises:
+            ValueError: if `k` is below 1.
+        """
+        if k < 1:
+            raise ValueError(f"k must be at least 1; got {k}")
+        size = self.mean().flatten().abs().nan_to_num(nan=-1.0)
+        return self._places(size.argsort(descending=True, stable=True)[:k].tolist())
+
+    def _places(self, indices: Sequence[int]) -> Places:
+        """The entries at some indices, counted over all axes but `example`."""
+        rows = self.values.reshape(-1, self.values.shape[-1])[indices]
+        low, high = bootstrap(rows, self.gap)
+        labels = list(itertools.product(*(self.labels[axis] for axis in self.axes[:-1])))
+        where = [dict(zip(self.axes[:-1], labels[at], strict=True)) for at in indices]
+        columns = self.mean().flatten()[indices].tolist(), low.tolist(), high.tolist()
         return Places(map(Place, where, *columns))
 
     def plot(self) -> "Figure":
@@ -242,12 +256,8 @@ class Result:
             import pandas
         except ImportError:
             raise ImportError("to_dataframe() needs pandas: pip install pandas") from None
-        low, high = self.interval()
-        places = itertools.product(*(self.labels[axis] for axis in self.axes[:-1]))
-        columns = dict(zip(self.axes[:-1], zip(*places, strict=True), strict=True))
-        effects = {"effect": self.mean(), "low": low, "high": high}
-        flat = {name: value.flatten().numpy(force=True) for name, value in effects.items()}
-        return pandas.DataFrame({**columns, **flat})
+        places = [p._asdict() for p in self._places(range(self.values[..., 0].numel()))]
+        return pandas.DataFrame([place.pop("where") | place for place in places])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the result as safetensors, completely or not at all.
@@ -257,12 +267,7 @@ class Result:
             TypeError: if `about` or a label does not fit JSON.
         """
         tensors = {name: getattr(self, name) for name in ("values", "base", "target", "gap")}
-        described = {
-            "axes": self.axes,
-            "labels": self.labels,
-            "unit": self.unit,
-            "about": dict(self.about),
-        }
+        described = {name: getattr(self, name) for name in ("axes", "labels", "unit", "about")}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
         storage.save(Path(path), held, described, _FORMAT)
 
@@ -289,13 +294,12 @@ class Result:
         sizes = zip(self.axes, self.values.shape, strict=True)
         title = f"Result [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
         means = [("base", self.base), ("target", self.target)]
-        facts = [f"{name}: {value}" for name, value in self.about.items()]
+        facts = [f"{name}: {_brief(value)}" for name, value in self.about.items()]
         runs = [f"{name} {x.mean().item():+.4g}" for name, x in means if x is not None]
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
         unit = f" in {self.unit}" if self.unit else ""
         return "\n  ".join([title + unit, *filter(None, lines)])
 
 
-def _listed(labels: Sequence[Any]) -> str:
-    shown = list(map(str, labels))
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-2:]])
+def _brief(value: Any) -> str:
+    return value if isinstance(value, str) else reprlib.repr(value)

@@ -68,7 +68,7 @@ class Batch:
         self.tokens = tokens
         self.kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
         size, n_pos = tokens.shape
-        last = last_of(metric)
+        last = last_of(metric, attention_mask)
         self.columns = real_columns(last, n_pos, size, attention_mask) if last else None
         self.metric = metric
 

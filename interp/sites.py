@@ -21,8 +21,7 @@ SITES: Mapping[str, tuple[str, ...]] = {
 }
 """What can be compared, and over which axes unless others are given."""
 
-# The axes of a result besides `layer`, each with the axes of a point that it may be.
-_SELECTS = {
+SELECTS = {
     "pos": ("pos",),
     "span": ("pos",),
     "head": ("head", "kv_head"),
@@ -30,6 +29,7 @@ _SELECTS = {
     "query": ("query",),
     "key": ("key",),
 }
+"""The axes of a result besides `layer`, each with the axes of a point that it may be."""
 Place = tuple[int | str, dict[str, Any]]
 """A label, and what is selected there: along `layer` a point's name."""
 Direction = Literal["denoising", "noising"]
@@ -134,7 +134,7 @@ def places_of(
     for axis, given in (("head", choice.heads), ("neuron", choice.neurons)):
         if given is not None and axis not in over:
             raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
-    if source is not None and "span" not in over and not _are_aligned(edited, source):
+    if source is not None and "span" not in over and not are_aligned(edited, source):
         raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
     name = next(iter(names.values()))
     sizes = dict(zip(values.axes(name), values[name].shape, strict=True))
@@ -169,7 +169,8 @@ def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
     return {axis: [label for label, _ in along] for axis, along in places.items()}
 
 
-def _are_aligned(one: Text, other: Text) -> bool:
+def are_aligned(one: Text, other: Text) -> bool:
+    """Whether two texts have the same columns and padding."""
     full = [torch.ones_like(t.tokens) if t.mask is None else t.mask.long() for t in (one, other)]
     return torch.equal(*full)
 
@@ -178,9 +179,9 @@ def _along(
     axis: str, choice: Choice, sizes: Mapping[str, int], edited: Text, source: Text | None
 ) -> list[Place]:
     """The places along one axis of a point with these sizes."""
-    own = next((own for own in _SELECTS.get(axis, ()) if own in sizes), None)
+    own = next((own for own in SELECTS.get(axis, ()) if own in sizes), None)
     if own is None:
-        has = [name for name, axes in _SELECTS.items() if not sizes.keys().isdisjoint(axes)]
+        has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
         raise ValueError(f"over must be of layer, {', '.join(has)} at {choice.site}; got {axis!r}")
     if axis == "span":
         if not edited.spans:

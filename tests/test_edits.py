@@ -241,6 +241,9 @@ def test_a_mean_is_that_of_its_axes_and_always_fresh():
     mean = edits.mean(torch.arange(6.0).view(2, 3))
     edited = mean.at(pos=1)(x, point)
     assert torch.equal(edited[:, 1], torch.tensor([[1.5, 2.5, 3.5]] * 2))
+    masked = edits.mean(torch.ones(7, 3), attention_mask=torch.ones(7, 5))
+    with pytest.raises(EditError, match="batch and pos"):
+        masked(torch.ones(2, 3), Point("last", ("batch", "d_model")))
     for edit in (mean, edits.resample(torch.arange(6.0).view(2, 3))):
         with pytest.raises(
             UnknownNameError, match="batch"
@@ -562,6 +565,7 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.replace(ActivationCache({}, {}, (), "")), "embed", "embed"),
         (lambda s: edits.mean(s, "head"), "embed", "head"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "7 along pos.*6"),
+        (lambda s: edits.mean(s, attention_mask=torch.ones(1, POS)), "embed", "5, 7.*1, 7"),
         (lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)), "embed", "average"),
         (lambda s: edits.replace(s.at(pos=[-1])), "embed", "7 along pos.*1"),
         (lambda s: edits.mean(s.at(pos=[-1]), pos=-1), "embed", "7 along pos.*1"),

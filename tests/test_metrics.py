@@ -147,6 +147,20 @@ def test_the_positions_that_a_metric_needs(logits):
     assert evaluate(lambda x: x[:, 0, 0].half(), logits, BATCH).dtype == torch.float32
 
 
+def test_padding_that_a_metric_was_not_told_of_is_refused(logits):
+    tokens = torch.ones(BATCH, POS).long()
+    for make in (
+        kl_divergence,
+        lambda x, **mask: kl_divergence(x, None, **mask),
+        lambda x, **mask: cross_entropy(tokens, **mask),
+    ):
+        with pytest.raises(ValueError, match="attention_mask"):
+            measure(make(logits), logits, LEFT.flip(1))
+        measure(make(logits, attention_mask=LEFT), logits, LEFT)
+        measure(make(logits), logits, torch.ones_like(LEFT))
+    assert not measure(kl_divergence(logits, 3), logits, LEFT).any()
+
+
 def test_a_metric_prints_as_its_call():
     assert repr(logit_diff(3, [1, 2])) == "logit_diff(3, [1, 2], pos=-1)"
     assert len(repr(log_prob(torch.arange(1000)))) < 60

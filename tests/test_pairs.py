@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hooks import ModeError
-from interp import Pairs, log_prob
+from interp import Pairs, cross_entropy, log_prob
 from interp.metrics import measure
 from interp.pairs import as_pairs
 
@@ -105,6 +105,8 @@ def test_the_pairs_that_a_model_gets_right(model, tokens, corrupted, side, at_on
         return torch.tensor([-1.0, 1.0, 0.0, -2.0])
 
     assert torch.equal(pairs.solved(model, second).clean, clean[[1]])
+    with pytest.raises(ValueError, match="attention_mask"):
+        pairs.solved(model, cross_entropy(clean))
     with pytest.raises(ValueError, match="none of 4"):
         pairs.solved(model, log_prob(3))
     with pytest.raises(ModeError):

@@ -71,6 +71,23 @@ def test_the_patching_example(tmp_path):
     }
 
 
+def test_the_attribution_example(tmp_path):
+    script = [sys.executable, "examples/attribution.py", "--out", str(tmp_path)]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 solved" in done.stdout
+    ranks = [float(rank) for rank in re.findall(r"rank correlation (\S+),", done.stdout)]
+    shares = [int(share) for share in re.findall(r"effects are (\d+)%", done.stdout)]
+    assert len(ranks) == 4
+    assert min(ranks) > 0.9
+    # Integrated gradients come closer to the size.
+    assert abs(shares[1] - 100) < abs(shares[0] - 100)
+    assert abs(shares[3] - 100) < abs(shares[2] - 100)
+    # The changed digit is read at position 17.
+    assert re.search(r"top 5 of 220 places\n +place layer 0, pos 17 ", done.stdout)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 @pytest.fixture
 def ioi(monkeypatch):
     pytest.importorskip("matplotlib")

@@ -95,14 +95,22 @@ def test_nothing_is_divided_where_base_and_target_agree(result):
     target = result.target.clone()
     target[2] = result.base[2] * (1 + 1e-7)
     close = dataclasses.replace(result, target=target)
-    with pytest.warns(UserWarning, match="1 of 13"):
-        shares = close.normalized(per_example=True).values
-    assert shares.isnan().sum(-1).eq(1).all()
-    assert shares[..., 2].isnan().all()
+    left = [n for n in range(EXAMPLES) if n != 2]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="1 of 13"):
+            shares = close.normalized(per_example=True)
+        expected = (result.values / (target - result.base))[..., left]
+        torch.testing.assert_close(shares.values, expected)
+        assert shares.labels["example"] == tuple(left)
+        assert torch.equal(shares.target, torch.ones(12))
+        target[2] = result.base[2] = 0
     assert not close.normalized().mean().isnan().any()
-    target[2] = result.base[2] = 0
-    with pytest.warns(UserWarning, match="1 of 13"):
-        assert close.normalized(per_example=True).values[..., 2].isnan().all()
+    same = dataclasses.replace(result, target=result.base)
+    with (
+        pytest.warns(UserWarning, match="13 of 13"),
+        pytest.raises(ValueError, match="example"),
+    ):
+        same.normalized(per_example=True)
     # One half up, one half down: each example differs, the means agree.
     target = result.base + torch.tensor([1.0] * 6 + [-1.0] * 6 + [0.0])
     with pytest.warns(UserWarning, match="agree"):
@@ -138,6 +146,14 @@ def test_the_top_places_are_largest_in_absolute_value(result):
     assert len(result.top(100)) == 6
     assert repr(top).splitlines()[0].startswith("layer 5, head 1  -8.4  [-8.")
     assert result.select(layer=5, head=1).top()[0].where == {}
+
+
+def test_a_place_with_nan_has_no_mean(result):
+    result.values[0, 1, 3] = torch.nan
+    low, high = result.interval()
+    for found in (result.mean(), low, high):
+        assert found.isnan().flatten().tolist() == [False, True, False, False, False, False]
+    assert "layer 4, head 1  +nan" in repr(result.top())
 
 
 def test_a_result_prints_what_it_is(result):
@@ -238,6 +254,9 @@ def test_files_that_are_no_results(result, tmp_path, runner, tokens):
         (lambda r: {"gap": r.base[:5]}, "gap"),
         (lambda r: {"labels": {"layer": [1, 2]}}, "2 for 'layer'"),
         (lambda r: {"labels": {"pos": [1, 2]}}, "2 for 'pos'"),
+        (lambda r: {"labels": {"head": [(0, 1), (2, 3)]}}, r"numbers or text.*\(0, 1\)"),
+        (lambda r: {"values": r.values[:, :0]}, r"one place.*\[3, 0, 13\]"),
+        (lambda r: {"values": r.values[..., :0]}, r"example.*\[3, 2, 0\]"),
     ],
 )
 def test_parts_that_do_not_fit(result, change, match):
@@ -246,12 +265,17 @@ def test_parts_that_do_not_fit(result, change, match):
 
 
 def test_questions_that_make_no_sense(result):
-    with pytest.raises(ValueError, match="4, 5, 7; got 6"):
+    with pytest.raises(ValueError, match="4, 5, 7.*got 6"):
         result.select(layer=6)
     with pytest.raises(UnknownNameError, match="layer"):
         result.select(layers=4)
     with pytest.raises(ValueError, match="unique"):
         dataclasses.replace(result, labels={"head": ["a", "a"]}).select(head="a")
+    for k in (0, -1):
+        with pytest.raises(ValueError, match=f"got {k}"):
+            result.top(k)
+    with pytest.raises(ValueError, match="one place"):
+        result.select(layer=[])
     with pytest.raises(ValueError, match="confidence"):
         result.interval(95.0)
     with pytest.raises(ValueError, match="target"):

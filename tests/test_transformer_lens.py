@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from interp import activation_patching, logit_diff
+from interp import activation_patching, attribution_patching, logit_diff
 from interp.sites import SITES
 from tests.reference import D_HEAD, D_MODEL, HEADS, LAYERS, N_CTX, VOCAB, some_tokens, variant
 
@@ -134,3 +134,34 @@ def test_patching_agrees_at_every_site(models):
 
             patched = theirs.run_with_hooks(corrupted, fwd_hooks=[(name, patch)])
             close(found.values[layer, place] + base, metric(patched))
+
+
+def test_attribution_agrees_at_every_site(models):
+    ours, theirs = models
+    clean, corrupted, metric = some_tokens(1), some_tokens(2), logit_diff(3, 11)
+    present = {name.partition(".")[2].partition(".")[2] for name, _ in ours.named_modules()}
+    sites = [site for site in SITES if {site, f"attn.{site}"} & present]
+    _, base = theirs.run_with_cache(clean, return_cache_object=False)
+    _, target = theirs.run_with_cache(corrupted, return_cache_object=False)
+    gradients = {}
+
+    def keep(gradient, hook):
+        gradients[hook.name] = gradient
+
+    with theirs.hooks(bwd_hooks=[(lambda name: True, keep)]):
+        metric(theirs(clean)).sum().backward()
+    for site in sites:
+        found = attribution_patching(ours, clean, corrupted, metric, site)
+        for layer in range(LAYERS):
+            ending = site if site in present else f"attn.{site}"
+            name = theirs_of(f"blocks.{layer}.{ending}", theirs)
+            # Theirs are -inf where a query sees no key.
+            change = (target[name] - base[name]).nan_to_num(0)
+            product = (change * gradients[name]).detach()
+            if site in ("scores", "pattern"):
+                product = product.flatten(2).sum(2)
+            elif product.ndim == 4:
+                product = product.sum((1, 3))
+            else:
+                product = product.sum(2)
+            close(found.values[layer], product.T)

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
-from interp import edits, log_prob, sweep
+from interp import attribution_patching, edits, log_prob, sweep
 from models import generate
 from tests.bench import gpu, peers, timing
 
@@ -129,6 +129,33 @@ def sweep_tiny() -> Calls:
     return sweeps(peers.SWEPT_TINY, resid_pre=1, z=1, v=1, pattern=1)
 
 
+def attribution() -> Calls:
+    """Attribution patching against two forward passes and one backward pass: GPT-2-small shape, B=4 T=64."""
+    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=4, pos=64)
+    ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
+    corrupted, metric = (clean + 1) % shape.vocab, log_prob(0)
+
+    def bare() -> None:
+        ours(corrupted)
+        with torch.enable_grad():
+            stream = ours.input_resid(clean).requires_grad_()
+            context, resid = ours.context(clean), stream
+            for block in ours.blocks:
+                resid = block(resid, context)
+            torch.autograd.grad(metric(ours.unembed(resid)).sum(), stream)
+
+    def site(name: str, *over: str) -> timing.Call:
+        return lambda: attribution_patching(ours, clean, corrupted, metric, name, over)
+
+    return {
+        "two forwards and one backward": bare,
+        "resid_pre, by pos": site("resid_pre", "layer", "pos"),
+        "z, by pos and head": site("z", "layer", "pos", "head"),
+        "mlp.post, by pos and neuron": site("mlp.post", "layer", "pos", "neuron"),
+        "pattern, by head": site("pattern", "layer", "head"),
+    }
+
+
 def generation(shape: peers.Shape) -> Calls:
     """Greedy generation of as many tokens, from one prompt and from eight."""
     prompt, ours = shape.tokens(), peers.ours(shape)
@@ -186,6 +213,7 @@ ROWS: dict[str, Callable[[], Calls]] = {
     "sweep-head": sweep_head,
     "sweep-long": sweep_long,
     "sweep-tiny": sweep_tiny,
+    "attribution": attribution,
     "generate-small": generate_small,
     "generate-tiny": generate_tiny,
     "import": imports,

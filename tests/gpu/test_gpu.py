@@ -26,6 +26,11 @@ MASKS = {
 }
 
 
+def test_a_gpu_is_at_hand():
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no CUDA device: the tests of this folder ran on the CPU only")
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,115 @@
+"""Comparisons of estimated effects with exact ones: how far an estimate can be trusted."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from interp.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MISSES = 10
+
+
+class Miss(NamedTuple):
+    """A place where an estimate is off: its labels by axis, and both mean effects."""
+
+    where: Mapping[str, Any]
+    exact: float
+    estimate: float
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{axis} {label}" for axis, label in self.where.items())
+        return f"{where}  exact {self.exact:+.4g}, estimate {self.estimate:+.4g}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """Exact and estimated mean effects of the same places; made by `compare`.
+
+    Attributes:
+        exact, estimate: the mean effect at each place, in `unit`.
+        rank_correlation: Spearman's, of all places. 1 if both order the places alike; NaN if one is the same
+            everywhere.
+        sign_agreement: the share of places with the same sign, of those where the exact effect is not 0.
+            NaN if there are none, or the estimate has no signs.
+        misses: the places where both differ most, at most 10, the largest difference first.
+        unit: the unit of the effects.
+    """
+
+    exact: Float[Tensor, " place"]
+    estimate: Float[Tensor, " place"]
+    rank_correlation: float
+    sign_agreement: float
+    misses: tuple[Miss, ...]
+    unit: str
+
+    def plot(self) -> "Figure":
+        """The estimate over the exact effect, one dot for each place. It needs the extra `report`."""
+        from interp.pictures.scatter import scatter
+
+        return scatter(self)
+
+    def __repr__(self) -> str:
+        signs = f", the same sign at {self.sign_agreement:.0%}"
+        known = "" if math.isnan(self.sign_agreement) else signs
+        title = f"Comparison of {len(self.exact)} places"
+        ranks = f"rank correlation {self.rank_correlation:+.3f}{known}"
+        return "\n  ".join([title, ranks, *map(repr, self.misses[:3])])
+
+
+def compare(exact: Result, estimate: Result) -> Comparison:
+    """Compares the mean effects of an estimate with exact ones.
+
+    An estimate without signs is compared with means of absolute effects.
+
+    Args:
+        exact: effects, such as a result of `activation_patching`.
+        estimate: effects at the same places, such as a result of `attribution_patching`.
+
+    Raises:
+        ValueError: if the two have other axes, labels or directions.
+
+    >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
+    >>> estimate = Result(torch.tensor([[1.0, 1.0], [0.0, 0.5], [0.0, 0.2]]), ("head", "example"))
+    >>> compare(exact, estimate)
+    Comparison of 3 places
+      rank correlation +0.500, the same sign at 67%
+      head 0  exact +3, estimate +1
+      head 1  exact -0.5, estimate +0.25
+      head 2  exact +0.1, estimate +0.1
+    """
+    for what in ("axes", "labels", "direction"):
+        ours, theirs = (
+            result.about.get(what, "none") if what == "direction" else getattr(result, what)
+            for result in (exact, estimate)
+        )
+        if ours != theirs:
+            raise ValueError(f"both must have the same {what}; got {ours} and {theirs}")
+    signed = estimate.about.get("signed", True)
+    if not signed:
+        exact = dataclasses.replace(exact, values=exact.values.abs())
+    true, guess = (result.mean().flatten().double() for result in (exact, estimate))
+    there = true != 0
+    agree = (true.sign() == guess.sign())[there].double().mean().item() if signed else math.nan
+    places = list(itertools.product(*(exact.labels[axis] for axis in exact.axes[:-1])))
+    worst = (guess - true).abs().argsort(descending=True, stable=True)[:_MISSES].tolist()
+    misses = [
+        Miss(dict(zip(exact.axes[:-1], places[n], strict=True)), true[n].item(), guess[n].item())
+        for n in worst
+    ]
+    correlation = torch.corrcoef(torch.stack([_ranks(true), _ranks(guess)]))[0, 1].item()
+    return Comparison(true, guess, correlation, agree, tuple(misses), exact.unit)
+
+
+def _ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:
+    """The rank of each value. Equal values have the mean of their ranks."""
+    _, which, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2)[which].double()

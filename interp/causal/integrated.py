@@ -1,0 +1,175 @@
+"""Integrated gradients: effects that add up to that of the whole change, by gradients along a path."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from hooks import Point
+from hooks.errors import unknown_name
+from interp import edits
+from interp.columns import at_least_float32
+from interp.estimates import Contrast, contrast, effects
+from interp.gradients import Gradients
+from interp.metrics import Metric
+from interp.pairs import Pairs
+from interp.protocol import runner_of
+from interp.result import Result
+from interp.sites import Choice, Direction
+
+_FIRST, _MOST = 4, 1024
+
+
+def integrated_gradients(
+    model: nn.Module,
+    clean: Int[Tensor, "batch pos"] | Pairs,
+    corrupted: Int[Tensor, "batch pos"] | None = None,
+    metric: Metric | None = None,
+    site: str = "embed",
+    over: Sequence[str] | None = None,
+    *,
+    steps: int | Literal["auto"] = "auto",
+    tolerance: float = 0.01,
+    direction: Direction = "noising",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    neurons: int | None = None,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+) -> Result:
+    """(target - base) times the mean gradient on the straight path from base to target.
+
+    A path moves all values of one point together, and their effects add up to what replacing them all
+    does to the metric (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"). Each layer of
+    a site has a path of its own. The mean is that of the trapezoid rule. What is left of the sum is
+    the completeness gap, and says how good that was.
+
+    Args:
+        model: any model with the usual points. Its weights need no gradients, and get none.
+        clean, corrupted, metric: see `attribution_patching`.
+        site: the token embeddings, `embed`, or a site of `activation_patching`.
+        over: the axes of the result; by default `pos` for `embed`, and as in `activation_patching` elsewhere.
+        steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap
+            of every example is within the tolerance, at most 1024, and keeps each gradient it has.
+        tolerance: for the gap, as a share of the mean absolute change of the metric over examples.
+        direction, layers, heads, neurons, attention_mask: see `attribution_patching`.
+
+    Returns:
+        Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its `gaps`
+        for each example, as shares like the tolerance.
+
+    Raises:
+        ValueError: as for `attribution_patching`, or if `steps` is less than 1.
+        UnknownNameError: if there is no such site, or the model lacks it; with close matches.
+        ModeError: if the model is in training mode.
+
+    Warns:
+        UserWarning: if a gap is larger than the tolerance.
+    """
+    if steps != "auto" and steps < 1:
+        raise ValueError(f"steps must be at least 1, or 'auto'; got {steps}")
+    names = None
+    if site == "embed":
+        over, names = ("pos",) if over is None else over, _embeddings(model, layers)
+    choice = Choice(site, over, layers, heads, neurons)
+    runs = contrast(model, clean, corrupted, metric, choice, direction, attention_mask, names)
+    start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
+    first: dict[str, Tensor] = {}
+    start.backward(first.__setitem__)
+    found: dict[str, Tensor] = {}
+    taken: list[int] = []
+    gaps: list[Tensor] = []
+    for name in runs.names.values():
+        if name not in first:
+            taken.append(0)
+            gaps.append(torch.zeros_like(start.base))
+            continue
+        path = _Path(runs, name, start, first[name])
+        path.refine(_FIRST if steps == "auto" else steps)
+        while steps == "auto" and path.steps < _MOST and path.gap().max() > tolerance:
+            path.refine(2 * path.steps)
+        found[name] = path.effects()
+        taken.append(path.steps)
+        gaps.append(path.gap())
+    result = runs.result(
+        found,
+        start.base,
+        estimate="integrated gradients",
+        steps=taken,
+        gaps=[[float(f"{share:.2g}") for share in gap.tolist()] for gap in gaps],
+    )
+    if (largest := max(float(gap.max()) for gap in gaps)) > tolerance:
+        rule = f"effects should add up to within {tolerance:.2g} of the mean change of the metric"
+        warnings.warn(f"{rule}; got {largest:.2g} after {max(taken)} steps", stacklevel=2)
+    return result
+
+
+def _embeddings(model: nn.Module, layers: Sequence[int] | None) -> dict[int, str]:
+    if "embed" not in (points := runner_of(model).points):
+        raise unknown_name("embed", points, "point of the model")
+    if layers is not None:
+        raise ValueError(f"layers must be None for 'embed', which has none; got {[*layers]}")
+    return {0: "embed"}
+
+
+class _Path:
+    """The straight path of one point's values from base to target.
+
+    Args:
+        runs: the two runs.
+        name: the point.
+        start: the run at the beginning.
+        first: its gradient.
+
+    Attributes:
+        steps: into how many equal steps the path is divided.
+    """
+
+    def __init__(self, runs: Contrast, name: str, start: Gradients, first: Tensor) -> None:
+        self._runs, self._point = runs, runs.runner.points[name]
+        self._base = start.values[name]
+        self._change = _whole_change(runs, self._point, self._base)
+        last, end = self._gradient(1.0)
+        self._difference = end - start.base
+        self._sum = (at_least_float32(first) + last) / 2
+        self.steps = 1
+
+    def refine(self, steps: int) -> None:
+        """Divides the path further, into a multiple of the steps so far."""
+        for n in range(1, steps):
+            if n * self.steps % steps:
+                self._sum = self._sum + self._gradient(n / steps)[0]
+        self.steps = steps
+
+    def gap(self) -> Float[Tensor, " batch"]:
+        """How far the effects are from adding up, as a share of the mean absolute change of the metric."""
+        added = (self._change * self._sum / self.steps).flatten(1).sum(1)
+        off = (added - self._difference).abs() / self._difference.abs().mean()
+        return off.nan_to_num(nan=0.0)
+
+    def effects(self) -> Float[Tensor, "..."]:
+        """The effect at each place."""
+        mean = self._sum / self.steps
+        return effects(self._point, self._base, mean, self._runs.source, self._runs.places)
+
+    def _gradient(self, share: float) -> tuple[Tensor, Tensor]:
+        """The gradient after a share of the path, and the metric there."""
+        value = (self._base + share * self._change).to(self._base.dtype)
+        name = self._point.name
+        found: dict[str, Tensor] = {}
+        with self._runs.runner.hooks({name: lambda activation, point: value}):
+            run = Gradients(self._runs.runner, self._runs.edited, self._runs.metric, [name])
+        run.backward(found.__setitem__)
+        return at_least_float32(found[name]), run.base
+
+
+def _whole_change(runs: Contrast, point: Point, base: Tensor) -> Tensor:
+    """The change at all places together."""
+    changed = at_least_float32(base).clone()
+    if "span" not in runs.places:
+        return at_least_float32(runs.source[point.name]) - changed
+    for _, selected in runs.places["span"]:
+        changed = edits.replace(runs.source, **selected)(changed, point)
+    return changed - base

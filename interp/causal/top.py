@@ -1,0 +1,138 @@
+"""The largest of very many estimated effects: of neurons, or of directions, at each position."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from hooks import ActivationCache
+from hooks.names import layers as by_layer
+from interp.columns import at_least_float32
+from interp.estimates import require_numbers, warn_of_unread
+from interp.gradients import Gradients
+from interp.metrics import Metric, measure
+from interp.pairs import Pairs
+from interp.protocol import logits_of, runner_of
+from interp.result import Result
+from interp.sites import Direction, are_aligned, compared, metric_of
+
+
+def top_attributions(
+    model: nn.Module,
+    clean: Int[Tensor, "batch pos"] | Pairs,
+    corrupted: Int[Tensor, "batch pos"] | None = None,
+    metric: Metric | None = None,
+    directions: Mapping[str, Float[Tensor, "dim _n"]] | None = None,
+    *,
+    k: int = 100,
+    direction: Direction = "noising",
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+) -> Result:
+    """The `k` largest estimated effects of MLP neurons at single positions, or of directions.
+
+    The estimate is that of `attribution_patching`. For a unit vector u it is ((target - base) · u) times
+    (u · gradient), which estimates `edits.interchange` along u. Of each layer only the largest mean effects are
+    kept, so there is never a table of all places.
+
+    Args:
+        model, clean, corrupted, metric, direction, attention_mask: see `attribution_patching`. Both
+            texts must have the same columns.
+        directions: by the exact name of any point, vectors of its last axis, as columns. Their lengths do
+            not count. None for the neurons of `mlp.post`.
+        k: how many places are kept.
+
+    Returns:
+        Estimated effects [place, example], the largest mean first. Their labels are such as
+        `layer 3, pos 5, neuron 17`, or `blocks.3.resid_post, pos 5, direction 2`.
+
+    Raises:
+        ValueError: as for `attribution_patching`, or if vectors do not fit their point or are 0.
+        UnknownNameError: if the model has no such point.
+        ModeError: if the model is in training mode.
+
+    Warns:
+        UserWarning: where the metric does not depend on a point at all. Effects there are 0.
+    """
+    metric, runner = metric_of(clean, metric), runner_of(model)
+    if k < 1:
+        raise ValueError(f"k must be at least 1; got {k}")
+    if directions is None:
+        found = by_layer("mlp.post", runner.points)
+        titles = {name: f"layer {layer}" for layer, name in found.items()}
+    else:
+        titles = {name: name for name in directions}
+    names = [*titles]
+    edited, source = compared(clean, corrupted, direction, attention_mask)
+    if not are_aligned(edited, source):
+        raise ValueError("both texts must have the same columns and padding; got others")
+    with torch.no_grad():
+        output, cache = runner.run_with_cache(source.tokens, names=names, **source.kwargs)
+        target = measure(metric, logits_of(output), source.mask)
+    units = {name: _units(given, cache, name) for name, given in (directions or {}).items()}
+    run = Gradients(runner, edited, metric, names)
+    last, kept, read = "neuron" if directions is None else "direction", _Largest(k), set()
+
+    def receive(name: str, gradient: Tensor) -> None:
+        change, gradient = (
+            at_least_float32(cache[name]) - run.values[name],
+            at_least_float32(gradient),
+        )
+        if name in units:
+            change, gradient = change @ units[name], gradient @ units[name]
+        axes = runner.points[name].axes
+        effects = (change * gradient).movedim(axes.index("batch"), -1)
+        require_numbers(name, effects)
+        kept.offer(effects, titles[name], [*(axis for axis in axes[:-1] if axis != "batch"), last])
+        read.add(name)
+
+    run.backward(receive)
+    warn_of_unread([name for name in names if name not in read], 3)
+    return Result(
+        kept.values if kept.labels else run.base.new_zeros(0, len(run.base)),
+        ("place", "example"),
+        run.base,
+        target,
+        {"place": kept.labels},
+        getattr(metric, "unit", ""),
+        {"metric": repr(metric), "direction": direction, "estimate": "attribution"},
+    )
+
+
+class _Largest:
+    """The places with the largest mean effects of those that were offered, at most `k`."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self.values: Float[Tensor, "place batch"] = torch.empty(0)
+        self.labels: list[str] = []
+
+    def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
+        """Takes effects [*axes, batch] into account."""
+        flat = effects.flatten(0, -2)
+        best = flat.mean(-1).abs().topk(min(self._k, len(flat))).indices
+        places = zip(
+            *(at.tolist() for at in torch.unravel_index(best, effects.shape[:-1])), strict=True
+        )
+        labels = [
+            ", ".join([title, *(f"{axis} {at}" for axis, at in zip(axes, place, strict=True))])
+            for place in places
+        ]
+        values = torch.cat([self.values, flat[best]]) if self.labels else flat[best]
+        order = values.mean(-1).abs().argsort(descending=True, stable=True)[: self._k].tolist()
+        self.values = values[order]
+        self.labels = [[*self.labels, *labels][at] for at in order]
+
+
+def _units(given: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, "dim n"]:
+    """The columns as unit vectors of a point's last axis."""
+    value, axes = at_least_float32(cache[name]), cache.axes(name)
+    if "batch" not in axes[:-1]:
+        raise ValueError(f"directions need points with named axes; got {name}")
+    units = given.to(value) / given.to(value).norm(dim=0)
+    if given.ndim != 2 or len(given) != value.shape[-1] or not units.isfinite().all():
+        rule = (
+            f"directions at {name} must be columns of {value.shape[-1]} numbers that are not all 0"
+        )
+        raise ValueError(f"{rule}; got {list(given.shape)}")
+    return units

@@ -1,0 +1,123 @@
+"""Gradients of a metric at the points of one run, from as many backward passes as are asked for."""
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hooks import HookedRunner, HookError, Point
+from hooks.errors import NEVER_FIRED, require_fired
+from hooks.point import first_tensor, with_first_tensor
+from hooks.session import Session
+from interp.metrics import Metric, measure
+from interp.protocol import logits_of
+from interp.sites import Text
+
+Receive = Callable[[str, Tensor], object]
+"""Called with the name of a point and the gradient there, of the shape of its value."""
+
+
+class Gradients:
+    """One run of a model, and the gradients of the summed metric at some points of it.
+
+    A text does not affect the metric of another, so the gradient of the sum holds those of all examples.
+    Weights need no gradients and get none.
+
+    Args:
+        runner: the model's.
+        text: what the model reads.
+        metric: a function from logits to a number per example.
+        names: exact names of points.
+
+    Attributes:
+        base: the metric of the run, in float32 at least.
+        values: the value at each point.
+
+    Raises:
+        ValueError: if PyTorch's inference mode is on, or the metric has no gradient.
+        HookError: if a point fires twice or its value is not a floating one.
+        NeverFiredError: if the run does not reach a point.
+    """
+
+    base: Float[Tensor, " batch"]
+
+    def __init__(
+        self, runner: HookedRunner, text: Text, metric: Metric, names: Iterable[str]
+    ) -> None:
+        if torch.is_inference_mode_enabled():
+            raise ValueError("gradients must be possible; got PyTorch's inference mode")
+        self.values: dict[str, Tensor] = {}
+        self._way = _Way()
+        # The graph reaches every point from here, also where no weight needs a gradient.
+        self._start = torch.zeros((), requires_grad=True)
+        points = [runner.points[name] for name in dict.fromkeys(names)]
+        with torch.enable_grad(), Session() as session:
+            for point in points:
+                session.after(point.module, partial(self._watch, point))
+            output = runner.model(text.tokens, **text.kwargs)
+            require_fired([point.name for point in points], {*self.values}, NEVER_FIRED)
+            found = measure(metric, logits_of(output), text.mask)
+            self._total = found.sum()
+        if not self._total.requires_grad:
+            raise ValueError(
+                f"the metric must depend on the points through a graph; got none from {metric!r}"
+            )
+        self.base = found.detach()
+
+    def backward(self, receive: Receive, dropped: Collection[str] = (), last: bool = True) -> None:
+        """One backward pass: the gradient at each point, from the last point to the first.
+
+        A point that the metric does not depend on is left out.
+
+        Args:
+            receive: called with each name and gradient.
+            dropped: points that pass no gradient on. They receive zeros.
+            last: whether no further pass follows, so that memory can be freed on the way.
+        """
+        self._way.receive, self._way.dropped = receive, dropped
+        torch.autograd.grad(self._total, self._start, retain_graph=not last, allow_unused=True)
+        self._way.receive = None
+
+    def _watch(self, point: Point, output: Any) -> Any:
+        value = first_tensor(output, point)
+        if not value.is_floating_point():
+            raise HookError(f"gradients need floating values; got {value.dtype} at {point}")
+        if point.name in self.values:
+            raise HookError(f"{point.name} fired twice; a run has one value per name")
+        self.values[point.name] = value.detach()
+        on_the_way = partial(self._way.passed, point.name)
+        node = _node(value, self._start.to(value.device), on_the_way)
+        return with_first_tensor(output, node)
+
+
+class _Way:
+    """What happens to a gradient at a point. The graph holds it, so it must not hold the graph."""
+
+    receive: Receive | None = None
+    dropped: Collection[str] = ()
+
+    def passed(self, name: str, gradient: Tensor) -> Tensor:
+        if name in self.dropped:
+            gradient = torch.zeros_like(gradient)
+        if self.receive is not None:
+            self.receive(name, gradient)
+        return gradient
+
+
+class _Node(torch.autograd.Function):
+    """A value, whose gradient is handed to a function on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, start: Tensor, on_the_way: Any) -> Tensor:
+        ctx.on_the_way = on_the_way
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.on_the_way(gradient), None, None
+
+
+_node: Callable[..., Tensor] = _Node.apply

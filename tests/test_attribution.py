@@ -1,0 +1,303 @@
+"""Attribution against PyTorch's own hooks and gradients, small steps, and patching where that is linear."""
+
+import contextlib
+import gc
+import itertools
+import random
+
+import pytest
+import torch
+
+from hooks import HookedRunner, HookError, HookPoint, ModeError, UnknownNameError
+from interp import (
+    Pairs,
+    accuracy,
+    activation_patching,
+    attribution_patching,
+    integrated_gradients,
+    logit_diff,
+    top_attributions,
+)
+from tests.reference import BATCH, POS, some_tokens, variant
+
+RIGHT, WRONG = torch.tensor([3, 0, 7, 22, 5]), torch.tensor([1, 4, 2, 9, 8])
+METRIC = logit_diff(RIGHT, WRONG)
+CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
+FULL = torch.ones(BATCH, POS).bool()
+LEFT, RIGHT_PADDED = FULL.clone(), FULL.clone()
+LEFT[0, :3], LEFT[2, :1] = False, False
+RIGHT_PADDED[0, 4:], RIGHT_PADDED[3, 6:] = False, False
+EVERY = slice(None)
+
+
+def measured(model, tokens, mask=None):
+    """The metric by hand: logits of two tokens at each row's last real position."""
+    rows, mask = torch.arange(BATCH), torch.ones_like(tokens) if mask is None else mask
+    last = model(tokens, attention_mask=mask)[
+        rows, tokens.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    ]
+    return last[rows, RIGHT] - last[rows, WRONG]
+
+
+@contextlib.contextmanager
+def changed(model, changes):
+    """PyTorch's own hooks, each with a change of what a module gives."""
+    with contextlib.ExitStack() as stack:
+        for name, change in changes.items():
+            hook = model.get_submodule(name).register_forward_hook(
+                lambda module, args, output, change=change: change(output)
+            )
+            stack.callback(hook.remove)
+        yield
+
+
+def values_and_gradients(model, names, tokens, mask=None):
+    """Each module's value, and the gradient of the summed metric there."""
+    nodes = {}
+
+    def keep(name, output):
+        nodes[name] = output.clone().requires_grad_()
+        nodes[name].retain_grad()
+        return nodes[name]
+
+    with changed(model, {n: lambda output, n=n: keep(n, output) for n in names}):
+        measured(model, tokens, mask).sum().backward()
+    return {
+        n: (v.detach(), torch.zeros_like(v) if v.grad is None else v.grad) for n, v in nodes.items()
+    }
+
+
+def close(ours, theirs, tolerance=1e-11):
+    scale = theirs.abs().max().clamp(min=1e-3).item()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * scale)
+
+
+SITES = {
+    **dict.fromkeys(
+        ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp.post"), "bpm"
+    ),
+    **dict.fromkeys(("z", "q", "k", "v"), "bphd"),
+    **dict.fromkeys(("scores", "pattern"), "bhqk"),
+}
+
+
+def name_of(site, layer):
+    return f"blocks.{layer}.{'attn.' if SITES[site][1:] != 'pm' else ''}{site}"
+
+
+@pytest.mark.parametrize(
+    ("form", "mask"),
+    [
+        *(("pre", None), ("post", LEFT), ("sandwich", RIGHT_PADDED), ("parallel", LEFT)),
+        *(("attention only", None), ("like gemma 2", RIGHT_PADDED), ("qk_norm all", None)),
+    ],
+)
+def test_every_site_is_difference_times_gradient(form, mask):
+    model = variant(form)
+    there = {name for name, _ in model.named_modules()}
+    names = {site: [name_of(site, layer) for layer in range(2)] for site in SITES}
+    names = {site: both for site, both in names.items() if both[0] in there}
+    every = list(itertools.chain(*names.values()))
+    base = values_and_gradients(model, every, CLEAN, mask)
+    target = values_and_gradients(model, every, CORRUPTED, mask)
+    for site, both in names.items():
+        found = attribution_patching(model, CLEAN, CORRUPTED, METRIC, site, attention_mask=mask)
+        kept = "p" if SITES[site] == "bpm" else "h"
+        assert found.values.shape[0] == 2
+        for layer, name in enumerate(both):
+            (value, gradient), (other, _) = base[name], target[name]
+            sides = f"{SITES[site]},{SITES[site]}->{kept}b"
+            close(found.values[layer], torch.einsum(sides, other - value, gradient))
+    with torch.no_grad():
+        close(found.base, measured(model, CLEAN, mask))
+        close(found.target, measured(model, CORRUPTED, mask))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("direction", ["noising", "denoising"])
+def test_it_is_the_effect_of_a_small_step(direction):
+    model, draw, step = variant("grouped"), random.Random(direction), 1e-4
+    texts = [CLEAN, CORRUPTED] if direction == "noising" else [CORRUPTED, CLEAN]
+    caches = [HookedRunner(model).run_with_cache(text)[1] for text in texts]
+    cases = [
+        ("resid_pre", "pos", 1),
+        ("v", "head", 2),
+        ("scores", "key", 3),
+        ("mlp.post", "neuron", 2),
+    ]
+    for site, axis, at in cases:
+        options = dict(over=("layer", axis), direction=direction)
+        found = attribution_patching(model, CLEAN, CORRUPTED, METRIC, site, **options)
+        layer, place = draw.randrange(2), draw.randrange(found.values.shape[1])
+        name = name_of(site, layer)
+        index = (EVERY,) * at + (place,)
+        direction_of_change = torch.zeros_like(caches[0][name])
+        direction_of_change[index] = (caches[1][name] - caches[0][name])[index]
+        ends = []
+        for sign in (1, -1):
+            by = sign * step * direction_of_change
+            with changed(model, {name: lambda value, by=by: value + by}):
+                ends.append(measured(model, texts[0]))
+        close(found.values[layer, place], (ends[0] - ends[1]) / (2 * step), 1e-6)
+        assert found.about["direction"] == direction
+
+
+# Nothing after these values is nonlinear, so the estimate is the effect.
+LINEAR = [
+    ("z", ("head", "pos"), {"heads": [5, 1]}),
+    ("v", ("pos", "layer", "head"), {"heads": [2, 0]}),
+    ("pattern", ("key", "head", "query"), {"heads": [0]}),
+    ("resid_post", ("layer",), {}),
+    ("attn_out", ("span",), {}),
+    ("z", ("head", "span", "layer"), {"heads": [4]}),
+]
+
+
+@pytest.mark.parametrize(("site", "over", "options"), LINEAR)
+def test_it_equals_patching_where_the_model_is_linear(site, over, options):
+    model = variant("attention only", norm="none", n_kv_heads=3)
+    clean, corrupted, spans, others = CLEAN, CORRUPTED, {"a": [[1, 2, 2]] * 4 + [[6, 4, 6]]}, None
+    spans |= {"b": [[6]] * 5}
+    if "span" in over:
+        corrupted = some_tokens(2, (BATCH, POS + 2))
+        others = {"a": [[3, 2, 5]] * 4 + [[7, 8, 8]], "b": [[8]] * 5}
+    answers = torch.stack([RIGHT, WRONG], 1)
+    pairs = Pairs(clean, corrupted, answers, spans=spans, corrupted_spans=others)
+    direction = "denoising" if len(over) == 1 else "noising"
+    given = dict(site=site, over=over, layers=[1], direction=direction, **options)
+    found, exact = (f(model, pairs, **given) for f in (attribution_patching, activation_patching))
+    assert (found.axes, found.labels, found.unit) == (exact.axes, exact.labels, exact.unit)
+    close(found.values, exact.values)
+    close(found.base, exact.base)
+    close(found.target, exact.target)
+    assert exact.values.abs().max() > 0.01
+
+
+def test_groups_of_neurons_add_up():
+    model = variant("pre")
+    given = dict(site="mlp.post", over=("neuron", "layer"), layers=[1, 0])
+    each, groups = (
+        attribution_patching(model, CLEAN, CORRUPTED, METRIC, neurons=n, **given) for n in (1, 5)
+    )
+    assert groups.labels == {
+        "neuron": ("0-4", "5-9", "10-12"),
+        "layer": (1, 0),
+        "example": (0, 1, 2, 3, 4),
+    }
+    expected = torch.stack([part.sum(0) for part in each.values.split(5)])
+    close(groups.values, expected)
+
+
+def test_weights_need_no_gradient_and_get_none():
+    model, frozen = variant("pre"), variant("pre").requires_grad_(False)
+    given = CLEAN, CORRUPTED, METRIC, "z"
+    with torch.no_grad():
+        found = attribution_patching(model, *given)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    close(attribution_patching(frozen, *given).values, found.values)
+    assert not found.values.requires_grad
+    assert not found.base.requires_grad
+
+
+def test_half_precision_is_summed_in_float32():
+    model = variant("pre")
+    exact = attribution_patching(model, CLEAN, CORRUPTED, METRIC, "z").values
+    found = attribution_patching(model.bfloat16(), CLEAN, CORRUPTED, METRIC, "z").values
+    assert found.dtype == torch.float32
+    close(found.double(), exact, 0.05)
+
+
+def test_edits_that_act_already_are_in_both_runs():
+    model = variant("attention only", norm="none")
+    with HookedRunner(model).hooks({"blocks.1.attn.z": lambda z, point: z * 3}):
+        found = attribution_patching(model, CLEAN, CORRUPTED, METRIC, "attn_out", layers=[1])
+        exact = activation_patching(
+            model, CLEAN, CORRUPTED, METRIC, "attn_out", layers=[1], direction="noising"
+        )
+    close(found.values, exact.values)
+
+
+def live_tensors():
+    return sum(type(kept) is torch.Tensor for kept in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    ("analysis", "options"),
+    [
+        (attribution_patching, {"site": "q", "qk_correction": True}),
+        (attribution_patching, {"grad_drop": True}),
+        (integrated_gradients, {"steps": 2, "tolerance": 9.0}),
+        (top_attributions, {}),
+    ],
+)
+def test_memory_is_freed_without_the_garbage_collector(analysis, options):
+    model = variant("pre")
+    analysis(model, CLEAN, CORRUPTED, METRIC, **options)
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_tensors()
+        analysis(model, CLEAN, CORRUPTED, METRIC, **options)
+        assert live_tensors() == before
+    finally:
+        gc.enable()
+
+
+def test_a_point_that_the_metric_does_not_read_has_no_effect():
+    model = variant("pre")
+    stream = {}
+    keep = changed(model, {"blocks.0.mlp_out": lambda out: stream.update(x=out)})
+    with keep, pytest.warns(UserWarning, match=r"blocks\.1\.attn\.z") as warned:
+        found = attribution_patching(
+            model, CLEAN, CORRUPTED, lambda logits: stream["x"].sum((1, 2)), "z"
+        )
+    assert len(warned) == 1
+    assert found.values[0].abs().min() > 0
+    assert not found.values[1].any()
+
+
+def nan_gradient(logits):
+    return logits[:, -1, 3] + (logits[:, -1, 0] * 0).sqrt()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (UnknownNameError, "resid_pre", {"site": "resid_per"}),
+        (UnknownNameError, "mlp_out", {"site": "mlp_out", "form": "attention only"}),
+        (ValueError, "direction.*'up'", {"direction": "up"}),
+        (ValueError, "layer.*'pos'", {"over": ("pos",)}),
+        (ValueError, "same shape", {"corrupted": some_tokens(2, (BATCH, POS - 1))}),
+        (ValueError, "metric", {"metric": None}),
+        (ValueError, "graph", {"metric": accuracy([3, 0, 7, 22, 5])}),
+        (ValueError, "graph", {"metric": lambda logits: logits.detach()[:, -1, 0]}),
+        (ValueError, r"NaN.*blocks\.1\.resid_pre", {"metric": nan_gradient}),
+        (ModeError, "eval", {"training": True}),
+    ],
+)
+def test_bad_input_is_refused(error, match, options):
+    model = variant(options.pop("form", "pre")).train(options.pop("training", False))
+    given = {"corrupted": CORRUPTED, "metric": METRIC} | options
+    with pytest.raises(error, match=match):
+        attribution_patching(model, CLEAN, **given)
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
+        attribution_patching(variant("pre"), CLEAN, CORRUPTED, METRIC)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Module()])
+        self.blocks[0].resid_pre = HookPoint("batch pos d_model")
+
+    def forward(self, tokens):
+        return self.blocks[0].resid_pre(tokens[..., None].expand(-1, -1, 3)).float()
+
+
+def test_integers_are_refused():
+    with pytest.raises(HookError, match="int64"):
+        attribution_patching(Counting().eval(), CLEAN, CORRUPTED, lambda x: x[:, -1, 0])

@@ -1,0 +1,78 @@
+"""Comparisons of estimated and exact effects, against ranks and counts by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from interp import Result, compare
+
+AXES = ("layer", "pos", "example")
+
+
+def result(values, axes=AXES, **about):
+    return Result(values, axes, about=about, unit="nats")
+
+
+def drawn(seed):
+    return torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 10.0])
+def test_ranks_and_signs_of_the_means(noise):
+    exact, estimate = drawn(1), drawn(1) + noise * drawn(2)
+    exact[1, 2] = 0
+    exact[2] = exact[2, :1]  # ties
+    found = compare(result(exact), result(estimate))
+    ours, theirs = (values.mean(-1).flatten().numpy() for values in (exact, estimate))
+    ranks = [[sum(values < x) + sum(values == x) / 2 for x in values] for values in (ours, theirs)]
+    assert found.rank_correlation == pytest.approx(np.corrcoef(ranks)[0, 1])
+    agree = [(x > 0) == (y > 0) for x, y in zip(ours, theirs, strict=True) if x]
+    assert len(agree) == 14
+    assert found.sign_agreement == pytest.approx(sum(agree) / 14)
+    differences = sorted(abs(ours - theirs), reverse=True)[:10]
+    assert [abs(m.exact - m.estimate) for m in found.misses] == pytest.approx(differences, abs=1e-6)
+    worst = found.misses[0]
+    at = worst.where["layer"], worst.where["pos"]
+    assert worst.exact == pytest.approx(exact.mean(-1)[at].item())
+    assert worst.estimate == pytest.approx(estimate.mean(-1)[at].item())
+    assert found.unit == "nats"
+
+
+def test_an_estimate_without_signs_is_compared_with_sizes():
+    exact = drawn(1)
+    found = compare(result(exact), result(exact.abs(), signed=False))
+    assert found.rank_correlation == pytest.approx(1)
+    assert math.isnan(found.sign_agreement)
+    assert found.misses[0].estimate == pytest.approx(found.misses[0].exact)
+    assert "sign" not in repr(found)
+
+
+def test_a_constant_has_no_rank_correlation():
+    assert math.isnan(compare(result(drawn(1)), result(torch.zeros(3, 5, 7))).rank_correlation)
+
+
+@pytest.mark.parametrize(
+    ("match", "other"),
+    [
+        ("axes", result(drawn(2), ("pos", "layer", "example"))),
+        ("labels", Result(drawn(2), AXES, labels={"layer": [0, 1, 5]})),
+        ("direction.*noising.*denoising", result(drawn(2), direction="denoising")),
+    ],
+)
+def test_other_places_are_refused(match, other):
+    with pytest.raises(ValueError, match=match):
+        compare(result(drawn(1), direction="noising"), other)
+
+
+def test_the_figure_shows_each_place_and_names_the_worst():
+    found = compare(result(drawn(1)), result(drawn(2)))
+    axes = found.plot().axes[0]
+    torch.testing.assert_close(
+        torch.tensor(axes.collections[0].get_offsets().data),
+        torch.stack([found.exact, found.estimate], 1),
+    )
+    worst = found.misses[0].where
+    assert f"layer {worst['layer']}, pos {worst['pos']}" in [text.get_text() for text in axes.texts]
+    assert "nats" in axes.get_xlabel()

@@ -1,0 +1,185 @@
+"""Integrated gradients against the trapezoid rule written out, known integrals and whole replacements."""
+
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookPoint, UnknownNameError
+from interp import Pairs, activation_patching, integrated_gradients
+from tests.reference import BATCH, POS, some_tokens, variant
+from tests.test_attribution import (
+    CLEAN,
+    CORRUPTED,
+    LEFT,
+    LINEAR,
+    METRIC,
+    RIGHT,
+    RIGHT_PADDED,
+    WRONG,
+    changed,
+    close,
+    measured,
+    values_and_gradients,
+)
+
+
+def along_the_path(model, name, mask, steps):
+    """The mean gradient by the trapezoid rule, the whole change, and the metric at both ends."""
+    (base, _), (target, _) = (
+        values_and_gradients(model, [name], text, mask)[name] for text in (CLEAN, CORRUPTED)
+    )
+    total, ends = 0, []
+    for n in range(steps + 1):
+        at = (base + n / steps * (target - base)).requires_grad_()
+        with changed(model, {name: lambda output, at=at: at}):
+            found = measured(model, CLEAN, mask)
+        (gradient,) = torch.autograd.grad(found.sum(), at)
+        total = total + gradient * (0.5 if n in (0, steps) else 1) / steps
+        if n in (0, steps):
+            ends.append(found.detach())
+    return total, target - base, ends[1] - ends[0]
+
+
+@pytest.mark.filterwarnings("ignore:effects should add up")
+@pytest.mark.parametrize(
+    ("form", "mask", "site", "name", "to", "steps"),
+    [
+        ("pre", None, "embed", "embed", "bpm,bpm->pb", 3),
+        ("like llama", LEFT, "z", "blocks.1.attn.z", "bphd,bphd->hb", 5),
+        ("like gemma 2", RIGHT_PADDED, "resid_pre", "blocks.1.resid_pre", "bpm,bpm->pb", 1),
+    ],
+)
+def test_fixed_steps_are_the_trapezoid_rule(form, mask, site, name, to, steps):
+    model = variant(form)
+    mean, change, difference = along_the_path(model, name, mask, steps)
+    given = dict(site=site, steps=steps, attention_mask=mask)
+    found = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, **given)
+    ours = found.values if site == "embed" else found.values[1]
+    close(ours, torch.einsum(to, change, mean))
+    off = (change * mean).flatten(1).sum(1) - difference
+    expected = off.abs() / difference.abs().mean()
+    assert found.about["gaps"][-1] == pytest.approx(expected.tolist(), rel=0.06)
+    assert set(found.about["steps"]) == {steps}
+
+
+def counted(model):
+    runs = []
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    return runs
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 0.01])
+def test_steps_are_doubled_until_the_effects_add_up(tolerance):
+    model = variant("pre")
+    runs = counted(model)
+    found = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, tolerance=tolerance)
+    (steps,) = found.about["steps"]
+    # The run that values come from, and one for each gradient.
+    assert len(runs) == 1 + steps + 1
+    assert max(found.about["gaps"][0]) <= tolerance
+    missing = (found.values.sum(0) - (found.target - found.base)).abs()
+    assert (missing <= tolerance * (found.target - found.base).abs().mean()).all()
+    fixed = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, steps=steps, tolerance=tolerance)
+    close(found.values, fixed.values)
+    with pytest.warns(UserWarning, match=f"after {steps // 2} steps"):
+        integrated_gradients(model, CLEAN, CORRUPTED, METRIC, steps=steps // 2, tolerance=tolerance)
+
+
+class Cubic(nn.Module):
+    """A sum of weighted cubes of embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(23, 3).double()
+        self.embed = HookPoint("batch pos d_model")
+        self.weight = torch.randn(7, 3).double()
+
+    def forward(self, tokens):
+        cubes = self.embed(self.table(tokens)) ** 3
+        return (cubes * self.weight).sum((1, 2))[:, None, None]
+
+
+def test_a_known_integral():
+    model = Cubic().eval()
+    found = integrated_gradients(model, CLEAN, CORRUPTED, lambda out: out[:, 0, 0], tolerance=1e-3)
+    with torch.no_grad():
+        cubes = [(model.table(text) ** 3 * model.weight).sum(2).T for text in (CLEAN, CORRUPTED)]
+    close(found.values, cubes[1] - cubes[0], 1e-2)
+
+
+@pytest.mark.parametrize(("site", "over", "options"), [LINEAR[n] for n in (1, 3, 4)])
+def test_one_step_is_enough_where_the_model_is_linear(site, over, options):
+    model, spans, other = variant("attention only", norm="none", n_kv_heads=3), None, {}
+    corrupted = CORRUPTED
+    if "span" in over:
+        corrupted = some_tokens(2, (BATCH, POS + 2))
+        spans = {"a": [[1, 2]] * 5, "b": [[6]] * 5}
+        other = {"corrupted_spans": {"a": [[3, 2]] * 5, "b": [[8]] * 5}}
+    pairs = Pairs(CLEAN, corrupted, torch.stack([RIGHT, WRONG], 1), spans=spans, **other)
+    given = dict(site=site, over=over, layers=[1], direction="denoising", **options)
+    found = integrated_gradients(model, pairs, steps=1, tolerance=1e-9, **given)
+    exact = activation_patching(model, pairs, **given)
+    assert (found.axes, found.labels) == (exact.axes, exact.labels)
+    close(found.values, exact.values)
+
+
+def test_the_effects_of_spans_add_up_to_that_of_moving_all_of_them():
+    model, corrupted = variant("rotary"), some_tokens(2, (BATCH, POS + 2))
+    spans = {"a": [[1, 2]] * 5, "b": [[5]] * 5}
+    others = {"a": [[3, 2]] * 5, "b": [[8]] * 5}
+    pairs = Pairs(CLEAN, corrupted, spans=spans, corrupted_spans=others)
+    given = dict(over=("layer", "span"), layers=[0], tolerance=0.02)
+    found = integrated_gradients(model, pairs, None, METRIC, "attn_out", **given)
+    name = "blocks.0.attn_out"
+    source = values_and_gradients(model, [name], corrupted)[name][0]
+
+    def move(value):
+        value = value.clone()
+        value[:, [1, 2, 5]] = source[:, [3, 2, 8]]
+        return value
+
+    with torch.no_grad(), changed(model, {name: move}):
+        difference = measured(model, CLEAN) - found.base
+    missing = (found.values[0].sum(0) - difference).abs()
+    assert (missing <= 0.02 * difference.abs().mean()).all()
+    assert found.values[0].abs().mean(1).min() > 0.01
+
+
+def test_a_point_that_the_metric_does_not_read_has_no_effect():
+    model, stream = variant("pre"), {}
+    keep = changed(model, {"blocks.0.mlp_out": lambda out: stream.update(x=out)})
+    with keep, pytest.warns(UserWarning, match=r"blocks\.1\.attn\.z"):
+        found = integrated_gradients(
+            model, CLEAN, CORRUPTED, lambda logits: stream["x"].sum((1, 2)), "z"
+        )
+    assert not found.values[1].any()
+    assert found.values[0].any()
+    assert found.about["steps"][1] == 0
+
+
+def test_half_precision():
+    model = variant("pre")
+    given = dict(steps=8, tolerance=9.0)
+    exact = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, **given).values
+    found = integrated_gradients(model.bfloat16(), CLEAN, CORRUPTED, METRIC, **given).values
+    assert found.dtype == torch.float32
+    close(found.double(), exact, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (ValueError, "steps.*0", {"steps": 0}),
+        (ValueError, r"layers.*\[1\]", {"layers": [1]}),
+        (UnknownNameError, "resid_pre", {"site": "resid_per"}),
+        (ValueError, "pos.*'head'", {"over": ("head",)}),
+    ],
+)
+def test_bad_input_is_refused(error, match, options):
+    with pytest.raises(error, match=match):
+        integrated_gradients(variant("pre"), CLEAN, CORRUPTED, METRIC, **options)
+
+
+def test_a_model_without_embeddings_is_refused():
+    with pytest.raises(UnknownNameError, match="embed"):
+        integrated_gradients(nn.Sequential(HookPoint("batch")).eval(), CLEAN, CORRUPTED, METRIC)
