@@ -14,6 +14,7 @@ from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.modes import Options
 from hooks.point import Index, index_by_axis
 from hooks.replay import LazyValues
+from hooks.transfer import stacked
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -139,6 +140,8 @@ class ActivationCache(Mapping[str, Tensor]):
     def stack(self, short: str) -> Tensor:
         """The values of all layers whose names end in `short`, stacked: [layer, ...].
 
+        If they are on several devices, the result is on that of the first layer.
+
         Raises:
             UnknownNameError: if there is no such value.
             CacheError: if the model has such a value in a layer, and this cache does not.
@@ -153,7 +156,7 @@ class ActivationCache(Mapping[str, Tensor]):
             )
         if isinstance(self._values, LazyValues):
             self._values.fill(found.values())
-        return torch.stack([self._values[name] for name in found.values()])
+        return stacked(self._values[name] for name in found.values())
 
     def at(self, **where: Index) -> "ActivationCache":
         """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.

@@ -1,6 +1,8 @@
-"""Copies between the CPU and an accelerator that do not stop the host."""
+"""Copies between the CPU and an accelerator, and checks of values there, that do not stop the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -8,6 +10,33 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import _torch
+
+_TRUSTED = ContextVar("trusted", default=False)
+
+
+@contextmanager
+def trusted() -> Iterator[None]:
+    """Skips checks that read the numbers of tokens and masks; shapes and types are still checked.
+
+    On an accelerator each such check waits for the device. This is for callers whose tokens and masks
+    are known to be right: a token outside the vocabulary or a wrong mask gives arbitrary values there.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> model = Transformer(TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4))
+    >>> with trusted():
+    ...     model(torch.tensor([[3, 0, 6]]), attention_mask=torch.tensor([[0, 1, 1]])).shape
+    torch.Size([1, 3, 7])
+    """
+    token = _TRUSTED.set(True)
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+def is_trusted() -> bool:
+    """Whether this is inside `trusted`."""
+    return _TRUSTED.get()
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
@@ -17,6 +46,12 @@ def to_device(value: Tensor, device: torch.device) -> Tensor:
     # The driver takes pageable memory at once. It reads pinned memory later, when somebody may have
     # written there.
     return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
+
+
+def stacked(values: Iterable[Tensor]) -> Tensor:
+    """`torch.stack` of values that may be on several devices, on that of the first."""
+    first, *others = values
+    return torch.stack([first, *(to_device(value, first.device) for value in others)])
 
 
 def to_host(value: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from hooks.transfer import to_device
+
 Tokens = int | Sequence[int] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each."""
 
@@ -100,7 +102,7 @@ class Position:
         if self.pos.ndim == 0:
             return at_least_float32(logits[:, int(self.pos)])
         rows = torch.arange(batch, device=logits.device)
-        return at_least_float32(logits[rows, self.pos.to(logits.device)])
+        return at_least_float32(logits[rows, to_device(self.pos, logits.device)])
 
 
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
@@ -137,7 +139,7 @@ def fitting(tokens: Tensor, found: Tensor) -> Int[Tensor, "batch n"]:
     if int(tokens.max()) >= vocab:
         raise ValueError(f"tokens must be 0 to {vocab - 1}; got {int(tokens.max())}")
     wide = tokens.expand(batch) if tokens.ndim == 0 else tokens
-    return wide.to(found.device).view(batch, -1)
+    return to_device(wide, found.device).view(batch, -1)
 
 
 def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.errors import unknown_name
+from hooks.transfer import to_device
 from interp.places import TEXT_AXES, Index, Place, axes_of, first_column, locate, plain
 
 Values = Shaped[Tensor, "..."] | ActivationCache
@@ -152,7 +153,7 @@ class Edit:
             value = place.taken(value, own, activation, self.source.whole, self.source.fixed)
         new = self.change(region, value, place)
         if place.mask is not None:
-            new = torch.where(place.mask.to(region.device), new, region)
+            new = torch.where(to_device(place.mask, region.device), new, region)
         activation[place.box] = new
         return activation
 

@@ -20,6 +20,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import EditError
+from hooks.transfer import to_device
 from interp.draws import donors, normal
 from interp.editing import Axes, Edit, Source, Values
 from interp.places import Index, Place
@@ -143,7 +144,8 @@ def mean(
     dropped = (over,) if isinstance(over, str) else tuple(over)
     if not dropped:
         raise ValueError("over must name at least one axis; got ()")
-    real = None if attention_mask is None else attention_mask.bool()
+    # On the CPU, where the check below waits for nothing.
+    real = None if attention_mask is None else attention_mask.bool().cpu()
 
     def averaged(region: Tensor, value: Tensor, place: Place) -> Tensor:
         dims = [place.axes.index(axis) for axis in dropped]
@@ -151,13 +153,13 @@ def mean(
         if real is None:
             return value.mean(dims, keepdim=True)
         kept = _real_columns(real, dropped, value, place)
-        count = kept.sum(dims, keepdim=True)
-        if not count.all():
+        if not kept.any(dims).all():
             raise EditError(
                 f"attention_mask must leave columns to average at {place.point}; got none"
             )
+        kept = to_device(kept, value.device).expand_as(value)
         # Padding may hold anything.
-        return value.where(kept, 0.0).sum(dims, keepdim=True) / count
+        return value.where(kept, 0.0).sum(dims, keepdim=True) / kept.sum(dims, keepdim=True)
 
     given = {"0": reference, "over": over, "attention_mask": attention_mask}
     return Edit("mean", averaged, given, where, Source(reference, dropped))
@@ -190,7 +192,7 @@ def resample(
         if {*rows} != {n}:
             raise EditError(f"resample must have {n} rows at {place.point}; got {rows}")
         chosen = donors(padding or [[]] * n, seed)[first : first + place.lengths[at]]
-        return value.index_select(at, torch.tensor(chosen, device=value.device))
+        return value.index_select(at, to_device(torch.tensor(chosen), value.device))
 
     given = {"0": source, "seed": seed, "attention_mask": attention_mask}
     return Edit("resample", donated, given, where, Source(source, ("batch",)))
@@ -215,7 +217,7 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
 
     def noisy(region: Tensor, value: Tensor, place: Place) -> Tensor:
         drawn = scale * normal(f"{seed} {place.point.name}", place.firsts, place.lengths)
-        return region + drawn.to(region.device, region.dtype)
+        return region + to_device(drawn.to(region.dtype), region.device)
 
     return Edit("noise", noisy, {"0": scale, "seed": seed}, where)
 
@@ -264,18 +266,18 @@ def _inside(x: Tensor, basis: Tensor) -> Tensor:
     if x.shape[-1] != len(basis):
         raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}")
     wide = torch.promote_types(x.dtype, torch.float32)
-    basis = basis.to(x.device, wide)
+    basis = to_device(basis.to(wide), x.device)
     return (x.to(wide) @ basis @ basis.mT).to(x.dtype)
 
 
 def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Place) -> Tensor:
-    """Which numbers of a reference are not padding, as many as `value` has."""
+    """Which columns of a reference are not padding, with the axes of `value`, some of size 1."""
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")
-    kept = place.taken(real, axes, value, dropped, what="attention_mask")
+    kept = place.taken(real, axes, real, dropped, what="attention_mask")
     sizes = [[x.shape[place.axes.index(axis)] for axis in axes] for x in (value, kept)]
     if sizes[0] != sizes[1]:
         rule = f"attention_mask must fit the reference, {sizes[0]} along {' and '.join(axes)}"
         raise EditError(f"{rule} at {place.point}; got {sizes[1]}")
-    return kept.expand_as(value)
+    return kept

@@ -12,6 +12,7 @@ from hooks import HookedRunner, HookError, Point
 from hooks.errors import NEVER_FIRED, require_fired
 from hooks.point import first_tensor, with_first_tensor
 from hooks.session import Session
+from hooks.transfer import to_device
 from interp.metrics import Metric, measure
 from interp.protocol import logits_of
 from interp.sites import Text
@@ -38,7 +39,7 @@ class Gradients:
 
     Raises:
         ValueError: if PyTorch's inference mode is on, or the metric has no gradient.
-        HookError: if a point fires twice or its value is not a floating one.
+        HookError: if a point fires twice, its value is not a floating one, or gradients are off there.
         NeverFiredError: if the run does not reach a point.
     """
 
@@ -85,11 +86,15 @@ class Gradients:
         value = first_tensor(output, point)
         if not value.is_floating_point():
             raise HookError(f"gradients need floating values; got {value.dtype} at {point}")
+        if not torch.is_grad_enabled():
+            raise HookError(
+                f"gradients must be on at {point}; got no_grad, or checkpointing with use_reentrant=True"
+            )
         if point.name in self.values:
             raise HookError(f"{point.name} fired twice; a run has one value per name")
         self.values[point.name] = value.detach()
         on_the_way = partial(self._way.passed, point.name)
-        node = _node(value, self._start.to(value.device), on_the_way)
+        node = _node(value, to_device(self._start, value.device), on_the_way)
         return with_first_tensor(output, node)
 
 

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from hooks.transfer import to_device
 from interp.columns import (
     Mask,
     Position,
@@ -153,8 +154,8 @@ def cross_entropy(tokens: Int[Tensor, "batch pos"], attention_mask: Mask | None 
                 f"logits must have the shape of the tokens {tuple(tokens.shape)} and a vocabulary; "
                 f"got {tuple(logits.shape)}"
             )
-        before, here = at_least_float32(logits[:, :-1]), counted.to(logits.device)
-        index = following.to(logits.device, torch.int64)[..., None]
+        before, here = at_least_float32(logits[:, :-1]), to_device(counted, logits.device)
+        index = to_device(following.long(), logits.device)[..., None]
         found = before.log_softmax(-1).gather(-1, index)[..., 0]
         return -found.where(here, 0).sum(1) / here.sum(1)
 
@@ -195,13 +196,13 @@ def kl_divergence(
                 f"logits must have the shape of the reference {tuple(reference.shape)}; "
                 f"got {tuple(logits.shape)}"
             )
-        wanted = expected.to(found.device)
+        wanted = to_device(expected, found.device)
         terms = wanted.exp() * (wanted - found.log_softmax(-1))
         # A token that the reference never predicts adds nothing, even where both logits are -inf.
         each = terms.where(wanted != -torch.inf, 0).sum(-1)
         if at is not None:
             return each
-        here = real.to(found.device)
+        here = to_device(real, found.device)
         return each.where(here, 0).sum(1) / here.sum(1)
 
     call = f"kl_divergence(reference, pos={short(pos)})"

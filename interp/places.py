@@ -11,6 +11,7 @@ from torch import Tensor
 from hooks import EditError, Point, start_of_piece
 from hooks.errors import unknown_name
 from hooks.point import is_mask, plain_index
+from hooks.transfer import to_device
 
 # These count columns of the text. `key` also covers cached positions.
 TEXT_AXES = ("pos", "query", "key")
@@ -159,7 +160,8 @@ class Place:
             if axis in whole or (size == 1 and axis not in fixed):
                 continue
             if at == self.positions and self.source_columns is not None:
-                value = torch.take_along_dim(value, self.source_columns.to(value.device), at)
+                columns = to_device(self.source_columns, value.device)
+                value = torch.take_along_dim(value, columns, at)
                 continue
             grows = axis in TEXT_AXES and start_of_piece() is not None
             if size != full and not (grows and size >= first + self.lengths[at]):
@@ -169,7 +171,7 @@ class Place:
                     f"the {what} at {self.point} must have {rule} along {axis}; got {size}"
                 )
             value = value.narrow(at, first, self.lengths[at])
-        return value.to(like.device)
+        return to_device(value, like.device)
 
 
 def locate(

@@ -12,6 +12,7 @@ from hooks import starting_at
 from hooks._torch import PeakBytes
 from hooks.replay import replay
 from hooks.session import Edits
+from hooks.transfer import trusted
 from interp.rows import Done, Job, acting, copied, stacked, too_small
 from interp.unedited import Unedited
 
@@ -153,7 +154,8 @@ class Resumed:
         """The stream that enters the first block of a run, at all positions."""
         if not job.early:
             return self.base.streams[job.layer]
-        with acting(stacked([job], self.size)):
+        # The unedited run has checked the texts.
+        with trusted(), acting(stacked([job], self.size)):
             return self.model.input_resid(self.batch.tokens, self.base.context)
 
     def _measured(

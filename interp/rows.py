@@ -13,6 +13,7 @@ from hooks._torch import PeakBytes
 from hooks.errors import NEVER_FIRED, require_fired
 from hooks.point import first_tensor, with_first_tensor
 from hooks.session import Edits, Session
+from hooks.transfer import to_device, trusted
 from interp.metrics import Metric, last_of, per_example, real_columns
 from interp.protocol import logits_of
 
@@ -78,7 +79,7 @@ class Batch:
         """The positions that the metric reads, from copies of the batch from column `start` on."""
         if self.columns is None:
             return values
-        columns = (self.columns - start).to(values.device)
+        columns = to_device(self.columns - start, values.device)
         columns = columns.repeat(len(values) // len(columns), 1)[..., None]
         return values.gather(1, columns.expand(-1, -1, values.shape[-1]))
 
@@ -181,7 +182,8 @@ class WholeRuns:
     def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
         tokens = self.batch.tokens.repeat(len(jobs), 1)
         kwargs = {name: value.repeat(len(jobs), 1) for name, value in self.batch.kwargs.items()}
-        with acting(stacked(jobs, len(self.batch.tokens))):
+        # The unedited run has checked the texts.
+        with trusted(), acting(stacked(jobs, len(self.batch.tokens))):
             logits = self.batch.read(logits_of(self.model(tokens, **kwargs)))
         return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
 

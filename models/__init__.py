@@ -1,5 +1,6 @@
 """Transformers, checkpoints, tokenizers, generation and training."""
 
+from hooks.transfer import trusted
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
@@ -12,6 +13,7 @@ from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
 from models.sampling import Sampling, row_generator
+from models.static_kvcache import StaticKVCache
 from models.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,
@@ -41,6 +43,7 @@ __all__ = [
     "RMSNorm",
     "RotaryScaling",
     "Sampling",
+    "StaticKVCache",
     "Step",
     "Tokenizer",
     "TrainingConfig",
@@ -70,5 +73,6 @@ __all__ = [
     "split",
     "stream",
     "train",
+    "trusted",
     "verify",
 ]

@@ -5,7 +5,6 @@ import math
 import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hooks._torch import FakeTensor
+from hooks.transfer import is_trusted
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_TRUSTED = ContextVar("trusted", default=False)
 
 
 def check_types(config: Any, prefix: str = "") -> None:
@@ -84,27 +83,9 @@ def can_be_read(tensor: Tensor) -> bool:
     return not absent and not torch.compiler.is_compiling()
 
 
-@contextmanager
-def trusted() -> Iterator[None]:
-    """Skips checks that read the numbers of tokens and masks; shapes and types are still checked.
-
-    On an accelerator each such check waits for the device. This is for callers whose tokens and masks
-    are known to be right: a token outside the vocabulary or a wrong mask gives arbitrary values there.
-
-    >>> with trusted():
-    ...     should_read(torch.ones(2, 3))
-    False
-    """
-    token = _TRUSTED.set(True)
-    try:
-        yield
-    finally:
-        _TRUSTED.reset(token)
-
-
 def should_read(tensor: Tensor) -> bool:
     """Whether to check a tensor's numbers: they can be read, and the caller does not vouch for them."""
-    return can_be_read(tensor) and not _TRUSTED.get()
+    return can_be_read(tensor) and not is_trusted()
 
 
 @contextmanager

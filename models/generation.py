@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks._torch import has_hooks
-from hooks.transfer import later, to_device
-from models.checks import check_whole, trusted
+from hooks.transfer import later, to_device, trusted
+from models.checks import check_whole
 from models.kvcache import KVCache
 from models.sampling import Sampling, row_generator
 from models.tokenizer import Tokenizer

@@ -75,6 +75,9 @@ def by_blocks(
 
     Masks then take memory for one block of queries, and keys outside a window take no time.
     """
+    if torch.compiler.is_compiling():
+        # The loop would be unrolled, and compiled again for each length.
+        return kernel(q, k, v, mask)
     shape, parts = (q.shape[2], k.shape[2]), []
     for start in range(0, max(shape[0], 1), BLOCK):
         queries = slice(start, min(start + BLOCK, shape[0]))

@@ -32,7 +32,7 @@ class TokenEmbedding(nn.Embedding):
         """The vectors of the tokens, on the device of the weights.
 
         Tokens on the CPU are checked there. Those on an accelerator are read back for that, except
-        inside `models.checks.trusted()`.
+        inside `models.trusted()`.
 
         Raises:
             ValueError: if a token is outside the vocabulary; it names the first.
@@ -108,7 +108,7 @@ class Transformer(BlockWeights):
 
         Args:
             tokens: the tokens, on the CPU or the model's device; with a cache, those after the cached
-                ones. Those on an accelerator are read back once, for a check (see `models.checks.trusted`).
+                ones. Those on an accelerator are read back once, for a check (see `models.trusted`).
             attention_mask: which tokens, including cached ones, are not padding: boolean, or 0 and 1.
                 Each row gets the same values as without its padding, left or right. Ignore the values
                 at padding.

@@ -3,11 +3,11 @@
 from operator import attrgetter
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks._torch import Component
+from hooks.transfer import stacked
 from models.checks import can_be_read
 from models.linear import Linear
 
@@ -15,7 +15,7 @@ from models.linear import Linear
 class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
-    They are computed at each access. The weights of one block (`blocks[3].attn.W_Q`) are views. A bias
+    They are computed at each access, on the first block's device if blocks are on several. The weights of one block (`blocks[3].attn.W_Q`) are views. A bias
     that the config switches off is zeros; weights of a part that the model lacks, such as a gate, raise an
     AttributeError.
     """
@@ -26,7 +26,7 @@ class BlockWeights(Component):
     unembedding: Linear
 
     def _stack(self, name: str) -> Tensor:
-        return torch.stack([attrgetter(name)(block) for block in self.blocks])
+        return stacked(attrgetter(name)(block) for block in self.blocks)
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:

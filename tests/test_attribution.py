@@ -4,9 +4,11 @@ import contextlib
 import gc
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hooks import HookedRunner, HookError, HookPoint, ModeError, UnknownNameError
 from interp import (
@@ -286,6 +288,19 @@ def test_bad_input_is_refused(error, match, options):
 def test_inference_mode_is_refused():
     with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
         attribution_patching(variant("pre"), CLEAN, CORRUPTED, METRIC)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("how", ["no_grad", "checkpointing"])
+def test_a_part_without_gradients_is_refused(how):
+    model = variant("pre")
+    block = model.blocks[1]
+    block.forward = {
+        "no_grad": torch.no_grad()(block.forward),
+        "checkpointing": partial(checkpoint, block.forward, use_reentrant=True),
+    }[how]
+    with pytest.raises(HookError, match="blocks.1.attn.z.*no_grad"):
+        attribution_patching(model, CLEAN, CORRUPTED, METRIC, "z")
 
 
 class Counting(torch.nn.Module):

@@ -1,5 +1,6 @@
 """Comparisons of estimated and exact effects, against ranks and counts by hand."""
 
+import itertools
 import math
 
 import numpy as np
@@ -11,8 +12,8 @@ from interp import Result, compare
 AXES = ("layer", "pos", "example")
 
 
-def result(values, axes=AXES, **about):
-    return Result(values, axes, about=about, unit="nats")
+def result(values, axes=AXES, unit="nats", **about):
+    return Result(values, axes, about=about, unit=unit)
 
 
 def drawn(seed):
@@ -51,6 +52,8 @@ def test_an_estimate_without_signs_is_compared_with_sizes():
 
 def test_a_constant_has_no_rank_correlation():
     assert math.isnan(compare(result(drawn(1)), result(torch.zeros(3, 5, 7))).rank_correlation)
+    single = result(drawn(1)[:1, :1])
+    assert math.isnan(compare(single, single).rank_correlation)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +61,25 @@ def test_a_constant_has_no_rank_correlation():
     [
         ("axes", result(drawn(2), ("pos", "layer", "example"))),
         ("labels", Result(drawn(2), AXES, labels={"layer": [0, 1, 5]})),
-        ("direction.*noising.*denoising", result(drawn(2), direction="denoising")),
+        ("site.*q and k", result(drawn(2), site="k", direction="noising")),
+        ("direction.*noising.*denoising", result(drawn(2), site="q", direction="denoising")),
+        ("unit.*nats and bits", result(drawn(2), unit="bits", site="q", direction="noising")),
     ],
 )
 def test_other_places_are_refused(match, other):
     with pytest.raises(ValueError, match=match):
-        compare(result(drawn(1), direction="noising"), other)
+        compare(result(drawn(1), direction="noising", site="q"), other)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_effects_that_are_not_finite_are_refused(number):
+    wrong = drawn(1)
+    wrong[1, 2, 3] = number
+    for pair in itertools.permutations([result(wrong), result(drawn(1))]):
+        with pytest.raises(ValueError, match="finite.* 1 of 15"):
+            compare(*pair)
+    with pytest.raises(ValueError, match="finite"):
+        compare(result(wrong), result(wrong))
 
 
 def test_the_figure_shows_each_place_and_names_the_worst():

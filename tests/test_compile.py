@@ -87,7 +87,26 @@ STEPPED = """
 """
 
 
+LONG = """
+    from models import kernels, masks
+    kernels.BLOCK = masks.BLOCK = 5
+    for changes in (dict(window=3), dict(attn_cap=2.0), dict(n_heads=2, n_kv_heads=1)):
+        torch._dynamo.reset()
+        model = Transformer(TransformerConfig(**sizes | changes)).eval()
+        compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+        with torch.no_grad():
+            for length in range(2, 18):
+                text, real = torch.randint(23, (3, length)), torch.ones(3, length)
+                real[1, 0] = 0
+                for mask in (None, real):
+                    expected = model(text, attention_mask=mask)[real.bool()]
+                    found = compiled(text, attention_mask=mask)[real.bool()]
+                    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+"""
+
+
 SCRIPTS = {
+    "long": LONG,
     "stepped": STEPPED,
     "plain": PLAIN,
     "baked": BAKED,

@@ -5,8 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hooks import HookedRunner
-from models import KVCache, TransformerConfig
-from models.static_kvcache import StaticKVCache
+from models import KVCache, StaticKVCache, TransformerConfig
 from tests.devices import placed, pretended
 from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB
 
@@ -57,3 +56,18 @@ def test_stream_and_context_move_once_per_change_of_device(name, cache):
         streams = [place for shape, place in found if shape == (BATCH, width, SIZES["d_model"])]
         assert streams == ["cuda:1", "cuda:0"]
         assert all(place == "cuda:1" for _, place in found[:-1])
+
+
+@torch.no_grad()
+def test_what_is_read_of_all_layers_is_gathered():
+    from interp import logit_lens
+
+    config = TransformerConfig(**SIZES | dict(n_layers=3))
+    with pretended():
+        # The last block is where the first and the unembedding are.
+        model = placed(config, torch.float32, "cuda:1", "cuda:0", "cuda:1")
+        assert str(model.W_Q.device) == str(model.b_out.device) == "cuda:1"
+        cache = HookedRunner(model).run_with_cache(torch.zeros(BATCH, POS).long())[1]
+        assert str(cache.stack("z").device) == "cuda:1"
+        lens = logit_lens(model, cache, targets=torch.zeros(BATCH, POS).long())
+        assert str(lens.probabilities.device) == "cuda:1"

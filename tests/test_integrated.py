@@ -173,11 +173,12 @@ def test_half_precision():
         (ValueError, r"layers.*\[1\]", {"layers": [1]}),
         (UnknownNameError, "resid_pre", {"site": "resid_per"}),
         (ValueError, "pos.*'head'", {"over": ("head",)}),
+        (ValueError, "finite", {"metric": lambda logits: logits[:, -1, 0] + torch.inf}),
     ],
 )
 def test_bad_input_is_refused(error, match, options):
     with pytest.raises(error, match=match):
-        integrated_gradients(variant("pre"), CLEAN, CORRUPTED, METRIC, **options)
+        integrated_gradients(variant("pre"), CLEAN, CORRUPTED, **{"metric": METRIC} | options)
 
 
 def test_a_model_without_embeddings_is_refused():

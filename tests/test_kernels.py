@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
-from models import KVCache, Transformer, TransformerConfig, kernels, masks
-from models.checks import trusted
+from models import KVCache, Transformer, TransformerConfig, kernels, masks, trusted
 from tests.devices import placed, pretended
 from tests.reference import (  # fmt: skip
     BATCH,

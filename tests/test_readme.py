@@ -58,11 +58,20 @@ def test_the_table_of_points_is_the_generated_one():
     assert table == HookedRunner(load("pydoc-4l")).table() + "\n"
 
 
-def test_the_patching_example(tmp_path):
-    script = [sys.executable, "examples/patching.py", "--out", str(tmp_path)]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+@pytest.fixture
+def printed(monkeypatch, capsys, tmp_path):
+    """What an example prints, which writes its figures to `tmp_path`."""
+
+    def run(name):
+        monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path)])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_patching_example(printed, tmp_path):
+    lines = printed("patching.py").splitlines()
     clean, corrupted, restored = (float(line.rpartition(" ")[2]) for line in lines[:3])
     assert clean > 1 > -1 > corrupted
     assert abs(restored - clean) < 1e-3
@@ -71,20 +80,18 @@ def test_the_patching_example(tmp_path):
     }
 
 
-def test_the_attribution_example(tmp_path):
-    script = [sys.executable, "examples/attribution.py", "--out", str(tmp_path)]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "8 of 8 solved" in done.stdout
-    ranks = [float(rank) for rank in re.findall(r"rank correlation (\S+),", done.stdout)]
-    shares = [int(share) for share in re.findall(r"effects are (\d+)%", done.stdout)]
+def test_the_attribution_example(printed, tmp_path):
+    out = printed("attribution.py")
+    assert "8 of 8 solved" in out
+    ranks = [float(rank) for rank in re.findall(r"rank correlation (\S+),", out)]
+    shares = [int(share) for share in re.findall(r"effects are (\d+)%", out)]
     assert len(ranks) == 4
     assert min(ranks) > 0.9
     # Integrated gradients come closer to the size.
     assert abs(shares[1] - 100) < abs(shares[0] - 100)
     assert abs(shares[3] - 100) < abs(shares[2] - 100)
     # The changed digit is read at position 17.
-    assert re.search(r"top 5 of 220 places\n +place layer 0, pos 17 ", done.stdout)
+    assert re.search(r"top 5 of 220 places\n +place layer 0, pos 17 ", out)
     assert len(list(tmp_path.iterdir())) == 4
 
 

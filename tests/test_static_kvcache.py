@@ -5,8 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hooks import HookedRunner
-from models import Transformer
-from models.static_kvcache import StaticKVCache
+from models import StaticKVCache, Transformer
 from tests.test_kvcache import (
     FORMS,
     HEADS,

@@ -55,7 +55,7 @@ PADDED = torch.arange(7) >= torch.tensor([0, 2, 5, 6])[:, None]
     "mask", [{}, {"attention_mask": PADDED}, {"query_key_mask": torch.ones(7, 7).tril()}]
 )
 def test_a_forward_and_a_backward_pass_do_not_wait(device, tokens, changes, mask):
-    from models.checks import trusted
+    from models import trusted
 
     model, there = made("cpu", **changes), made(DEVICE, **changes)
     model(tokens, **mask)[PADDED].square().mean().backward()
@@ -223,6 +223,71 @@ def test_a_value_that_is_written_over_is_another_value(device):
         cache = HookedRunner(model.eval()).run_with_cache(x, device="cpu")[1]
     assert (cache["0"] < 0).any()
     assert torch.equal(cache["1"], cache["0"].relu())
+
+
+FIRST_PADDED = (torch.arange(7) > 0).expand(4, 7)
+
+
+def columns(kind):
+    """Edits that need numbers of the CPU, and a metric that does."""
+    from interp import cross_entropy, edits, kl_divergence, log_prob, logit_diff
+
+    vectors, rows = torch.randn(4, 7, 12), [[1], [2], [3], [4]]
+    text = torch.arange(28).view(4, 7) % 23
+    return {
+        "columns": (edits.zero(pos=rows), logit_diff([1, 2, 3, 4], 5)),
+        "holes": (edits.add(torch.ones(12), pos=[1, 4]), log_prob(3, pos=[2, 3, 4, 5])),
+        "source": (
+            edits.replace(vectors, source_pos=rows, pos=2),
+            cross_entropy(text, FIRST_PADDED),
+        ),
+        "mean": (
+            edits.mean(vectors, attention_mask=PADDED.to(DEVICE)),
+            kl_divergence(torch.randn(4, 7, 23), None, FIRST_PADDED),
+        ),
+        "resample": (
+            edits.resample(vectors, attention_mask=torch.ones(4, 7)),
+            log_prob(3, pos=-2),
+        ),
+        "noise": (edits.noise(1.0), logit_diff(3, 4)),
+        "span": (edits.project_out(torch.randn(12)), logit_diff(3, 4)),
+        "early": (edits.zero(pos=1), logit_diff(3, 4)),
+    }[kind]
+
+
+@pytest.mark.parametrize("exact", ["resume", "rerun"])
+@pytest.mark.parametrize(
+    "kind", ["columns", "holes", "source", "mean", "resample", "noise", "span", "early"]
+)
+def test_a_sweep_waits_as_often_for_any_number_of_edits(device, tokens, kind, exact):
+    from interp import sweep
+
+    model, there, (edit, metric) = made("cpu"), made(DEVICE), columns(kind)
+    point = "embed" if kind == "early" else "blocks.1.resid_pre"
+
+    def swept(model, n, place):
+        options = dict(attention_mask=FIRST_PADDED, exact=exact)
+        return sweep(model, tokens.to(place), [{point: edit}] * n, metric, **options).values
+
+    (_, once, _), (found, often, _) = (
+        device.counted(lambda n=n: swept(there, n, DEVICE)) for n in (1, 5)
+    )
+    assert often == once
+    torch.testing.assert_close(found.cpu(), swept(model, 5, "cpu"), atol=1e-4, rtol=1e-4)
+
+
+def test_scores_of_heads_read_the_tokens_once(device):
+    from hooks import HookedRunner
+    from interp import induction_scores, repeated_tokens
+
+    model, there, text = made("cpu"), made(DEVICE), repeated_tokens(23, period=7)
+    caches = [
+        HookedRunner(one).run_with_cache(text, names="*.pattern")[1] for one in (model, there)
+    ]
+    moved = text.to(DEVICE)
+    found, stops, _ = device.counted(lambda: induction_scores(there, caches[1], moved))
+    assert sum(stops.values()) == 1
+    torch.testing.assert_close(found.cpu(), induction_scores(model, caches[0], text))
 
 
 def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):

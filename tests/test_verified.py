@@ -92,6 +92,7 @@ def test_the_budget_bounds_the_forward_passes():
         ("budget.* 8 .*7", {"k": 5, "budget": 7}),
         ("another", {"model": variant("pre", n_layers=3)}),
         ("another", {"corrupted": CLEAN}),
+        ("another", {"clean": CORRUPTED}),
         ("another", {"select": {"pos": [1, 2, 3, 4, 5, 6]}}),
         ("site", {"about": {}}),
         ("whole", {"select": {"pos": 3}}),
@@ -101,6 +102,7 @@ def test_bad_input_is_refused(match, options):
     model = variant("pre")
     estimate = attribution_patching(model, *GIVEN).select(**options.pop("select", {}))
     estimate = replace(estimate, about=options.pop("about", estimate.about))
-    options = {"k": 3, "budget": 9, "model": model, "corrupted": CORRUPTED} | options
+    texts = {"clean": CLEAN, "corrupted": CORRUPTED}
+    options = {"k": 3, "budget": 9, "model": model} | texts | options
     with pytest.raises(ValueError, match=match):
-        verified_top(clean=CLEAN, metric=METRIC, estimate=estimate, **options)
+        verified_top(metric=METRIC, estimate=estimate, **options)

@@ -39,9 +39,12 @@ def attribution_patching(
 
     All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
     Patching"). The estimate is exact where the metric is linear in the value. It can be far off
-    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`. Two options
-    are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM
-    behaviour to components").
+    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`. A metric
+    that is smallest at the base run, such as `kl_divergence` from that run, has no gradient there: every
+    estimate is 0. Use `integrated_gradients` then.
+
+    Two options are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing
+    LLM behaviour to components").
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.

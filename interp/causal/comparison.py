@@ -36,8 +36,8 @@ class Comparison:
 
     Attributes:
         exact, estimate: the mean effect at each place, in `unit`.
-        rank_correlation: Spearman's, of all places. 1 if both order the places alike; NaN if one is the same
-            everywhere.
+        rank_correlation: Spearman's, of all places. 1 if both order the places alike; NaN if the effects of
+            one are all equal, as those of a single place are.
         sign_agreement: the share of places with the same sign, of those where the exact effect is not 0.
             NaN if there are none, or the estimate has no signs.
         misses: the places where both differ most, at most 10, the largest difference first.
@@ -75,7 +75,7 @@ def compare(exact: Result, estimate: Result) -> Comparison:
         estimate: effects at the same places, such as a result of `attribution_patching`.
 
     Raises:
-        ValueError: if the two have other axes, labels or directions.
+        ValueError: if the two have other axes, labels, sites, directions or units, or an effect is not finite.
 
     >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
     >>> estimate = Result(torch.tensor([[1.0, 1.0], [0.0, 0.5], [0.0, 0.2]]), ("head", "example"))
@@ -86,10 +86,9 @@ def compare(exact: Result, estimate: Result) -> Comparison:
       head 1  exact -0.5, estimate +0.25
       head 2  exact +0.1, estimate +0.1
     """
-    for what in ("axes", "labels", "direction"):
+    for what in ("axes", "labels", "site", "direction", "unit"):
         ours, theirs = (
-            result.about.get(what, "none") if what == "direction" else getattr(result, what)
-            for result in (exact, estimate)
+            getattr(result, what, result.about.get(what, "none")) for result in (exact, estimate)
         )
         if ours != theirs:
             raise ValueError(f"both must have the same {what}; got {ours} and {theirs}")
@@ -97,6 +96,8 @@ def compare(exact: Result, estimate: Result) -> Comparison:
     if not signed:
         exact = dataclasses.replace(exact, values=exact.values.abs())
     true, guess = (result.mean().flatten().double() for result in (exact, estimate))
+    if wrong := int((~(true - guess).isfinite()).sum()):
+        raise ValueError(f"effects must be finite; got others at {wrong} of {len(true)} places")
     there = true != 0
     agree = (true.sign() == guess.sign())[there].double().mean().item() if signed else math.nan
     places = list(itertools.product(*(exact.labels[axis] for axis in exact.axes[:-1])))
@@ -105,7 +106,8 @@ def compare(exact: Result, estimate: Result) -> Comparison:
         Miss(dict(zip(exact.axes[:-1], places[n], strict=True)), true[n].item(), guess[n].item())
         for n in worst
     ]
-    correlation = torch.corrcoef(torch.stack([_ranks(true), _ranks(guess)]))[0, 1].item()
+    ranks = torch.stack([_ranks(true), _ranks(guess)])
+    correlation = torch.corrcoef(ranks)[0, 1].item() if len(true) > 1 else math.nan
     return Comparison(true, guess, correlation, agree, tuple(misses), exact.unit)
 
 

@@ -61,7 +61,7 @@ def integrated_gradients(
         for each example, as shares like the tolerance.
 
     Raises:
-        ValueError: as for `attribution_patching`, or if `steps` is less than 1.
+        ValueError: as for `attribution_patching`, or if `steps` is less than 1, or a metric is infinite.
         UnknownNameError: if there is no such site, or the model lacks it; with close matches.
         ModeError: if the model is in training mode.
 
@@ -133,6 +133,10 @@ class _Path:
         self._change = _whole_change(runs, self._point, self._base)
         last, end = self._gradient(1.0)
         self._difference = end - start.base
+        if not self._difference.isfinite().all():
+            raise ValueError(
+                f"the metric must be finite at both ends of a path; got others at {name}"
+            )
         self._sum = (at_least_float32(first) + last) / 2
         self.steps = 1
 
@@ -147,7 +151,7 @@ class _Path:
         """How far the effects are from adding up, as a share of the mean absolute change of the metric."""
         added = (self._change * self._sum / self.steps).flatten(1).sum(1)
         off = (added - self._difference).abs() / self._difference.abs().mean()
-        return off.nan_to_num(nan=0.0)
+        return off.nan_to_num(nan=0.0)  # 0 / 0, where nothing changes
 
     def effects(self) -> Float[Tensor, "..."]:
         """The effect at each place."""

@@ -42,6 +42,7 @@ def induction_scores(
         ValueError: if the tokens do not repeat with a period of 2 or more, or do not have the cache's
             shape; or as for `previous_token_scores`.
     """
+    tokens = tokens.cpu()  # read once
     copies = range(1, tokens.shape[1] // 2 + 1)
     period = next((p for p in copies if torch.equal(tokens[:, p:], tokens[:, :-p])), 0)
     if period < 2:

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from hooks.transfer import stacked, to_device
 from interp.columns import at_least_float32
 from interp.protocol import LanguageModel, of
 
@@ -57,7 +58,7 @@ def logit_lens(
         UnknownNameError, CacheError: if the stream of some layer is not in the cache.
     """
     language: LanguageModel = of(model, "unembed", "config")
-    streams = torch.stack([*cache.stack("resid_pre"), cache["resid_post", -1]])
+    streams = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
     shape, size = streams.shape[:-1], max(1, _LOGITS_AT_ONCE // language.config.vocab_size)
 
     def logits(rows: Tensor) -> Tensor:
@@ -75,7 +76,8 @@ def _read(
     logits: Float[Tensor, "row vocab"], targets: Int[Tensor, " row"], top_k: int
 ) -> tuple[Tensor, ...]:
     """The columns of `LogitLens`."""
-    best, wanted = logits.topk(top_k), logits.gather(-1, targets[:, None])
+    wanted = logits.gather(-1, to_device(targets, logits.device)[:, None])
+    best = logits.topk(top_k)
     total = logits.logsumexp(-1, keepdim=True)
     ranks = (logits > wanted).sum(-1)
     return best.indices, (best.values - total).exp(), (wanted - total).exp()[:, 0], ranks

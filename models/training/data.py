@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.transfer import to_device
-from models.checks import INTEGERS, check_types, check_whole, mode, trusted
+from hooks.transfer import to_device, trusted
+from models.checks import INTEGERS, check_types, check_whole, mode
 from models.norm import widened
 from models.transformer import Transformer
 

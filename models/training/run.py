@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.transfer import later
+from hooks.transfer import later, stacked
 from models.training.data import TrainingConfig, check_learnable, digest, evaluate, row_losses
 from models.transformer import Transformer
 
@@ -195,7 +195,7 @@ class Run:
         """
         step = len(self.records)
         # In half precision a sum of good weights may be infinite.
-        largest = torch.stack([p.detach().abs().amax() for p in self._parameters])
+        largest = stacked(p.detach().abs().amax() for p in self._parameters)
         self._require_finite("the largest of the weights", largest.max().item(), step)
         if self.directory is None:
             return

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hooks import HookedRunner
-from models import Transformer, TransformerConfig, generate
-from models.checks import trusted
-from models.static_kvcache import StaticKVCache
+from models import StaticKVCache, Transformer, TransformerConfig, generate, trusted
 from tests.bench import peers, timing
 
 Calls = dict[str, timing.Call]

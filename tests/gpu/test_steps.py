@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import generate
-from models.checks import trusted
-from models.static_kvcache import StaticKVCache
+from models import StaticKVCache, generate, trusted
 from tests.bench.gpu import Bench, captured, captured_generation
 from tests.bench.peers import Shape
 from tests.gpu.kinds import gap, pair, tokens
