@@ -12,7 +12,6 @@ import gc
 import operator
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -377,7 +376,11 @@ def disturbed(s, act, what):
         next(loop[0])
         loop.append(loop)
         del loop
-    sys.settrace(lambda frame, *_: line if frame.f_code.co_filename.startswith(SOURCE) else None)
+    # Not with *args: CPython 3.11.7 then crashed now and then, where the call set off the collector.
+    def entered(frame, event, arg):
+        return line if frame.f_code.co_filename.startswith(SOURCE) else None
+
+    sys.settrace(entered)
     try:
         act(s)
     except BaseException:
@@ -458,10 +461,6 @@ def test_random_sessions(first):
     """In a process of its own: as users run, without the tests' shape checks, which take most of the time."""
     command = [sys.executable, "-m", "tests.test_fuzz", "2500", str(first)]
     done = subprocess.run(command, capture_output=True, text=True)
-    if (
-        done.returncode == -signal.SIGSEGV
-    ):  # seen rarely, in CPython 3.11 while it traces; one of ours would repeat
-        done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
