@@ -376,6 +376,7 @@ def disturbed(s, act, what):
         next(loop[0])
         loop.append(loop)
         del loop
+
     # Not with *args: CPython 3.11.7 then crashed now and then, where the call set off the collector.
     def entered(frame, event, arg):
         return line if frame.f_code.co_filename.startswith(SOURCE) else None
