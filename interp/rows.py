@@ -197,8 +197,11 @@ def acting(edits: Edits) -> Session:
 
 
 def copied(output: Any) -> Any:
-    """A copy of a tensor; anything else itself."""
-    return output.clone() if isinstance(output, Tensor) else output
+    """A copy of a tensor; anything else itself. For a moment there are two copies, as in an edit."""
+    if not isinstance(output, Tensor):
+        return output
+    copies = output.clone(), output.clone()
+    return copies[0]
 
 
 def too_small(max_bytes: int, needed: int) -> ValueError:

@@ -436,6 +436,21 @@ def test_models_without_steps_share_whole_runs(budget):
         close(found.values[n], alone(model, tokens, entry) - base)
 
 
+@pytest.mark.parametrize("times", [1, 4])
+@torch.no_grad()
+def test_whole_runs_stay_within_the_bound_too(times):
+    model, tokens, metric = Bag().double().eval(), some_tokens(1, (BATCH, 31)), METRICS["all"]
+    entries = [{"head": edits.scale(0.1 * n)} for n in range(30)]
+    with pytest.raises(ValueError, match="max_bytes must be at least") as refused:
+        sweep(model, tokens, entries, metric, max_bytes=1)
+    budget = times * int(str(refused.value).split()[5].replace(",", ""))
+    with PeakBytes() as first:
+        model(tokens)
+    with PeakBytes() as memory:
+        sweep(model, tokens, entries, metric, max_bytes=budget)
+    assert memory.peak <= budget + first.peak
+
+
 @torch.no_grad()
 def test_memory_stays_within_its_bound():
     model, tokens = variant("pre", n_layers=5, d_model=60, n_ctx=40), some_tokens(1, (BATCH, 31))
