@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks import HookedRunner, Options
@@ -62,6 +62,24 @@ class Attention:
         return {part: recorder.values[point.name] for part, point in self._points.items()}
 
 
+def capped(
+    attention: Attention, scores: Patterns, seen: Bool[Tensor, "batch head query key"]
+) -> Patterns:
+    """What the softmax is taken of, but for a constant: the scores after a cap, or whatever changes each alone.
+
+    Beside a score of 0, the logarithm of a key's weight shows what became of its own score.
+    """
+
+    def beside(zero: Tensor) -> Tensor:
+        pattern = attention.values(scores=scores.scatter(-1, zero, 0))["pattern"]
+        logs = at_least_float32(pattern).log()
+        return logs - logs.gather(-1, zero)
+
+    first = seen.int().argmax(-1, keepdim=True)
+    last = seen.shape[-1] - 1 - seen.int().flip(-1).argmax(-1, keepdim=True)
+    return beside(first).scatter(-1, first, beside(last).gather(-1, first))
+
+
 class OtherQueries:
     """What other queries would do to the metric through the pattern. The softmax is computed again.
 
@@ -98,7 +116,7 @@ class OtherKeys:
         keys: what takes the place of its keys.
 
     Raises:
-        ValueError: if the pattern is not the softmax of the scores that a query sees.
+        ValueError: if the pattern is not the softmax of the scores that a query sees, capped or not.
     """
 
     def __init__(
@@ -108,17 +126,22 @@ class OtherKeys:
         keys: Float[Tensor, "batch pos kv_head d_head"],
     ) -> None:
         self._kv_heads = keys.shape[2]
-        scores = at_least_float32(base["scores"])
         # Equal scores show which keys a query sees: these get the same weight, the others none.
         equal = attention.values(scores=torch.zeros_like(base["scores"]))["pattern"]
+        scores, other = base["scores"], attention.values(k=keys)["scores"]
         self._seen = (equal > 0) & (scores > -torch.inf)
-        masked = scores.where(self._seen, -torch.inf)
-        self._weights = masked.softmax(-1).where(self._seen, 0)
         precision = max(1e-5, 4 * torch.finfo(base["pattern"].dtype).eps)
-        if (self._weights - base["pattern"]).abs().max() > precision:
+        for is_capped in (False, True):
+            if is_capped:
+                scores, other = (capped(attention, s, self._seen) for s in (scores, other))
+            masked = at_least_float32(scores).where(self._seen, -torch.inf)
+            self._weights = masked.softmax(-1).where(self._seen, 0)
+            if (self._weights - base["pattern"]).abs().max() <= precision:
+                break
+        else:
             raise ValueError(
-                "qk_correction of keys needs patterns that are the softmax of scores; got others "
-                f"at {attention.pattern}, perhaps of capped scores"
+                "qk_correction of keys needs patterns that are the softmax of scores, capped or not; got "
+                f"others at {attention.pattern}"
             )
         total = masked.logsumexp(-1, keepdim=True)
         # 1 - p loses its digits where p is almost 1. There it is the sum of the other weights.
@@ -127,7 +150,7 @@ class OtherKeys:
         self._rest = rest.softmax(-1)
         log_others = (-self._weights.clamp(max=0.5)).log1p()
         log_others = log_others.scatter(-1, self._top, rest.logsumexp(-1, keepdim=True) - total)
-        change = at_least_float32(attention.values(k=keys)["scores"]) - scores
+        change = at_least_float32(other) - scores
         moved = (masked - total + change - log_others).sigmoid()
         self._change = (moved - self._weights).masked_fill(~self._seen, 0)
         # A key that is the only one has no others.

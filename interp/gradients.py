@@ -1,5 +1,6 @@
 """Gradients of a metric at the points of one run, from as many backward passes as are asked for."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -77,10 +78,25 @@ class Gradients:
             receive: called with each name and gradient.
             dropped: points that pass no gradient on. They receive zeros.
             last: whether no further pass follows, so that memory can be freed on the way.
+
+        Raises:
+            HookError: if a kernel, such as one of quantised weights, would drop gradients.
         """
         self._way.receive, self._way.dropped = receive, dropped
-        torch.autograd.grad(self._total, self._start, retain_graph=not last, allow_unused=True)
-        self._way.receive = None
+        with warnings.catch_warnings():
+            # PyTorch only warns, once, and takes the gradient of such a kernel for 0.
+            warnings.filterwarnings("error", ".*an autograd kernel was not registered", UserWarning)
+            try:
+                torch.autograd.grad(
+                    self._total, self._start, retain_graph=not last, allow_unused=True
+                )
+            except UserWarning as dropping:
+                kernel = str(dropping).partition(": ")[0]
+                raise HookError(
+                    f"gradients must pass through all kernels; {kernel} drops them"
+                ) from None
+            finally:
+                self._way.receive = None
 
     def _watch(self, point: Point, output: Any) -> Any:
         value = first_tensor(output, point)

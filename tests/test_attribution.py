@@ -316,3 +316,12 @@ class Counting(torch.nn.Module):
 def test_integers_are_refused():
     with pytest.raises(HookError, match="int64"):
         attribution_patching(Counting().eval(), CLEAN, CORRUPTED, lambda x: x[:, -1, 0])
+
+
+def test_kernels_that_drop_gradients_are_refused():
+    torch.library.define("hookscope_test::halved", "(Tensor x) -> Tensor")
+    torch.library.impl("hookscope_test::halved", "CPU", lambda x: x.detach() / 2)
+    model = variant("pre")
+    model.blocks[1].mlp.activation = torch.ops.hookscope_test.halved
+    with pytest.raises(HookError, match="hookscope_test::halved"):
+        attribution_patching(model, CLEAN, CORRUPTED, METRIC)
