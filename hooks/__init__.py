@@ -16,7 +16,7 @@ from hooks.modes import Mode, Options
 from hooks.names import Selector
 from hooks.pieces import start_of_piece, starting_at
 from hooks.plan import Plan, Planned
-from hooks.point import Hook, HookPoint, Point, index_by_axis
+from hooks.point import Hook, HookPoint, HookPoints, Point, index_by_axis
 from hooks.receipts import Receipt, Receipts
 from hooks.runner import HookedRunner
 from hooks.session import FusedUnlessHooked
@@ -32,6 +32,7 @@ __all__ = [
     "HookContext",
     "HookError",
     "HookPoint",
+    "HookPoints",
     "HookedRunner",
     "Hooks",
     "Identity",

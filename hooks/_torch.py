@@ -166,13 +166,23 @@ def state_of(module: nn.Module) -> list[Tensor]:
         if inner is None:
             continue
         # Most of these are empty, and to ask is quicker than to add nothing.
-        if inner._modules:
-            modules += inner._modules.values()
-        if inner._parameters:
-            found += inner._parameters.values()
-        if inner._buffers:
-            found += inner._buffers.values()
+        held = inner.__dict__
+        if kept := held["_modules"]:
+            modules += kept.values()
+        if kept := held["_parameters"]:
+            found += kept.values()
+        if kept := held["_buffers"]:
+            found += kept.values()
     return [tensor for tensor in found if tensor is not None]
+
+
+def marks(module: nn.Module) -> list[int]:
+    """The identity, `memory_of` and `version` of each tensor of `state_of`: they show later changes."""
+    # Not by those functions, and no tuples: a lazy run asks this of every weight.
+    tensors = state_of(module)
+    memory = [tensor.untyped_storage()._cdata for tensor in tensors]
+    versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [*map(id, tensors), *memory, *versions]
 
 
 def version(tensor: Tensor) -> int:
@@ -194,7 +204,7 @@ def has_storage(tensor: Tensor) -> bool:
         torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         or tensor.layout is not torch.strided
         or tensor.is_nested
-        or is_traceable_wrapper_subclass(tensor)
+        or (type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor))
     )
 
 

@@ -33,6 +33,7 @@ class Recorder:
     Attributes:
         values: the captured values by name, in the model's order.
         axes: the axes of each value.
+        optional: the names of the points that may have no value.
         fired: the names of the points that the run reached.
         skipped: why optional points have no value, by name.
         grads: the gradients from a later backward pass, without their graph.
@@ -48,6 +49,7 @@ class Recorder:
         unkept: Container[str] = (),
     ) -> None:
         self.points = points
+        self.optional = {name for name, point in points.items() if point.optional}
         self.options = options
         chosen = options.positions, options.windows, options.device, options.dtype
         # Most runs keep values as they are, and thousands of points are asked.
@@ -71,10 +73,10 @@ class Recorder:
     def listen(self, session: Session) -> None:
         """Records all points, through hooks of the session."""
         record = self._record
-        for point in self.points.values():
+        for name, point in self.points.items():
             # Where nothing is kept a hook would only switch a fused kernel off. Optional points need one,
             # to tell whether they ran; models that have fused kernels have HookPoints, and no such points.
-            if point.optional or point.name not in self._unkept:
+            if name not in self._unkept or name in self.optional:
                 session.after(point.module, functools.partial(record, point))
 
     def _record(self, point: Point, output: Any) -> Any:
@@ -148,20 +150,22 @@ class Recorder:
 
         Queries, for instance, may be a view of one tensor that holds queries, keys and values.
         """
-        groups: dict[torch.UntypedStorage, dict[str, Tensor]] = {}
+        groups: dict[torch.UntypedStorage, list[str]] = {}
         for name, value in self.values.items():
             if not value.requires_grad and (name in self._versions or _torch.has_storage(value)):
-                groups.setdefault(value.untyped_storage(), {})[name] = value
+                groups.setdefault(value.untyped_storage(), []).append(name)
         reachable = _reachable(outside) if self._in_graph else set()
-        for storage, held in groups.items():
-            parts = {_torch.extent(v): v for v in held.values()} if len(held) > 1 else held
-            if self._in_graph.issuperset(held):
+        for storage, names in groups.items():
+            if self._in_graph and self._in_graph.issuperset(names):
                 shared = storage in reachable
             else:
-                shared = _torch.is_shared(next(iter(held.values())), len(held))
+                shared = _torch.is_shared(self.values[names[0]], len(names))
+            if len(names) == 1 and not shared and self.values[names[0]].nbytes == storage.nbytes():
+                continue  # most values
+            parts = {_torch.extent(self.values[name]): self.values[name] for name in names}
             if shared or sum(part.nbytes for part in parts.values()) < storage.nbytes():
-                copies = {_torch.extent(part): private(part) for part in parts.values()}
-                self.values |= {name: copies[_torch.extent(value)] for name, value in held.items()}
+                copies = {extent: private(part) for extent, part in parts.items()}
+                self.values |= {name: copies[_torch.extent(self.values[name])] for name in names}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         value = as_node(value, point)
@@ -183,7 +187,8 @@ class Recorder:
             value = value.detach()
         parts = ((point.name, value),) if self._as_is else self.options.reduce(value, point)
         for name, kept in parts:
-            moved = kept.device != value.device  # a copy, which may not be complete yet
+            # A copy on another device may not be complete yet.
+            moved = kept is not value and kept.device != value.device
             if self._parts is not None:
                 # A later run may overwrite this memory, a key/value cache for instance.
                 self._parts.setdefault(name, []).append(kept if moved else kept.clone())

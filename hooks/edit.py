@@ -138,9 +138,8 @@ class HookContext:
                     first = edit_at(noting, self._fired)
                 self._session.after(edited.point.module, first, again)
             for edited in self._backward:
-                self._session.after(
-                    edited.point.module, edit_at(edited, self._fired, backward=True)
-                )
+                listener = edit_at(edited, self._fired, backward=True)
+                self._session.after(edited.point.module, listener)
             self._session.note(self._model, self._acted)
             self._session.after(self._model, lambda output: completed.add(True))
         except BaseException:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hooks.errors import UnknownNameError, unknown_name
 from hooks.modes import LAST_PARTS, Mode
-from hooks.point import HookPoint, Point
+from hooks.point import HookPoint, HookPoints, Point
 
 Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 """A name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.
@@ -160,10 +160,14 @@ def blocks_of(model: nn.Module) -> Blocks:
     """
     inside: Blocks = {}
     containers: set[str] = set()
+    names = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules(remove_duplicate=False):
         parent = name.rpartition(".")[0]
         if parent in inside:
             inside[name] = inside[parent]
+        elif isinstance(module, HookPoints):
+            own = names[module.module]
+            inside[name] = inside.get(own, (own, module.module))
         elif has_forward(module) and (parent in containers or (name and _holds_points(module))):
             inside[name] = name, module
         elif parent in containers or isinstance(module, nn.ModuleList):

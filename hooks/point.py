@@ -77,6 +77,40 @@ class HookPoint(Identity):
         return " ".join(self.axes)
 
 
+class HookPoints(nn.Module):
+    """Points that fire while another module of the model runs.
+
+    A model that was not written with points can have them beside its own modules, which then pass values
+    through them. It has no weights, so the state dict does not change. A subclass may have a method
+    `plain(argument)`: what a lazy cache keeps of an argument of the module that is no tensor or number.
+
+    Args:
+        module: the module that runs. It is no child.
+
+    Attributes:
+        module: see above.
+
+    >>> block = nn.Linear(2, 2)
+    >>> points = HookPoints(block)
+    >>> points.out = HookPoint("batch d_model")
+    >>> [name for name, _ in points.named_modules()], block.hook_points is points
+    (['', 'out'], True)
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # Not as children: a state dict has each module once.
+        self.module: nn.Module
+        vars(self)["module"] = module
+        vars(module)["hook_points"] = self
+
+
+def inside(module: nn.Module) -> set[nn.Module]:
+    """A module, those in it, and its points elsewhere."""
+    points: nn.Module | None = vars(module).get("hook_points")
+    return {*module.modules(), *(points.modules() if points is not None else ())}
+
+
 def point_at(name: str, module: nn.Module) -> Point:
     """The point of a module with this name. Only a `HookPoint` declares axes."""
     if isinstance(module, HookPoint):
@@ -172,8 +206,12 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for what they hold."""
+    if type(value) is tuple:  # these are most containers
+        return tuple([mapped(part, change) for part in value])
+    if type(value) is dict:
+        return {key: mapped(field, change) for key, field in value.items()}
     # Most leaves are one of these, and to ask whether they are mappings takes long.
-    if isinstance(value, (Tensor, int, str, type(None))) or (fields := _fields(value)) is None:
+    if isinstance(value, (type(None), int, str, Tensor)) or (fields := _fields(value)) is None:
         return change(value)
     return _with_fields(value, {key: mapped(field, change) for key, field in fields})
 

@@ -17,8 +17,6 @@ class Receipt:
         hook: the hook.
         point: where it acts.
         calls: how often it was called.
-        rows: how many rows of the batch it changed, summed over calls.
-        largest: the largest absolute change of any number.
 
     >>> Receipt(lambda value, point: value * 2, Point("embed"))
     <lambda> at embed: 0 calls changed 0 rows by at most 0
@@ -27,8 +25,19 @@ class Receipt:
     hook: Hook
     point: Point
     calls: int = 0
-    rows: int = 0
-    largest: float = 0.0
+    # Tensors where there was a call: to read one stops the host until its device is done.
+    _rows: Tensor | int = 0
+    _largest: Tensor | float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the batch it changed, summed over calls."""
+        return int(self._rows)
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute change of any number."""
+        return float(self._largest)
 
     def __repr__(self) -> str:
         did = f"{self.calls} calls changed {self.rows} rows by at most {self.largest:.4g}"
@@ -54,12 +63,11 @@ class Receipt:
         self.calls += 1
         changed = (after != before) & ~(after.isnan() & before.isnan())
         wide = torch.promote_types(before.dtype, torch.float64)
-        sizes = (after.to(wide) - before.to(wide)).abs()[changed]
-        if len(sizes):
+        sizes = torch.where(changed, (after.to(wide) - before.to(wide)).abs(), 0.0)
+        if changed.numel():
             rows = changed.reshape(len(changed) if changed.ndim else 1, -1).any(1)
-            self.rows += int(rows.sum())
-            # As tensors, because a change to NaN must show.
-            self.largest = torch.stack([sizes.new_tensor(self.largest), sizes.amax()]).amax().item()
+            self._rows = rows.sum() + self._rows
+            self._largest = sizes.amax().clamp(min=self._largest)  # NaN stays NaN
 
 
 class Receipts(list[Receipt]):

@@ -16,7 +16,7 @@ from hooks.errors import CacheError, HookError
 from hooks.modes import Options
 from hooks.names import Blocks
 from hooks.pieces import start_of_piece, starting_at
-from hooks.point import Point, mapped
+from hooks.point import Point, inside, mapped
 from hooks.samples import agree, numerics, sampled
 from hooks.session import Edits, Session, muted
 
@@ -39,14 +39,32 @@ def replay(
     >>> replay(block, (torch.tensor([-1.0, 2.0]),), {}, [(block[1], lambda output: output * 0)])
     tensor([0., 0.])
     """
-    inside = set(block.modules())
+    reached = inside(block)
     with muted(), Session() as session:
         for module, edit in edits:
-            if module in inside:
+            if module in reached:
                 session.after(module, edit)
         if recorder is not None:
             recorder.listen(session)
         return block(*args, **kwargs)
+
+
+_PLAIN = (type(None), int, float, str, torch.dtype)
+
+
+def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
+    """What to keep of a module's argument that is no tensor, to run the module again with it.
+
+    Raises:
+        HookError: if it is an object that a later run may change.
+    """
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    plain = getattr(vars(module).get("hook_points"), "plain", None)
+    if plain is None:
+        got = f"{name} got a {type(leaf).__name__}"
+        raise HookError(f"lazy=True needs plain arguments; {got} (use_cache=False may help)")
+    return plain(leaf)
 
 
 Copies = dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]]
@@ -82,7 +100,7 @@ class BlockCall:
         """Stores the block's next call, through hooks of the session."""
         # Of all blocks before the run: between other work the same questions take twice as long. A block
         # that writes its own buffers is then never run again.
-        self._state = self._fingerprint()
+        self._state = _torch.marks(self.block)
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
 
@@ -97,13 +115,10 @@ class BlockCall:
         self.fired = True
 
     def _stored(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            self._inputs.append(_copied(leaf, self.copies))
-            return self._inputs[-1]
-        if not isinstance(leaf, (int, float, str, torch.dtype, type(None))):
-            got = f"{self.name} got a {type(leaf).__name__}"
-            raise HookError(f"lazy=True needs plain arguments; {got} (use_cache=False may help)")
-        return leaf
+        if not isinstance(leaf, Tensor):
+            return plain_argument(self.block, leaf, self.name)
+        self._inputs.append(_copied(leaf, self.copies))
+        return self._inputs[-1]
 
     def _sample(self, output: Any) -> None:
         self._given = sampled(output)
@@ -114,12 +129,12 @@ class BlockCall:
         Raises:
             HookError: if the block ran twice and a point is not optional.
         """
-        for point in [recorder.points[name] for name in self.points if self.fired]:
-            if not point.optional:
-                recorder.fired.add(point.name)
-            if self.repeated:
-                once = "a lazy cache keeps one input per block"
-                recorder.skip(point, HookError(f"{self.name} ran twice in one run; {once}"))
+        if self.fired:
+            recorder.fired |= self.points.keys() - recorder.optional
+        for name in self.points if self.repeated else ():
+            once = "a lazy cache keeps one input per block"
+            error = HookError(f"{self.name} ran twice in one run; {once}")
+            recorder.skip(recorder.points[name], error)
 
     def tensors(self) -> list[Tensor]:
         """The tensors kept of this call: its arguments and a sample of its output."""
@@ -141,13 +156,14 @@ class BlockCall:
         planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
         # During a plan, an edit may read the cache of a real run.
         with nullcontext() if planned else _torch.unset_fake_temporarily():
-            same = self._fingerprint() == self._state and (
-                agree(self._given, given := self._replayed(edits, recorder), self._precision)
+            precision = self._precision()
+            same = _torch.marks(self.block) == self._state and (
+                agree(self._given, given := self._replayed(edits, recorder), precision)
                 # Hooks may cause other kernels to run. If those round more, compare without hooks;
                 # but what was recorded must then be the same twice.
                 or (
                     agree(given, self._replayed(edits, again), 0.0)
-                    and agree(self._given, self._replayed(edits), self._precision)
+                    and agree(self._given, self._replayed(edits), precision)
                 )
             )
             if not same:
@@ -158,10 +174,6 @@ class BlockCall:
                 )
             recorder.finish()
         return recorder
-
-    def _fingerprint(self) -> list[object]:
-        weights = _torch.state_of(self.block)
-        return [(id(w), _torch.memory_of(w), _torch.version(w)) for w in weights]
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
         """A sample of what the block gives now."""

@@ -237,12 +237,11 @@ class HookedRunner:
         # Read once: the selector may be a generator.
         selector = flatten(Mode(Mode.full if mode is None else mode) if names is None else names)
         modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
-        if modes or lazy:
-            # Parts of the model may be in training mode when the model is not.
-            modules = (point.module for point in self._known.values())
-            if self.model.training or any(module.training for module in modules):
-                what = f"mode {modes[0].value!r}" if modes else "lazy=True"
-                raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
+        # Parts of the model may be in training mode when the model is not.
+        modules = [self.model, *(point.module for point in self._known.values())]
+        if (modes or lazy) and any(module.training for module in modules):
+            what = f"mode {modes[0].value!r}" if modes else "lazy=True"
+            raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
         points = resolve(selector, self._known, self.points)
         if self._is_marked:
             return points

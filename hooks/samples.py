@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,14 +43,16 @@ def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
     return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
 
 
-def numerics(tensors: list[Tensor]) -> tuple[Callable[[], AbstractContextManager[object]], float]:
-    """The current autocast, to enter again, and the relative size of rounding errors."""
+def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
+    """The current autocast, to enter again, and what gives the relative size of rounding errors."""
     devices = (tensor.device.type for tensor in tensors)
     device = next(filter(torch.amp.is_autocast_available, devices), "cpu")
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {torch.float32}
-    kinds |= {dtype} if enabled else set()
-    if torch.get_float32_matmul_precision() != "highest":
-        kinds.add(torch.bfloat16)
-    precision = max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+
+    def precision() -> float:
+        kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        kinds |= {torch.float32 if is_exact else torch.bfloat16} | ({dtype} if enabled else set())
+        return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
+
     return lambda: torch.autocast(device, dtype, enabled=enabled), precision

@@ -136,6 +136,10 @@ class _Before(_Listener):
             self.hook(args, kwargs)
 
 
+class Wire:
+    """A hook that passes values through points, and listens to nothing itself."""
+
+
 class muted:
     """A `with` that switches off every session that is open in this context."""
 
@@ -164,7 +168,7 @@ def is_listened_to(module: nn.Module) -> bool:
 
 
 def _is_awake(hook: Callable[..., Any]) -> bool:
-    return not isinstance(hook, _Listener) or hook.acts()
+    return hook.acts() if isinstance(hook, _Listener) else not isinstance(hook, Wire)
 
 
 class FusedUnlessHooked:

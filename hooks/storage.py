@@ -25,15 +25,15 @@ def config_hash(model: nn.Module) -> str:
     """A hash of the model's `config`, or of its parameters' names and shapes if it has none."""
     config: Any = getattr(model, "config", None)
     described: Any
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        described = dataclasses.asdict(config)
-    elif hasattr(config, "to_dict"):
+    if hasattr(config, "to_dict"):
         volatile = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
         described = {
             key: value
             for key, value in config.to_dict().items()
             if key not in volatile and not key.startswith("_")
         }
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        described = dataclasses.asdict(config)
     else:
         described = {name: list(value.shape) for name, value in model.named_parameters()}
     text = json.dumps([type(model).__name__, described], sort_keys=True, default=_described)

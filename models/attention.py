@@ -161,11 +161,27 @@ class Attention(ByConfig):
         if not isinstance(context, Context):
             rotate = partial(self.rotary.rotation, dtype=x.dtype)
             context = place(x, {self.window}, self.heads[0], rotate, query_key_mask=context)
-        q, k, v = (
-            self.qkv(x)
-            .view(*x.shape[:2], self.all_heads, self.d_head)
-            .split_with_sizes(self.heads, 2)
-        )
+        return self.mix(*self.project(x), context)
+
+    def project(
+        self, x: Float[Tensor, "batch pos d_model"]
+    ) -> tuple[
+        Float[Tensor, "batch pos head d_head"],
+        Float[Tensor, "batch pos kv_head d_head"],
+        Float[Tensor, "batch pos kv_head d_head"],
+    ]:
+        """Queries, keys and values of the normalized stream, before QK-norm and rotation: linear in `x`."""
+        wide = self.qkv(x).view(*x.shape[:2], self.all_heads, self.d_head)
+        return wide.split_with_sizes(self.heads, 2)
+
+    def mix(
+        self,
+        q: Float[Tensor, "batch pos head d_head"],
+        k: Float[Tensor, "batch pos kv_head d_head"],
+        v: Float[Tensor, "batch pos kv_head d_head"],
+        context: Context,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """What attention adds, from what `project` returns."""
         # Under autocast, norms and rotations give float32, and values have half precision.
         q = self.q(self.rotary(self.q_norm(q), context.rotation).type_as(v)).transpose(1, 2)
         k = self.k(self.rotary(self.k_norm(k), context.rotation).type_as(v)).transpose(1, 2)
@@ -186,14 +202,15 @@ class Attention(ByConfig):
     ) -> Float[Tensor, "batch head query d_head"]:
         """The output of each head. Without a mask a query sees all keys up to its own."""
         # The query heads that share a key head form one taller matrix.
-        tall = (q * self.scale).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-        products = (tall @ k.transpose(-1, -2)).view(*q.shape[:3], k.shape[2])
+        tall = (*k.shape[:2], q.shape[1] // k.shape[1] * q.shape[2])
+        products = (q * self.scale).reshape(*tall, q.shape[3]) @ k.transpose(-1, -2)
+        products = products.view(*q.shape[:3], k.shape[2])
         scores = self.scores(products)
         if scores is not products:
             mask = _without_knocked_out(scores, mask)
         pattern = self.pattern(self.masked_softmax(scores, mask))
-        tall = self.pattern_dropout(pattern).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-        return (tall @ v).view_as(q)
+        weights = self.pattern_dropout(pattern) if self.pattern_dropout.training else pattern
+        return (weights.reshape(*tall, k.shape[2]) @ v).view_as(q)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(_explicit)
 

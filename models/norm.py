@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks._torch import Component
+from hooks._torch import Component, is_unwatched
 from models.config import TransformerConfig
 
 READ = "what the sublayer reads: the norm's output, gain and bias applied"
@@ -57,7 +57,13 @@ class LayerNorm(Component):
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, with a hook point at its divisor."""
-        wide = widened(x)
+        wide, weight = widened(x), self.weight
+        if weight is not None and x.dtype == weight.dtype == wide.dtype and is_unwatched(x):
+            # One kernel instead of seven. Autograd would not follow the divisor that it gives.
+            zero = torch.zeros_like(weight)
+            normal, _, inverse = torch.native_layer_norm(x, self.shape, weight, zero, self.eps)
+            unedited = inverse * self.scale(inverse.reciprocal())
+            return torch.addcdiv(zero if self.bias is None else self.bias, normal, unedited)
         centred = wide - wide.mean(-1, keepdim=True)
         normal = centred / self.scale(_root_mean_square(centred, self.eps))
         if self.weight is not None:

@@ -411,7 +411,7 @@ def test_a_lazy_cache_is_edited_as_the_run_was(wide, texts):
         _, lazy = wide.run_with_cache(texts[0], lazy=True)
         before = [receipt.calls for receipt in context.receipts]
         inside = lazy["z", 0]
-    assert torch.equal(inside, eager["z", 0])
+    torch.testing.assert_close(inside, eager["z", 0], rtol=0, atol=1e-11)
     with starting_at(11):
         for name in eager:
             torch.testing.assert_close(lazy[name], eager[name], rtol=0, atol=1e-11)
@@ -500,7 +500,13 @@ def test_receipts_say_what_each_hook_did(wide, texts):
     reading = HookedRunner(nn.Sequential(nn.Flatten(0)))
     with reading.hooks({"0": lambda value, point: value * 2}, receipts=True) as context:
         reading.model(torch.tensor([[3.0, -5.0]]))
-    assert (context.receipts[0].rows, context.receipts[0].largest) == (2, 5)
+        assert (context.receipts[0].rows, context.receipts[0].largest) == (2, 5)
+        reading.model(torch.tensor([[7.0, torch.nan]]))
+        assert (context.receipts[0].rows, context.receipts[0].largest) == (3, 7)
+        reading.model(torch.tensor([[2.0]]))
+        assert (context.receipts[0].rows, context.receipts[0].largest) == (4, 7)
+        reading.model(torch.tensor([[torch.inf, 0.0]]))
+    assert (context.receipts[0].calls, context.receipts[0].rows) == (4, 4)
 
 
 def test_a_place_may_be_narrowed_but_not_chosen_twice(source):

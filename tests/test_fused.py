@@ -45,3 +45,16 @@ def test_each_module_chooses_for_itself():
     model = nn.Sequential(Square(), Square()).eval()
     HookedRunner(model).run_with_cache(torch.tensor([3.0]), names="1.root")
     assert [part.ran for part in model] == [["fused"], ["explicit"]]
+
+
+def test_any_hook_of_the_users_counts_whatever_its_attributes():
+    class Kept:
+        acts = ()
+
+        def __call__(self, module, args, value):
+            self.acts += (value.item(),)
+
+    model, kept = Square().eval(), Kept()
+    model.root.register_forward_hook(kept)
+    model(torch.tensor([3.0]))
+    assert kept.acts == (3.0,)

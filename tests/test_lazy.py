@@ -61,7 +61,8 @@ def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
 def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = runner.capture(tokens, names="blocks.0.resid_post")["resid_post", 0]
-    _, alone = HookedRunner(model.blocks[1]).run_with_cache(stream, model.context(tokens))
+    with torch.no_grad():  # as lazy values are computed: explicit norms run other kernels then
+        _, alone = HookedRunner(model.blocks[1]).run_with_cache(stream, model.context(tokens))
     for name, value in alone.items():
         assert torch.equal(lazy[f"blocks.1.{name}"], value), name
 
@@ -179,6 +180,29 @@ def test_hooks_that_are_gone_and_edits_that_are_not_the_same_twice(model, runner
     for layer in range(3):
         with pytest.raises(CacheError, match=f"blocks.{layer}"):
             lazy["z", layer]
+
+
+def test_weights_that_a_module_has_only_since_an_earlier_run():
+    """The change is of a unit that the output does not show."""
+    block = nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.ReLU(), nn.Linear(5, 3))
+    runner = runner_of(block)
+    runner.run_with_cache(X, lazy=True)
+    block[1].added = nn.Parameter(torch.tensor([0.0, 0.0, -1000.0, 0.0, 0.0]))
+    block[1].forward = lambda x: x + block[1].added
+    _, lazy = runner.run_with_cache(X, lazy=True)
+    with torch.no_grad():
+        block[1].added[2] += 1
+    with pytest.raises(CacheError, match="blocks.0"):
+        lazy["blocks.0.1"]
+
+
+def test_a_block_runs_again_once_though_kernels_round_to_half_precision(model, runner, tokens):
+    runs = []
+    model.blocks[1].register_forward_pre_hook(lambda module, args: runs.append(module))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, lazy = runner.run_with_cache(tokens, lazy=True)
+    lazy["pattern", 1]
+    assert len(runs) == 2
 
 
 def test_hooks_on_all_modules_and_dropout_that_is_always_on(model, runner, tokens):

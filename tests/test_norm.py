@@ -71,6 +71,20 @@ def test_equals_the_equations(make, hooks):
     assert torch.equal(out, cache["normalized"])
 
 
+@NORMS
+@pytest.mark.parametrize("write", [torch.Tensor.mul_, lambda value, n: value.data.mul_(n)])
+def test_hooks_may_write_into_the_scale(make, write):
+    module, x = randomised(make()).requires_grad_(False), draw(BATCH, POS, D)
+
+    def quadruple(module, args, output):
+        write(output, 4)
+
+    module.scale.register_forward_hook(quadruple)
+    _, expected = by_hand(module, x)
+    offset = 0 if getattr(module, "bias", None) is None else module.bias
+    torch.testing.assert_close(module(x), (expected - offset) / 4 + offset, atol=1e-13, rtol=0)
+
+
 @FORMS
 def test_equals_torchs_modules_by_default(hooks):
     x = draw(BATCH, POS, D, dtype=torch.float32) * 1e-3  # where the default eps matters
@@ -102,7 +116,7 @@ def test_tiny_values_are_stable(make, hooks):
 
 
 @pytest.mark.parametrize("make", list(MODULES.values())[:5], ids=list(MODULES)[:5])
-@FORMS
+@pytest.mark.parametrize("hooks", [{}, LOOK, {"scale": lambda value, point: value**3 + 2}])
 def test_gradients(make, hooks):
     module, x = randomised(make()), draw(1, 2, D, seed=3).requires_grad_()
     torch.autograd.gradcheck(lambda x, *_: run(module, x, hooks), [x, *module.parameters()])

@@ -335,3 +335,9 @@ def test_capture_lets_a_fully_sharded_model_finish():
         assert len(reached) == 2
     finally:
         distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def test_a_part_of_a_larger_tensor_is_kept_alone(runner, tokens):
+    cache = runner.capture(tokens, names="blocks.1.attn.q")
+    assert cache.nbytes == cache["q", 1].nbytes

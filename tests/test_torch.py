@@ -38,10 +38,11 @@ def test_has_hooks_and_hooks_of(kind):
 
 
 def test_children_and_state_of():
-    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Sequential(nn.BatchNorm1d(3)))
+    norms = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Sequential(nn.ReLU(), *norms))
     model.register_module("absent", None)
     assert list(_torch.children(model)) == [model[0], model[1]]
-    expected = [model[0].weight, *model[1][0].parameters(), *model[1][0].buffers()]
+    expected = [model[0].weight, *norms[0].parameters(), *norms[0].buffers(), *norms[1].buffers()]
     assert list(map(id, _torch.state_of(model))) == list(map(id, expected))
 
 

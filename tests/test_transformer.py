@@ -343,6 +343,8 @@ def test_dropout_has_four_places_and_acts_in_training_only(place, mlp):
         assert module.p == 0.5
         module.p = 0.5 if name == place else 0.0
     assert not torch.equal(model(tokens), model(tokens))
+    with HookedRunner(model).hooks({"*.pattern": lambda value, point: None}):
+        assert not torch.equal(model(tokens), model(tokens))
     assert torch.equal(model.eval()(tokens), model(tokens))
     modules[place].p = 0.0
     assert torch.equal(model.train()(tokens), model(tokens))
