@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks import HookedRunner, Options
+from hooks import HookedRunner, HookPoints, Options
 from hooks.capture import Recorder
 from hooks.errors import unknown_name
-from hooks.replay import replay
+from hooks.point import mapped
+from hooks.replay import plain_argument, replay
 from hooks.session import Session, edits_in_force
 from interp.columns import at_least_float32
 
@@ -39,7 +40,8 @@ class Attention:
             if given not in runner.points:
                 raise unknown_name(given, runner.points, "point of the model")
         self._points = {part: runner.points[given] for part, given in names.items()}
-        self._module = runner.model.get_submodule(path)
+        points = runner.model.get_submodule(path)
+        self._module = points.module if isinstance(points, HookPoints) else points
         self.pattern = names["pattern"]
 
     def listen(self, session: Session) -> None:
@@ -47,7 +49,11 @@ class Attention:
         session.before(self._module, self._store)
 
     def _store(self, args: Any, kwargs: Any) -> None:
-        self._args, self._kwargs = args, kwargs
+        def kept(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, Tensor)
+            return leaf if is_tensor else plain_argument(self._module, leaf, self.pattern)
+
+        self._args, self._kwargs = mapped((args, kwargs), kept)
 
     @torch.no_grad()
     def values(self, **changed: Tensor) -> dict[str, Tensor]:

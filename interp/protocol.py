@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner, ModeError
+from hooks import ActivationCache, CacheError, HookedRunner, ModeError, storage
 
 
 class Sizes(Protocol):
@@ -23,6 +23,19 @@ class LanguageModel(Protocol):
 
     Your own model needs only the parts that the analysis uses. Weights multiply row vectors, `x @ W`.
     Several heads may share the key and value weights of one `kv_head`.
+
+    A graph (`interp.graph`, circuits) also needs blocks of this form, with a point for each `point`:
+
+        resid = resid_pre(resid)                                              # point
+        attn_out = attn_out(ln1_post(attn.mix(*attn.project(ln1(resid)), context)))  # point
+        resid = resid_mid(resid + attn_out)                                   # point
+        mlp_out = mlp_out(ln2_post(mlp(ln2(resid))))                          # point
+        return resid_post(resid + mlp_out)                                    # point
+
+    `attn.project` gives the queries, keys and values of each head, linear in what it reads, by `attn.W_Q`,
+    `attn.b_Q` and their like; `attn.mix` makes of them what attention adds, by a point `attn.z` and by `attn.W_O`
+    and `attn.b_O`. A norm is linear but for the division by its point `scale`; without that point it is
+    an identity. A block without `resid_mid` has an MLP that reads what attention reads, or no `mlp`.
     """
 
     config: Sizes
@@ -55,7 +68,7 @@ class LanguageModel(Protocol):
 
 # Not `-> LanguageModel`: a type check at run time would then require all parts.
 def of(model: nn.Module, *parts: str) -> Any:
-    """Returns `model` itself, after a check that it has the parts of `LanguageModel` that are used.
+    """The parts of `LanguageModel` that are used: `model` itself, or what an attached model carries.
 
     Args:
         model: any module.
@@ -64,14 +77,43 @@ def of(model: nn.Module, *parts: str) -> Any:
     Raises:
         TypeError: if the model lacks one of them.
     """
+    language: Any = vars(model).get("language_parts", model)
     # The class first, because reading a weight view from the instance computes it.
-    lacking = [p for p in parts if not (hasattr(type(model), p) or hasattr(model, p))]
+    has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
+    lacking = [part for part in parts if not has(part)]
     if lacking:
         raise TypeError(
             f"the model must have {' and '.join(parts)}; got {type(model).__name__} without "
             f"{' and '.join(lacking)} (models.from_hf makes a model that has them)"
         )
-    return model
+    return language
+
+
+def plain(model: nn.Module, *parts: str) -> Any:
+    """A model whose blocks and norms have weights under our names: `model`, or a plain one for an attached one.
+
+    That is made at each call, and may share memory with the attached one: do not write into its weights. Its
+    points have the names that the attached model's have.
+
+    Raises:
+        TypeError: if the model lacks one of the parts.
+        ValueError: if it is attached, and `models.from_hf` refuses it, for its family or its config.
+    """
+    language = of(model, *parts)
+    return language if language is model else language.plain()
+
+
+def check_cache(model: nn.Module, cache: ActivationCache) -> None:
+    """Refuses a cache of another model.
+
+    Raises:
+        CacheError: if the configuration of the model that it came from was another.
+    """
+    if cache.config_hash != (own := storage.config_hash(model)):
+        raise CacheError(
+            f"the cache must be of a model with this model's config hash, {own[:12]}; "
+            f"got {cache.config_hash[:12]}"
+        )
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import starting_at
+from hooks import Point, starting_at
 from hooks._torch import PeakBytes
+from hooks.point import first_tensor, inside
 from hooks.replay import replay
 from hooks.session import Edits
 from hooks.transfer import trusted
@@ -27,8 +28,7 @@ class Resumed:
     begin at the same position are rows of one batch, which grows from block to block.
 
     Args:
-        model: the model.
-        unedited: its unedited run.
+        unedited: the model's unedited run.
         jobs: the edited runs.
         max_bytes: bounds the memory beyond the model and the logits of the unedited run.
 
@@ -39,15 +39,12 @@ class Resumed:
         ValueError: if `max_bytes` is too small for one run.
     """
 
-    def __init__(
-        self, model: nn.Module, unedited: Unedited, jobs: Sequence[Job], max_bytes: int
-    ) -> None:
-        self.model: Any = model
+    def __init__(self, unedited: Unedited, jobs: Sequence[Job], max_bytes: int) -> None:
+        self.model: Any = unedited.language
         self.base = unedited
         self.batch = unedited.batch
         self.size, self.n_pos = self.batch.tokens.shape
-        blocks: Any = model.blocks
-        self._inside: list[set[nn.Module]] = [set(block.modules()) for block in blocks]
+        self._inside: list[set[nn.Module]] = [inside(block) for block in self.model.blocks]
         columns = self.batch.columns
         self._first_read = self.n_pos if columns is None else int(columns.min())
         for job in jobs:
@@ -105,7 +102,7 @@ class Resumed:
         layer = max(range(len(self._inside)), key=lambda n: len(self._inside[n] & edited))
         copying: Edits = [(module, copied) for module in edited]
         with PeakBytes() as block:
-            replay(self.model.blocks[layer], (base.streams[layer], base.context), {}, copying)
+            self._run(layer, base.streams[layer], base.context, copying)
         stream = base.streams[-1]
         whole = any(job.late for job in jobs)
         with PeakBytes() as unembed:
@@ -146,9 +143,15 @@ class Resumed:
             if layer < len(blocks):
                 edits = stacked(running, self.size, self._inside[layer])
                 with starting_at(pos or None):
-                    stream = [replay(blocks[layer], (*stream, repeated), {}, edits)]
+                    stream = [self._run(layer, stream[0], repeated, edits)]
                 done(len(running) / len(blocks) * (self.n_pos - pos) / self.n_pos)
         return stream[0]
+
+    def _run(self, layer: int, stream: Tensor, context: Any, edits: Edits) -> Tensor:
+        """The stream that leaves a block."""
+        own = getattr(context, "arguments", None)
+        args, kwargs = own(layer, stream) if own else ((stream, context), {})
+        return first_tensor(replay(self.model.blocks[layer], args, kwargs, edits), Point("block"))
 
     def _entering(self, job: Job) -> Tensor:
         """The stream that enters the first block of a run, at all positions."""

@@ -15,7 +15,7 @@ from hooks.point import first_tensor, with_first_tensor
 from hooks.session import Edits, Session
 from hooks.transfer import to_device, trusted
 from interp.metrics import Metric, last_of, per_example, real_columns
-from interp.protocol import logits_of
+from interp.protocol import logits_of, of
 
 Done = Callable[[float], object]
 """Called with the work just done, in forward passes of one batch."""
@@ -159,11 +159,12 @@ class WholeRuns:
         self.batch = batch
         self.jobs = jobs
         self.forwards = float(len(jobs))
+        self._kwargs = batch.kwargs | dict(getattr(of(model), "uncached", {}))
         self._at_once = 1
         if max_bytes is not None:
             modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
             with PeakBytes() as memory, acting([(module, copied) for module in modules]):
-                batch.measure(batch.read(logits_of(model(batch.tokens, **batch.kwargs))))
+                batch.measure(batch.read(logits_of(model(batch.tokens, **self._kwargs))))
             if max_bytes < memory.peak:
                 raise too_small(max_bytes, memory.peak)
             self._at_once = max_bytes // memory.peak
@@ -181,7 +182,10 @@ class WholeRuns:
 
     def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
         tokens = self.batch.tokens.repeat(len(jobs), 1)
-        kwargs = {name: value.repeat(len(jobs), 1) for name, value in self.batch.kwargs.items()}
+        kwargs = {
+            name: value.repeat(len(jobs), 1) if isinstance(value, Tensor) else value
+            for name, value in self._kwargs.items()
+        }
         # The unedited run has checked the texts.
         with trusted(), acting(stacked(jobs, len(self.batch.tokens))):
             logits = self.batch.read(logits_of(self.model(tokens, **kwargs)))

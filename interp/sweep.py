@@ -92,7 +92,7 @@ def sweep(
     if alone or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
     else:
-        runs = Resumed(model, unedited, jobs, max_bytes)
+        runs = Resumed(unedited, jobs, max_bytes)
     values = base.new_empty(len(jobs), len(base))
     title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"
     with tqdm(total=runs.forwards, desc=title, leave=False, delay=1, disable=None) as bar:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner
 from hooks._torch import version
-from hooks.point import first_tensor
+from hooks.point import first_tensor, inside, tensors_in
 from hooks.session import Session
 from interp.edits import Edit
-from interp.protocol import logits_of
+from interp.protocol import logits_of, of
 from interp.rows import Batch, Job, has_rows
 
 
@@ -33,6 +33,7 @@ class Unedited:
         past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited run
             begins after the first position.
         context: what the blocks read besides the stream.
+        language: the model's parts; see `interp.protocol.of`.
 
     Raises:
         EditError: if an edit does not fit.
@@ -51,7 +52,10 @@ class Unedited:
         self._by_rows = True
         self._calls: list[tuple[Any, ...]] = []
         self._outputs: list[Any] = []
-        blocks = list(getattr(self.model, "blocks", ()))
+        self.language: Any = of(runner.model)
+        blocks = list(getattr(self.language, "blocks", ()))
+        # An attached model knows the arguments of its blocks, cached keys included.
+        self._finds_context = hasattr(self.language, "context_of")
         with Session() as session:
             # Before the blocks' own hooks, so that the output of a block counts as inside.
             for module, edited in _by_module(jobs).items():
@@ -59,8 +63,9 @@ class Unedited:
             for layer, block in enumerate(blocks):
                 session.before(block, partial(self._enter, layer))
                 session.after(block, partial(self._leave, layer))
-                for point in _keys_and_values(block, runner) if self._kept else ():
-                    session.after(point, self._keep)
+                if self._kept and not self._finds_context:
+                    for point in _keys_and_values(block, runner):
+                        session.after(point, self._keep)
             output = self.model(batch.tokens, **batch.kwargs)
         self.logits = batch.read(logits_of(output))
         for job in jobs:
@@ -82,12 +87,14 @@ class Unedited:
     def _enter(self, layer: int, args: Any, kwargs: Any) -> None:
         self._stage = layer
         self.past.append([])
-        is_plain = len(args) == 2 and not kwargs and isinstance(args[0], Tensor)
-        self._calls.append((*args, version(args[0])) if is_plain else ())
+        stream = next(iter((*args, *kwargs.values())), None)
+        self._calls.append(
+            (args, kwargs, stream, version(stream)) if isinstance(stream, Tensor) else ()
+        )
 
     def _leave(self, layer: int, output: Any) -> None:
         self._stage = layer + 0.5
-        self._outputs.append(output)
+        self._outputs.append(next(tensors_in(output), None))
 
     def _keep(self, value: Tensor) -> None:
         # Contiguous, because queries, keys and values may share one tensor.
@@ -98,32 +105,43 @@ class Unedited:
 
         If it has, `streams`, `past` and `context` are theirs.
         """
-        model, calls, outputs = self.model, self._calls, self._outputs
-        n_blocks = len(getattr(model, "blocks", ()))
+        language, calls, outputs = self.language, self._calls, self._outputs
+        n_blocks = len(getattr(language, "blocks", ()))
         if not n_blocks or len(calls) != n_blocks or not all(calls) or not self._by_rows:
             return False
         known = {-1.0, *map(float, range(n_blocks)), n_blocks - 0.5}
-        self.context = calls[0][1]
-        self.streams = [stream for stream, _, _ in calls] + outputs[-1:]
+        self.context = self._context()
+        self.streams = [stream for _, _, stream, _ in calls] + outputs[-1:]
         return (
             set().union(*self.stages.values()) <= known
-            and all(context is self.context for _, context, _ in calls)
             and all(hasattr(self.context, part) for part in ("repeated", "after"))
             and all(len(kept) == self._kept for kept in self.past)
             # No block wrote into the stream that it was given.
-            and all(version(stream) == before for stream, _, before in calls)
+            and all(version(stream) == before for _, _, stream, before in calls)
             and all(map(_are_close, outputs, self.streams[1:]))
-            and all(hasattr(model, step) for step in ("input_resid", "unembed"))
-            and _are_close(model.input_resid(self.batch.tokens, self.context), self.streams[0])
-            and _are_close(model.unembed(self.batch.read(self.streams[-1])), self.logits)
+            and all(hasattr(language, step) for step in ("input_resid", "unembed"))
+            and _are_close(language.input_resid(self.batch.tokens, self.context), self.streams[0])
+            and _are_close(language.unembed(self.batch.read(self.streams[-1])), self.logits)
         )
+
+    def _context(self) -> Any:
+        """What the blocks read besides the stream; None if they cannot run again."""
+        if self._finds_context:
+            given = [(args, kwargs) for args, kwargs, _, _ in self._calls]
+            found = self.language.context_of(given, self.batch.kwargs)
+            self.past = [list(pair) for pair in found.held] if found and self._kept else self.past
+            return found
+        contexts = [
+            args[1] if len(args) == 2 and not kwargs else None for args, kwargs, *_ in self._calls
+        ]
+        return contexts[0] if all(context is contexts[0] for context in contexts) else None
 
 
 def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
     """The block's points `k` and `v`."""
-    inside = set(block.modules())
+    reached = inside(block)
     ends = {
-        p.name.rpartition(".")[2]: p.module for p in runner.points.values() if p.module in inside
+        p.name.rpartition(".")[2]: p.module for p in runner.points.values() if p.module in reached
     }
     return [ends[end] for end in ("k", "v") if end in ends]
 

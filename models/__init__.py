@@ -1,6 +1,7 @@
 """Transformers, checkpoints, tokenizers, generation and training."""
 
 from hooks.transfer import trusted
+from models.attached import Attached, attach
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
@@ -31,6 +32,7 @@ from models.verification import VerificationError, verify
 
 __all__ = [
     "MLP",
+    "Attached",
     "Attention",
     "Batches",
     "Block",
@@ -51,6 +53,7 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "VerificationError",
+    "attach",
     "available",
     "build",
     "bundled",

@@ -77,10 +77,10 @@ PUBLIC = {
         HookError HookPoint HookPoints HookedRunner Hooks Identity Mode ModeError NeverFiredError
         Options Plan Planned Point Receipt Receipts Selector UnknownNameError index_by_axis
         start_of_piece starting_at""",
-    "models": """Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP RMSNorm
-        RotaryScaling Sampling StaticKVCache Step Tokenizer TrainingConfig TrainingResult
-        Transformer TransformerConfig VerificationError available build bundled causal_mask center
-        config_of evaluate fold_norms from_hf generate generate_text load load_tokenizer
+    "models": """Attached Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP
+        RMSNorm RotaryScaling Sampling StaticKVCache Step Tokenizer TrainingConfig TrainingResult
+        Transformer TransformerConfig VerificationError attach available build bundled causal_mask
+        center config_of evaluate fold_norms from_hf generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
         stream train trusted verify""",
     "interp": """LanguageModel LogitLens Metric Pairs ResidualStream Result SVD SVDTargets accuracy

@@ -140,6 +140,21 @@ def from_hf(
         UnknownNameError: if a key to ignore is not in its config.
         ValueError: if its config cannot be expressed, or its weights do not match the config.
     """
+    return _from_memory(model, False, dtype, device, ignore)
+
+
+def from_hf_shared(model: nn.Module) -> Transformer:
+    """Like `from_hf`, but weights that need no new layout stay in the model's own memory."""
+    return _from_memory(model, True)
+
+
+def _from_memory(
+    model: nn.Module,
+    keep: bool,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    ignore: Collection[str] = (),
+) -> Transformer:
     what = type(model).__name__
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
         raise TypeError(f"from_hf needs a model of transformers, with its config; got a {what}")
@@ -147,7 +162,7 @@ def from_hf(
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     family, config = translated(_ended(described, ends), f"{what}.config")
     state = model.state_dict()
-    reader = Reader(state.keys(), state.__getitem__, keep=False)
+    reader = Reader(state.keys(), state.__getitem__, keep)
     table = family.table(config, state.keys())
     device = next(model.parameters()).device if device is None else device
     return assemble(config, table, reader, what, family.is_ignored, dtype, device)

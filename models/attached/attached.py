@@ -1,0 +1,180 @@
+"""attach: puts hook points into a model of `transformers`, and takes them out again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import ActivationCache, HookedRunner
+from hooks.point import tensors_in
+from models.attached.attention import AttentionPoints, register
+from models.attached.configs import own_configs, text_config
+from models.attached.language import AttachedLanguage
+from models.attached.layout import BlockLayout, blocks_of, layout_of
+from models.attached.points import TOP, Blocks, Wiring
+from models.attached.probe import Probe, evaluating, probed, tokens_for
+from models.attached.sums import is_close
+from models.attached.wiring import Forward
+
+
+class Attached:
+    """The points of one model, until `remove()` or the end of a `with`; see `attach`.
+
+    Attributes:
+        model: the model.
+        left_out: points that the model does not have, by the last parts of their names, and why.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self.left_out: dict[str, str] = {}
+        self._wiring = Wiring(model)
+        reference = _logits(model)
+        if reference.is_meta or reference.isnan().any():
+            raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
+        self._configs = own_configs(model)
+        self._forward = Forward(model)
+        try:
+            probe = self._probed(reference)
+            chain = blocks_of(probe, model)
+            model.forward = self._forward
+            self._wiring.embeddings(probe, chain[0])
+            found = [layout_of(call, probe, text_config(model)) for call in chain]
+            model.blocks = Blocks(map(self._wiring.block, found))
+            self._wiring.final_norm(probe, chain[-1])
+            if any(weight.is_meta for weight in model.parameters()):
+                self.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
+            for name in TOP:
+                if hasattr(model, name):
+                    getattr(model, name).train(model.training)
+            vars(model)["language_parts"] = AttachedLanguage(model, probe, chain)
+            self._check_streams(found)
+            self._check_attention(reference)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Takes everything out of the model again. A second call does nothing."""
+        self._wiring.remove()
+        self._restore_configs()
+        vars(self.model).pop("language_parts", None)
+        if vars(self.model).get("forward") is self._forward:
+            del self.model.forward
+            if self._forward.replaced is not None:
+                self.model.forward = self._forward.replaced
+
+    def __enter__(self) -> "Attached":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _restore_configs(self) -> None:
+        for module, config in self._configs.items():
+            module.config = config
+        self._configs = {}
+
+    def _probed(self, reference: Tensor) -> Probe:
+        """A probe whose logits are those of the model before."""
+        probe = probed(self.model)
+        if not probe.attention or not _agree(probe.logits, reference, 1e-5):
+            what = "computes attention by code of its own, not by the library's interface"
+            self.left_out["attn"] = f"{type(self.model).__name__} {what}"
+            self._restore_configs()
+            probe = probed(self.model)
+            probe.attention.clear()
+        return probe
+
+    def _check_streams(self, found: Sequence[BlockLayout]) -> None:
+        """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
+        shared = [n for n, layout in enumerate(found) if layout.mid_in is not None]
+        if not shared:
+            return
+        parts = ("resid_mid", "mlp_out", "resid_post")
+        hooks = {f"blocks.{n}.resid_mid": _rolled for n in shared}
+        names = [f"blocks.{n}.{part}" for n in shared for part in parts]
+        with HookedRunner(self.model).hooks(hooks):
+            _, cache = self._run(names)
+        for n in shared:
+            mid, added, post = (cache[f"blocks.{n}.{part}"] for part in parts)
+            if not is_close(mid + added, post, mid, added):
+                self._wiring.drop(self.model.blocks[n], "resid_mid")
+                self.left_out["resid_mid"] = "the stream goes on from a copy of it"
+
+    def _check_attention(self, reference: Tensor) -> None:
+        """Leaves out `scores` and `pattern` where attention has terms that `AttentionPoints` lacks.
+
+        Raises:
+            ValueError: if the logits differ without these points too.
+        """
+        if _agree(self._run()[0], reference, 1e-3):
+            return
+        for module in self.model.modules():
+            if isinstance(module, AttentionPoints):
+                self._wiring.drop(module, "scores")
+                self._wiring.drop(module, "pattern")
+        self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
+        if not _agree(self._run()[0], reference, 1e-3):
+            raise ValueError(
+                f"hooks must not change the logits; got others from {type(self.model).__name__}"
+            )
+
+    @torch.no_grad()
+    def _run(self, names: Sequence[str] | None = None) -> tuple[Tensor, ActivationCache]:
+        """The logits of a cached run of a few tokens."""
+        with evaluating(self.model):
+            tokens = tokens_for(self.model)
+            output, cache = HookedRunner(self.model).run_with_cache(
+                input_ids=tokens, use_cache=False, names=names
+            )
+        return next(tensors_in(output)), cache
+
+
+def attach(model: nn.Module) -> Attached:
+    """Puts hook points into a model of `transformers`, under the names of `models.Transformer`.
+
+    `HookedRunner(model)` and the analyses of `interp` then work as on a plain transformer. Weights, state
+    dict and outputs stay as they are. Where the points belong is found from a run on fourteen tokens and
+    checked by two more, so no architecture needs to be known. A point is left out where the model does not
+    show its value, or where an edit of it could not take effect.
+
+    Args:
+        model: a model that reads `input_ids`; its blocks are in a `ModuleList`.
+
+    Raises:
+        ImportError: if `transformers` is not installed, or older than 5.0.
+        TypeError: if the model has no config of `transformers`.
+        ValueError: if the model is attached already, has other modules under our names, or no blocks, reads
+            two sequences, or gives NaN.
+    """
+    what = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "is_encoder_decoder"):
+        raise TypeError(f"attach needs a model of transformers, with its config; got a {what}")
+    if config.is_encoder_decoder:
+        raise ValueError(f"the model must have an encoder or a decoder, not both; got {what}")
+    if any("hook_points" in vars(module) for module in model.modules()):
+        raise ValueError("no part of the model must be attached already: call remove() first")
+    if taken := [name for name in TOP if hasattr(model, name)]:
+        raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
+    register()
+    return Attached(model)
+
+
+@torch.no_grad()
+def _logits(model: nn.Module) -> Tensor:
+    with evaluating(model):
+        return next(tensors_in(model(input_ids=tokens_for(model), use_cache=False)))
+
+
+def _agree(ours: Tensor | None, theirs: Tensor, tolerance: float) -> bool:
+    if ours is None or ours.shape != theirs.shape:
+        return False
+    tolerance = max(tolerance, 16 * torch.finfo(theirs.dtype).eps)
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
+
+
+def _rolled(value: Tensor, point: object) -> Tensor:
+    return value.roll(1, -1)

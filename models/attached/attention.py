@@ -1,0 +1,163 @@
+"""Attention of an attached model: a function that `transformers` calls with queries, keys and values."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import FusedUnlessHooked, HookPoint, HookPoints
+from hooks.session import is_listened_to
+from models.attached.configs import EAGER, FUSED, kernel_of
+from models.attached.past import Keys, Past, first_new, layer_of, passed, past_of, take_cache
+from models.attached.wiring import fire
+from models.files import library
+
+Heads = Float[Tensor, "batch head query d_head"]
+
+
+def register() -> None:
+    """Tells `transformers` of this function and its masks, under names of their own.
+
+    Raises:
+        ImportError: if `transformers` is missing, or older than 5.0.
+    """
+    transformers = library("transformers")
+    version = transformers.__version__
+    if int(version.partition(".")[0]) < 5:
+        raise ImportError(f"attach needs transformers 5.0 or later; got {version}")
+    masks = library("transformers.masking_utils")
+    for name, mask in ((EAGER, masks.eager_mask), (FUSED, masks.sdpa_mask)):
+        transformers.AttentionInterface.register(name, hooked_attention)
+        masks.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+
+
+def hooked_attention(
+    module: nn.Module, query: Heads, key: Keys, value: Keys, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Attention of one module, through its points if it has any; see `AttentionPoints`."""
+    if isinstance(attention_mask, Tensor):  # some families make it longer
+        attention_mask = attention_mask[..., : key.shape[2]]
+    points: AttentionPoints | None = vars(module).get("hook_points")
+    if points is None:
+        return kernel_of(module)(module, query, key, value, attention_mask, **kwargs)
+    return points.attend(module, query, key, value, attention_mask, **kwargs)
+
+
+class AttentionPoints(HookPoints):
+    """The points of one attention module.
+
+    While nobody listens at `scores` or `pattern`, the model's own kernel computes z: its family's eager one
+    if the model was in that mode, otherwise the sdpa one of `transformers`.
+
+    Args:
+        module: the attention module.
+
+    Attributes:
+        kernel: the model's own attention function.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.kernel = kernel_of(module)
+        self.q = HookPoint("batch pos head d_head", "queries as they enter the dot product")
+        self.k = HookPoint("batch pos kv_head d_head", "keys as they enter the dot product")
+        self.v = HookPoint("batch pos kv_head d_head", "values")
+        self.scores = HookPoint(
+            "batch head query key", "q·k·scale before the mask: not zero above the diagonal"
+        )
+        self.pattern = HookPoint("batch head query key", "softmax of the masked scores over keys")
+        self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
+
+    def plain(self, argument: Any) -> Any:
+        """What a later run of the module needs of a cache of keys and values; see `past_of`."""
+        return past_of(argument, getattr(self.module, "layer_idx", None))
+
+    def attend(
+        self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        """z, [batch, query, head, d_head], and the pattern or None."""
+        cache, layer = take_cache(), getattr(module, "layer_idx", None)
+        held = None if isinstance(cache, Past) else layer_of(cache, layer)
+        start = first_new(key, query.shape[2], cache, layer)
+        new = range(start, start + query.shape[2])
+        query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
+        key = passed(self.k, key, new, getattr(held, "keys", None), cache)
+        value = passed(self.v, value, new, getattr(held, "values", None), cache)
+        end = key.shape[2]
+        if hasattr(self, "scores") and (
+            is_listened_to(self.scores) or is_listened_to(self.pattern)
+        ):
+            end = new.stop  # no free places
+        if end < key.shape[2]:
+            key, value = key[:, :, :end], value[:, :, :end]
+            mask = mask[..., :end] if isinstance(mask, Tensor) else mask
+        mix = self._mix if hasattr(self, "scores") else self._fused
+        z, pattern = mix(module, query, key, value, mask, **kwargs)
+        return fire(self.z, z), pattern
+
+    def _fused(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        return self.kernel(module, *args, **kwargs)
+
+    @FusedUnlessHooked("scores", "pattern", fused=_fused)
+    def _mix(
+        self,
+        module: nn.Module,
+        query: Heads,
+        key: Keys,
+        value: Keys,
+        mask: Any,
+        /,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Any]:
+        """The operations of the eager kernels, in their order, so that numbers are the same."""
+        groups = query.shape[1] // key.shape[1]
+        key, value = (_repeated(part, groups) for part in (key, value))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = fire(self.scores, torch.matmul(query, key.transpose(2, 3)) * scaling)
+        masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        if mask is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            mask = _causal(masked) if causal and query.shape[2] > 1 else None
+        masked = _masked(masked, mask)
+        if s_aux is None:
+            wide = torch.promote_types(masked.dtype, torch.float32)
+            pattern = F.softmax(masked, -1, dtype=wide).to(query.dtype)
+        else:
+            pattern = _softmax_with_sink(masked, s_aux)
+        pattern = fire(self.pattern, pattern)
+        weights = F.dropout(pattern, dropout, module.training).to(value.dtype)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), pattern
+
+
+def _repeated(part: Tensor, groups: int) -> Tensor:
+    return part if groups == 1 else part.repeat_interleave(groups, 1)
+
+
+def _causal(scores: Tensor) -> Tensor:
+    # Where there is no mask, queries and keys begin at the same position; more keys are free places.
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        # A row without keys becomes uniform, as in the eager kernels.
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores + mask
+
+
+def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
+    """The weights of the keys where each head has a sink that takes the rest (gpt-oss)."""
+    sink = sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
+    joined = torch.cat([scores, sink], -1)
+    joined = joined - joined.amax(-1, keepdim=True)
+    return F.softmax(joined, -1, dtype=joined.dtype)[..., :-1]

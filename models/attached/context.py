@@ -1,0 +1,119 @@
+"""The arguments of an attached model's blocks, for blocks that run again on other streams."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hooks.point import mapped, tensors_in
+from models.attached.past import Past, layer_of
+from models.attached.wiring import is_cache
+
+# The arguments whose meaning is known, with their axis over queries.
+AXES = {"attention_mask": 2, "position_ids": 1, "position_embeddings": 1, "cache_position": 0}
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class AttachedContext(NamedTuple):
+    """What the blocks of one run read besides the stream.
+
+    Attributes:
+        given: the model's arguments besides the tokens.
+        n_pos: how many positions the texts have.
+        calls: for each block its arguments by name, besides the stream and cached keys.
+        held: for each block the keys and values that its cache has.
+        past: for each block the keys and values before the first position.
+    """
+
+    given: dict[str, Any]
+    n_pos: int = 0
+    calls: tuple[dict[str, Any], ...] = ()
+    held: tuple[tuple[Tensor, Tensor], ...] = ()
+    past: tuple[Any, ...] = ()
+
+    def arguments(self, layer: int, stream: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
+        """What to call a block with."""
+        kwargs = dict(self.calls[layer])
+        if self.past:
+            kwargs[next(name for name in CACHES if name in kwargs)] = Past(*self.past[layer])
+        return (stream,), kwargs
+
+    def repeated(self, n: int) -> "AttachedContext":
+        """The context of `n` copies of the texts in sequence: row `copy * batch + row`."""
+        tiled: dict[int, Tensor] = {}  # blocks share masks
+
+        def tile(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2 or len(leaf) == 1:
+                return leaf
+            if id(leaf) not in tiled:
+                tiled[id(leaf)] = leaf.repeat(n, *[1] * (leaf.ndim - 1))
+            return tiled[id(leaf)]
+
+        return self._replace(calls=tuple(mapped(call, tile) for call in self.calls))
+
+    def after(self, pos: int, past: Sequence[Sequence[Tensor]]) -> "AttachedContext":
+        """The context of the same texts from position `pos` on.
+
+        Args:
+            pos: the first position.
+            past: for each block the keys and values before it, as its cache holds them.
+        """
+        new = self.n_pos - pos
+
+        calls = [
+            {name: _later(name, value, pos, new, keys.device) for name, value in kwargs.items()}
+            for kwargs, (keys, *_) in zip(self.calls, past, strict=True)
+        ]
+        return self._replace(calls=tuple(calls), past=tuple(past))
+
+
+def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> Any:
+    if name not in AXES:
+        return value
+    if name == "attention_mask" and value is None and new > 1:
+        # Without a mask the kernels take the first key for the first query's.
+        return torch.ones(1, 1, new, pos + new, dtype=torch.bool, device=device).tril(pos)
+
+    def cut(leaf: Any) -> Any:
+        return leaf.narrow(AXES[name], pos, new) if isinstance(leaf, Tensor) else leaf
+
+    return mapped(value, cut)
+
+
+def context_of(
+    blocks: Sequence[nn.Module], calls: Sequence[tuple[Any, Any]], given: dict[str, Any]
+) -> AttachedContext | None:
+    """The context of a run, from how it called the blocks; None if they cannot be called again.
+
+    They can if each is causal, has no tensors among its arguments but those in `AXES`, and has put all its keys
+    and values into a cache.
+    """
+    found, held = [], []
+    for block, (args, kwargs) in zip(blocks, calls, strict=True):
+        names = list(inspect.signature(block.forward).parameters)
+        named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
+        cache = next((named[name] for name in CACHES if is_cache(named.get(name))), None)
+        kept = layer_of(cache, vars(block)["hook_points"].layer)
+        n_pos = args[0].shape[1] if args else 0
+        if getattr(kept, "keys", None) is None or kept.keys.shape[2] != n_pos:
+            return None
+        plain = {name: None if is_cache(value) else value for name, value in named.items()}
+        others = {name: value for name, value in plain.items() if name not in AXES}
+        if any(True for _ in tensors_in(others)) or not _is_causal(block, plain, n_pos):
+            return None
+        found.append(plain)
+        held.append((kept.keys, kept.values))
+    return AttachedContext(given, n_pos, tuple(found), tuple(held))
+
+
+def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
+    """Whether no query sees a later key."""
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        return all(getattr(module, "is_causal", True) for module in block.modules())
+    if mask.shape[-2:] != (n_pos, n_pos):
+        return False
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return not bool(seen.triu(1).any())

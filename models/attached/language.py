@@ -1,0 +1,182 @@
+"""What `interp` needs of an attached model besides its points: `interp.protocol.LanguageModel`."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks.point import inside
+from hooks.session import Session, is_listened_to
+from models.attached.configs import text_config
+from models.attached.context import AttachedContext, context_of
+from models.attached.probe import Call, Probe
+from models.attached.sums import factors_of, is_close, is_same
+from models.checkpoints.huggingface import FAMILIES, from_hf_shared
+from models.transformer import Transformer
+from models.weights import BlockWeights
+
+Unembed = Callable[[Float[Tensor, "batch pos d_model"]], Float[Tensor, "batch pos vocab"]]
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an attached model, under our names.
+
+    Attributes:
+        vocab_size: the number of logits.
+        n_ctx: the longest text; a model that does not say reads any.
+        n_layers, n_heads, d_model: as in `models.TransformerConfig`.
+    """
+
+    vocab_size: int
+    n_ctx: int
+    n_layers: int
+    n_heads: int
+    d_model: int
+
+
+class AttachedLanguage:
+    """The steps and sizes of an attached model.
+
+    `unembed` is there if the modules after the blocks, the final norm first, give the logits in sequence, up to
+    a factor and a soft cap. Weights by our names are there if `models.from_hf` knows the family; they are read
+    anew at each access.
+
+    Attributes:
+        config: the sizes.
+        blocks: the model's own blocks.
+        unembed: logits from a residual stream.
+        uncached: the arguments of a run whose keys nobody needs later.
+    """
+
+    unembed: Unembed
+    uncached: Mapping[str, Any] = {"use_cache": False}
+
+    def __init__(self, model: Any, probe: Probe, chain: Sequence[Call]) -> None:
+        assert probe.logits is not None
+        own = text_config(model)
+        n_ctx = next((n for name in LENGTHS if (n := getattr(own, name, None))), sys.maxsize)
+        heads, d_model = getattr(own, "num_attention_heads", 0), chain[0].inputs[0].shape[-1]
+        self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model)
+        self.blocks = nn.ModuleList(call.module for call in chain)
+        self._model = model
+        unembed = unembed_of(model, probe, chain[-1])
+        if unembed is not None:
+            self.unembed = unembed
+
+    def context(
+        self, tokens: Int[Tensor, "batch pos"], attention_mask: Any = None
+    ) -> AttachedContext:
+        """What the blocks read besides the residual stream: the arguments of the model."""
+        return AttachedContext({} if attention_mask is None else {"attention_mask": attention_mask})
+
+    def context_of(self, calls: Sequence[Any], given: dict[str, Any]) -> AttachedContext | None:
+        """The context of a run, from how it called the blocks; None if they cannot be called again."""
+        return context_of(list(self.blocks), calls, given)
+
+    def input_resid(
+        self, tokens: Int[Tensor, "batch pos"], context: AttachedContext | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that enters the first block."""
+        with Session() as session:
+            session.before(self.blocks[0], _stop)
+            try:
+                self._model(tokens, **(context.given if context else {}))
+            except _Reached as reached:
+                return reached.stream
+        raise RuntimeError("the model must call its first block")
+
+    def logits(
+        self, resid: Float[Tensor, "batch pos d_model"], last: int
+    ) -> Float[Tensor, "batch _last vocab"]:
+        """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
+        after = getattr(self.unembed, "modules", ())
+        if any(is_listened_to(part) for module in after for part in inside(module)):
+            return self.unembed(resid)[:, -last:]
+        return self.unembed(resid[:, -last:])
+
+    def plain(self) -> Transformer:
+        """The model as a plain transformer, which shares its memory where layouts are the same.
+
+        Raises:
+            ValueError: as for `models.from_hf`.
+        """
+        return from_hf_shared(self._model)
+
+    def has(self, part: str) -> bool:
+        """Whether there is a part of `LanguageModel`. To read a weight takes long."""
+        if part.startswith(("W_", "b_")):
+            return self._model.config.model_type in FAMILIES and hasattr(BlockWeights, part)
+        return hasattr(self, part)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("W_", "b_")) and self.has(name):
+            return getattr(self.plain(), name)
+        raise AttributeError(name)
+
+
+class _Reached(BaseException):
+    """Ends a run at the first block. `except Exception` in the model does not catch it."""
+
+    def __init__(self, stream: Tensor) -> None:
+        super().__init__()
+        self.stream = stream
+
+
+def _stop(args: Any, kwargs: Any) -> None:
+    raise _Reached(next(iter((*args, *kwargs.values()))))
+
+
+@dataclass(frozen=True)
+class Unembedding:
+    """Modules in sequence, then a factor and a soft cap.
+
+    Attributes:
+        modules: the final norm, if any, to the unembedding.
+        factor, cap: of the logits; a cap of 0 is none.
+    """
+
+    modules: tuple[nn.Module, ...]
+    factor: float
+    cap: float
+
+    def __call__(
+        self, resid: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos vocab"]:
+        """Logits from a residual stream, including the final norm."""
+        for module in self.modules:
+            resid = module(resid)
+        return self.finished(resid)
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """Logits from what the last module gives."""
+        logits = logits if self.factor == 1 else logits * self.factor
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+
+def unembed_of(model: Any, probe: Probe, last: Call) -> Unembedding | None:
+    """The modules after the blocks, if they give the logits."""
+    modules: list[nn.Module] = []
+    at, after = last.output, last.ended
+    for call in probe.single:
+        if call.began > after and call.inputs and is_same(call.inputs[0], at):
+            modules.append(call.module)
+            at, after = call.output, call.ended
+    logits = probe.logits
+    if at is None or logits is None or at.shape != logits.shape:
+        return None
+    own = text_config(model)
+    cap = getattr(own, "final_logit_softcapping", None) or 0.0
+    held = factors_of(own)
+    for factor in (1.0, *held, *(1 / value for value in held)):
+        for bound in dict.fromkeys((0.0, cap)):
+            found = Unembedding(tuple(modules), factor, bound)
+            if is_close(found.finished(at), logits, at * factor):
+                return found
+    return None

@@ -1,0 +1,220 @@
+"""The layout of a model: which of its modules compute what our points name, found from one run.
+
+No architecture is named here. A sublayer's output, for instance, is what must be added to the stream that
+entered a block, so that the stream is what the next norm read.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from models.attached.norms import Norm, norm_of
+from models.attached.probe import SHAPE, Call, Probe
+from models.attached.sums import Summand, factors_of, is_close, is_same, parallel, summand
+
+
+@dataclass
+class BlockLayout:
+    """The parts of one block; None or absent where structure does not show them.
+
+    Attributes:
+        block: the module.
+        attention: the module that calls the attention function.
+        attn_out, mlp_out: what the sublayers add.
+        mid_in, mid_out: the module whose input, or output, is the stream between them.
+        norms: by our names.
+        act, post, linear: in the MLP, the nonlinearity, the last map and what the gate is multiplied with.
+        experts: the module that is called with the weights of the experts.
+    """
+
+    block: nn.Module
+    attention: nn.Module | None = None
+    attn_out: Summand | None = None
+    mlp_out: Summand | None = None
+    mid_in: nn.Module | None = None
+    mid_out: nn.Module | None = None
+    norms: dict[str, Norm] = field(default_factory=dict)
+    act: nn.Module | None = None
+    post: nn.Module | None = None
+    linear: nn.Module | None = None
+    experts: nn.Module | None = None
+
+
+def blocks_of(probe: Probe, model: nn.Module) -> list[Call]:
+    """The calls of the blocks: of a `ModuleList` outside all others, each on what the last one returned.
+
+    Raises:
+        ValueError: if there is no such list.
+    """
+    calls = {call.module: call for call in probe.calls}
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outermost = [lists[n] for n in lists if not any(n.startswith(f"{o}.") for o in lists if o != n)]
+    for found in sorted(outermost, key=len, reverse=True):
+        chain = [calls[block] for block in found if block in calls]
+        once = all(sum(c.module is block for c in probe.calls) == 1 for block in found)
+        if len(chain) == len(found) > 0 and once and _is_chain(chain):
+            return chain
+    raise ValueError(
+        "the model must have a ModuleList of blocks that run once each, in order; got "
+        f"{type(model).__name__} without one"
+    )
+
+
+def _is_chain(calls: Sequence[Call]) -> bool:
+    if not all(call.inputs and call.output is not None and call.output.ndim == 3 for call in calls):
+        return False
+    pairs = itertools.pairwise(calls)
+    return all(is_same(one.output, two.inputs[0]) for one, two in pairs)
+
+
+def layout_of(block: Call, probe: Probe, *configs: Any) -> BlockLayout:
+    """The parts of a block; the configs may hold factors of what it adds."""
+    # Modules of a list, such as experts, may see some positions only.
+    lists = [m for m in block.module.modules() if isinstance(m, nn.ModuleList)]
+    listed = {module for found in lists for module in found.modules()}
+    inside = [c for c in probe.single if block.began < c.began and c.ended < block.ended]
+    once = [call for call in inside if call.module not in listed]
+    attending = [call for call in once if probe.attention[call.module] == 1]
+    found = BlockLayout(block.module)
+    if len(attending) == 1:
+        found.attention = attending[0].module
+    # Attention by code of its own shows in nothing else.
+    named = [c for c in once if "attention" in type(c.module).__name__.lower()]
+    factors = factors_of(*block.module.modules(), *configs)
+    sublayers = _sublayers(found, block, once, [1.0]) or _sublayers(found, block, once, factors)
+    mixers = attending or named
+    first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
+    if first is not None and len(sublayers) == 1 and not any(_is_in(a, first) for a in mixers):
+        return found  # the MLP's, where attention adds zeros
+    for at, (call, added) in enumerate(sublayers):
+        if call is first:
+            found.attn_out = added
+            _name(found, "ln1_post", call)
+        elif first is not None or at == 1:  # other mixers of positions are no MLP
+            found.mlp_out = added
+            _name(found, "ln2_post", call)
+            find_mlp(found, call, once, [other for other, _ in sublayers if other is not call])
+    return found
+
+
+def _is_in(inner: Call, outer: Call) -> bool:
+    return outer.began <= inner.began and inner.ended <= outer.ended
+
+
+def _name(found: BlockLayout, name: str, call: Call) -> None:
+    if norm := norm_of(call):
+        found.norms[name] = norm
+
+
+def _stream_of(call: Call, like: Tensor) -> Tensor | None:
+    """The first input with the shape of the stream."""
+    return next((t for t in call.inputs if t.shape == like.shape and t.dtype == like.dtype), None)
+
+
+def _sublayers(
+    found: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
+) -> list[tuple[Call, Summand]]:
+    """What is added to the stream, in order. Notes the norms, and where the stream in between is read."""
+    pre, post = block.inputs[0], block.output
+    assert post is not None
+    for reader in calls:
+        mid = _stream_of(reader, pre)
+        if mid is None or is_same(mid, pre):
+            continue
+        first = summand(pre, mid, [c for c in calls if c.ended < reader.began], factors)
+        if first is None:
+            continue
+        after = [c for c in calls if c.began >= reader.began]
+        if second := summand(mid, post, after, factors):
+            found.mid_in = reader.module
+            _name_readers(found, [pre, mid], calls)
+            return [first, second]
+        if second := _after_post_norm(found, reader, post, after):
+            return [first, second]
+    _name_readers(found, [pre, pre], calls)
+    if only := summand(pre, post, calls, factors):
+        return [only]
+    return parallel(pre, post, calls)
+
+
+def _after_post_norm(
+    found: BlockLayout, first: Call, post: Tensor, calls: Sequence[Call]
+) -> tuple[Call, Summand] | None:
+    """The second summand where norms take the sum of stream and sublayer (BERT)."""
+    if first.output is None or first.output.shape != post.shape:
+        return None
+    for last in calls:
+        stream = _stream_of(last, post)
+        if stream is None or last.output is None or not is_same(last.output, post):
+            continue
+        between = [c for c in calls if c.began > first.ended and c.ended < last.began]
+        if second := summand(first.output, stream, between):
+            found.mid_out = first.module
+            _name(found, "ln1", first)
+            _name(found, "ln2", last)
+            return second
+    return None
+
+
+def _name_readers(found: BlockLayout, streams: Sequence[Tensor], calls: Sequence[Call]) -> None:
+    """Names the norms that read these streams."""
+    for name, stream in zip(("ln1", "ln2"), streams, strict=True):
+        taken = {norm.module for norm in found.norms.values()}
+        for call in calls:
+            reads = _stream_of(call, stream)
+            if reads is None or call.module in taken or not is_same(reads, stream):
+                continue
+            if norm := norm_of(call):
+                found.norms[name] = norm
+                break
+
+
+def find_mlp(found: BlockLayout, added: Call, calls: Sequence[Call], others: list[Call]) -> None:
+    """Finds the nonlinearity, what is read before and after it, and the experts."""
+    began = max([call.ended for call in others if call.ended < added.began], default=-1)
+    attention = [c for c in calls if c.module is found.attention]
+    inside = [
+        c
+        for c in calls
+        if began < c.began <= added.ended and not any(_is_in(c, a) for a in attention)
+    ]
+    for call in inside:
+        integers = [t for t in call.inputs if not t.is_floating_point() and t.shape[:2] == SHAPE]
+        weights = [t for t in call.inputs if integers and t.shape == integers[0].shape]
+        if len(weights) == 2:
+            found.experts = call.module
+    for call in inside if found.experts is None else ():
+        if _is_nonlinearity(call):
+            _find_hidden(found, call, inside, added)
+
+
+def _is_nonlinearity(call: Call) -> bool:
+    """Whether the module has no weights and computes something new of the same shape, but no norm."""
+    x, y = call.inputs[0] if call.inputs else None, call.output
+    if x is None or y is None or x.shape != y.shape or x.shape[:2] != SHAPE:
+        return False
+    plain = all(weight.numel() == 1 for weight in call.module.parameters())
+    return plain and not is_same(x, y) and norm_of(call) is None
+
+
+def _find_hidden(found: BlockLayout, act: Call, calls: Sequence[Call], added: Call) -> None:
+    y = act.output
+    assert y is not None
+    for last in calls:
+        hidden = last.inputs[0] if last.inputs else None
+        wide = any(True for _ in last.module.parameters())
+        if hidden is None or last.began < act.ended or not wide or hidden.shape != y.shape:
+            continue
+        # Where others add to it, as experts may, these are not all neurons.
+        if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
+            continue
+        found.act, found.post = act.module, last.module
+        for other in calls:
+            u = other.output
+            is_factor = u is not None and u.shape == y.shape and other is not act
+            if is_factor and u is not None and is_close(y * u, hidden) and not is_same(y, hidden):
+                found.linear = other.module
+        return

@@ -1,0 +1,74 @@
+"""Norms of an attached model: what they divide by, found from their numbers."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.attached.probe import Call
+from models.norm import widened
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm, `out = (x - mean) / scale * gain + bias` along the last axis.
+
+    Attributes:
+        module: the norm.
+        centered: whether the mean is subtracted.
+        eps: what is added to the mean square.
+        bias: whether the module's bias is added.
+    """
+
+    module: nn.Module
+    centered: bool
+    eps: float
+    bias: bool
+
+    def scale(self, x: Tensor) -> Tensor:
+        """What the norm divides by, [batch, pos, 1], in float32 at least."""
+        return (self._centered(x).square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+    def rescaled(self, output: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """The output if the scale were `after` instead of `before`."""
+        wide = widened(output)
+        bias = widened(self.module.bias) if self.bias else 0.0  # type: ignore[arg-type]
+        return ((wide - bias) * (before / after) + bias).to(output.dtype)
+
+    def _centered(self, x: Tensor) -> Tensor:
+        x = widened(x)
+        return x - x.mean(-1, keepdim=True) if self.centered else x
+
+
+def norm_of(call: Call) -> Norm | None:
+    """The norm that a module computed in this call, or None if it is none that we know."""
+    module, output = call.module, call.output
+    if output is None or len(call.inputs) != 1 or call.inputs[0].shape != output.shape:
+        return None
+    x = call.inputs[0]
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    for part in (weight, bias):
+        # On `meta` if it is kept elsewhere until the module runs.
+        if isinstance(part, Tensor) and (part.is_meta or part.shape != x.shape[-1:]):
+            return None
+    gains: list[Tensor | float] = [1.0]
+    if isinstance(weight, Tensor):
+        gains = [widened(weight), 1 + widened(weight)]
+    # Families compute norms in float32, also of float64 streams.
+    tolerance = 32 * max(torch.finfo(kind).eps for kind in (output.dtype, torch.float32))
+    for centered, eps in itertools.product((True, False), _epsilons(module)):
+        norm = Norm(module, centered, eps, isinstance(bias, Tensor))
+        shape = norm._centered(x) / norm.scale(x)
+        for gain in gains:
+            found = shape * gain + (widened(bias) if isinstance(bias, Tensor) else 0.0)
+            error = (found - widened(output)).abs().max()
+            if error <= tolerance * found.abs().max().clamp(min=1e-30):
+                return norm
+    return None
+
+
+def _epsilons(module: nn.Module) -> list[float]:
+    """The module's own small numbers, and those that families write into their code."""
+    own = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
+    return list(dict.fromkeys([*own, 1e-5, 1e-6, 0.0]))

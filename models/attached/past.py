@@ -1,0 +1,131 @@
+"""Cached keys and values of an attached model: which are new, and how an edited one reaches the cache."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import HookError, HookPoint, start_of_piece
+from hooks._torch import memory_of
+from hooks.session import Wire, is_listened_to
+from models.attached.wiring import fire, is_cache
+
+# Values may be narrower than keys, and there may be copies of the rows.
+Keys = Float[Tensor, "_rows _kv_head _key _d_head"]
+
+# The cache that the attention module which runs now was given.
+_cache: ContextVar[Any] = ContextVar("cache", default=None)
+
+
+def take_cache() -> Any:
+    """The cache that the running attention module was given, or None. A second call gives None."""
+    if torch.compiler.is_compiling():
+        return None
+    cache = _cache.get()
+    _cache.set(None)  # or it would live as long as the thread
+    return cache
+
+
+@dataclass(eq=False)
+class CacheGiven(Wire):
+    """A hook before an attention module: notes the cache among its arguments."""
+
+    point: HookPoint
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Notes it."""
+        if not torch.compiler.is_compiling():
+            _cache.set(next(filter(is_cache, (*args, *kwargs.values())), None))
+
+
+class Past:
+    """Keys and values of one layer, to which a call adds its own without changing them.
+
+    Args:
+        keys, values: of earlier positions. A call may have several copies of their rows.
+    """
+
+    def __init__(self, keys: Keys, values: Keys) -> None:
+        self.keys, self.values = keys, values
+
+    def get_seq_length(self, *args: Any) -> int:
+        """The number of earlier positions."""
+        return self.keys.shape[2]
+
+    def update(self, keys: Keys, values: Keys, *args: Any, **kwargs: Any) -> tuple[Keys, Keys]:
+        """Earlier and new keys and values."""
+        return _joined(self.keys, keys), _joined(self.values, values)
+
+
+def _joined(old: Keys, new: Keys) -> Keys:
+    copies = len(new) // len(old)
+    old = old.expand(copies, *old.shape).flatten(0, 1) if copies > 1 else old
+    return torch.cat([old, new], 2)
+
+
+def past_of(cache: Any, layer: int | None) -> Past | None:
+    """A copy of what a cache holds for a layer; None if it is empty.
+
+    Raises:
+        HookError: if that is more than keys and values of the last positions, or no cache was given.
+    """
+    if not is_cache(cache):
+        raise HookError(f"lazy=True needs plain arguments; got a {type(cache).__name__}")
+    if not start_of_piece():
+        return None
+    own = layer_of(cache, layer)
+    if type(own).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        got = type(cache if own is None else own).__name__
+        raise HookError(f"lazy=True needs a DynamicCache of keys and values; got a {got}")
+    return Past(own.keys.detach().clone(), own.values.detach().clone())
+
+
+def layer_of(cache: Any, layer: Any) -> Any:
+    """What a cache holds for one layer, or None."""
+    layers = getattr(cache, "layers", ())
+    return layers[layer] if isinstance(layer, int) and layer < len(layers) else None
+
+
+def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
+    """Where the keys of the `new` positions begin. A static cache has free places after them."""
+    own = layer_of(cache, layer)
+    if type(own).__name__.startswith("Static") and _is_part(own.keys, keys):
+        return start_of_piece() or 0
+    return keys.shape[2] - new
+
+
+def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any) -> Keys:
+    """All keys or values, of which the `new` positions' went through a point.
+
+    Args:
+        point: the point.
+        keys: those of all positions that a query may see.
+        new: which places are new.
+        held: the tensor of the cache that needs edited ones for later calls.
+        cache: the cache, or None.
+
+    Raises:
+        HookError: if the cache cannot take edited ones.
+    """
+    before = keys[:, :, new.start : new.stop].transpose(1, 2)
+    if held is not None and is_listened_to(point):
+        before = before.clone()  # a hook's cache may keep it, and this memory may be written into
+    after = fire(point, before)
+    if after is before:
+        return keys
+    if cache is None or isinstance(cache, Past):
+        if len(new) == keys.shape[2]:
+            return after.transpose(1, 2)
+        return torch.cat([keys[:, :, : new.start], after.transpose(1, 2)], 2)
+    if not _is_part(held, keys):
+        what = "keys and values of this model cannot be edited where a cache keeps them, as it keeps others"
+        raise HookError(f"{what} (use_cache=False helps)")
+    keys[:, :, new.start : new.stop] = after.transpose(1, 2)
+    return keys
+
+
+def _is_part(held: Any, keys: Keys) -> bool:
+    return isinstance(held, Tensor) and memory_of(held) == memory_of(keys)

@@ -1,0 +1,176 @@
+"""The points of an attached model, and the hooks that pass its values through them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import HookPoint, HookPoints
+from models.attached.attention import AttentionPoints
+from models.attached.configs import text_config
+from models.attached.layout import BlockLayout
+from models.attached.norms import Norm, norm_of
+from models.attached.past import CacheGiven, past_of
+from models.attached.probe import Call, Probe
+from models.attached.sums import Summand, factors_of, is_same, summand
+from models.attached.wiring import BlockInput, Input, Output, Positions, Routing, Scale
+
+STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
+TOP = ("embed", "pos_embed", "blocks", "ln_final")
+
+
+class Blocks(nn.ModuleList):
+    """The points of each block of an attached model."""
+
+
+class BlockPoints(HookPoints):
+    """The points of a block.
+
+    Attributes:
+        layer: the number of its attention in a cache; None without attention.
+    """
+
+    layer: int | None = None
+
+    def plain(self, argument: Any) -> Any:
+        """What a lazy cache keeps of a cache of keys and values; see `past_of`."""
+        return past_of(argument, self.layer)
+
+
+class Wiring:
+    """Points at the places of a layout, and the hooks on the model's modules.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._handles: dict[HookPoint, Any] = {}
+        self._owners: list[nn.Module] = []
+
+    def remove(self) -> None:
+        """Takes the points and hooks out of the model."""
+        for handle in self._handles.values():
+            handle.remove()
+        for module in self._owners:
+            vars(module).pop("hook_points", None)
+        for name in TOP:
+            if isinstance(getattr(self.model, name, None), HookPoint | HookPoints | Blocks):
+                delattr(self.model, name)
+
+    def drop(self, parent: nn.Module, name: str) -> None:
+        """Takes one point out."""
+        handle = self._handles.pop(getattr(parent, name), None)
+        if handle is not None:
+            handle.remove()
+        delattr(parent, name)
+
+    def _listen(self, module: nn.Module, hook: Any) -> None:
+        if isinstance(hook, Input | CacheGiven):
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        elif isinstance(hook, Routing):
+            handle = module.register_forward_pre_hook(hook)
+        else:
+            handle = module.register_forward_hook(hook, with_kwargs=isinstance(hook, Scale))
+        self._handles[hook.point] = handle
+
+    def _own(self, points: HookPoints) -> Any:
+        self._owners.append(points.module)
+        return points
+
+    def _added(self, point: HookPoint, added: Summand) -> HookPoint:
+        self._listen(added.module, Output(point, added.factor, added.is_overwritten))
+        return point
+
+    def embeddings(self, probe: Probe, first: Call) -> None:
+        """Adds `embed`, and `pos_embed` where positions have vectors, from what enters the first block."""
+        stream, embedding = first.inputs[0], self.model.get_input_embeddings()
+        before = [c for c in probe.single if c.ended < first.began and c.output is not None]
+        tokens = next((call for call in before if call.module is embedding), None)
+        if tokens is None:
+            return
+        added = Summand(embedding, 1.0, tokens.is_overwritten)
+        factors = [1.0, *factors_of(text_config(self.model)), stream.shape[-1] ** 0.5]
+        if alone := summand(torch.zeros_like(stream), stream, [tokens], factors):
+            added = alone[1]
+        for call in () if alone else before:
+            wide = _for_each_text(call.output, stream)
+            if wide is not None and (found := summand(wide, stream, [tokens], factors)):
+                added = found[1]
+                self.model.pos_embed = HookPoint(STREAM, "additive position encodings")
+                self._listen(call.module, Positions(self.model.pos_embed))
+                break
+        self.model.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
+
+    def block(self, found: BlockLayout) -> BlockPoints:
+        """The points of one block."""
+        points = self._own(BlockPoints(found.block))
+        points.resid_pre = HookPoint(STREAM, "residual stream entering the block")
+        self._listen(found.block, BlockInput(points.resid_pre))
+        self._norm(points, "ln1", found)
+        if found.attention is not None:
+            points.attn = self._own(AttentionPoints(found.attention))
+            points.layer = getattr(found.attention, "layer_idx", None)
+            self._listen(found.attention, CacheGiven(points.attn.k))
+        self._norm(points, "ln1_post", found)
+        if found.attn_out:
+            meaning = "what attention adds to the residual stream"
+            points.attn_out = self._added(HookPoint(STREAM, meaning), found.attn_out)
+        if found.mid_in or found.mid_out:
+            points.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
+        if found.mid_in:
+            self._listen(found.mid_in, Input(points.resid_mid, is_shared=True))
+        self._norm(points, "ln2", found)
+        if found.mid_out:
+            self._listen(found.mid_out, Output(points.resid_mid))
+        if found.act or found.experts:
+            points.mlp = self._mlp(found)
+        self._norm(points, "ln2_post", found)
+        if found.mlp_out:
+            meaning = "what the MLP adds to the residual stream"
+            points.mlp_out = self._added(HookPoint(STREAM, meaning), found.mlp_out)
+        points.resid_post = HookPoint(STREAM, "residual stream leaving the block")
+        self._listen(found.block, Output(points.resid_post))
+        return points
+
+    def _mlp(self, found: BlockLayout) -> nn.Module:
+        mlp = nn.Module()
+        if found.experts:
+            mlp.routing = HookPoint("batch pos choice", "weights of the chosen experts")
+            self._listen(found.experts, Routing(mlp.routing))
+        if found.act and found.post:
+            mlp.pre = HookPoint(HIDDEN, "before the nonlinearity")
+            self._listen(found.act, Input(mlp.pre))
+            if found.linear:
+                mlp.linear = HookPoint(HIDDEN, "what the gate is multiplied with")
+                self._listen(found.linear, Output(mlp.linear))
+            mlp.post = HookPoint(HIDDEN, "what the last map of the MLP reads")
+            self._listen(found.post, Input(mlp.post))
+        return mlp
+
+    def _norm(self, parent: nn.Module, name: str, found: BlockLayout) -> None:
+        if name in found.norms:
+            setattr(parent, name, self._around(nn.Module(), found.norms[name]))
+
+    def _around(self, points: nn.Module, norm: Norm) -> nn.Module:
+        points.scale = HookPoint("batch pos 1", "what the norm divides by")
+        points.normalized = HookPoint(STREAM, "the norm's output")
+        self._listen(norm.module, Scale(points.scale, norm))
+        self._listen(norm.module, Output(points.normalized))
+        return points
+
+    def final_norm(self, probe: Probe, last: Call) -> None:
+        """Adds `ln_final` where a norm reads the stream that leaves the last block."""
+        for call in (c for c in probe.single if c.began > last.ended):
+            if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
+                points = self._own(HookPoints(norm.module))
+                self.model.ln_final = self._around(points, norm)
+                return
+
+
+def _for_each_text(vectors: Tensor | None, like: Tensor) -> Tensor | None:
+    """Vectors of positions, a row for each text; None if they are something else."""
+    if vectors is None or vectors.ndim < 2 or vectors.shape[-2:] != like.shape[-2:]:
+        return None
+    return vectors.view(-1, *vectors.shape[-2:]).expand_as(like)

@@ -1,0 +1,142 @@
+"""One run of a model on a few tokens, with what went into each module and what came out."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks._torch import version
+from hooks.point import tensors_in
+from models.attached.configs import kernel_of
+
+SHAPE = (2, 7)
+N = 14
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name, module: which.
+        inputs: copies of the tensors among its arguments. Where rows and positions share an axis, it is
+            split in two.
+        output: likewise of the first tensor that it returned; None until it returns, or without one.
+        began, ended: when, in calls and returns of all modules.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: list[Tensor]
+    began: int
+    output: Tensor | None = None
+    ended: int = -1
+    _returned: Tensor | None = None
+    _written: int = 0
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the model wrote into the output later."""
+        return self._returned is not None and version(self._returned) != self._written
+
+
+@dataclass(eq=False)
+class Probe:
+    """What a run did.
+
+    Attributes:
+        calls: every call, in the order in which they began.
+        attention: how often each module called the attention function.
+        logits: the first tensor of the output.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    attention: Counter[nn.Module] = field(default_factory=Counter)
+    logits: Tensor | None = None
+    _open: list[Call] = field(default_factory=list)
+    _clock: int = 0
+
+    @property
+    def single(self) -> list[Call]:
+        """The calls of modules that ran once. Hooks on others could not tell which run is meant."""
+        counts = Counter(call.module for call in self.calls)
+        return [call for call in self.calls if counts[call.module] == 1]
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = tensors_in((args, kwargs))
+        inputs = [_by_text(_copy(tensor)) for tensor in tensors]
+        self._open.append(Call(name, module, inputs, self._clock))
+        self.calls.append(self._open[-1])
+        self._clock += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._open.pop()
+        for tensor in tensors_in(output):
+            call.output, call._returned = _by_text(_copy(tensor)), tensor
+            call._written = version(tensor)
+            break
+        call.ended = self._clock
+        self._clock += 1
+
+    def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Computes attention, and notes which module asked for it."""
+        self.attention[module] += 1
+        return kernel_of(module)(module, *args, **kwargs)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the CPU, because modules may be on several devices."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _by_text(tensor: Tensor) -> Tensor:
+    return tensor.unflatten(0, SHAPE) if tensor.ndim == 2 and len(tensor) == N else tensor
+
+
+def tokens_for(model: Any) -> Tensor:
+    """Different tokens, [2, 7], on the device of the model's embedding."""
+    weight = model.get_input_embeddings().weight
+    # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
+    device = "cpu" if weight.is_meta else weight.device
+    return (torch.arange(N, device=device) * 5 + 1).remainder(len(weight)).view(SHAPE)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A `with` in which the model has no dropout."""
+    were = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for each, training in were.items():
+            each.training = training
+
+
+@torch.no_grad()
+def probed(model: Any) -> Probe:
+    """Runs the model, whose attention must be `hooked_attention`, on `tokens_for` it."""
+    probe, handles = Probe(), []
+    try:
+        for name, module in model.named_modules():
+            vars(module)["hook_points"] = probe
+            if name:
+                enter = partial(probe._enter, name)
+                handles += [
+                    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(probe._leave),
+                ]
+        with evaluating(model):
+            output = model(input_ids=tokens_for(model), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in model.modules():
+            vars(module).pop("hook_points", None)
+    probe.logits = _copy(next(tensors_in(output)))
+    return probe

@@ -1,0 +1,99 @@
+"""Sums of the residual stream: which module's output was added to it."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.attached.probe import Call
+
+
+@dataclass(frozen=True)
+class Summand:
+    """A value that is added to the stream: `factor` times the output of a module.
+
+    The model may write into that output later.
+    """
+
+    module: nn.Module
+    factor: float = 1.0
+    is_overwritten: bool = False
+
+
+def is_close(found: Tensor, wanted: Tensor, *terms: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding in each place, also that of the `terms` of a sum."""
+    if found.shape != wanted.shape:
+        return False
+    sizes = [wanted.abs(), *(term.abs() for term in terms)]
+    allowed = 8 * torch.finfo(wanted.dtype).eps * torch.stack(sizes).sum(0)
+    return bool(((found.double() - wanted.double()).abs() <= allowed.double()).all())
+
+
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are equal in shape, type and every number."""
+    if one is None or other is None or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other)
+
+
+def summand(
+    before: Tensor, after: Tensor, calls: Iterable[Call], factors: Iterable[float] = (1.0,)
+) -> tuple[Call, Summand] | None:
+    """The call whose output, times one of the factors, was added to `before` to give `after`.
+
+    The sum is repeated in the model's precision, so that the right call gives the same bits. Of several that
+    do, the last is taken.
+    """
+    best, found = 4.0, None
+    for factor in factors:
+        for call in sorted(calls, key=lambda c: c.ended, reverse=True):
+            output = call.output
+            if output is None or output.shape != before.shape or output.dtype != before.dtype:
+                continue
+            error = _error(
+                lambda o, b, by=factor: b + (o if by == 1 else o * by), after, output, before
+            )
+            if error < best:
+                best, found = error, (call, Summand(call.module, factor, call.is_overwritten))
+    return found
+
+
+def _error(add: Callable[..., Tensor], after: Tensor, *terms: Tensor) -> float:
+    """By how many roundings a sum of terms is not `after`, where that is worst."""
+
+    error = 0.0
+    for part in (slice(1), slice(None)):  # most are wrong at once
+        few = [term[part, part] for term in (*terms, after)]
+        size = sum((term.abs() for term in few), torch.zeros_like(few[0]))
+        roundings = (size * torch.finfo(after.dtype).eps).clamp(min=torch.finfo(after.dtype).tiny)
+        error = float(((add(*few[:-1]) - few[-1]).abs() / roundings).max())
+        if error > 4:
+            break
+    return error
+
+
+def factors_of(*owners: Any) -> list[float]:
+    """The numbers that modules and configs hold, which a model may multiply with."""
+    held = [v for owner in owners for v in vars(owner).values() if isinstance(v, float)]
+    return [value for value in dict.fromkeys(held) if abs(value) > 1e-3 and value != 1]
+
+
+def parallel(pre: Tensor, post: Tensor, calls: Sequence[Call]) -> list[tuple[Call, Summand]]:
+    """The two calls whose outputs are added to the stream together, in order."""
+    latest = sorted(calls, key=lambda call: call.ended, reverse=True)
+    fitting = [c for c in latest if c.output is not None and c.output.shape == pre.shape]
+    best, found = 4.0, None
+    for second, first in itertools.combinations(fitting, 2):
+        if first.ended < second.began:
+            terms = (first.output, second.output, pre)
+            error = min(_error(_sum, post, *order) for order in itertools.permutations(terms))  # type: ignore[arg-type]
+            if error < best:
+                best, found = error, (first, second)
+    return [(c, Summand(c.module, 1.0, c.is_overwritten)) for c in found or ()]
+
+
+def _sum(one: Tensor, two: Tensor, three: Tensor) -> Tensor:
+    return one + two + three

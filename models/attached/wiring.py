@@ -1,0 +1,175 @@
+"""Forward hooks that pass values of an attached model through its points."""
+
+import inspect
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import HookPoint, starting_at
+from hooks.point import tensors_in, with_first_tensor
+from hooks.session import Wire, is_listened_to
+from models.attached.norms import Norm
+
+# Dataclasses, because a copy of the model must have hooks that know the copy's points.
+
+# The rows and positions of this run, for modules that see them as one axis.
+_texts: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
+
+
+def fire(point: HookPoint, value: Tensor) -> Tensor:
+    """What the point makes of a value. Where rows and positions share an axis, it sees them apart."""
+    if not is_listened_to(point):
+        return point(value) if value.ndim == len(point.axes) else value
+    texts = _texts.get()
+    apart = value if value.ndim == len(point.axes) else value.view(*texts, -1)
+    new = point(apart)
+    _texts.set(texts)  # a hook may have run a model
+    return value if new is apart else new.view_as(value)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values of `transformers`."""
+    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
+
+
+@dataclass(eq=False)
+class Output(Wire):
+    """Passes a module's output through a point.
+
+    Attributes:
+        point: the point.
+        factor: what the model multiplies the output with.
+        is_overwritten: whether the model writes into it later.
+    """
+
+    point: HookPoint
+    factor: float = 1.0
+    is_overwritten: bool = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The output with what the point gives."""
+        value = output if isinstance(output, Tensor) else next(tensors_in(output))
+        if self.factor == 1 and not self.is_overwritten:
+            new = fire(self.point, value)
+        elif not is_listened_to(self.point):
+            return None
+        else:
+            scaled = value * self.factor
+            new = fire(self.point, scaled)
+            new = value if new is scaled else new / self.factor
+        return None if new is value else with_first_tensor(output, new)
+
+
+@dataclass(eq=False)
+class Input(Wire):
+    """Passes what a module reads through a point.
+
+    Attributes:
+        point: the point.
+        is_shared: whether others read the same tensor later, and must see an edit too.
+    """
+
+    point: HookPoint
+    is_shared: bool = False
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments with what the point gives."""
+        value = next(tensors_in((args, kwargs)))
+        if not self.is_shared:
+            new = fire(self.point, value)
+            return None if new is value else with_first_tensor((args, kwargs), new)
+        if is_listened_to(self.point):
+            shown = value.clone()  # a cache may keep it
+            new = fire(self.point, shown)
+            if new is not shown:
+                value.copy_(new)
+        return None
+
+
+@dataclass(eq=False)
+class BlockInput(Input):
+    """Passes the stream that enters a block through a point."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments with what the point gives."""
+        if not torch.compiler.is_compiling():
+            _texts.set(next(tensors_in((args, kwargs))).shape[:2])
+        return super().__call__(module, args, kwargs)
+
+
+@dataclass(eq=False)
+class Scale(Wire):
+    """Passes what a norm divides by through a point. An edit rescales the norm's output."""
+
+    point: HookPoint
+    norm: Norm
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Any:
+        """The output, rescaled if the point changes the scale."""
+        if not is_listened_to(self.point):
+            return None
+        scale = self.norm.scale(next(tensors_in((args, kwargs))))
+        new = fire(self.point, scale)
+        return None if new is scale else self.norm.rescaled(output, scale, new)
+
+
+@dataclass(eq=False)
+class Positions(Wire):
+    """Passes the vectors of positions, which rows may share, through a point with a row for each text."""
+
+    point: HookPoint
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """What the point gives, or None if nobody listens."""
+        if not is_listened_to(self.point):
+            return None
+        wide = output.view(-1, *output.shape[-2:]).expand(*_texts.get(), -1)
+        return fire(self.point, wide)
+
+
+@dataclass(eq=False)
+class Routing(Wire):
+    """Passes the weights of the experts that each position goes to through a point."""
+
+    point: HookPoint
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        """The arguments with what the point gives."""
+        at = next(n for n, part in enumerate(args[1:], 1) if part.is_floating_point())
+        return (*args[:at], fire(self.point, args[at]), *args[at + 1 :])
+
+
+class Forward:
+    """A model's forward that tells points which piece of which texts they see.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        replaced: the forward that somebody else had put on the model, if any.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.replaced = vars(model).get("forward")
+        self._inner = model.forward
+        self.__signature__ = inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model's own forward."""
+        if torch.compiler.is_compiling():
+            return self._inner(*args, **kwargs)
+        named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
+        texts = next(tensors_in((args, named)), torch.empty(0, 0)).shape[:2]
+        token = _texts.set(texts)
+        cache = next(filter(is_cache, (*args, *kwargs.values())), None)
+        try:
+            if cache is None and not kwargs.get("use_cache"):
+                return self._inner(*args, **kwargs)
+            # A model that is told to cache may make the cache itself, for the first piece of a text.
+            with starting_at(0 if cache is None else int(cache.get_seq_length())):
+                return self._inner(*args, **kwargs)
+        finally:
+            _texts.reset(token)

@@ -1,0 +1,349 @@
+"""`attach` on a hundred architectures of `transformers`: the same numbers, and no trace afterwards."""
+
+import copy
+import functools
+import inspect
+import types
+
+import pytest
+import torch
+
+from hooks import HookedRunner, HookError
+from interp import edits
+from models import attach
+from tests.attachable import BATCH, LAYERS, MODELS, POS, VOCAB, config_of, made, transformers
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+NAMES = [name for name in MODELS if name in transformers.CONFIG_MAPPING]
+ATTENTION = "attn.q attn.k attn.v attn.scores attn.pattern attn.z"
+HIDDEN, LN1, LN2 = "mlp.pre mlp.post", "ln1.scale ln1.normalized", "ln2.scale ln2.normalized"
+SHAPE = f"resid_pre {LN1} {ATTENTION} attn_out resid_mid {LN2} {HIDDEN} mlp_out resid_post"
+
+# What some block lacks of SHAPE, besides the hidden values of experts.
+LACKS = {
+    # They compute attention without the library's interface, or twice a layer (diffllama).
+    "bloom diffllama gpt_neo mpt xglm": ATTENTION,
+    "codegen gptj": f"{ATTENTION} resid_mid {LN2}",  # parallel blocks, with one norm
+    "falcon": f"{ATTENTION} resid_mid",
+    "openai-gpt": f"{ATTENTION} {HIDDEN}",  # a function, not a module, between them
+    "gpt_neox_japanese": f"{ATTENTION} attn_out resid_mid mlp_out {LN2} {HIDDEN}",  # the last block
+    "qwen3_5_text qwen3_next": f"{ATTENTION} attn_out",  # the second block has linear attention
+    "lfm2": f"{ATTENTION} attn_out {HIDDEN}",  # the second block has a convolution
+    "cohere cohere2 cohere2_moe phi": f"resid_mid {LN2}",
+    "gpt_neox": "resid_mid",
+    "exaone4 flex_olmo olmo2 olmo3": f"{LN1} {LN2}",  # norms of outputs only
+    "modernbert-decoder": LN1,  # the first block has none
+    "jetmoe": HIDDEN,
+    # The stream is scaled, not only added to.
+    "doge gemma4_text": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",
+    "granitemoeshared": f"attn_out resid_mid mlp_out {LN2}",
+}
+LACKS = {name: set(lacks.split()) for names, lacks in LACKS.items() for name in names.split()}
+
+
+@functools.lru_cache(maxsize=1)
+def world(name):
+    """The model, its twins that stay as they are, and tokens."""
+    w = types.SimpleNamespace(name=name, model=made(name), eager=made(name, "eager"))
+    w.sdpa = copy.deepcopy(w.model)
+    generator = torch.Generator().manual_seed(1)
+    w.tokens, w.others = torch.randint(3, VOCAB, (2, BATCH, POS), generator=generator)
+    w.takes = inspect.signature(w.model.forward).parameters
+    return w
+
+
+def run(model, tokens, **given):
+    return model(input_ids=tokens, **{"use_cache": False} | given)
+
+
+def close(ours, theirs, what, atol=1e-5):
+    assert ours.shape == theirs.shape, what
+    gap = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)
+    assert gap <= atol, f"{what} differs by {gap:.1g}"
+
+
+def twin_of(w, runner):
+    """The model that computes what all points together do: the eager one where there are patterns."""
+    return w.eager if any(name.endswith("pattern") for name in runner.points) else w.sdpa
+
+
+def logits(w):
+    """Bitwise the eager model's while everything is listened at, and sdpa's while nothing is."""
+    with attach(w.model):
+        runner = HookedRunner(w.model)
+        output, cache = runner.run_with_cache(input_ids=w.tokens, use_cache=False)
+        assert torch.equal(run(w.model, w.tokens).logits, run(w.sdpa, w.tokens).logits)
+        twin = twin_of(w, runner)
+    patterns = [value for name, value in cache.items() if name.endswith("attn.pattern")]
+    theirs = run(twin, w.tokens, output_hidden_states=True, output_attentions=bool(patterns))
+    assert torch.equal(output.logits, theirs.logits)
+    for layer, stream in enumerate(theirs.hidden_states[:LAYERS]):
+        assert torch.equal(cache["resid_pre", layer], stream)
+        assert not layer or torch.equal(cache["resid_post", layer - 1], stream)
+    if "ln_final.normalized" in cache:
+        assert torch.equal(cache["ln_final.normalized"], theirs.hidden_states[-1])
+    for ours, other in zip(patterns, theirs.attentions if patterns else (), strict=True):
+        assert torch.equal(ours, other)
+
+
+def points(w):
+    with attach(w.model):
+        names = HookedRunner(w.model).points
+    final = {"ln_final.scale", "ln_final.normalized"} - names.keys()
+    assert "embed" in names
+    assert bool(final) == (w.name in [*POST, "nanochat"])  # nanochat runs its final norm twice
+    blocks = [of_layer(names, layer).keys() for layer in range(LAYERS)]
+    lacks = LACKS.get(w.name, set()) | set(HIDDEN.split() if "moe_topk" in MODELS[w.name] else ())
+    assert set(SHAPE.split()) - set.intersection(*map(set, blocks)) == lacks
+
+
+def of_layer(cache, layer):
+    """The values of a layer by short name."""
+    start = f"blocks.{layer}."
+    return {n.removeprefix(start): value for n, value in cache.items() if n.startswith(start)}
+
+
+# The norms of a block where they take the sum of the stream and a sublayer.
+BART = ("self_attn_layer_norm", "final_layer_norm")
+BERT = ("attention.output.LayerNorm", "output.LayerNorm")
+POST = dict.fromkeys(("bart", "marian", "plbart"), BART)
+POST |= dict.fromkeys(("bert", "electra", "roberta"), BERT) | {"openai-gpt": ("ln_1", "ln_2")}
+
+
+def norms_of(w, layer):
+    if w.name not in POST:
+        return [lambda x: x] * 2
+    lists = [module for module in w.sdpa.modules() if isinstance(module, torch.nn.ModuleList)]
+    block = next(blocks[layer] for blocks in lists if len(blocks) == LAYERS)
+    return [block.get_submodule(name) for name in POST[w.name]]
+
+
+def check_identities(w, cache, edited=()):
+    """In all rows but those where the sum itself is edited, or the norm of the sum."""
+
+    def equal(name, total, norm="none"):
+        own = (name, f"{block}{norm}.scale", f"{block}{norm}.normalized")
+        rows = [n for n in range(len(total)) if n >= len(edited) or edited[n] not in own]
+        close(cache[name][rows], total[rows], name)
+
+    for layer in range(LAYERS):
+        at, block = of_layer(cache, layer), f"blocks.{layer}."
+        first, second = norms_of(w, layer)
+        total = at["resid_pre"] + at.get("attn_out", 0)
+        if {"attn_out", "resid_mid"} <= at.keys():
+            equal(block + "resid_mid", first(total), "ln1" if w.name in POST else "none")
+        total = at.get("resid_mid", total)
+        if "mlp_out" in at:
+            equal(
+                block + "resid_post",
+                second(total + at["mlp_out"]),
+                "ln2" if w.name in POST else "none",
+            )
+        if "attn.pattern" in at:
+            heads = at["attn.pattern"].shape[1]
+            v = at["attn.v"].repeat_interleave(heads // at["attn.v"].shape[2], 2)
+            equal(block + "attn.z", torch.einsum("bhqk,bkhd->bqhd", at["attn.pattern"], v))
+
+
+def everywhere(w):
+    """Each point is edited in a row of its own: all rows change, no other one does, identities hold."""
+    with attach(w.model):
+        runner = HookedRunner(w.model)
+        _, plain = runner.run_with_cache(input_ids=w.tokens[:1], use_cache=False)
+        points = [name for name in plain if len(plain[name]) == 1]
+        tokens = w.tokens[:1].expand(len(points) + 1, POS)
+
+        def edit(row, value, point):
+            generator = torch.Generator().manual_seed(row)
+            value[row] *= 1 + torch.rand(value[row].shape, generator=generator)
+
+        hooks = {name: functools.partial(edit, row) for row, name in enumerate(points)}
+        with runner.hooks(hooks):
+            output, cache = runner.run_with_cache(input_ids=tokens, use_cache=False)
+    check_identities(w, plain)
+    check_identities(w, cache, points)
+    moved = (output.logits[:-1] - output.logits[-1]).abs().amax((1, 2))
+    assert moved.isfinite().all()
+    still = {name.split(".", 2)[-1] for name, gap in zip(points, moved, strict=True) if gap < 1e-4}
+    assert still == INERT.get(w.name, set())
+
+
+# What one value determines, given the rest of the model.
+DETERMINED = {
+    ("attn.q", "attn.k", "attn.v"): "attn.z",
+    ("attn.scores", "attn.v"): "attn.z",
+    ("attn.pattern", "attn.v"): "attn.z",
+    ("attn.z",): "attn_out",
+    ("mlp.post",): "mlp_out",
+}
+# Attention's output is gated, or z is given to the maps of chosen experts.
+GATED = {"afmoe", "jetmoe", "laguna", "qwen3_5_text", "qwen3_next"}
+# Attention's mask also depends on values; later blocks also read the tokens.
+FED = {"doge": ("attn.q", "attn.scores"), "gemma4_text": ("resid_pre", "resid_post")}
+
+
+def carried(w):
+    """Values of another text, each kind in a row of its own, make of this text what they determine."""
+    with attach(w.model):
+        runner = HookedRunner(w.model)
+        _, source = runner.run_with_cache(input_ids=w.others[:1], use_cache=False)
+        logits = run(w.model, w.others[:1]).logits[0]
+        cases = [
+            ([f"blocks.{n}.resid_{p}"], None) for n in range(LAYERS) for p in ("pre", "mid", "post")
+        ]
+        for sources, target in DETERMINED.items():
+            for n in range(LAYERS):
+                cases.append(([f"blocks.{n}.{s}" for s in sources], f"blocks.{n}.{target}"))
+        cases = [(s, t) for s, t in cases if source.keys() >= {*s, *([t] if t else [])}]
+        cases = [(s, t) for s, t in cases if not s[0].endswith(FED.get(w.name, ()))]
+
+        def edit(value, point):
+            for row, (sources, _) in enumerate(cases):
+                if point.name in sources:
+                    value[row] = source[point.name][0]
+
+        hooks = {name: edit for sources, _ in cases for name in sources}
+        with runner.hooks(hooks):
+            tokens = w.tokens[:1].expand(len(cases), POS)
+            output, cache = runner.run_with_cache(input_ids=tokens, use_cache=False)
+    for row, (sources, target) in enumerate(cases):
+        if target is None:
+            close(output.logits[row], logits, sources)
+        elif (w.name, target[-8:]) not in [(name, "attn_out") for name in GATED]:
+            close(cache[target][row], source[target][0], sources)
+
+
+# What their next norm undoes: of the experts' or MLP's hidden values; of queries, keys and values.
+INERT = {"bitnet": {"ln2.scale"}, "gemma4_text": {"ln1.scale"}}
+# Positions are columns, padding included, and there is no argument for others.
+COLUMNS = ("bart", "blenderbot", "marian", "mbart", "plbart")
+
+
+def with_positions(w, mask):
+    """The arguments for a padded text: positions count its real tokens."""
+    given = {"attention_mask": mask}
+    if "position_ids" in w.takes:
+        given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return given
+
+
+def padding(w):
+    """A padded text has the values that it has alone."""
+    lengths = (POS, 4, 6)
+    for side in ("right",) if w.name in COLUMNS else ("left", "right"):
+        mask = torch.zeros(BATCH, POS, dtype=torch.long)
+        for row, length in enumerate(lengths):
+            mask[row, slice(length) if side == "right" else slice(POS - length, None)] = 1
+        tokens = w.tokens * mask
+        with attach(w.model):
+            runner = HookedRunner(w.model)
+            run_with_cache = functools.partial(runner.run_with_cache, use_cache=False)
+            output, cache = run_with_cache(input_ids=tokens, **with_positions(w, mask))
+            theirs = run(twin_of(w, runner), tokens, **with_positions(w, mask)).logits
+            for row, length in enumerate(lengths):
+                real = mask[row].nonzero()[:, 0]
+                alone = with_positions(w, torch.ones(1, length, dtype=torch.long))
+                single, values = run_with_cache(input_ids=w.tokens[row, real][None], **alone)
+                close(output.logits[row, real], theirs[row, real], "twin", 1e-6)
+                close(output.logits[row, real], single.logits[0], "logits")
+                for name in values:
+                    ours = cache[name][row]
+                    for dim, axis in enumerate(runner.points[name].axes[1:]):
+                        if axis in ("pos", "query", "key"):
+                            ours = ours.index_select(dim, real)
+                    close(ours, values[name][0], name)
+
+
+# Their caches hold something else than keys and values of heads; doge's masks of later steps read values.
+LATENT = {name for name, sizes in MODELS.items() if "kv_lora_rank" in sizes} | {"jetmoe"}
+
+
+def generation(w):
+    """An edit by position of the text, in the prompt and in steps, is that of one run of the whole text."""
+    sites = ["resid_pre", "attn_out", "mlp_out", "attn.q", "attn.k", "attn.v", "attn.z"]
+    with attach(w.model):
+        runner = HookedRunner(w.model)
+        if w.name in LATENT | {"doge"}:
+            sites.remove("attn.k")
+            sites.remove("attn.v")
+        if w.name in LATENT:
+            with pytest.raises(HookError, match="keys"):
+                runner.run_with_hooks(input_ids=w.tokens, hooks={"*.attn.k": edits.scale(1.5)})
+        names = [f"blocks.{n}.{site}" for n in range(LAYERS) for site in sites]
+        names = [name for name in names if name in runner.points]
+        hooks = {name: edits.scale(1.5, pos=[1, 5]) for name in names}
+        with runner.hooks(hooks):
+            made = w.model.generate(
+                w.tokens[:, :4],
+                attention_mask=torch.ones_like(w.tokens[:, :4]),
+                max_new_tokens=4,
+                use_cache=True,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            assert made.past_key_values is not None
+            texts = made.sequences[:, :-1]
+            given = with_positions(w, torch.ones_like(texts))
+            full = run(w.model, texts, **given).logits
+        plain = run(w.model, texts, **given).logits
+    assert made.sequences.shape == (BATCH, 8)
+    for step, ours in enumerate(made.logits):
+        close(ours, full[:, 3 + step], f"step {step}")
+    assert (full - plain).abs().max() > 1e-3
+
+
+def one_config(w):
+    """Another model of the same config object is not attached with it."""
+    config = config_of(w.name)
+    one = made(w.name, config=config)
+    two = copy.deepcopy(one, {id(config): config})
+    with attach(one):
+        runner = HookedRunner(one)
+        name = "blocks.0.resid_post"
+        with runner.hooks({name: lambda value, point: value * 0}):
+            edited = run(one, w.tokens).logits
+            assert torch.equal(run(two, w.tokens).logits, run(w.sdpa, w.tokens).logits)
+        assert not torch.equal(edited, run(w.sdpa, w.tokens).logits)
+
+
+def seen(model):
+    """All that attaching could leave behind."""
+    state = {name: (id(module), dict(vars(module))) for name, module in model.named_modules()}
+    inner = {
+        name: {k: dict(v) for k, v in fields.items() if isinstance(v, dict)}
+        for name, (_, fields) in state.items()
+    }
+    return state, inner, [*model.state_dict()], copy.deepcopy(model.config.to_dict())
+
+
+def removal(w):
+    before, (state, inner, keys, config) = run(w.model, w.tokens).logits, seen(w.model)
+    with attach(w.model):
+        assert [*w.model.state_dict()] == keys
+        with pytest.raises(Exception, match="attached"):
+            attach(w.model)
+        HookedRunner(w.model).run_with_cache(input_ids=w.tokens, use_cache=False)
+    after = seen(w.model)
+    assert after[0].keys() == state.keys()
+    for name in state:
+        assert state[name][0] == after[0][name][0], name
+        assert state[name][1].keys() == after[0][name][1].keys(), name
+        for field, value in state[name][1].items():
+            assert after[0][name][1][field] is value, (name, field)
+        assert {k: v.keys() for k, v in inner[name].items()} == {
+            k: v.keys() for k, v in after[1][name].items()
+        }
+    assert after[2:] == (keys, config)
+    assert torch.equal(run(w.model, w.tokens).logits, before)
+
+
+JOBS = [points, logits, everywhere, carried, padding, generation, one_config, removal]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_attached(name, job):
+    job(world(name))
