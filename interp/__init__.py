@@ -19,13 +19,19 @@ except KeyboardInterrupt:
         _sys.exit(130)
     raise
 
-from interp import edits
+from interp import edits, graph
+from interp.causal import circuits
 from interp.causal.attribution import attribution_patching
 from interp.causal.comparison import compare
+from interp.causal.edges import edge_attribution
+from interp.causal.evaluation import Curve, auroc, completeness, curve, faithfulness, minimality
 from interp.causal.integrated import integrated_gradients
 from interp.causal.patching import activation_patching
+from interp.causal.paths import edge_patching, path_patching
 from interp.causal.top import top_attributions
 from interp.causal.verified import verified_top
+from interp.circuit import Circuit
+from interp.masked import run_circuit
 from interp.metrics import (
     Metric,
     accuracy,
@@ -56,6 +62,8 @@ from interp.sweep import sweep
 
 __all__ = [
     "SVD",
+    "Circuit",
+    "Curve",
     "LanguageModel",
     "LogitLens",
     "Metric",
@@ -67,24 +75,35 @@ __all__ = [
     "activation_patching",
     "alignment",
     "attribution_patching",
+    "auroc",
+    "circuits",
     "compare",
+    "completeness",
     "condition_number",
     "cross_entropy",
+    "curve",
     "drift",
+    "edge_attribution",
+    "edge_patching",
     "edits",
     "effective_rank",
+    "faithfulness",
+    "graph",
     "induction_scores",
     "integrated_gradients",
     "kl_divergence",
     "log_prob",
     "logit_diff",
     "logit_lens",
+    "minimality",
+    "path_patching",
     "previous_token_scores",
     "principal_angles",
     "randomized_svd",
     "rank",
     "repeated_tokens",
     "residual_stream",
+    "run_circuit",
     "run_with_cache",
     "spectra",
     "spectral_gap",

@@ -1,6 +1,7 @@
 """The bootstrap: how sure a mean over examples is."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ def bootstrap(
     confidence: float = 0.95,
     seed: int = 0,
     n: int = 2000,
+    of: Callable[[Float[Tensor, "place n"]], Float[Tensor, "number n"]] | None = None,
 ) -> Interval:
     """Percentile intervals of the means over examples, in float64 (Efron & Tibshirani 1993).
 
@@ -34,9 +36,10 @@ def bootstrap(
         confidence: how often such an interval should hold the true mean, between 0 and 1.
         seed: the seed of the draws.
         n: how many samples of all examples are drawn.
+        of: a function of the means of all places, where intervals of its numbers are asked for instead.
 
     Returns:
-        The ends for each place. They are NaN if there is one example.
+        The ends for each place, or number. They are NaN if there is one example.
 
     Raises:
         ValueError: if confidence is not between 0 and 1.
@@ -45,17 +48,19 @@ def bootstrap(
         raise ValueError(f"confidence must be between 0 and 1; got {confidence}")
     examples = values.shape[1]
     if examples < 2:
-        nan = torch.full((len(values),), math.nan, dtype=torch.float64)
-        return Interval(nan, nan)
+        nan = torch.full(values.shape, math.nan, dtype=torch.float64)
+        ends_of = nan[:, 0] if of is None else of(nan)[:, 0]
+        return Interval(ends_of, ends_of)
     drawn = torch.randint(examples, (n, examples), generator=torch.Generator().manual_seed(seed))
     # How often each example was drawn, as shares: a sample's mean is then a product of matrices.
     shares = torch.zeros(n, examples, dtype=torch.float64)
     shares.scatter_add_(1, drawn, torch.full_like(shares, 1 / examples))
     ends = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
     found = []
-    for part in values.detach().cpu().double().split(max(1, _MEANS_AT_ONCE // n)):
+    at_once = max(1, _MEANS_AT_ONCE // n) if of is None else len(values)
+    for part in values.detach().cpu().double().split(at_once):
         means = part @ shares.T
         if gap is not None:
             means = means / (shares @ gap.detach().cpu().double())
-        found.append(means.quantile(ends, dim=1))
+        found.append((means if of is None else of(means)).quantile(ends, dim=1))
     return Interval(*torch.cat(found, 1))

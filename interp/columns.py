@@ -147,6 +147,19 @@ def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def divergence(
+    expected: Float[Tensor, "*axes vocab"], found: Float[Tensor, "*more vocab"]
+) -> Float[Tensor, "*more"]:
+    """KL(expected ‖ found) of log-probabilities, in nats; `found` may have more axes in front.
+
+    A token that is never expected adds nothing, even where both are -inf.
+
+    >>> divergence(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()).exp() ** 2
+    tensor(1.3333)
+    """
+    return (expected.exp() * (expected - found)).where(expected != -torch.inf, 0).sum(-1)
+
+
 def short(value: object) -> str:
     """A number, list or tensor, cut after three entries."""
     listed = value.tolist() if isinstance(value, Tensor) else value

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hooks import HookedRunner, HookError, Point
 from hooks.errors import NEVER_FIRED, require_fired
-from hooks.point import first_tensor, with_first_tensor
+from hooks.point import first_tensor, point_at, with_first_tensor
 from hooks.session import Session
 from hooks.transfer import to_device
 from interp.metrics import Metric, measure
@@ -32,7 +32,7 @@ class Gradients:
         runner: the model's.
         text: what the model reads.
         metric: a function from logits to a number per example.
-        names: exact names of points.
+        names: exact names of points or other modules.
 
     Attributes:
         base: the metric of the run, in float32 at least.
@@ -55,7 +55,7 @@ class Gradients:
         self._way = _Way()
         # The graph reaches every point from here, also where no weight needs a gradient.
         self._start = torch.zeros((), requires_grad=True)
-        points = [runner.points[name] for name in dict.fromkeys(names)]
+        points = [_point(runner, name) for name in dict.fromkeys(names)]
         with torch.enable_grad(), Session() as session:
             for point in points:
                 session.after(point.module, partial(self._watch, point))
@@ -112,6 +112,11 @@ class Gradients:
         on_the_way = partial(self._way.passed, point.name)
         node = _node(value, to_device(self._start, value.device), on_the_way)
         return with_first_tensor(output, node)
+
+
+def _point(runner: HookedRunner, name: str) -> Point:
+    known = runner.points
+    return known[name] if name in known else point_at(name, runner.model.get_submodule(name))
 
 
 class _Way:

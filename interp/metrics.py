@@ -14,6 +14,7 @@ from interp.columns import (
     SeveralTokens,
     Tokens,
     at_least_float32,
+    divergence,
     fitting,
     last_real,
     real_of,
@@ -197,9 +198,7 @@ def kl_divergence(
                 f"got {tuple(logits.shape)}"
             )
         wanted = to_device(expected, found.device)
-        terms = wanted.exp() * (wanted - found.log_softmax(-1))
-        # A token that the reference never predicts adds nothing, even where both logits are -inf.
-        each = terms.where(wanted != -torch.inf, 0).sum(-1)
+        each = divergence(wanted, found.log_softmax(-1))
         if at is not None:
             return each
         here = to_device(real, found.device)

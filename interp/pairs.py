@@ -1,5 +1,6 @@
 """Pairs of clean and corrupted texts, checked for alignment, with their answers and named spans."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -157,6 +158,21 @@ class Pairs:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         first, second = order[:n].sort().values, order[n:].sort().values
         return self[first], self[second]
+
+    def digests(self) -> list[str]:
+        """For each pair a digest of its texts, by which it can be recognised."""
+        texts = [(self.clean, self.attention_mask), (self.corrupted, self.corrupted_mask)]
+        real = [
+            [
+                row[keep].tolist()
+                for row, keep in zip(tokens, real_of(mask, tokens.shape), strict=True)
+            ]
+            for tokens, mask in texts
+        ]
+        return [
+            hashlib.blake2b(repr(pair).encode(), digest_size=8).hexdigest()
+            for pair in zip(*real, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.clean)

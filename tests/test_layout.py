@@ -83,12 +83,14 @@ PUBLIC = {
         center config_of evaluate fold_norms from_hf generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
         stream train trusted verify""",
-    "interp": """LanguageModel LogitLens Metric Pairs ResidualStream Result SVD SVDTargets accuracy
-        activation_patching alignment attribution_patching compare condition_number cross_entropy
-        drift edits effective_rank induction_scores integrated_gradients kl_divergence log_prob
-        logit_diff logit_lens previous_token_scores principal_angles randomized_svd rank
-        repeated_tokens residual_stream run_with_cache spectra spectral_gap stable_rank
-        subspace_angles svd svd_targets sweep top_attributions verified_top wvwo""",
+    "interp": """Circuit Curve LanguageModel LogitLens Metric Pairs ResidualStream Result SVD SVDTargets accuracy
+        activation_patching alignment attribution_patching auroc circuits compare completeness
+        condition_number cross_entropy curve drift edge_attribution edge_patching edits
+        effective_rank faithfulness graph induction_scores integrated_gradients kl_divergence
+        log_prob logit_diff logit_lens minimality path_patching previous_token_scores
+        principal_angles randomized_svd rank repeated_tokens residual_stream run_circuit
+        run_with_cache spectra spectral_gap stable_rank subspace_angles svd svd_targets sweep
+        top_attributions verified_top wvwo""",
 }
 
 

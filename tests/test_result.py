@@ -177,7 +177,7 @@ def test_plots(result):
     assert -axes.images[0].norm.vmin == axes.images[0].norm.vmax == result.mean().abs().max()
     assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == (
         *("head", "layer"),
-        "mean effect (logits)",
+        "mean (logits)",
     )
     assert [text.get_text() for text in axes.get_yticklabels()] == ["4", "5", "7"]
     (axes,) = result.select(head=1).plot().axes

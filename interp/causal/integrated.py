@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -19,8 +18,7 @@ from interp.pairs import Pairs
 from interp.protocol import runner_of
 from interp.result import Result
 from interp.sites import Choice, Direction
-
-_FIRST, _MOST = 4, 1024
+from interp.trapezoid import Steps, averaged, check_steps
 
 
 def integrated_gradients(
@@ -31,7 +29,7 @@ def integrated_gradients(
     site: str = "embed",
     over: Sequence[str] | None = None,
     *,
-    steps: int | Literal["auto"] = "auto",
+    steps: Steps = "auto",
     tolerance: float = 0.01,
     direction: Direction = "noising",
     layers: Sequence[int] | None = None,
@@ -68,8 +66,7 @@ def integrated_gradients(
     Warns:
         UserWarning: if a gap is larger than the tolerance.
     """
-    if steps != "auto" and steps < 1:
-        raise ValueError(f"steps must be at least 1, or 'auto'; got {steps}")
+    check_steps(steps)
     names = None
     if site == "embed":
         over, names = ("pos",) if over is None else over, _embeddings(model, layers)
@@ -86,13 +83,10 @@ def integrated_gradients(
             taken.append(0)
             gaps.append(torch.zeros_like(start.base))
             continue
-        path = _Path(runs, name, start, first[name])
-        path.refine(_FIRST if steps == "auto" else steps)
-        while steps == "auto" and path.steps < _MOST and path.gap().max() > tolerance:
-            path.refine(2 * path.steps)
-        found[name] = path.effects()
+        path = _Path(runs, name, start, first[name], steps, tolerance)
+        found[name] = path.effects
         taken.append(path.steps)
-        gaps.append(path.gap())
+        gaps.append(path.gap)
     result = runs.result(
         found,
         start.base,
@@ -122,12 +116,23 @@ class _Path:
         name: the point.
         start: the run at the beginning.
         first: its gradient.
+        steps, tolerance: see `integrated_gradients`.
 
     Attributes:
         steps: into how many equal steps the path is divided.
+        gap: how far the effects are from adding up, as a share of the mean absolute change of the metric.
+        effects: the effect at each place.
     """
 
-    def __init__(self, runs: Contrast, name: str, start: Gradients, first: Tensor) -> None:
+    def __init__(
+        self,
+        runs: Contrast,
+        name: str,
+        start: Gradients,
+        first: Tensor,
+        steps: Steps,
+        tolerance: float,
+    ) -> None:
         self._runs, self._point = runs, runs.runner.points[name]
         self._base = start.values[name]
         self._change = _whole_change(runs, self._point, self._base)
@@ -137,26 +142,21 @@ class _Path:
             raise ValueError(
                 f"the metric must be finite at both ends of a path; got others at {name}"
             )
-        self._sum = (at_least_float32(first) + last) / 2
-        self.steps = 1
+        mean, (self.steps,) = averaged(
+            lambda paths, share: self._gradient(share)[0][None],
+            at_least_float32(first)[None],
+            last[None],
+            steps,
+            lambda means: self._gap(means[0]).max()[None],
+            tolerance,
+        )
+        self.gap = self._gap(mean[0])
+        self.effects = effects(self._point, self._base, mean[0], runs.source, runs.places)
 
-    def refine(self, steps: int) -> None:
-        """Divides the path further, into a multiple of the steps so far."""
-        for n in range(1, steps):
-            if n * self.steps % steps:
-                self._sum = self._sum + self._gradient(n / steps)[0]
-        self.steps = steps
-
-    def gap(self) -> Float[Tensor, " batch"]:
-        """How far the effects are from adding up, as a share of the mean absolute change of the metric."""
-        added = (self._change * self._sum / self.steps).flatten(1).sum(1)
+    def _gap(self, mean: Tensor) -> Float[Tensor, " batch"]:
+        added = (self._change * mean).flatten(1).sum(1)
         off = (added - self._difference).abs() / self._difference.abs().mean()
         return off.nan_to_num(nan=0.0)  # 0 / 0, where nothing changes
-
-    def effects(self) -> Float[Tensor, "..."]:
-        """The effect at each place."""
-        mean = self._sum / self.steps
-        return effects(self._point, self._base, mean, self._runs.source, self._runs.places)
 
     def _gradient(self, share: float) -> tuple[Tensor, Tensor]:
         """The gradient after a share of the path, and the metric there."""

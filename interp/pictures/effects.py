@@ -17,7 +17,7 @@ def effects(result: "Result") -> Figure:
             f"a plot must have one or two axes besides example; got {shown}: use select()"
         )
     mean = result.mean().numpy(force=True)
-    unit = f"mean effect ({result.unit})" if result.unit else "mean effect"
+    unit = f"mean ({result.unit})" if result.unit else "mean"
     width, height = (min(max(0.3 * size + 2, 4), 16) for size in (mean.shape[-1], mean.shape[0]))
     figure = Figure(figsize=(width, height if len(shown) == 2 else 4), layout="constrained")
     axes = figure.subplots()

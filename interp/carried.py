@@ -1,0 +1,206 @@
+"""What changes in one run where values of another are carried along an edge or a path."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from hooks import HookError
+from hooks.session import Session, is_listened_to
+from interp import edits
+from interp.graph import Graph
+from interp.metrics import Metric, measure
+from interp.nodes import Layer
+from interp.pairs import Pairs, as_pairs
+from interp.protocol import logits_of, runner_of
+from interp.result import Result
+from interp.rows import Batch
+from interp.sites import Direction, are_aligned, compared, metric_of
+from interp.sweep import sweep
+
+Carried = dict[str, edits.Edit] | Tensor
+"""What one path changes: values at points, by name, or the stream that the logits read."""
+
+
+class TwoRuns:
+    """A run that is edited, and how much more each writer adds in the other one.
+
+    Args:
+        model, clean, corrupted, metric, direction, attention_mask, max_bytes, apart: see `edge_patching`.
+
+    Attributes:
+        graph: the graph of the model.
+        moved: for each writer what it adds in the other run less what it adds in this one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clean: Tensor | Pairs,
+        corrupted: Tensor | None,
+        metric: Metric | None,
+        direction: Direction,
+        attention_mask: Tensor | None,
+        max_bytes: int,
+        apart: bool = False,
+    ) -> None:
+        runner = runner_of(model)
+        if is_listened_to(model):
+            raise HookError("paths are computed from parts of the model: no hook must act on it")
+        parts: Any = model
+        self.model = parts
+        self.graph = Graph(model, apart)
+        self.metric = metric_of(clean, metric)
+        self.text, other = compared(clean, corrupted, direction, attention_mask)
+        if not are_aligned(self.text, other):
+            raise ValueError("paths need texts whose positions correspond; got others")
+        self.max_bytes = max_bytes
+        texts = as_pairs(clean, corrupted, attention_mask).digests()
+        self.about = {"direction": direction, "texts": texts}
+        names = {p.module: name for name, p in runner.points.items()}
+        self.names = names
+        blocks = [layer.block for layer in self.graph.layers]
+        streams = [b.resid_pre for b in blocks] + [
+            b.resid_mid for b in blocks if hasattr(b, "resid_mid")
+        ]
+        output, cache = runner.run_with_cache(
+            self.text.tokens,
+            names=[*self.graph.needed, *(names[p] for p in streams)],
+            **self.text.kwargs,
+        )
+        self.base = measure(self.metric, logits_of(output), self.text.mask)
+        output, source = runner.run_with_cache(
+            other.tokens, names=self.graph.needed, **other.kwargs
+        )
+        self.target = measure(self.metric, logits_of(output), other.mask)
+        self.cache = cache
+        self.moved = self.graph.contributions(source) - self.graph.contributions(cache)
+        self.context = self.model.context(self.text.tokens, **self.text.kwargs)
+        self.batch = Batch(self.text.tokens, self.text.mask, self.metric)
+        # Nothing changes before the first difference of the two texts.
+        differ = (self.text.tokens != other.tokens).any(0).nonzero()
+        self.later = slice(int(differ[0]) if len(differ) else 0, None)
+
+    def value(self, point: nn.Module) -> Tensor:
+        """The value of a point in the edited run."""
+        return self.cache[self.names[point]]
+
+    def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
+        """An edit that puts a value in a point's place."""
+        return {self.names[point]: edits.replace(value, pos=self.later, **where)}
+
+    def over_edge(self, writer: int, reader: int) -> Carried:
+        """What an edge changes: what its reader's sublayer adds, or the stream that the logits read."""
+        moved = self.moved[writer]
+        for layer in self.graph.layers:
+            block = layer.block
+            if layer.mlp is not None and reader == layer.mlp[1]:
+                return self.replaced(block.mlp_out, self.mlp(layer, moved))
+            if layer.q.start <= reader < layer.v.stop:
+                own, seen = (
+                    [*block.attn.project(block.ln1(x))]
+                    for x in (self.read(layer), self.read(layer) + moved)
+                )
+                for n, at in enumerate((layer.q, layer.k, layer.v)):
+                    if at.start <= reader < at.stop:
+                        own[n] = own[n].clone()
+                        own[n][:, :, reader - at.start] = seen[n][:, :, reader - at.start]
+                return self.replaced(
+                    block.attn_out, block.ln1_post(block.attn.mix(*own, self.context))
+                )
+        return self.value(self.graph.layers[-1].block.resid_post) + moved
+
+    def read(self, layer: Layer, mlp: bool = False) -> Tensor:
+        """The stream that a block's heads read, or its MLP."""
+        late = mlp and not layer.is_parallel
+        return self.value(layer.block.resid_mid if late else layer.block.resid_pre)
+
+    def mlp(self, layer: Layer, moved: Tensor) -> Tensor:
+        """What an MLP adds where its stream has moved."""
+        block = layer.block
+        return block.ln2_post(block.mlp(block.ln2(self.read(layer, mlp=True) + moved)))
+
+    def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
+        """What a sender changes at receivers, by paths that pass no other head."""
+        graph, found = self.graph, dict[str, edits.Edit]()
+        moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
+        for layer in graph.layers:
+            block, before = layer.block, moved
+            if moved is not None:
+                found |= self._heads(layer, moved, receivers)
+            if layer.heads.start <= sender < layer.heads.stop or sender == layer.bias:
+                moved = self.moved[sender]
+            if layer.mlp is None:
+                continue
+            writer, reader = layer.mlp
+            seen = before if layer.is_parallel else moved
+            if seen is not None and (recomputed or reader in receivers):
+                added = self.mlp(layer, seen)
+                if reader in receivers:
+                    found |= self.replaced(block.mlp_out, added)
+                if recomputed and moved is not None:
+                    moved = moved + added - self.value(block.mlp_out)
+            if sender == writer:
+                moved = self.moved[sender]
+        if moved is not None and len(graph.readers) - 1 in receivers:
+            return self.value(graph.layers[-1].block.resid_post) + moved
+        return found
+
+    def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
+        """The receivers among the heads of a block, from a stream that has moved."""
+        attn, values = layer.block.attn, dict[str, Tensor]()
+        heads = {
+            part: [n - at.start for n in range(at.start, at.stop) if n in receivers]
+            for part, at in (("q", layer.q), ("k", layer.k), ("v", layer.v))
+        }
+        if not any(heads.values()):
+            return {}
+        with Session() as session:
+            for part in heads:
+                session.after(getattr(attn, part), partial(values.__setitem__, part))
+            attn.mix(*attn.project(layer.block.ln1(self.read(layer) + moved)), self.context)
+        found: dict[str, edits.Edit] = {}
+        for part, chosen in heads.items():
+            if chosen:
+                axis = "head" if part == "q" else "kv_head"
+                found |= self.replaced(getattr(attn, part), values[part], **{axis: chosen})
+        return found
+
+    def result(
+        self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any
+    ) -> Result:
+        """The effect of each of the jobs, which have the numbers of the labels."""
+        values = self.base.new_empty(len(labels), len(self.base))
+        waiting: dict[int, dict[str, edits.Edit]] = {}
+        at_once = max(1, self.max_bytes // 2 // self.moved[0].nbytes)
+        for n, carried in jobs:
+            if isinstance(carried, Tensor):
+                logits = self.model.unembed(self.batch.read(carried))
+                values[n] = self.batch.measure(logits) - self.base
+                continue
+            waiting[n] = carried
+            if sum(map(len, waiting.values())) >= at_once:
+                self._sweep(waiting, values)
+        self._sweep(waiting, values)
+        unit, about = (
+            getattr(self.metric, "unit", ""),
+            {**self.about, **about, "metric": repr(self.metric)},
+        )
+        return Result(
+            values, (axis, "example"), self.base, self.target, {axis: labels}, unit, about
+        )
+
+    def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
+        if waiting:
+            given = [*waiting.values()]
+            found = sweep(
+                self.model,
+                self.text.tokens,
+                given,
+                self.metric,
+                self.text.mask,
+                self.max_bytes // 2,
+            )
+            values[[*waiting]] = found.values
+            waiting.clear()

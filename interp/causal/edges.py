@@ -1,0 +1,142 @@
+"""Edge attribution: estimates of the effect of every edge of a model at once, from gradients."""
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor, nn
+
+from hooks import HookError
+from hooks.errors import unknown_name
+from hooks.session import is_listened_to
+from interp.edge_paths import Found, Paths
+from interp.edge_positions import positions
+from interp.edge_scores import Scores
+from interp.gradients import Gradients
+from interp.graph import Graph
+from interp.metrics import Metric, measure
+from interp.pairs import Pairs, as_pairs
+from interp.protocol import logits_of, runner_of
+from interp.result import Result
+from interp.sites import Direction, compared, metric_of
+from interp.trapezoid import Steps, check_steps
+
+METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
+
+
+@torch.no_grad()
+def edge_attribution(
+    model: nn.Module,
+    clean: Int[Tensor, "batch pos"] | Pairs,
+    corrupted: Int[Tensor, "batch pos"] | None = None,
+    metric: Metric | None = None,
+    method: str = "eap",
+    over: Literal["pos", "span"] | None = None,
+    *,
+    steps: Steps = "auto",
+    tolerance: float = 0.01,
+    direction: Direction = "noising",
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    apart: bool = False,
+) -> Result:
+    """Estimates the effect of replacing what one reader sees of one writer, for all edges of a `Graph`.
+
+    The score of an edge is the writer's change, target - base, times the gradient of the metric with respect
+    to the stream before the reader's norm, through this reader alone. Norms count with their whole derivative.
+
+    - `eap` takes gradients at the base run: two forward passes and one backward pass for all edges (Syed et
+      al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"). It is the derivative of
+      `run_circuit` by its mask.
+    - `eap_ig_inputs` takes the mean gradient while the stream that enters the first block moves from base to
+      target (Hanna et al. 2024, "Have Faith in Faithfulness"). The edges of `input` then add up to what
+      replacing the input does.
+    - `eap_ig_activations` takes, for each writer, the mean gradient while this writer alone moves. The
+      edges of each writer add up to what replacing it does. Every step is a run for each writer.
+
+    Memory beyond that of the gradients is one residual stream of an example for each writer, or, for
+    `eap_ig_activations`, of all examples.
+
+    Args:
+        model: a model that has a `Graph`. Its weights need no gradients, and get none.
+        clean, corrupted: pairs of texts; see `activation_patching`.
+        metric: a differentiable function from logits to a number per example; by default that of the pairs.
+        method: one of these three.
+        over: `pos` keeps the positions at which the reader reads apart, `span` those of each named span. By
+            default they are summed.
+        steps: how many steps each path has; `auto` doubles them until the gap of every example is within
+            the tolerance, at most 1024. `eap` has none.
+        tolerance: for gaps, as a share of the mean absolute difference of target and base.
+        direction: noising edits the clean run, denoising the corrupted one.
+        attention_mask: see `activation_patching`.
+        apart: whether token and position embeddings are writers of their own; see `Graph`. Together they are
+            the input of `eap_ig_inputs`.
+
+    Returns:
+        Scores [edge, example], or [edge, pos, example], [edge, span, example], in float32 at least, in the
+        order of `Graph.edges`. `about` has `node_gap`: how far the edges of a writer are from adding up to the
+        writer's own attribution, as a share of the largest; that should be rounding. It has the `steps` of
+        the paths, and their `gaps` for each example, the largest of all writers; and `texts`, by which circuits
+        know what they were found on (`Pairs.digests`).
+
+    Raises:
+        ValueError: if texts, positions or steps do not fit, the metric has no gradient, or gradients or scores
+            are not finite; or as for `Graph`.
+        TypeError: if the model lacks a part for a `Graph`.
+        UnknownNameError: if there is no such method; with close matches.
+        HookError: if hooks act on the model.
+        ModeError: if the model is in training mode.
+
+    Warns:
+        UserWarning: if a gap is larger than the tolerance.
+    """
+    if method not in METHODS:
+        raise unknown_name(method, METHODS, "method")
+    check_steps(steps)
+    if is_listened_to(model):
+        raise HookError("edges are of the plain model: no hook must act on it")
+    runner, metric, graph = runner_of(model), metric_of(clean, metric), Graph(model, apart)
+    edited, source = compared(clean, corrupted, direction, attention_mask)
+    where = positions(over, edited, source)
+    output, cache = runner.run_with_cache(source.tokens, names=graph.needed, **source.kwargs)
+    target = measure(metric, logits_of(output), source.mask)
+    del output
+    scores = Scores(graph, where, cache)
+    start = Gradients(runner, edited, metric, scores.names)
+    scores.base, base = start.values, start.base
+    found = Found(scores.of_all(start))
+    del start
+    if method != "eap":
+        size = (target - base).abs().mean()
+        paths = Paths(runner, edited, metric, scores, base, size, steps, tolerance)
+        of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
+        found = of(found.scores)
+    if not (found.scores.isfinite().all() and (target - base).isfinite().all()):
+        raise ValueError("scores and metrics must be finite; got others")
+    edges, nodes = found.scores[:, :-1], found.scores[:, -1]
+    gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
+    about: dict[str, Any] = {
+        "metric": repr(metric),
+        "estimate": method,
+        "direction": direction,
+        "node_gap": _rounded(gap),
+    }
+    if found.gaps is not None:
+        about |= {"steps": found.steps, "gaps": [*map(_rounded, found.gaps)]}
+        gap = torch.maximum(gap, found.gaps.max())
+    if gap > tolerance:
+        rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
+        warnings.warn(f"{rule}; got {float(gap):.2g}", stacklevel=2)
+    about["texts"] = as_pairs(clean, corrupted, attention_mask).digests()
+    values = edges[graph.allowed.to(edges.device)]
+    labels: dict[str, Any] = {"edge": graph.edges}
+    if over is None:
+        values = values.squeeze(1)
+    else:
+        labels[over] = where.labels
+    unit = getattr(metric, "unit", "")
+    return Result(values, (*labels, "example"), base, target, labels, unit, about)
+
+
+def _rounded(share: Tensor) -> float:
+    return float(f"{float(share.nan_to_num()):.2g}")

@@ -1,0 +1,274 @@
+"""Circuits: some of the edges of a model's graph, with scores; as sets, and from scores."""
+
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from hooks.errors import unknown_name
+from interp.graph import Graph
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FORMAT = "hookscope-circuit-1"
+
+
+class Circuit:
+    """Some of the edges of a graph. All other edges are replaced when it runs; see `run_circuit`.
+
+    Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. What they give
+    has the scores of the first, and was found on the texts of both.
+
+    Args:
+        graph: the graph of the model.
+        edges: the names of the edges, such as `a0.h1->a2.h3<k>`, or a boolean table [writer, reader].
+        scores: for each edge the effect of replacing it, in the metric's unit and negative where the edge
+            helps. NaN where it is not known. They are kept in float64.
+        found_on: digests of the texts that the scores are from; see `Pairs.digests`.
+
+    Attributes:
+        kept: its edges as a table.
+
+    Raises:
+        UnknownNameError: if a node is not in the graph; with close matches.
+        ValueError: if there is no such edge, a table does not fit the graph, or a score is infinite.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> circuit = Circuit(Graph(Transformer(config)), ["input->a0.h1<v>", "a0.h1->logits", "m0->m1"])
+    >>> circuit
+    Circuit: 3 of 46 edges, 4 of 8 nodes
+    >>> list(circuit.pruned())
+    ['input->a0.h1<v>', 'a0.h1->logits']
+    """
+
+    kept: Bool[Tensor, "writer reader"]
+    scores: Float[Tensor, "writer reader"]
+
+    def __init__(
+        self,
+        graph: Graph,
+        edges: Iterable[str] | Shaped[Tensor, "writer reader"],
+        scores: Float[Tensor, "writer reader"] | None = None,
+        found_on: Iterable[str] = (),
+    ) -> None:
+        self.graph, self.found_on = graph, frozenset(found_on)
+        shape = graph.allowed.shape
+        scores = torch.full(shape, torch.nan) if scores is None else scores.detach()
+        scores = scores.cpu().double()
+        if scores.shape != shape or (isinstance(edges, Tensor) and edges.shape != shape):
+            raise ValueError(f"tables must be [writer, reader], {[*shape]} in this graph")
+        if isinstance(edges, Tensor) and edges.dtype != torch.bool:
+            raise ValueError(
+                f"a table of edges must be boolean, True where kept; got {edges.dtype}"
+            )
+        if scores[graph.allowed].isinf().any():
+            raise ValueError("scores must be finite, or NaN where they are not known; got infinity")
+        self.scores = scores.where(graph.allowed, torch.nan)
+        if isinstance(edges, Tensor):
+            self.kept = edges.cpu() & graph.allowed
+        else:
+            self.kept = torch.zeros(shape, dtype=torch.bool)
+            for edge in edges:
+                self.kept[graph.index(edge)] = True
+
+    def __iter__(self) -> Iterator[str]:
+        for writer, reader in self.kept.nonzero().tolist():
+            yield f"{self.graph.writers[writer]}->{self.graph.readers[reader]}"
+
+    def __len__(self) -> int:
+        return int(self.kept.sum())
+
+    def __contains__(self, edge: str) -> bool:
+        return bool(self.kept[self.graph.index(edge)])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Circuit):
+            return NotImplemented
+        return _nodes(self) == _nodes(other) and torch.equal(self.kept, other.kept)
+
+    __hash__ = None  # type: ignore[assignment]  # as of other sets
+
+    def __or__(self, other: "Circuit") -> "Circuit":
+        return self._with(self.kept | self._table_of(other), other.found_on)
+
+    def __and__(self, other: "Circuit") -> "Circuit":
+        return self._with(self.kept & self._table_of(other), other.found_on)
+
+    def __sub__(self, other: "Circuit") -> "Circuit":
+        return self._with(self.kept & ~self._table_of(other), other.found_on)
+
+    def __invert__(self) -> "Circuit":
+        return self._with(self.graph.allowed & ~self.kept)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that its edges come from, in the order of computation, and the logits if any lead there."""
+        writes = self.kept.any(1).tolist()
+        names = (name for name, is_in in zip(self.graph.writers, writes, strict=True) if is_in)
+        return (*names, *(["logits"] if self.kept[:, -1].any() else []))
+
+    def without(self, node: str) -> "Circuit":
+        """The circuit without the edges that lead to a node or from it.
+
+        Raises:
+            UnknownNameError: if the graph has no such node; with close matches.
+        """
+        nodes = (*self.graph.writers, "logits")
+        if node not in nodes:
+            raise unknown_name(node, nodes, "node of this graph")
+        kept = self.kept.clone()
+        if node == "logits":
+            kept[:, -1] = False
+        else:
+            own = self.graph.writers.index(node)
+            # A key head that others use too stays.
+            kept[:, feeding(self.graph)[own] & (feeding(self.graph).sum(0) == 1)] = False
+            kept[own] = False
+        return self._with(kept)
+
+    def pruned(self) -> "Circuit":
+        """The circuit without what is not connected: a node needs an edge to it and an edge from it.
+
+        What reads nothing, such as the embeddings, needs none to it. The logits need none from them. With the
+        other text's values as the source, runs of both circuits are the same, but not with other sources, or
+        where heads share the scale of a norm of what attention adds.
+        """
+        kept, feeds = self.kept, feeding(self.graph)
+        while True:
+            used = (~feeds.any(1) | (feeds & kept.any(0)).any(1)) & kept.any(1)
+            read = (feeds & used[:, None]).any(0)
+            read[-1] = True
+            connected = kept & used[:, None] & read
+            if torch.equal(connected, kept):
+                return self._with(kept)
+            kept = connected
+
+    def plot(self) -> "Figure":
+        """Layers upward, heads as boxes, edges as wide as their scores. It needs the extra `report`."""
+        from interp.pictures.circuit import drawn
+
+        return drawn(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes nodes, edges and scores as JSON, completely or not at all.
+
+        Raises:
+            FileNotFoundError: if there is no such directory.
+        """
+        table = {
+            "format": _FORMAT,
+            "writers": self.graph.writers,
+            "readers": self.graph.readers,
+            "kept": self.kept.nonzero().tolist(),
+            "scores": [
+                [None if score != score else score for score in row] for row in self.scores.tolist()
+            ],
+            "found_on": sorted(self.found_on),
+        }
+        write_whole(Path(path), json.dumps(table))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], graph: Graph) -> "Circuit":
+        """Reads a circuit of a graph that `save` wrote.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if `save` did not write it, or it is of another graph.
+        """
+        try:
+            table = json.loads(Path(path).read_text())
+            if table["format"] != _FORMAT:
+                raise ValueError(f"the format must be {_FORMAT!r}; got {table['format']!r}")
+            writers, readers = table["writers"], table["readers"]
+            kept = torch.zeros(len(writers), len(readers), dtype=torch.bool)
+            for writer, reader in table["kept"]:
+                kept[writer, reader] = True
+            numbers = [
+                [torch.nan if score is None else float(score) for score in row]
+                for row in table["scores"]
+            ]
+            scores = torch.tensor(numbers, dtype=torch.float64)
+            found_on = frozenset(map(str, table["found_on"]))
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{path} must be a complete circuit that `save` wrote: {error!r}"
+            ) from None
+        if [writers, readers] != [[*graph.writers], [*graph.readers]]:
+            raise ValueError(f"the circuit in {path} must be of this graph; it has other nodes")
+        return cls(graph, kept, scores, found_on)
+
+    def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
+        return Circuit(self.graph, kept, self.scores, self.found_on.union(found_on))
+
+    def _table_of(self, other: "Circuit") -> Tensor:
+        if _nodes(self) != _nodes(other):
+            raise ValueError("both circuits must be of one graph; these have other nodes")
+        return other.kept
+
+    def __repr__(self) -> str:
+        every = int(self.graph.allowed.any(1).sum()) + 1
+        return (
+            f"Circuit: {len(self)} of {int(self.graph.allowed.sum())} edges, "
+            f"{len(self.nodes)} of {every} nodes"
+        )
+
+
+def _nodes(circuit: Circuit) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return circuit.graph.writers, circuit.graph.readers
+
+
+def largest(
+    strength: Float[Tensor, "writer reader"], n: int, graph: Graph
+) -> Bool[Tensor, "writer reader"]:
+    """The `n` edges of a graph that matter most; of equal ones the earlier.
+
+    Raises:
+        ValueError: if there are not so many edges.
+    """
+    every = int(graph.allowed.sum())
+    if not 0 <= n <= every:
+        raise ValueError(f"n must be 0 to {every}, the number of edges; got {n}")
+    order = strength[graph.allowed].argsort(descending=True, stable=True)
+    places = graph.allowed.nonzero()[order[:n]]
+    kept = torch.zeros_like(graph.allowed)
+    kept[places[:, 0], places[:, 1]] = True
+    return kept
+
+
+def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
+    """Which readers each writer computes from: a head from its query, key and value. The logits feed none."""
+    feeds = torch.zeros(graph.allowed.shape, dtype=torch.bool)
+    for layer in graph.layers:
+        for part in (layer.q, layer.k, layer.v):
+            each = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
+            for n, head in enumerate(range(layer.heads.start, layer.heads.stop)):
+                feeds[head, part.start + n // each] = True
+        if layer.mlp is not None:
+            feeds[layer.mlp] = True
+    return feeds
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file, completely or not at all.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

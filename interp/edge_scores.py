@@ -1,0 +1,192 @@
+"""Scores of all edges from one backward pass: writers' changes times readers' gradients."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks.transfer import to_device
+from interp.columns import at_least_float32
+from interp.edge_positions import Positions
+from interp.estimates import require_numbers
+from interp.gradients import Gradients
+from interp.graph import Graph
+from interp.pullback import Pullback, Pullbacks, readings
+
+# A matrix product with fewer columns reads the changes for too little work.
+_ENOUGH = 100
+
+
+class _Target(NamedTuple):
+    """What gradients some writers' changes are multiplied with, and the columns of the scores for that."""
+
+    gradients: Callable[[int, Tensor, Tensor], Tensor]
+    writers: range
+    columns: slice
+
+
+class Scores:
+    """Scores of the edges of a graph, from gradients of runs of one text.
+
+    Besides the readers there is a last column: the writer's own score, by the gradient where it is added to
+    the stream. It is what the others should sum to.
+
+    Args:
+        graph: the graph.
+        where: the positions.
+        source: values that come in place of those of the base run, at `graph.needed`.
+
+    Attributes:
+        names: the points that gradients and values are needed at.
+        base: the values of the base run; to be set before the first use.
+    """
+
+    base: Mapping[str, Tensor]
+
+    def __init__(self, graph: Graph, where: Positions, source: Mapping[str, Tensor]) -> None:
+        self.graph, self.where, self._source = graph, where, source
+        self._readings = [*readings(graph)]
+        self._written = [layer.written for layer in graph.layers]
+        self.added = _added(graph)
+        read = [name for reading in self._readings for name in (reading.stream, reading.at)]
+        self.names = [*graph.needed, *self.added, *read]
+
+    def changes(
+        self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
+    ) -> Float[Tensor, "writer batch n d_model"]:
+        """How what each writer adds differs between the two runs, for some examples.
+
+        Args:
+            rows: the examples.
+            space: the result of an earlier call for as many, which is written over.
+        """
+        graph, (here, there, _, _) = self.graph, self.where
+        base, source = self._values(self.base, here, rows), self._values(self._source, there, rows)
+        inputs = graph.inputs(source.__getitem__) - graph.inputs(base.__getitem__)
+        size = len(graph.writers), *inputs.shape[1:]
+        found = inputs.new_zeros(size) if space is None else space
+        found[: len(inputs)] = inputs
+        for layer, written in zip(graph.layers, self._written, strict=True):
+            z, scale = layer.block.attn.z, layer.scale
+            now, then = source[z], base[z]
+            if scale is not None:
+                now, then = now / source[scale][..., None], then / base[scale][..., None]
+                if layer.bias is not None:
+                    by = source[scale].reciprocal() - base[scale].reciprocal()
+                    found[layer.bias] = by * at_least_float32(written.bias)
+            by_head = (now - then).flatten(0, 1).transpose(0, 1)
+            weight = at_least_float32(written.weight)
+            torch.bmm(by_head, weight, out=found[layer.heads].flatten(1, 2))
+            if layer.mlp is not None:
+                mlp_out = layer.block.mlp_out
+                torch.sub(source[mlp_out], base[mlp_out], out=found[layer.mlp[0]])
+        return found
+
+    def _values(
+        self, values: Mapping[str, Tensor], columns: Tensor, rows: slice
+    ) -> dict[nn.Module, Tensor]:
+        """The values of a run by point, at some columns of some examples."""
+        row = torch.arange(len(columns), device=columns.device)[rows, None]
+        at = row, columns[rows]
+        named = zip(self.graph.points, self.graph.needed, strict=True)
+        return {point: at_least_float32(values[name][at]) for point, name in named}
+
+    def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
+        """The scores of all writers, by the gradients of one run of the text."""
+
+        # One example at a time, in memory that is used again: fresh memory takes longer than the work.
+        def parts() -> Iterator[tuple[int, int, Tensor]]:
+            space = None
+            for row in range(len(self.where.here)):
+                space = self.changes(slice(row, row + 1), space)
+                yield 0, row, space
+
+        return self.of(run, parts())
+
+    def of(
+        self, run: Gradients, parts: Iterable[tuple[int, int, Tensor]]
+    ) -> Float[Tensor, "writer column group batch"]:
+        """The scores of some writers on some rows of a run. Others are 0.
+
+        Args:
+            run: its rows are those of the text, or of copies of it.
+            parts: the first writer, the first row, and changes [writer, row, n, d_model].
+        """
+        targets = self._targets(run)
+        graph, (here, _, group, _) = self.graph, self.where
+        stream = self._source[graph.needed[-1]]
+        size = len(graph.writers), len(graph.readers) + 1, self.where.groups, len(here)
+        found = stream.new_zeros(size, dtype=at_least_float32(stream[:0]).dtype)
+        most = max(target.columns.stop - target.columns.start for target in targets)
+        space = found.new_empty(most, here.shape[1], stream.shape[-1])
+        for first, start, changes in parts:
+            for row, change in enumerate(changes.unbind(1), start):
+                example = row % len(here)
+                for gradients, writers, columns in targets:
+                    some = range(max(first, writers.start), min(first + len(change), writers.stop))
+                    if some:
+                        own = change[some.start - first : some.stop - first]
+                        gradient = to_device(gradients(row, here[example], space), own.device)
+                        product = self._product(own, gradient, group[example])
+                        found[some.start : some.stop, columns, :, example] = product
+        found[:, :-1].masked_fill_(~graph.allowed[..., None, None].to(found.device), 0)
+        return found
+
+    def _targets(self, run: Gradients) -> list[_Target]:
+        """Everything that a backward pass gives to multiply changes with."""
+        found: dict[str, Tensor] = {}
+
+        wanted = {*self.added, *(reading.at for reading in self._readings)}
+
+        def receive(name: str, gradient: Tensor) -> None:
+            if name in wanted:
+                require_numbers(name, gradient)
+                found[name] = at_least_float32(gradient)
+
+        run.backward(receive)
+        targets, parts, last = [], [], len(self.graph.readers)
+        for reading in self._readings:
+            value = run.values[reading.at]
+            gradient = found.get(reading.at, torch.zeros_like(value))
+            parts.append((reading.readers, Pullback(reading, run.values[reading.stream], gradient)))
+            readers = slice(parts[0][0].start, reading.readers.stop)
+            if readers.stop - readers.start >= _ENOUGH or reading is self._readings[-1]:
+                writers = self.graph.allowed[:, readers].any(1).nonzero()
+                targets.append(_Target(Pullbacks(parts), range(int(writers.max()) + 1), readers))
+                parts = []
+        for name, own in self.added.items():
+            if name in found:
+                gradients = partial(_at, found[name])
+                targets.append(_Target(gradients, own, slice(last, last + 1)))
+        return targets
+
+    def _product(
+        self,
+        change: Float[Tensor, "writer n d_model"],
+        gradient: Float[Tensor, "reader n d_model"],
+        group: Int[Tensor, " n"],
+    ) -> Float[Tensor, "writer reader group"]:
+        """The products, summed over the columns of each group."""
+        if self.where.labels is None:
+            return (change.flatten(1) @ gradient.flatten(1).T)[..., None]
+        each = torch.einsum("wnd,rnd->wrn", change, gradient)
+        sums = each.new_zeros(*each.shape[:2], self.where.groups + 1)
+        return sums.index_add_(2, group, each)[..., :-1]
+
+
+def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
+    return gradient[row, columns][None]
+
+
+def _added(graph: Graph) -> dict[str, range]:
+    """The points where writers are added to the stream, with these writers."""
+    found = {"blocks.0.resid_pre": range(graph.layers[0].heads.start)}
+    for n, layer in enumerate(graph.layers):
+        end = layer.heads.stop if layer.bias is None else layer.bias + 1
+        found[f"blocks.{n}.attn_out"] = range(layer.heads.start, end)
+        if layer.mlp is not None:
+            found[f"blocks.{n}.mlp_out"] = range(layer.mlp[0], layer.mlp[0] + 1)
+    return found

@@ -1,0 +1,242 @@
+"""The graph of a model: what writes to the residual stream, what reads it, and the edges between them.
+
+Circuits, edge attribution and decompositions stand on it: on `Graph.layers`, which says where the nodes of a
+block are among writers and readers, and on `Layer.written`, which says how its heads write.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor, nn
+
+from hooks import CacheError, HookedRunner
+from hooks.errors import unknown_name
+from interp.columns import real_of
+from interp.nodes import At, add, layer_of, shares
+from interp.protocol import of
+
+_BLOCK = ("ln1", "attn", "ln1_post", "attn_out", "resid_post")
+_ATTENTION = ("project", "mix", "z", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+
+
+class Graph:
+    """The nodes and edges of a model, named as in Hanna et al. 2024, "Have Faith in Faithfulness".
+
+    Writers are `input` (the stream entering the first block), `a0.h1` (a head) and `m0` (an MLP). Readers
+    are `a2.h3<q>`, `a2.h3<k>`, `a2.h3<v>`, `m2` and `logits`; grouped heads have one `<k>` and one `<v>` for
+    each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a reader that comes later: the MLP of
+    a parallel block does not read the heads of that block. A reader reads the stream before its norm.
+
+    A head writes `z @ W_O`. Where the model has a norm of what attention adds, it writes its share: the same
+    through that norm, divided by the norm's scale of its own run. `a0.bias` is what attention adds beside its
+    heads: `b_O` and the bias of that norm. It is a writer if it is not zero. It has edges only if a scale
+    divides `b_O`, because otherwise it is the same in every run.
+
+    Args:
+        model: a model with the parts that `interp.protocol` lists for graphs, such as a `models.Transformer`.
+        apart: whether token and position embeddings are the writers `embed` and `pos_embed`, in place of
+            `input`. A norm of their sum divides them likewise, and its bias is the writer `input.bias`.
+
+    Attributes:
+        writers, readers: the names of the nodes, in the order of computation.
+        layers: the nodes of each block.
+        allowed: which edges exist.
+        points, needed: the points, and their names, that `contributions` needs in a cache.
+
+    Raises:
+        TypeError: if the model lacks a part.
+        ValueError: if its norms are of the sum of stream and sublayer (`norm_place="post"`): its stream is
+            not a sum of what was written.
+    """
+
+    def __init__(self, model: nn.Module, apart: bool = False) -> None:
+        _check(model)
+        self.model: Any = model
+        self._names = {p.module: name for name, p in HookedRunner(model).points.items()}
+        blocks: Any = self.model.blocks
+        parts = [getattr(model, part, None) for part in (("embed", "pos_embed") if apart else ())]
+        # What the first block's stream is a sum of, and the norm of that sum.
+        self._inputs = [part for part in parts if part in self._names] or [blocks[0].resid_pre]
+        self._norm: Any = getattr(model, "ln_embed", None) if apart else None
+        # Each node with the time when it writes or reads.
+        writers: dict[str, int] = {}
+        readers: dict[str, int] = {}
+        add(writers, 0, [self._names[point] for point in self._inputs] if apart else ["input"])
+        if shares(self._norm, blocks[0].attn.b_O)[1].any():
+            add(writers, 0, ["input.bias"])
+        self.layers = tuple(layer_of(n, block, writers, readers) for n, block in enumerate(blocks))
+        add(readers, 2 * len(blocks), ["logits"])
+        self.writers, self.readers = tuple(writers), tuple(readers)
+        self._places = [{name: n for n, name in enumerate(nodes)} for nodes in (writers, readers)]
+        varying = [
+            layer.bias
+            for layer in self.layers
+            if layer.scale is not None and layer.written.bias.any()
+        ]
+        varies = [n in varying or not name.endswith("bias") for n, name in enumerate(writers)]
+        wrote, reads = (torch.tensor([*nodes.values()]) for nodes in (writers, readers))
+        self.allowed: Bool[Tensor, "writer reader"] = (wrote[:, None] <= reads) & torch.tensor(
+            varies
+        )[:, None]
+        self.points = tuple(self._points())
+        self.needed = [self._names[point] for point in self.points]
+
+    def _points(self) -> Iterator[nn.Module]:
+        """The points of what was written, and last of the stream that it adds up to."""
+        yield from self._inputs
+        if hasattr(self._norm, "scale"):
+            yield self._norm.scale
+        for layer in self.layers:
+            yield layer.block.attn.z
+            if layer.scale is not None:
+                yield layer.scale
+            if layer.mlp is not None:
+                yield layer.block.mlp_out
+        yield self.layers[-1].block.resid_post
+
+    @cached_property
+    def edges(self) -> tuple[str, ...]:
+        """The names of all edges, `writer->reader`, in the order of the writers."""
+        pairs = self.allowed.nonzero().tolist()
+        return tuple(f"{self.writers[w]}->{self.readers[r]}" for w, r in pairs)
+
+    def index(self, edge: str) -> tuple[int, int]:
+        """The places of an edge among writers and readers.
+
+        Raises:
+            UnknownNameError: if there is no such node; it has close matches.
+            ValueError: if the reader does not read what the writer writes.
+        """
+        names = edge.split("->")
+        if len(names) != 2:
+            raise ValueError(f"an edge must be 'writer->reader'; got {edge!r}")
+        for name, known, what in zip(names, self._places, ("writer", "reader"), strict=True):
+            if name not in known:
+                raise unknown_name(name, known, f"{what} of this graph")
+        writer, reader = (known[name] for name, known in zip(names, self._places, strict=True))
+        if not self.allowed[writer, reader]:
+            raise ValueError(
+                f"an edge must join a writer to a later reader, and a bias has none; got {edge}"
+            )
+        return writer, reader
+
+    def mask(self, circuit: Iterable[str]) -> Float[Tensor, "writer reader"]:
+        """1 at every edge but those of a circuit, 0 elsewhere: what a run of that circuit replaces.
+
+        Raises:
+            UnknownNameError, ValueError: as for `index`.
+        """
+        mask = self.allowed.float()
+        for edge in circuit:
+            mask[self.index(edge)] = 0
+        return mask
+
+    def contributions(
+        self, cache: Mapping[str, Tensor]
+    ) -> Float[Tensor, "writer batch pos d_model"]:
+        """What each writer adds to the stream. Their sum is the stream after the last block.
+
+        Args:
+            cache: values of a run at the points `needed`, eager or lazy.
+
+        Raises:
+            CacheError: if the cache lacks a point, or the contributions do not add up to its stream.
+        """
+        lacking = [name for name in self.needed if name not in cache]
+        if lacking:
+            raise CacheError(
+                f"a graph needs names=graph.needed in a cache; got none of {lacking[0]}"
+            )
+
+        def at(point: nn.Module) -> Tensor:
+            return cache[self._names[point]]
+
+        stream = at(self.layers[-1].block.resid_post)
+        found = stream.new_empty(len(self.writers), *stream.shape)
+        inputs = self.inputs(at)
+        found[: len(inputs)] = inputs
+        for layer in self.layers:
+            for start, part in zip((layer.heads.start, layer.bias), layer.added(at), strict=False):
+                found[start : start + len(part)] = part
+            if layer.mlp is not None:
+                found[layer.mlp[0]] = at(layer.block.mlp_out)
+        _check_sum(found.detach().sum(0), stream)
+        return found
+
+    def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
+        """What the first writers add: the embeddings."""
+        parts = torch.stack([at(point) for point in self._inputs])
+        if not hasattr(self._norm, "scale"):
+            return parts
+        linear, constant = shares(self._norm, parts)
+        divided = (linear / at(self._norm.scale)).to(parts.dtype)
+        if "input.bias" not in self.writers:
+            return divided
+        return torch.cat([divided, constant.expand_as(divided[:1])])
+
+
+def writers(
+    model: nn.Module, cache: Mapping[str, Tensor]
+) -> Float[Tensor, "writer batch pos d_model"]:
+    """What each writer of `Graph(model)` adds to the stream; see `Graph.contributions`."""
+    return Graph(model).contributions(cache)
+
+
+def mean(
+    contributions: Float[Tensor, "writer batch pos d_model"],
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+) -> Float[Tensor, "writer 1 pos d_model"]:
+    """The mean of contributions at each position, over the texts that have a real token there.
+
+    Args:
+        contributions: what each writer adds.
+        attention_mask: which tokens are not padding.
+
+    Raises:
+        ValueError: if texts have padding before a real token, because their positions are then in different
+            columns; or if no text has a real token in a column.
+    """
+    real = real_of(attention_mask, contributions.shape[1:3]).to(contributions.device)
+    if (real[:, 1:] & ~real[:, :-1]).any():
+        raise ValueError(
+            "a mean at each position needs texts padded on the right; got padding before a token"
+        )
+    if not real.any(0).all():
+        raise ValueError(
+            "a mean at each position needs a real token in each column; got a column of padding"
+        )
+    weights = real.to(contributions.dtype) / real.sum(0)
+    return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
+
+
+def _check(model: Any) -> None:
+    of(model, "config", "blocks", "context", "input_resid", "logits", "unembed")
+    lacking = [part for block in model.blocks for part in _BLOCK if not hasattr(block, part)]
+    lacking = lacking or [
+        f"attn.{part}"
+        for block in model.blocks
+        for part in _ATTENTION
+        if not hasattr(type(block.attn), part) and not hasattr(block.attn, part)
+    ]
+    if lacking:
+        raise TypeError(
+            f"a graph needs blocks with {lacking[0]}; got {type(model).__name__} without it "
+            "(models.from_hf makes a model that has it)"
+        )
+    if getattr(model.config, "norm_place", "pre") == "post":
+        raise ValueError(
+            "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where the stream is "
+            "not a sum of what was written"
+        )
+
+
+def _check_sum(found: Tensor, stream: Tensor) -> None:
+    size = min(0.03, 1000 * torch.finfo(stream.dtype).eps) * stream.abs().max()
+    if not torch.allclose(found, stream, rtol=0, atol=float(size), equal_nan=True):
+        raise CacheError(
+            "contributions must add up to the stream of the cache; they do not: it is of another model, was "
+            "edited, or its blocks add something else"
+        )

@@ -1,0 +1,296 @@
+"""Masked runs: forward passes in which each reader sees some writers as in another run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from hooks import ActivationCache, HookError
+from hooks.session import Session, is_listened_to
+from hooks.transfer import to_device
+from interp.columns import real_of
+from interp.graph import Graph
+from interp.metrics import Metric, evaluate
+from interp.nodes import Layer
+from interp.pairs import Pairs
+from interp.protocol import runner_of
+from interp.rows import Batch
+from interp.sites import Direction, Text, are_aligned, compared, metric_of
+
+Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
+"""For each edge how much of it is replaced: 0 none, 1 all. Entries that are no edge do not count."""
+
+Source = Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
+"""Where replaced values come from: the other text of each pair, another run of texts with the same positions,
+what each writer adds (`Graph.contributions`, or `graph.mean` of several texts), or zeros."""
+
+
+def run_circuit(
+    model: nn.Module,
+    clean: Pairs | Int[Tensor, "batch pos"],
+    circuit: Mask | Iterable[str],
+    source: Source = "pair",
+    *,
+    direction: Direction = "noising",
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    apart: bool = False,
+    max_bytes: int = 2**30,
+) -> Float[Tensor, "batch pos vocab"]:
+    """The logits of a circuit: of a run in which every edge outside of it carries values of another run.
+
+    Each reader sees the stream plus, over the edges to it, `mask * (source - current)` of the writer. So a run
+    without masked edges is that of the text, one with every edge masked is that of the source, and any number
+    of edges take one forward pass. What a reader passes on is computed from what it saw.
+
+    Args:
+        model: a model that has a `Graph`, in evaluation mode.
+        clean: pairs of texts, or the tokens alone if the source is not `pair`.
+        circuit: the edges to keep, by name, or a mask of the edges to replace. Gradients flow to a mask; freeze
+            the model's weights if theirs are not wanted.
+        source: where replaced values come from; see `Source`.
+        direction: noising runs the clean texts, denoising the corrupted ones.
+        attention_mask: which tokens are not padding; pairs have their own.
+        apart: see `Graph`.
+        max_bytes: bounds the memory beyond the model, the source and the result, where no gradient is
+            recorded. Examples that do not fit together run one after another.
+
+    Raises:
+        ValueError: if mask or source do not fit, a source for all examples meets padding on the left, or
+            `max_bytes` is too small for one example.
+        UnknownNameError: if the circuit has a node that the model lacks.
+        HookError: if hooks act on the model, because a value is not computed once here.
+        ModeError: if the model is in training mode.
+    """
+    runs = MaskedRuns(model, clean, source, direction, attention_mask, apart, max_bytes)
+    return runs.logits(circuit)
+
+
+class MaskedRuns:
+    """Masked runs of the same texts; for arguments see `run_circuit`.
+
+    Attributes:
+        graph: the graph of the model.
+        text: the texts that are run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clean: Pairs | Int[Tensor, "batch pos"],
+        source: Source = "pair",
+        direction: Direction = "noising",
+        attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+        apart: bool = False,
+        max_bytes: int = 2**30,
+    ) -> None:
+        self._runner = runner_of(model)
+        self._model: Any = model
+        self._max_bytes = max_bytes
+        self.graph = Graph(model, apart)
+        self._given = clean
+        self._other: Text | None = None
+        if isinstance(clean, Pairs):
+            self.text, self._other = compared(clean, None, direction, attention_mask)
+        else:
+            self.text = Text(clean, attention_mask)
+        self._source = self._checked(source)
+        self._held: Tensor | None = None  # the source of all examples, if these run together
+
+    def logits(self, circuit: Mask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
+        """The logits of one circuit."""
+        return self._run(circuit, self._model.unembed)
+
+    def metric(
+        self, circuit: Mask | Iterable[str], metric: Metric | None = None
+    ) -> Float[Tensor, " batch"]:
+        """The metric of one circuit, from logits only where the metric reads them.
+
+        Args:
+            circuit: see `run_circuit`.
+            metric: a function from logits to a number per example; by default that of the pairs.
+
+        Raises:
+            ValueError: as for `run_circuit`, or if the metric is not one number per example.
+        """
+        metric = metric_of(self._given, metric)
+        batch = Batch(self.text.tokens, self.text.mask, metric)
+        read = batch.read(self._run(circuit, lambda stream: stream))
+        with torch.set_grad_enabled(read.requires_grad):
+            return evaluate(metric, self._model.unembed(read), len(read))
+
+    def _checked(self, source: Source) -> Tensor | str:
+        writers, (size, n_pos) = self.graph.writers, self.text.tokens.shape
+        if isinstance(source, str):
+            if source not in ("pair", "zero"):
+                raise ValueError(
+                    f"source must be 'pair', 'zero', a cache or a tensor; got {source!r}"
+                )
+            if source == "pair" and (
+                self._other is None or not are_aligned(self.text, self._other)
+            ):
+                raise ValueError(
+                    "source='pair' needs Pairs whose positions correspond: give those, or another source"
+                )
+            return source
+        found = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
+        width = self._model.config.d_model
+        fits = [(len(writers), rows, n_pos, width) for rows in (size, 1)]
+        if found.shape not in fits:
+            raise ValueError(
+                f"source must be [writer, batch, pos, d_model], {[*fits[0]]}; got {[*found.shape]}"
+            )
+        real = real_of(self.text.mask, (size, n_pos))
+        if len(found[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
+            raise ValueError(
+                "a source for all examples needs texts padded on the right; got padding before a token"
+            )
+        return found
+
+    def _mask(self, circuit: Mask | Iterable[str]) -> Tensor:
+        """The mask of what is replaced, 0 where there is no edge."""
+        mask = circuit if isinstance(circuit, Tensor) else self.graph.mask(circuit)
+        shape, n_pos = self.graph.allowed.shape, self.text.tokens.shape[1]
+        if mask.shape not in (shape, (*shape, n_pos)):
+            raise ValueError(
+                f"a mask must be [writer, reader], {[*shape]}, or with a last axis of {n_pos} positions; "
+                f"got {[*mask.shape]}"
+            )
+        if not mask.isfinite().all():
+            raise ValueError("a mask must be of finite numbers; got others")
+        weight = self._model.blocks[0].attn.W_O
+        mask = to_device(mask, weight.device).to(weight.dtype)
+        allowed = to_device(self.graph.allowed, weight.device)
+        return mask * (allowed if mask.ndim == 2 else allowed[..., None])
+
+    def _run(
+        self, circuit: Mask | Iterable[str], read: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "batch pos _size"]:
+        """What is read of the stream that the logits see, from some examples at a time."""
+        if is_listened_to(self._model):
+            raise HookError(
+                "a masked run computes a value once for each reader: no hook must act on the model"
+            )
+        mask, found = self._mask(circuit), []
+        size = len(self.text.tokens)
+        n = size if mask.requires_grad else self._at_once()
+        for rows in (slice(start, start + n) for start in range(0, size, n)):
+            source = self._held
+            if source is None:
+                with torch.no_grad():
+                    source = self._source_of(rows)
+            if n >= size:
+                self._held = source
+            with torch.set_grad_enabled(mask.requires_grad):
+                found.append(read(self._stream(rows, source, mask)))
+        return torch.cat(found)
+
+    def _at_once(self) -> int:
+        """How many examples run together."""
+        weight, layers = self._model.blocks[0].attn.W_O, self.graph.layers
+        readers, width = layers[0].v.stop, weight.shape[-1]
+        # Source and differences; a cache of the source; what the heads of a block read, before and after the norm.
+        vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
+        hidden = 4 * getattr(self._model.config, "d_mlp", 0)
+        each = (vectors * width + hidden) * self.text.tokens.shape[1] * weight.element_size()
+        if each > self._max_bytes:
+            raise ValueError(
+                f"max_bytes must be at least {each:,} for one example; got {self._max_bytes:,}"
+            )
+        return self._max_bytes // each
+
+    def _source_of(self, rows: slice) -> Tensor:
+        """What the writers add in the other run."""
+        if isinstance(self._source, Tensor):
+            return self._source if self._source.shape[1] == 1 else self._source[:, rows]
+        if self._other is None or self._source == "zero":
+            zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
+            return zero.expand(len(self.graph.writers), -1, -1, -1)
+        text = _part(self._other, rows)
+        return self.graph.contributions(
+            self._runner.capture(text.tokens, names=self.graph.needed, **text.kwargs)
+        )
+
+    def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
+        """The stream that the logits read."""
+        text, values = _part(self.text, rows), dict[nn.Module, Tensor]()
+        context = self._model.context(text.tokens, **text.kwargs)
+        with Session() as session:
+            for point in self.graph.points:
+                session.after(point, partial(values.__setitem__, point))
+            stream = self._model.input_resid(text.tokens, context)
+            values[self._model.blocks[0].resid_pre] = stream
+            readers = _Readers(source, mask, stream)
+            readers.wrote(self.graph.inputs(values.__getitem__))
+            for layer in self.graph.layers:
+                stream = _after(layer, stream, context, readers, values)
+        return readers.seen(stream, slice(len(self.graph.readers) - 1, None))[0]
+
+
+def _after(
+    layer: Layer, before: Tensor, context: Any, readers: "_Readers", values: dict[nn.Module, Tensor]
+) -> Tensor:
+    """The stream after a block."""
+    block = layer.block
+    q, k, v = readers.projected(layer, before)
+    after = before + block.ln1_post(block.attn.mix(q, k, v, context))
+    for part in layer.added(values.__getitem__):
+        readers.wrote(part)
+    if layer.mlp is None:
+        return after
+    at = layer.mlp[1]
+    read = readers.seen(before if layer.is_parallel else after, slice(at, at + 1))[0]
+    mlp_out = block.ln2_post(block.mlp(block.ln2(read)))
+    readers.wrote(mlp_out[None])
+    return after + mlp_out
+
+
+class _Readers:
+    """What each reader sees of a stream that grows.
+
+    Args:
+        source: what the writers add in the other run, [writer, batch or 1, pos, d_model].
+        mask: [writer, reader] or [writer, reader, pos].
+        stream: gives the shape.
+    """
+
+    def __init__(self, source: Tensor, mask: Tensor, stream: Tensor) -> None:
+        self.source, self.mask = source, mask
+        self.n = 0
+        # Other - current. A graph keeps what was multiplied, so there it may not be written into.
+        self.space = stream.new_empty(0 if mask.requires_grad else len(mask), *stream.shape)
+
+    def wrote(self, current: Float[Tensor, "writer batch pos d_model"]) -> None:
+        """The next writers have written."""
+        at = slice(self.n, self.n + len(current))
+        self.n = at.stop
+        if self.mask.requires_grad:
+            self.space = torch.cat([self.space, self.source[at] - current])
+        else:
+            torch.sub(self.source[at], current, out=self.space[at])
+
+    def seen(self, stream: Tensor, readers: slice) -> Float[Tensor, "reader batch pos d_model"]:
+        """The stream as some readers see it."""
+        mask, differences = self.mask[: self.n, readers], self.space[: self.n]
+        if mask.ndim == 3:
+            return stream + torch.einsum("wrp,wbpd->rbpd", mask, differences)
+        flat = torch.addmm(stream.flatten()[None], mask.T, differences.flatten(1))
+        return flat.view(-1, *stream.shape)
+
+    def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
+        """The queries, keys and values, each head from the stream as it sees it."""
+        block, attn = layer.block, layer.block.attn
+        # All at once: the matrix product is bound by reading the differences.
+        seen = self.seen(stream, slice(layer.q.start, layer.v.stop))
+        read = block.ln1(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
+        weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
+        sizes = [len(bias) for _, bias in weights]
+        for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):
+            each = torch.baddbmm(bias[:, None], rows, weight)
+            yield each.view(len(bias), *stream.shape[:2], -1).permute(1, 2, 0, 3)
+
+
+def _part(text: Text, rows: slice) -> Text:
+    return Text(text.tokens[rows], None if text.mask is None else text.mask[rows])

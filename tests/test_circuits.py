@@ -1,0 +1,266 @@
+"""Circuits as sets, from scores and in files, against paths found one by one and tables by hand."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+from hooks import UnknownNameError
+from interp import Pairs, Result
+from interp.causal import circuits
+from interp.causal.circuits import above, greedy, random, read_mib, top, write_mib
+from interp.causal.evaluation import auroc
+from interp.circuit import Circuit
+from interp.graph import Graph
+from tests.reference import variant
+
+GRAPH = Graph(variant("grouped"))  # 2 layers, 6 heads, 3 or 2 key heads
+EDGES = GRAPH.edges
+
+
+def feeds(writer, reader):
+    """Whether a head or MLP computes from a reader, by their names."""
+    if "." not in writer or reader == "logits":
+        return writer == reader
+    layer, head = writer.split(".h")
+    path, _, letter = reader.partition("<")
+    if "." not in path or path.split(".h")[0] != layer:
+        return False
+    group = (
+        1
+        if letter == "q>"
+        else len(GRAPH.model.blocks[0].attn.W_Q) // len(GRAPH.model.blocks[0].attn.W_K)
+    )
+    return int(head) // group == int(path.split(".h")[1])
+
+
+def connected(edges):
+    """The edges on a path from the input to the logits, path by path."""
+
+    def paths(reader):
+        for edge in edges:
+            writer, read = edge.split("->")
+            if read == reader:
+                if writer == "input":
+                    yield [edge]
+                for before in {e.split("->")[1] for e in edges if feeds(writer, e.split("->")[1])}:
+                    yield from ([*path, edge] for path in paths(before))
+
+    return {edge for path in paths("logits") for edge in path}
+
+
+def scored(seed=0, target=-1.0, **about):
+    values = torch.randn(len(EDGES), 3, generator=torch.Generator().manual_seed(seed))
+    ends = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([target, 0.4, target])
+    return Result(values, ("edge", "example"), *ends, {"edge": EDGES}, about=about)
+
+
+def by_edge(scores):
+    return dict(zip(EDGES, scores.values.mean(-1).tolist(), strict=True))
+
+
+def test_circuits_are_sets_of_edges():
+    one, other = EDGES[::3], EDGES[::2]
+    a, b = Circuit(GRAPH, one), Circuit(GRAPH, other)
+    assert {*(a | b)} == {*one} | {*other}
+    assert {*(a & b)} == {*one} & {*other}
+    assert {*(a - b)} == {*one} - {*other}
+    assert {*~a} == {*EDGES} - {*one}
+    assert len(a) == len(one)
+    assert EDGES[0] in a
+    assert EDGES[1] not in a
+    assert a == Circuit(GRAPH, a.kept)
+    assert a != b
+    model = variant("pre", positions="rotary")
+    assert Circuit(Graph(model), []) != Circuit(Graph(model, apart=True), [])
+    first, second = (Circuit(GRAPH, one, found_on=[text]) for text in ("ab", "cd"))
+    assert all(c.found_on == {"ab", "cd"} for c in (first | second, first & second, first - second))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_pruned_is_on_no_path_from_input_to_logits(seed):
+    draw = random(GRAPH, 45, seed)
+    assert {*draw.pruned()} == connected([*draw])
+    assert len(draw) == 45
+
+
+def test_edges_above_a_threshold_or_at_the_top():
+    scores = scored(1)
+    ranked = sorted(by_edge(scores).items(), key=lambda item: item[1])
+    assert {*above(GRAPH, scores, 0.9)} == connected([e for e, s in ranked if abs(s) > 0.9])
+    assert {*above(GRAPH, scores, 0.3, signed=True)} == connected(
+        [e for e, s in ranked if -s > 0.3]
+    )
+    assert {*top(GRAPH, scores, 40, signed=True)} == connected([e for e, _ in ranked[:40]])
+    by_size = sorted(ranked, key=lambda item: -abs(item[1]))
+    assert {*top(GRAPH, scores, 40)} == connected([e for e, _ in by_size[:40]])
+
+
+def test_an_edge_helps_that_moves_the_metric_to_the_other_texts():
+    scores, rising = scored(1), scored(1, target=1.0)
+    ranked = sorted(EDGES, key=by_edge(scores).get)
+    for given, best in ((scores, ranked[:40]), (rising, ranked[-40:])):
+        found = top(GRAPH, given, 40, signed=True)
+        assert found == top(GRAPH, given.normalized(), 40, signed=True)
+        assert {*found} == connected(best)
+        assert (found.scores[found.kept] < 0).all()
+        size = torch.tensor([abs(by_edge(given)[edge]) for edge in found])
+        torch.testing.assert_close(found.scores[found.kept], -size.double())
+    with pytest.raises(ValueError, match="base and target"):
+        top(GRAPH, dataclasses.replace(scores, base=None), 3, signed=True)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_greedy_takes_the_best_edge_to_a_node_it_has(signed):
+    scores = scored(2)
+    matters = {edge: -score if signed else abs(score) for edge, score in by_edge(scores).items()}
+    taken = []
+    for _ in range(30):
+        has = {edge.split("->")[0] for edge in taken} | {"logits"}
+        waiting = [
+            edge
+            for edge in EDGES
+            if edge not in taken and any(feeds(node, edge.split("->")[1]) for node in has)
+        ]
+        taken.append(max(waiting, key=matters.get))
+    assert {*greedy(GRAPH, scores, 30, signed)} == connected(taken)
+
+
+def test_without_a_node_no_edge_leads_to_it_or_from_it():
+    circuit = ~Circuit(GRAPH, [])
+    left = circuit.without("a0.h4")
+    gone = {edge for edge in EDGES if edge.startswith("a0.h4->") or edge.endswith("->a0.h4<q>")}
+    assert {*circuit} - {*left} == gone  # other heads use its key head
+    assert "a0.h4" not in left.nodes
+    assert {*(circuit - circuit.without("m1"))} == {e for e in EDGES if "m1" in e}
+
+
+def test_a_file_gives_back_the_circuit(tmp_path):
+    scores = scored(3, texts=["ab", "cd"])
+    circuit = top(GRAPH, scores, 25)
+    circuit.save(tmp_path / "circuit.json")
+    again = Circuit.load(tmp_path / "circuit.json", Graph(variant("grouped")))
+    assert again == circuit
+    assert again.found_on == {"ab", "cd"}
+    assert torch.equal(again.scores[GRAPH.allowed], scores.mean().double())
+    (tmp_path / "half.json").write_text((tmp_path / "circuit.json").read_text()[:-9])
+    with pytest.raises(ValueError, match=r"half.json must be a complete circuit"):
+        Circuit.load(tmp_path / "half.json", GRAPH)
+    with pytest.raises(ValueError, match="of this graph"):
+        Circuit.load(tmp_path / "circuit.json", Graph(variant("pre")))
+    with pytest.raises(FileNotFoundError):
+        circuit.save(tmp_path / "none" / "circuit.json")
+
+
+def test_the_format_of_mib(tmp_path):
+    model = variant("pre", n_layers=1, n_heads=2, n_kv_heads=1, d_head=4)
+    graph = Graph(model)
+    heads = [f"a0.h{h}<{part}>" for part in "qkv" for h in range(2)]
+    names = [
+        *(f"input->{reader}" for reader in (*heads, "m0", "logits")),
+        *(f"a0.h{h}->{reader}" for h in range(2) for reader in ("m0", "logits")),
+        "m0->logits",
+    ]
+    edges = {name: {"score": 0.5 + n, "in_graph": n % 2 == 0} for n, name in enumerate(names)}
+    (tmp_path / "mib.json").write_text(json.dumps({"cfg": {}, "nodes": {}, "edges": edges}))
+    circuit = read_mib(tmp_path / "mib.json", graph)
+    assert circuit.scores[graph.index("input->a0.h1<q>")] == -1.5
+    assert circuit.scores[graph.index("input->a0.h0<v>")] == -(4.5 + 5.5)
+    assert "input->a0.h0<v>" in circuit
+    assert "input->a0.h1<q>" not in circuit
+    with pytest.warns(UserWarning, match="shared key heads"):
+        write_mib(circuit, tmp_path / "again.json")
+    written = json.loads((tmp_path / "again.json").read_text())
+    assert written["cfg"] == {
+        "n_layers": 1, "n_heads": 2, "parallel_attn_mlp": False, "d_model": model.config.d_model,
+    }  # fmt: skip
+    assert {*written["edges"]} == {*names}
+    assert written["edges"]["input->a0.h0<q>"] == {"score": 0.5, "in_graph": True}
+    assert written["edges"]["input->a0.h1<v>"]["score"] == 5.0
+    assert {*written["nodes"]} == {"input", "a0.h0", "a0.h1", "m0", "logits"}
+    assert read_mib(tmp_path / "again.json", graph) == circuit
+    del edges["m0->logits"]
+    (tmp_path / "mib.json").write_text(json.dumps({"edges": edges}))
+    with pytest.raises(ValueError, match="m0->logits"):
+        read_mib(tmp_path / "mib.json", graph)
+    with pytest.raises(ValueError, match="embed"):
+        write_mib(Circuit(Graph(model, apart=True), []), tmp_path / "apart.json")
+    with pytest.raises(ValueError, match="MIB's JSON"):
+        read_mib(__file__, graph)
+
+
+def test_auroc_is_the_share_of_pairs_in_the_right_order():
+    scores, known = scored(4), Circuit(GRAPH, EDGES[::4])
+    scores.values[0] = scores.values[1]
+    size = {edge: abs(score) for edge, score in by_edge(scores).items()}
+    pairs = [(size[a], size[b]) for a, b in itertools.product(known, ~known)]
+    right = sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+    assert auroc(scores, known) == pytest.approx(right)
+    with pytest.raises(ValueError, match="some edges"):
+        auroc(scores, Circuit(GRAPH, EDGES))
+
+
+def test_pairs_are_recognised_by_their_real_tokens():
+    clean, corrupted = torch.tensor([[3, 1, 4], [2, 1, 5]]), torch.tensor([[3, 6, 4], [2, 6, 5]])
+    padded = [torch.nn.functional.pad(text, (2, 0)) for text in (clean, corrupted)]
+    mask = padded[0] > 0
+    first, second = Pairs(clean, corrupted).digests()
+    assert Pairs(*padded, attention_mask=mask).digests() == [first, second]
+    assert first != second
+    assert Pairs(corrupted, clean).digests()[0] != first
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: Circuit(GRAPH, ["input->a0.h9<q>"]), UnknownNameError, "a0.h"),
+        (lambda: Circuit(GRAPH, ["m1->a0.h0<q>"]), ValueError, "later reader"),
+        (lambda: Circuit(GRAPH, []).without("m7"), UnknownNameError, "m1"),
+        (lambda: Circuit(GRAPH, torch.ones(2, 3).bool()), ValueError, "writer, reader"),
+        (lambda: Circuit(GRAPH, [], GRAPH.allowed / 0), ValueError, "finite"),
+        (lambda: Circuit(GRAPH, []) | Circuit(Graph(variant("pre")), []), ValueError, "one graph"),
+        (lambda: top(GRAPH, scored(), len(EDGES) + 1), ValueError, str(len(EDGES))),
+        (lambda: random(GRAPH, -1), ValueError, str(len(EDGES))),
+        (lambda: Circuit(GRAPH, GRAPH.allowed.float()), ValueError, "boolean"),
+        (lambda: greedy(GRAPH, scored(), len(EDGES) + 1), ValueError, str(len(EDGES))),
+        (lambda: top(Graph(variant("pre")), scored(), 3), ValueError, "of this graph"),
+    ],
+)
+def test_bad_input_is_refused(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_scores_must_be_finite():
+    scores = scored()
+    scores.values[5] = torch.nan
+    with pytest.raises(ValueError, match="finite"):
+        circuits.top(GRAPH, scores, 3)
+
+
+def test_the_figure_has_each_node_and_edge():
+    patches = pytest.importorskip("matplotlib.patches", reason="needs the extra report")
+    circuit = top(GRAPH, scored(5), 60)
+    (axes,) = circuit.plot().axes
+    boxes = {text.get_text(): text.get_position() for text in axes.texts}
+    assert {*boxes} - {*"qkv"} == {*circuit.nodes}
+    heights = [boxes[node][1] for node in circuit.nodes]
+    assert heights[0] < min(heights[1:])
+    assert heights[-1] > max(heights[:-1])
+    assert all(boxes["m0"][1] > boxes[n][1] for n in circuit.nodes if n.startswith("a0"))
+    arrows = [patch for patch in axes.patches if isinstance(patch, patches.FancyArrowPatch)]
+    # The edges of a key head end at each head of the circuit that uses it.
+    drawn = [
+        (edge, node)
+        for edge in circuit
+        for node in circuit.nodes
+        if feeds(node, edge.split("->")[1])
+    ]
+    scores = [circuit.scores[GRAPH.index(edge)].item() for edge, _ in drawn]
+    largest = max(map(abs, scores))
+    expected = sorted((0.6 + 3 * abs(score) / largest, score < 0) for score in scores)
+    found = [(a.get_linewidth(), a.get_edgecolor()[2] > a.get_edgecolor()[0]) for a in arrows]
+    for one, other in zip(sorted(found), expected, strict=True):
+        assert one == pytest.approx(other)

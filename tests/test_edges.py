@@ -1,0 +1,286 @@
+"""Edge attribution against masked runs written slowly, with autograd, and against exact patches."""
+
+import gc
+
+import pytest
+import torch
+
+from hooks import HookedRunner, HookError, ModeError, UnknownNameError
+from interp import Pairs, accuracy, edge_attribution, edge_patching, logit_diff
+from interp.graph import Graph
+from tests.streams import FORMS, made, slow_run
+from tests.test_attribution import live_tensors
+
+BATCH, POS = 3, 5
+CLEAN, OTHER = torch.randint(23, (2, BATCH, POS), generator=torch.Generator().manual_seed(1))
+RIGHT, WRONG = torch.tensor([3, 0, 7]), torch.tensor([1, 4, 2])
+METRIC, ANSWERS = logit_diff(RIGHT, WRONG), torch.stack([RIGHT, WRONG], 1)
+REAL = torch.ones(BATCH, POS).bool()
+LEFT, SHORT = REAL.clone(), REAL.clone()
+LEFT[0, :2], SHORT[1, 3:] = False, False
+PADDED = {"output": LEFT, "rms": SHORT, "sandwich": LEFT, "parallel": SHORT}
+GAPS = "ignore:edges should add up"
+
+
+def close(ours, theirs, tolerance=1e-11):
+    size = theirs.abs().max().item()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * size)
+
+
+def measured(logits, real=REAL):
+    """The metric by hand, at each row's last real position."""
+    rows = torch.arange(BATCH)
+    last = logits[rows, POS - 1 - real.flip(1).int().argmax(1)]
+    return last[rows, RIGHT] - last[rows, WRONG]
+
+
+def by_masks(model, real=REAL, texts=(CLEAN, OTHER)):
+    """The derivative of a slow masked run at mask 0, [edge, pos, batch]."""
+    nodes = Graph(model)
+    _, source = slow_run(model, texts[1], real=real)
+    size = *nodes.allowed.shape, *CLEAN.shape
+    mask = torch.zeros(size, dtype=torch.float64, requires_grad=True)
+    logits, _ = slow_run.__wrapped__(model, texts[0], mask, source, real, nodes)
+    (found,) = torch.autograd.grad(measured(logits, real).sum(), mask)
+    return found[nodes.allowed].transpose(1, 2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_edge_is_the_derivative_of_a_masked_run(form):
+    model, real = made(**FORMS[form]), PADDED.get(form, REAL)
+    expected = by_masks(model, real)
+    given = model, CLEAN, OTHER, METRIC
+    found = edge_attribution(*given, over="pos", attention_mask=real)
+    together = edge_attribution(*given, attention_mask=real)
+    close(found.values, expected)
+    close(together.values, expected.sum(1))
+    assert found.axes == ("edge", "pos", "example")
+    assert found.labels["edge"] == Graph(model).edges
+    assert together.about["node_gap"] < 1e-12
+    assert (expected.abs().amax((1, 2)) > 0).all()
+
+
+def test_denoising_starts_from_the_corrupted_text():
+    model = made()
+    found = edge_attribution(model, Pairs(CLEAN, OTHER, ANSWERS), direction="denoising")
+    close(found.values, by_masks(model, texts=(OTHER, CLEAN)).sum(1))
+    with torch.no_grad():
+        torch.testing.assert_close(found.base, measured(model(OTHER)))
+        torch.testing.assert_close(found.target, measured(model(CLEAN)))
+    assert found.unit == "logits"
+
+
+def test_spans_take_values_from_where_they_are_in_the_other_text():
+    model, other = made(**FORMS["sandwich"]), torch.cat([OTHER[:, :2], OTHER], 1)
+    spans = {"a": [[1, 2], [0, 0], [4, 3]], "b": [[3], [2], [1]]}
+    there = {"a": [[3, 4], [5, 2], [6, 5]], "b": [[5], [4], [3]]}
+    # Values come from two columns later. Of a column that is named twice the last counts.
+    pairs = Pairs(CLEAN, other, ANSWERS, spans=spans, corrupted_spans=there)
+    found = edge_attribution(model, pairs, over="span")
+    _, source = slow_run(model, other)
+    nodes = Graph(model)
+    size = *nodes.allowed.shape, *CLEAN.shape
+    mask = torch.zeros(size, dtype=torch.float64, requires_grad=True)
+    moved = {w: value[:, 2:] for w, value in source.items()}
+    logits, _ = slow_run.__wrapped__(model, CLEAN, mask, moved, None, nodes)
+    (each,) = torch.autograd.grad(measured(logits).sum(), mask)
+    for n, name in enumerate(spans):
+        expected = [each[..., b, sorted({*at})].sum(2) for b, at in enumerate(spans[name])]
+        close(found.values[:, n], torch.stack(expected, 2)[nodes.allowed])
+    assert found.labels["span"] == ("a", "b")
+
+
+@torch.no_grad()
+def test_the_input_moves_at_spans_only():
+    model, name = made(**FORMS["sandwich"]), "blocks.0.resid_pre"
+    spans = {"a": [[1, 2], [0, 0], [4, 3]]}
+    pairs = Pairs(CLEAN, OTHER, ANSWERS, spans=spans)
+    found = edge_attribution(model, pairs, method="eap_ig_inputs", over="span", tolerance=0.05)
+    runner = HookedRunner(model)
+    ours, theirs = (runner.capture(text, names=name)[name].clone() for text in (CLEAN, OTHER))
+    for b, columns in enumerate(spans["a"]):
+        ours[b, columns] = theirs[b, columns]
+    logits = runner.run_with_hooks(CLEAN, hooks={name: lambda value, point: ours})
+    missing = outgoing(found, "input").sum(0) - (measured(logits) - found.base)
+    assert missing.abs().max() <= 0.05 * (found.target - found.base).abs().mean()
+
+
+@torch.no_grad()
+def test_edges_are_exact_where_what_follows_is_linear():
+    model = made(mlp="none", d_mlp=0, norm="none", final_norm=False, n_layers=1)
+    pairs, nodes = Pairs(CLEAN, OTHER, ANSWERS), Graph(model)
+    edges = [edge for edge in nodes.edges if edge.endswith(("logits", "<v>"))]
+    found = edge_attribution(model, pairs).select(edge=edges)
+    close(found.values, edge_patching(model, pairs, edges=edges).values)
+
+
+@pytest.mark.parametrize("form", ["pre", "sandwich rms"])
+def test_edges_of_the_input_add_up_to_the_difference(form):
+    model = made(**FORMS[form])
+    given = model, CLEAN, OTHER, METRIC, "eap_ig_inputs"
+    found = edge_attribution(*given, tolerance=2e-2)
+    sums = outgoing(found, "input")
+    change = found.target - found.base
+    missing = (sums - change).abs() / change.abs().mean()
+    assert missing.max() <= 2e-2
+    assert found.about["gaps"] == pytest.approx(missing.tolist(), rel=0.06, abs=1e-12)
+    assert found.about["node_gap"] < 1e-12
+    steps = found.about["steps"]
+    assert steps > 4
+    with pytest.warns(UserWarning, match="add up"):
+        edge_attribution(*given, steps=steps // 4, tolerance=1e-3)
+
+
+@pytest.mark.filterwarnings(GAPS)
+def test_fixed_steps_are_the_trapezoid_rule():
+    model, steps = made(**FORMS["rms"]), 3
+    inputs = [model.input_resid(text, model.context(text)).detach() for text in (CLEAN, OTHER)]
+    runner, total, changes = HookedRunner(model), 0, []
+    for text in (CLEAN, OTHER):
+        changes.append(slow_run(model, text)[1])
+    for n in range(steps + 1):
+        at = inputs[0] + n / steps * (inputs[1] - inputs[0])
+        with runner.hooks({"blocks.0.resid_pre": lambda value, point, at=at: at}):
+            # The gradients there times the changes from the clean run.
+            part = by_input(model, at, changes)
+        total = total + part * (0.5 if n in (0, steps) else 1) / steps
+    found = edge_attribution(
+        model, CLEAN, OTHER, METRIC, "eap_ig_inputs", steps=steps, tolerance=9.0
+    )
+    close(found.values, total)
+    assert found.about["steps"] == steps
+
+
+def by_input(model, stream, changes):
+    """Gradients of a masked run from another input, times the changes between two other runs."""
+    nodes = Graph(model)
+    mask = torch.zeros(*nodes.allowed.shape, *CLEAN.shape, dtype=torch.float64, requires_grad=True)
+    input_resid = model.input_resid
+    model.input_resid = lambda tokens, context=None: stream
+    try:
+        _, now = slow_run(model, CLEAN)
+        source = {w: value + changes[1][w] - changes[0][w] for w, value in now.items()}
+        logits, _ = slow_run.__wrapped__(model, CLEAN, mask, source, None, nodes)
+    finally:
+        model.input_resid = input_resid
+    (found,) = torch.autograd.grad(measured(logits).sum(), mask)
+    return found.sum(3)[nodes.allowed]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("form", "tokens"), [("pre", 100), ("sandwich", 40), ("parallel", 1024)])
+def test_edges_of_a_writer_add_up_to_its_exact_patch(form, tokens, monkeypatch):
+    monkeypatch.setattr("interp.edge_paths._TOKENS", tokens)
+    model, real = made(**FORMS[form], n_layers=2), PADDED.get(form, REAL)
+    given = model, Pairs(CLEAN, OTHER, ANSWERS, real)
+    found = edge_attribution(*given, method="eap_ig_activations", tolerance=0.1)
+    nodes = Graph(model)
+    size = (found.target - found.base).abs().mean()
+    missing = []
+    for w, name in enumerate(nodes.writers):
+        exact = measured(patched(model, real, nodes, w), real) - found.base
+        missing.append((outgoing(found, name) - exact).abs() / size)
+    missing = torch.stack(missing)
+    assert missing.max() <= 0.1
+    assert found.about["gaps"] == pytest.approx(missing.amax(0).tolist(), rel=0.06, abs=1e-12)
+    assert len(set(found.about["steps"])) > 1
+
+
+def outgoing(found, writer):
+    """The sum of a writer's edges."""
+    rows = [n for n, edge in enumerate(found.labels["edge"]) if edge.startswith(f"{writer}->")]
+    return found.values[rows].sum(0)
+
+
+def patched(model, real, nodes, writer):
+    """The logits where all later nodes read what one writer adds in the other run, and compute from it."""
+    ours, theirs = (
+        nodes.contributions(
+            HookedRunner(model).run_with_cache(t, attention_mask=real, names=nodes.needed)[1]
+        )
+        for t in (CLEAN, OTHER)
+    )
+    name = nodes.writers[writer]
+    layer = name[1:].partition(".")[0]
+    point = {"i": "blocks.0.resid_pre", "m": f"blocks.{layer}.mlp_out"}.get(
+        name[0], f"blocks.{layer}.attn_out"
+    )
+    change = theirs[writer] - ours[writer]
+    hooks = {point: lambda value, point: value + change}
+    return HookedRunner(model).run_with_hooks(CLEAN, hooks=hooks, attention_mask=real)
+
+
+@torch.no_grad()
+def test_half_precision_is_summed_in_float32():
+    model = made().requires_grad_(False)
+    exact = edge_attribution(model, CLEAN, OTHER, METRIC).values
+    found = edge_attribution(model.bfloat16(), CLEAN, OTHER, METRIC, tolerance=0.1)
+    assert found.values.dtype == torch.float32
+    close(found.values.double(), exact, 0.05)
+
+
+def nan_gradient(logits):
+    return logits[:, -1, 3] + (logits[:, -1, 0] * 0).sqrt()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("error", "match", "given"),
+    [
+        (UnknownNameError, "eap_ig_inputs", {"method": "eap_ig_input"}),
+        (ValueError, "steps", {"method": "eap_ig_inputs", "steps": 0}),
+        (ValueError, "over", {"over": "head"}),
+        (ValueError, "spans", {"over": "span"}),
+        (ValueError, "correspond", {"clean": Pairs(CLEAN, OTHER[:, 1:], spans={"a": [[3]] * 3})}),
+        (ValueError, "graph", {"metric": accuracy(RIGHT)}),
+        (ValueError, r"NaN.*ln_final", {"metric": nan_gradient}),
+        (ValueError, "finite", {"metric": lambda logits: logits[:, -1, 0] - torch.inf}),
+        (ValueError, "norm_place", {"norm_place": "post"}),
+        (ModeError, "eval", {"training": True}),
+    ],
+)
+def test_bad_input_is_refused(error, match, given):
+    given = {"metric": METRIC} | given
+    model = made(norm_place=given.pop("norm_place", "pre")).train(given.pop("training", False))
+    clean = given.pop("clean", Pairs(CLEAN, OTHER))
+    with pytest.raises(error, match=match):
+        edge_attribution(model, clean, **given)
+
+
+def test_hooks_that_act_are_refused():
+    model = made()
+    hooks = {"blocks.1.attn_out": lambda value, point: value * 0}
+    with HookedRunner(model).hooks(hooks), pytest.raises(HookError, match="hook"):
+        edge_attribution(model, CLEAN, OTHER, METRIC)
+
+
+@pytest.mark.parametrize("method", ["eap", "eap_ig_inputs", "eap_ig_activations"])
+def test_memory_is_freed_without_the_garbage_collector(method):
+    model = made(n_layers=1)
+    given = model, CLEAN, OTHER, METRIC, method
+    edge_attribution(*given, steps=2, tolerance=9.0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_tensors()
+        edge_attribution(*given, steps=2, tolerance=9.0)
+        assert live_tensors() == before
+    finally:
+        gc.enable()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_readers_are_scored_a_few_at_a_time(monkeypatch):
+    model = made(**FORMS["sandwich"])
+    whole = edge_attribution(model, CLEAN, OTHER, METRIC)
+    monkeypatch.setattr("interp.edge_scores._ENOUGH", 7)
+    close(edge_attribution(model, CLEAN, OTHER, METRIC).values, whole.values)
+
+
+def test_what_passes_by_the_readers_is_told():
+    model = made()
+    block, forward = model.blocks[1], model.blocks[1].forward
+    block.forward = lambda resid, context: forward(resid, context) + resid.tanh()
+    with pytest.warns(UserWarning, match="add up"):
+        found = edge_attribution(model, CLEAN, OTHER, METRIC)
+    assert found.about["node_gap"] > 0.01

@@ -1,0 +1,162 @@
+"""Edge and path patching, against two runs of a two-layer model with hooks and against slow masked runs."""
+
+import pytest
+import torch
+
+from hooks import HookedRunner, HookError, UnknownNameError
+from interp import Pairs, edge_patching, graph, path_patching, run_circuit
+from tests.streams import FORMS, made, slow_run
+
+CLEAN, OTHER = torch.randint(23, (2, 5, 7), generator=torch.Generator().manual_seed(1))
+OTHER[:, :2] = CLEAN[:, :2]
+REAL = torch.ones(5, 7, dtype=torch.bool)
+LEFT = REAL.clone()
+LEFT[1, :3] = False
+EDGES = {
+    "q": "input->a1.h2<q>", "k": "a0.h3->a2.h1<k>", "v": "m0->a1.h2<v>", "m": "a1.h4->m2",
+    "logits": "a1.h0->logits",
+}  # fmt: skip
+
+
+def answer(logits):
+    return logits[:, -1, 3] - logits[:, -1, 11]
+
+
+answer.last = 1
+
+
+def close(found, expected):
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_edge_is_a_run_with_this_edge_alone(form):
+    model, pairs = made(**FORMS[form]), Pairs(CLEAN, OTHER, attention_mask=LEFT)
+    nodes = graph.Graph(model)
+    edges = [edge for edge in EDGES.values() if "m" not in edge or FORMS[form].get("mlp") != "none"]
+    found = edge_patching(model, pairs, metric=answer, edges=edges)
+    base, _ = slow_run(model, CLEAN, real=LEFT)
+    target, source = slow_run(model, OTHER, real=LEFT)
+    assert found.axes == ("edge", "example")
+    assert found.labels["edge"] == tuple(edges)
+    for edge, effect in zip(edges, found.values, strict=True):
+        mask = torch.zeros(nodes.allowed.shape)
+        mask[nodes.index(edge)] = 1
+        edited, _ = slow_run(model, CLEAN, mask, source, LEFT, nodes)
+        close(effect, answer(edited) - answer(base))
+        close(effect, answer(run_circuit(model, pairs, mask)) - answer(base))
+    close(found.base, answer(base))
+    close(found.target, answer(target))
+
+
+def test_all_edges_in_either_direction_and_in_little_memory():
+    model = made(n_layers=2, n_heads=2, n_kv_heads=1)
+    found = edge_patching(model, CLEAN, OTHER, answer)
+    assert found.labels["edge"] == graph.Graph(model).edges
+    small = edge_patching(model, CLEAN, OTHER, answer, max_bytes=200_000)
+    torch.testing.assert_close(small.values, found.values)
+    back = edge_patching(model, OTHER, CLEAN, answer, direction="denoising")
+    torch.testing.assert_close(back.values, found.values)
+
+
+def two_runs(model, sender, receivers, mlps):
+    """Path patching by hooks: the logits at the end."""
+    runner = HookedRunner(model)
+    _, base = runner.run_with_cache(CLEAN)
+    (_, own), (_, other) = slow_run(model, CLEAN), slow_run(model, OTHER)
+    recorded = {}
+
+    def keep(added, is_frozen=True):
+        def hook(value, point):
+            recorded[point.name] = value.clone()
+            return base[point.name] + added if is_frozen else value + added
+
+        return hook
+
+    hooks, moved = {}, other[sender] - own[sender]
+    if sender == "input":
+        hooks["blocks.0.resid_pre"] = keep(moved)
+    for n in range(2):
+        for part in "qkv":
+            hooks[f"blocks.{n}.attn.{part}"] = keep(0, False)
+        hooks[f"blocks.{n}.attn_out"] = keep(moved if sender.startswith(f"a{n}.") else 0)
+        its_own = sender == f"m{n}"
+        hooks[f"blocks.{n}.mlp_out"] = keep(moved if its_own else 0, its_own or mlps == "frozen")
+    logits = runner.run_with_hooks(CLEAN, hooks=hooks)
+    if receivers == ["logits"]:
+        return logits
+
+    def put(heads):
+        def hook(value, point):
+            value = value.clone()
+            value[:, :, heads] = recorded[point.name][:, :, heads]
+            return value
+
+        return hook
+
+    second = {}
+    for name in receivers:
+        if name.startswith("m"):
+            second[f"blocks.{name[1:]}.mlp_out"] = put(slice(None))
+            continue
+        layer, part = name[1], name[-2]
+        same = [r for r in receivers if r.startswith(f"a{layer}.") and r.endswith(f"<{part}>")]
+        second[f"blocks.{layer}.attn.{part}"] = put([int(r.partition(".h")[2][0]) for r in same])
+    return runner.run_with_hooks(CLEAN, hooks=second)
+
+
+RECEIVERS = [
+    ["logits"], ["a1.h0<q>", "a1.h3<q>", "a1.h1<k>"], ["m1"], ["a1.h2<v>", "m1"], ["m0", "a1.h5<q>", "m1"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mlps", ["recomputed", "frozen"])
+@pytest.mark.parametrize("receivers", RECEIVERS, ids=" ".join)
+@pytest.mark.parametrize("form", ["pre", "sandwich", "sandwich rms"])
+def test_paths_are_two_runs_with_hooks(form, receivers, mlps):
+    model = made(**FORMS[form], n_layers=2)
+    senders = ["input"] if receivers[0] == "m0" else ["input", "a0.h1", "m0"]
+    senders += ["a0.bias"] if form != "pre" and "m0" not in receivers else []
+    found = path_patching(model, CLEAN, OTHER, answer, receivers, senders, mlps=mlps)
+    for sender, effect in zip(senders, found.values, strict=True):
+        close(effect, answer(two_runs(model, sender, receivers, mlps)) - answer(model(CLEAN)))
+
+
+def test_senders_are_by_default_all_before_a_receiver():
+    found = path_patching(made(), CLEAN, OTHER, answer, ["m0", "a1.h0<q>"])
+    assert found.labels["sender"] == ("input", *(f"a0.h{h}" for h in range(6)), "m0")
+
+
+def test_frozen_paths_are_edges_unless_a_receiver_is_upstream_of_another():
+    model, nodes = made(), graph.Graph(made())
+    for receivers, agree in ((["a1.h0<q>", "a1.h2<v>"], True), (["a1.h0<q>", "a2.h2<v>"], False)):
+        found = path_patching(model, CLEAN, OTHER, answer, receivers, ["input"], mlps="frozen")
+        removed = {f"input->{receiver}" for receiver in receivers}
+        logits = run_circuit(
+            model, Pairs(CLEAN, OTHER), [e for e in nodes.edges if e not in removed]
+        )
+        difference = found.values[0] - (answer(logits) - answer(model(CLEAN)))
+        assert (difference.abs().max() < 1e-9) == agree
+
+
+def test_what_does_not_fit_is_refused(unchecked):
+    model = made()
+    shifted = torch.cat([OTHER[:, :1], OTHER], 1)
+    apart = Pairs(CLEAN, shifted, spans={"a": [[3]] * 5})
+    for error, call in (
+        ("a1.h3<q>", lambda: edge_patching(model, CLEAN, OTHER, answer, ["input->a1.h7<q>"])),
+        ("later", lambda: edge_patching(model, CLEAN, OTHER, answer, ["m1->a1.h0<q>"])),
+        ("at least one", lambda: edge_patching(model, CLEAN, OTHER, answer, [])),
+        ("metric", lambda: edge_patching(model, CLEAN, OTHER, edges=["input->logits"])),
+        ("a2.h1", lambda: path_patching(model, CLEAN, OTHER, answer, ["a2.h1q"])),
+        ("writer|sender", lambda: path_patching(model, CLEAN, OTHER, answer, senders=["a9.h1"])),
+        ("before", lambda: path_patching(model, CLEAN, OTHER, answer, ["m1"], ["m1"])),
+        ("alone", lambda: path_patching(model, CLEAN, OTHER, answer, ["m1", "logits"])),
+        ("correspond", lambda: path_patching(model, apart, metric=answer)),
+        ("mlps", lambda: path_patching(model, CLEAN, OTHER, answer, mlps="kept")),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, UnknownNameError), match=error):
+            call()
+    with HookedRunner(model).hooks({"*.z": lambda z, point: z}), pytest.raises(HookError):
+        path_patching(model, CLEAN, OTHER, answer)
