@@ -43,10 +43,34 @@ from interp.metrics import (
 )
 from interp.pairs import Pairs
 from interp.protocol import LanguageModel, run_with_cache
-from interp.reading.heads import induction_scores, previous_token_scores, repeated_tokens
-from interp.reading.lens import LogitLens, logit_lens
+from interp.reading.composition import composition_scores
+from interp.reading.copying import copying_scores, positional_scores
+from interp.reading.decompose import Decomposition, accumulated, decompose, direct_logit_attribution
+from interp.reading.heads import head_scores, repeated_tokens
+from interp.reading.jacobian import JacobianLens, jacobian_lens
+from interp.reading.lens import LensReadout, logit_lens
+from interp.reading.maxima import Activation, max_activating
+from interp.reading.tuned import TunedLens, tuned_lens
+from interp.reading.weights import (
+    FullCircuits,
+    SingularTokens,
+    full_circuits,
+    ov_circuit,
+    qk_circuit,
+    singular_tokens,
+    token_directions,
+)
 from interp.result import Result
-from interp.spectral.subspaces import alignment, drift, principal_angles, subspace_angles
+from interp.spectral.cyclic import answer_power, fourier_basis, frequency_power
+from interp.spectral.factored import FactoredMatrix
+from interp.spectral.subspaces import (
+    alignment,
+    drift,
+    principal_angles,
+    subspace_angles,
+    subspace_overlap,
+    subspace_projection,
+)
 from interp.spectral.svd import (
     SVD,
     condition_number,
@@ -62,57 +86,82 @@ from interp.sweep import sweep
 
 __all__ = [
     "SVD",
+    "Activation",
     "Circuit",
     "Curve",
+    "Decomposition",
+    "FactoredMatrix",
+    "FullCircuits",
+    "JacobianLens",
     "LanguageModel",
-    "LogitLens",
+    "LensReadout",
     "Metric",
     "Pairs",
     "ResidualStream",
     "Result",
     "SVDTargets",
+    "SingularTokens",
+    "TunedLens",
+    "accumulated",
     "accuracy",
     "activation_patching",
     "alignment",
+    "answer_power",
     "attribution_patching",
     "auroc",
     "circuits",
     "compare",
     "completeness",
+    "composition_scores",
     "condition_number",
+    "copying_scores",
     "cross_entropy",
     "curve",
+    "decompose",
+    "direct_logit_attribution",
     "drift",
     "edge_attribution",
     "edge_patching",
     "edits",
     "effective_rank",
     "faithfulness",
+    "fourier_basis",
+    "frequency_power",
+    "full_circuits",
     "graph",
-    "induction_scores",
+    "head_scores",
     "integrated_gradients",
+    "jacobian_lens",
     "kl_divergence",
     "log_prob",
     "logit_diff",
     "logit_lens",
+    "max_activating",
     "minimality",
+    "ov_circuit",
     "path_patching",
-    "previous_token_scores",
+    "positional_scores",
     "principal_angles",
+    "qk_circuit",
     "randomized_svd",
     "rank",
     "repeated_tokens",
     "residual_stream",
     "run_circuit",
     "run_with_cache",
+    "singular_tokens",
     "spectra",
     "spectral_gap",
     "stable_rank",
     "subspace_angles",
+    "subspace_overlap",
+    "subspace_projection",
     "svd",
     "svd_targets",
     "sweep",
+    "token_directions",
     "top_attributions",
+    "tuned_lens",
     "verified_top",
     "wvwo",
 ]

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from interp.causal.patching import patched
 from interp.metrics import Metric, log_prob
 from interp.protocol import logits_of, of, runner_of
-from interp.reading.heads import induction_scores, previous_token_scores, repeated_tokens
-from interp.reading.lens import LogitLens, logit_lens
+from interp.reading.heads import head_scores, repeated_tokens
+from interp.reading.lens import LensReadout, logit_lens
 from interp.result import Result
 from interp.sites import Choice, Text
 
@@ -218,8 +218,8 @@ def build_report(
         loss=-logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0],
         guesses=_guesses(logit_lens(model, cache, top_k=min(GUESSES, logits.shape[-1])), texts),
         pattern=cache.stack("pattern")[:, 0].float(),
-        previous=previous_token_scores(model, cache),
-        induction=induction_scores(model, repetition, repeated),
+        previous=head_scores(model, cache).mean(),
+        induction=head_scores(model, repetition, repeated, "induction").mean(),
         period=period,
         target=target,
         base=base,
@@ -282,7 +282,7 @@ def _as_base64(weights: Float[Tensor, "..."]) -> str:
     return base64.b64encode(bytes(pairs.flatten().tolist())).decode()
 
 
-def _guesses(lens: LogitLens, texts: Texts) -> tuple[tuple[tuple[Guess, ...], ...], ...]:
+def _guesses(lens: LensReadout, texts: Texts) -> tuple[tuple[tuple[Guess, ...], ...], ...]:
     layers = zip(lens.tokens[:, 0].tolist(), lens.probabilities[:, 0].tolist(), strict=True)
     return tuple(
         tuple(tuple(map(Guess, texts(best), values)) for best, values in zip(*layer, strict=True))

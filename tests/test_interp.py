@@ -1,6 +1,5 @@
-"""The protocol, the lens and head scores, against computations written out by hand."""
+"""The protocol, and the lens, against computations written out by hand."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +7,12 @@ import torch
 from torch import nn
 
 import interp
-from hooks import HookPoint, ModeError
+from hooks import CacheError, ModeError
 from interp import (
     activation_patching,
-    induction_scores,
     log_prob,
     logit_diff,
     logit_lens,
-    previous_token_scores,
-    repeated_tokens,
     run_with_cache,
 )
 
@@ -75,13 +71,13 @@ def predictions(model, tokens):
 @pytest.mark.parametrize("lazy", [False, True])
 def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, monkeypatch):
     _, cache = run_with_cache(model, tokens, names=["*.resid_pre", "*.resid_post"], lazy=lazy)
-    monkeypatch.setattr(interp.reading.lens, "_LOGITS_AT_ONCE", 23 * 5 + 1)
+    monkeypatch.setattr(interp.lenses, "_LOGITS_AT_ONCE", 23 * 4 * 5 + 1)
     unembed, sizes = model.unembed, []
     monkeypatch.setattr(model, "unembed", lambda x: sizes.append(x.shape) or unembed(x))
     targets = tokens.roll(-1, 1)
     lens = logit_lens(model, cache, tokens, targets=targets, top_k=4)
-    # Five rows at most, though layer, batch and pos make 112.
-    assert {size[:2] for size in sizes} == {(1, 5), (1, 2)}
+    # Five positions at most, though batch and pos make 28.
+    assert {size[:2] for size in sizes} == {(4, 5), (4, 3)}
     expected = predictions(model, tokens)
     best = expected.sort(descending=True)
     close = dict(atol=1e-6, rtol=1e-5, check_dtype=False)
@@ -90,6 +86,9 @@ def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, mo
     wanted = expected.gather(-1, targets.expand(4, 4, 7)[..., None])
     torch.testing.assert_close(lens.target_probabilities, wanted[..., 0], **close)
     assert torch.equal(lens.target_ranks, (expected > wanted).sum(-1))
+    logs = expected.log()
+    torch.testing.assert_close(lens.entropy, -(expected * logs).sum(-1), **close)
+    torch.testing.assert_close(lens.kl, (expected[-1] * (logs[-1] - logs)).sum(-1), **close)
     followed = logit_lens(model, cache)
     predicted = model(tokens).argmax(-1)
     assert torch.equal(followed.tokens[-1, ..., 0], predicted)
@@ -106,61 +105,26 @@ def test_the_lens_is_in_float32_for_half_precision(model, tokens):
     torch.testing.assert_close(lens.probabilities[1, ..., 0], expected)
 
 
-def test_the_lens_needs_an_unembedding_and_the_whole_stream(model, tokens):
-    _, cache = run_with_cache(model, tokens, names="*.resid_pre")
+def test_the_lens_refuses_what_does_not_fit(model, tokens):
+    _, cache = run_with_cache(model, tokens)
     with pytest.raises(TypeError, match="Linear.*unembed"):
         logit_lens(nn.Linear(2, 3), cache)
-    with pytest.raises(KeyError, match="resid_post"):
-        logit_lens(model, cache)
+    with pytest.raises(CacheError, match=r"names=.*resid_post.*close matches"):
+        logit_lens(model, run_with_cache(model, tokens, names="*.resid_pre")[1])
+    with pytest.raises(CacheError, match=r"batch, pos, d_model.*\[7, 10\]"):
+        logit_lens(model, cache.at(batch=1))
+    for wrong in (tokens[:1], tokens[:, 2:]):
+        for name in ("tokens", "targets"):
+            with pytest.raises(ValueError, match=rf"{name} must have .*\[4, 7\]; got"):
+                logit_lens(model, cache, **{name: wrong})
+    other = type(model)(model.config.replace(n_ctx=19))
+    with pytest.raises(CacheError, match="config hash"):
+        logit_lens(other, cache)
 
 
-class Fixed(nn.Module):
-    """A model whose heads attend as told: weights [layer, head, query, key] at a few places."""
-
-    def __init__(self, pattern):
-        super().__init__()
-        self.weights = pattern
-        self.blocks = nn.ModuleList(nn.Module() for _ in pattern)
-        for block in self.blocks:
-            block.pattern = HookPoint("batch head query key")
-
-    def forward(self, tokens):
-        for block, weights in zip(self.blocks, self.weights, strict=True):
-            block.pattern(weights.expand(len(tokens), *weights.shape))
-        return tokens
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_head_scores_by_hand(dtype):
-    pattern = torch.zeros(2, 3, 6, 6, dtype=dtype)
-    for query in range(1, 6):
-        pattern[0, 1, query, query - 1] = 0.5
-    pattern[1, 2, 4, 3] = 1.0
-    for query in range(3, 6):
-        pattern[1, 0, query, query - 2] = 0.25
-    pattern[0, 2, 2, 0] = 1.0
-    model = Fixed(pattern)
-    tokens = torch.tensor([[3, 1, 4, 3, 1, 4], [0, 0, 2, 0, 0, 2]])
-    _, cache = run_with_cache(model, tokens, names="*.pattern")
-    previous = previous_token_scores(model, cache, tokens)
-    torch.testing.assert_close(previous, torch.tensor([[0, 0.5, 0], [0, 0, 0.2]]))
-    # Period 3: queries 3, 4 and 5 have an earlier copy, whose next token is two back.
-    induction = induction_scores(model, cache, tokens)
-    torch.testing.assert_close(induction, torch.tensor([[0, 0, 0.0], [0.25, 0, 0]]))
-
-
-def test_head_scores_that_make_no_sense(model):
-    tokens = repeated_tokens(23, period=3, batch=2)
-    _, cache = run_with_cache(model, tokens, names="*.pattern")
-    _, part = run_with_cache(model, tokens, names="*.pattern", positions=slice(2, 5))
-    for score in (previous_token_scores, induction_scores):
-        with pytest.raises(ValueError, match="3 queries and 6 keys"):
-            score(model, part, tokens)
-    with pytest.raises(ValueError, match="1 queries"):
-        previous_token_scores(model, run_with_cache(model, tokens[:, :1], names="*.pattern")[1])
-    for wrong in (tokens.sort().values, tokens[:, :5], torch.full((2, 6), 9)):
-        with pytest.raises(ValueError, match=str(wrong[0, :3].tolist())[1:-1]):
-            induction_scores(model, cache, wrong)
-    for other in (tokens[:1], tokens.repeat(1, 2)):
-        with pytest.raises(ValueError, match=re.escape(str(tuple(other.shape)))):
-            induction_scores(model, cache, other)
+def test_the_lens_of_some_positions_is_part_of_the_whole(model, tokens):
+    part, whole = (
+        logit_lens(model, run_with_cache(model, tokens, mode="residual", **options)[1])
+        for options in ({"positions": [5, 2]}, {})
+    )
+    torch.testing.assert_close(part.kl, whole.kl[..., [5, 2]])

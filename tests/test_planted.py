@@ -6,9 +6,8 @@ import torch
 from interp import (
     activation_patching,
     edits,
-    induction_scores,
+    head_scores,
     logit_diff,
-    previous_token_scores,
     repeated_tokens,
     run_with_cache,
 )
@@ -20,12 +19,10 @@ TOKEN, PLACE, BEFORE, ANSWER = (
     slice(0, V), slice(V, V + N), slice(V + N, 2 * V + N), slice(2 * V + N, 3 * V + N)
 )  # fmt: skip
 PREVIOUS, INDUCTION = (0, 1), (1, 2)
-SHARP = 100.0
 
 
-@pytest.fixture(scope="module")
 @torch.no_grad()
-def planted():
+def induction(sharp=100.0):
     """Head 1 of layer 0 copies the token before. Head 2 of layer 1 looks for places where that is its own
     token, and copies the token there to the answer. All other weights are 0."""
     config = TransformerConfig(
@@ -44,11 +41,16 @@ def planted():
         size = query.stop - query.start
         # A position's query is the key of the position before it.
         match = torch.eye(size).roll(1, 0) if head == PREVIOUS[1] else torch.eye(size)
-        attn.W_Q[head, query, :size] = SHARP * match
+        attn.W_Q[head, query, :size] = sharp * match
         attn.W_K[head, key, :size] = torch.eye(size)
         attn.W_V[head, TOKEN] = torch.eye(V)
         attn.W_O[head, :, out] = torch.eye(V)
     return model
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return induction()
 
 
 # Copies: after A came B, after D came W. Tokens 5 and up are others.
@@ -92,7 +94,7 @@ def test_patching_names_the_planted_places_and_no_other(planted, changed, places
 def test_detectors_and_ablation_name_the_planted_heads(planted):
     tokens = repeated_tokens(V, period=5, batch=17)
     _, cache = run_with_cache(planted, tokens, names=["*.pattern", "*.z"])
-    assert previous_token_scores(planted, cache)[PREVIOUS] == pytest.approx(1)
+    assert head_scores(planted, cache).mean()[PREVIOUS] == pytest.approx(1)
 
     def second_copy(logits):
         return next_token_loss(logits, tokens)[:, 5:].mean(1)
@@ -114,9 +116,9 @@ def test_ablation_of_induction_heads_costs_the_bundled_model_most():
 
     ablation = edits.mean(cache)
     found = activation_patching(model, tokens, metric=second_copy, site="z", edit=ablation)
-    scores = induction_scores(model, cache, tokens).flatten()
+    scores = head_scores(model, cache, tokens, "induction").mean().flatten()
     ranked = [divmod(n, 4) for n in scores.argsort(descending=True)[:3].tolist()]
-    first = divmod(int(previous_token_scores(model, cache).argmax()), 4)
+    first = divmod(int(head_scores(model, cache).mean().argmax()), 4)
     top = found.top(16)
     named = [(place.where["layer"], place.where["head"]) for place in top]
     assert named[:4] == [first, *ranked]

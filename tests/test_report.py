@@ -6,6 +6,7 @@ import html
 import json
 import re
 import shutil
+import statistics
 import struct
 import subprocess
 from pathlib import Path
@@ -147,7 +148,17 @@ def test_guesses_are_the_lens_of_each_stream_and_the_model_last(model, page):
         assert list(texts) == list(map(interp.report.visible, expected))
 
 
-def test_head_scores_are_means_along_diagonals(model, pattern, page):
+def followed(weights, text):
+    """Mean attention [query, key] to the tokens after earlier copies of the query's token."""
+    found = [
+        sum(weights[query, n + 1].item() for n in range(query) if text[n] == text[query])
+        for query in range(len(text))
+        if text[query] in text[:query]
+    ]
+    return statistics.mean(found)
+
+
+def test_head_scores_are_means_over_queries(model, pattern, page):
     scores = embedded(page)["scores"]
     means = [[head[range(1, 29), range(28)].mean().item() for head in layer] for layer in pattern]
     for found, expected in zip(scores["previous"], means, strict=True):
@@ -155,7 +166,8 @@ def test_head_scores_are_means_along_diagonals(model, pattern, page):
     repeated = interp.repeated_tokens(29, 11)
     _, cache = interp.run_with_cache(model, repeated, names="*.pattern")
     weights = cache["blocks.1.attn.pattern"][:, 2]
-    mean = sum(weights[:, i, i - 10].mean().item() for i in range(11, 22)) / 11
+    texts = zip(weights, repeated.tolist(), strict=True)
+    mean = statistics.mean(followed(own, text) for own, text in texts)
     assert scores["induction"][1][2] == pytest.approx(mean, abs=2e-6)
 
 

@@ -1,6 +1,7 @@
 """What runs without stopping the host: counted on a device that is not there."""
 
 import functools
+import math
 import sys
 
 import pytest
@@ -276,18 +277,55 @@ def test_a_sweep_waits_as_often_for_any_number_of_edits(device, tokens, kind, ex
     torch.testing.assert_close(found.cpu(), swept(model, 5, "cpu"), atol=1e-4, rtol=1e-4)
 
 
+def test_receipts_wait_when_they_are_read(device):
+    from hooks import HookedRunner
+
+    runner = HookedRunner(torch.nn.Sequential(torch.nn.Tanhshrink()))
+    x, factors = (torch.tensor(rows).to(DEVICE) for rows in ([[2.0], [7.0]], [[1.0], [3.0]]))
+    with runner.hooks({"0": lambda value, point: value * factors}, receipts=True) as context:
+        for _ in range(3):
+            assert not device.counted(lambda: runner.model(x))[1]
+    (receipt,) = context.receipts
+    assert (receipt.calls, receipt.rows) == (3, 3)
+    assert receipt.largest == pytest.approx(2 * (7 - math.tanh(7)))
+
+
 def test_scores_of_heads_read_the_tokens_once(device):
     from hooks import HookedRunner
-    from interp import induction_scores, repeated_tokens
+    from interp import head_scores, repeated_tokens
 
     model, there, text = made("cpu"), made(DEVICE), repeated_tokens(23, period=7)
     caches = [
         HookedRunner(one).run_with_cache(text, names="*.pattern")[1] for one in (model, there)
     ]
     moved = text.to(DEVICE)
-    found, stops, _ = device.counted(lambda: induction_scores(there, caches[1], moved))
+    found, stops, _ = device.counted(
+        lambda: head_scores(there, caches[1], moved, "induction").values
+    )
     assert sum(stops.values()) == 1
-    torch.testing.assert_close(found.cpu(), induction_scores(model, caches[0], text))
+    torch.testing.assert_close(found.cpu(), head_scores(model, caches[0], text, "induction").values)
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_place": "sandwich"}, {"embed_norm": True}])
+def test_sums_of_parts_are_read_where_the_cache_is(device, changes):
+    from hooks import HookedRunner
+    from interp import accumulated, decompose, direct_logit_attribution
+
+    models, text = (made("cpu", **changes), made(DEVICE, **changes)), torch.randint(23, (3, 7))
+    caches = [HookedRunner(one).run_with_cache(text)[1] for one in models]
+    models, caches = (*models, models[1]), [*caches, caches[1].to("cpu")]
+    for reading, options in [
+        (decompose, {"neurons": True}),
+        (direct_logit_attribution, {"right": text, "wrong": 3}),
+        (direct_logit_attribution, {"right": text[:, 0], "pos": -1, "neurons": True}),
+        (accumulated, {"right": text}),
+    ]:
+        expected, found, beside = (
+            reading(*given, **options).values for given in zip(models, caches, strict=True)
+        )
+        assert found.device.type == torch.device(DEVICE).type
+        torch.testing.assert_close(found.cpu(), expected)
+        torch.testing.assert_close(beside, expected)
 
 
 def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):

@@ -4,6 +4,7 @@ With 2.18 they differ by at most 2e-15 of the largest value, and by 2e-7 under r
 in float32.
 """
 
+import copy
 import itertools
 import warnings
 
@@ -11,7 +12,17 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from interp import activation_patching, attribution_patching, logit_diff
+from interp import (
+    FactoredMatrix,
+    activation_patching,
+    attribution_patching,
+    composition_scores,
+    logit_diff,
+    ov_circuit,
+    qk_circuit,
+    singular_tokens,
+    token_directions,
+)
 from interp.sites import SITES
 from tests.reference import D_HEAD, D_MODEL, HEADS, LAYERS, N_CTX, VOCAB, some_tokens, variant
 
@@ -165,3 +176,43 @@ def test_attribution_agrees_at_every_site(models):
             else:
                 product = product.sum(2)
             close(found.values[layer], product.T)
+
+
+@torch.no_grad()
+def test_readings_of_weights_agree_with_its_processed_weights(models):
+    """Ours fold on the fly what theirs folds into the weights. Theirs does not rotate the circuits."""
+    ours, theirs = models[0], copy.deepcopy(models[1])
+    theirs.process_weights_()
+    distance = 0 if ours.config.positions == "rotary" else None
+    dense = torch.randn(D_MODEL, 13).double()
+    for found, wanted in [
+        (ov_circuit(ours), theirs.OV),
+        (qk_circuit(ours, distance=distance), theirs.QK),
+    ]:
+        assert isinstance(found, FactoredMatrix)
+        close(found.form(), wanted.AB)
+        close(found.norm(), wanted.norm())
+        close(found[1, 2:4, 1:3, 9].form(), wanted[1, 2:4, 1:3, 9].AB)
+        close((found.mT @ found).form(), (wanted.T @ wanted).AB)
+        close((found @ dense).form(), (wanted @ dense).AB)
+        close((dense.mT @ found).form(), (dense.mT @ wanted).AB)
+        close(found.trace(), wanted.eigenvalues.sum(-1).real)
+        sizes = wanted.eigenvalues.abs().sort(-1, descending=True).values
+        close(found.eigenvalues().abs(), sizes)
+        mine, its = found.svd(), wanted.svd()
+        k = mine.s.shape[-1]
+        close(mine.s, its[1][..., :k])
+        close((mine.u * mine.s[..., None, :]) @ mine.vh, wanted.AB)
+        close(mine.u.abs(), its[0][..., :k].abs())
+    for kind in "QKV":
+        found = composition_scores(ours, kind, distance=distance).values[..., 0]
+        close(found.nan_to_num(0), theirs.all_composition_scores(kind))
+    tokens = some_tokens()
+    close(token_directions(ours, tokens), theirs.tokens_to_residual_directions(tokens))
+    if ours.config.n_kv_heads == HEADS:  # theirs knows no shared heads, and needs float32
+        found = singular_tokens(ours, 1, 4, k=3, top=VOCAB)
+        logits = lens.SVDInterpreter(theirs.float()).get_singular_vectors("OV", 1, 3, 4)
+        wanted = logits[:, 0].mT.double().gather(1, found.written[:, 0])
+        torch.testing.assert_close(
+            found.written_scores[:, 0].abs(), wanted.abs(), rtol=0, atol=1e-4
+        )

@@ -1,61 +1,112 @@
-"""Scores of attention heads: previous-token heads and induction heads."""
+"""Scores of attention heads: where each of them looks, in every text."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from interp.columns import at_least_float32
+from hooks.errors import unknown_name
+from hooks.transfer import stacked, to_device
+from interp.columns import Mask, at_least_float32, real_of
+from interp.protocol import check_cache, of
+from interp.result import Result
+
+_SHARE = "share of attention"
+_UNITS = {
+    "previous_token": _SHARE,
+    "first_token": _SHARE,
+    "duplicate_token": _SHARE,
+    "induction": _SHARE,
+    "span": _SHARE,
+    "entropy": "nats",
+    "distance": "tokens",
+}
 
 
-def previous_token_scores(
-    model: nn.Module, cache: ActivationCache, tokens: Int[Tensor, "batch pos"] | None = None
-) -> Float[Tensor, "layer head"]:
-    """Mean attention, 0 to 1, of each head to the position before the query.
+@torch.no_grad()
+def head_scores(
+    model: nn.Module,
+    cache: ActivationCache,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    kind: str = "previous_token",
+    *,
+    span: int | Int[Tensor, "batch _columns"] | None = None,
+    queries: int | Int[Tensor, "batch _queries"] | None = None,
+    attention_mask: Mask | None = None,
+) -> Result:
+    """What each head attends to, as a mean over the queries of each text.
 
-    Padding counts like any other position, so the texts should have none.
+    | kind | score | unit |
+    | --- | --- | --- |
+    | `previous_token` | attention to the token before the query | 0 to 1 |
+    | `first_token` | attention to the first token of the text | 0 to 1 |
+    | `duplicate_token` | attention to earlier copies of the query's token | 0 to 1 |
+    | `induction` | attention to the tokens after those copies (Olsson et al. 2022) | 0 to 1 |
+    | `span` | attention to some columns | 0 to 1 |
+    | `entropy` | entropy of the attention | nats |
+    | `distance` | mean distance from the query to the keys | tokens |
+
+    Queries that have no such key do not count: those before their token's second copy, those up to the end
+    of the span, and a text's first token, for every kind. Nor does padding. The tokens before and after
+    a token are the nearest real ones.
 
     Args:
-        model: the model of the run; not read here.
+        model: the model of the run, for the number of its blocks.
         cache: the cache of a run that kept `pattern` at all positions.
-        tokens: the tokens of the run; not read here.
+        tokens: the tokens of the run, for `duplicate_token` and `induction`.
+        kind: one of the table.
+        span: for the kind `span`: its columns in each text, such as a span of `Pairs`, or one column.
+        queries: count only queries in these columns.
+        attention_mask: True or 1 at real tokens; None if all are.
+
+    Returns:
+        A result with the axes `layer`, `head` and `example`.
 
     Raises:
-        ValueError: if the cache does not hold every query and key, or there is only one position.
+        UnknownNameError: if there is no such kind, or a layer's pattern is not in the cache.
+        CacheError: if the cache is of another model.
+        ValueError: if the cache does not hold all positions, tokens or span are missing or do not fit it,
+            or an example has no query that counts.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model, tokens = load("pydoc-4l"), repeated_tokens(vocab_size=90, period=20)
+    >>> cache = HookedRunner(model).capture(tokens, names="*.pattern")
+    >>> found = head_scores(model, cache, tokens, "induction")
+    >>> found.select(layer=3).mean().max() > 0.5
+    tensor(True)
     """
-    return _diagonal(cache, 1).mean((1, -1))
-
-
-def induction_scores(
-    model: nn.Module, cache: ActivationCache, tokens: Int[Tensor, "batch pos"]
-) -> Float[Tensor, "layer head"]:
-    """Mean attention, 0 to 1, from each repeated token to the token after its previous copy.
-
-    As in Olsson et al. 2022, "In-context learning and induction heads".
-
-    Args:
-        model: the model of the run; not read here.
-        cache: the cache of a run that kept `pattern` at all positions.
-        tokens: the tokens of the run, random ones repeated at least once; see `repeated_tokens`.
-
-    Raises:
-        ValueError: if the tokens do not repeat with a period of 2 or more, or do not have the cache's
-            shape; or as for `previous_token_scores`.
-    """
-    tokens = tokens.cpu()  # read once
-    copies = range(1, tokens.shape[1] // 2 + 1)
-    period = next((p for p in copies if torch.equal(tokens[:, p:], tokens[:, :-p])), 0)
-    if period < 2:
+    if kind not in _UNITS:
+        raise unknown_name(kind, _UNITS, "kind of score")
+    check_cache(model, cache)
+    patterns = [cache["pattern", layer] for layer in range(len(of(model, "blocks").blocks))]
+    batch, *_, n_queries, n_pos = patterns[0].shape
+    if n_queries != n_pos or patterns[0].ndim != 4:
         raise ValueError(
-            "tokens must repeat with a period of 2 to half their number; got a row that begins with "
-            f"{tokens[0, :8].tolist()}"
+            f"the cache must hold whole texts, without positions= and kv_cache=; got {n_queries} "
+            f"queries and {n_pos} keys, {list(patterns[0].shape)}"
         )
-    diagonal = _diagonal(cache, period - 1)
-    cached = (diagonal.shape[1], diagonal.shape[-1] + period - 1)
-    if tokens.shape != cached:
-        raise ValueError(f"tokens must have the cache's shape, {cached}; got {tuple(tokens.shape)}")
-    # Only queries of later copies have an earlier copy. Their diagonal starts one place later.
-    return diagonal[..., 1:].mean((1, -1))
+    if tokens is not None and tokens.shape != (batch, n_pos):
+        raise ValueError(
+            f"tokens must have the cache's shape, {[batch, n_pos]}; got {list(tokens.shape)}"
+        )
+    real = real_of(attention_mask, (batch, n_pos)).cpu()
+    wanted, counted = _wanted(kind, tokens, real, span)
+    if queries is not None:
+        counted &= _inside(queries, real, "queries")
+    if not counted.any(1).all():
+        raise ValueError(
+            f"each example must have a query that counts for {kind}; got none in example "
+            f"{int(counted.any(1).int().argmin())}"
+        )
+    weights = wanted * (counted / counted.sum(1, keepdim=True).double())[..., None]
+    scores = []
+    for pattern in map(at_least_float32, patterns):
+        read = torch.special.entr(pattern) if kind == "entropy" else pattern
+        own = to_device(weights.to(read.dtype), read.device)
+        scores.append((read.flatten(2) @ own.flatten(1)[..., None])[..., 0].T)
+    about = {"kind": kind}
+    return Result(stacked(scores), ("layer", "head", "example"), unit=_UNITS[kind], about=about)
 
 
 def repeated_tokens(
@@ -71,13 +122,51 @@ def repeated_tokens(
     return torch.randint(vocab_size, (batch, period), generator=generator).repeat(1, copies)
 
 
-def _diagonal(cache: ActivationCache, back: int) -> Float[Tensor, "layer batch head query"]:
-    """Attention from each query to the key `back` positions before it, where there is one."""
-    pattern = cache.stack("pattern").detach()
-    queries, keys = pattern.shape[-2:]
-    if queries != keys or keys <= back:
+def _wanted(
+    kind: str, tokens: Tensor | None, real: Bool[Tensor, "batch pos"], span: int | Tensor | None
+) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
+    """What each key's weight is multiplied with, and which queries count. On the CPU."""
+    rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
+    later = real & (rank > 0)
+    # The column of the real token before each column, -1 where there is none.
+    before = columns.where(real, -1).cummax(1).values.roll(1, 1)
+    before[:, 0] = -1
+    if (span is None) == (kind == "span"):
+        raise ValueError(f"span must be given for the kind 'span' and no other; got {span}")
+    if kind == "distance":
+        return rank[:, :, None] - rank[:, None], later
+    if kind == "entropy":
+        return torch.ones(*real.shape, len(columns)), later
+    if kind == "previous_token":
+        keys = columns == before[..., None]
+    elif kind == "first_token":
+        keys = later[..., None] & (real & ~later)[:, None]
+    elif span is not None:
+        inside = _inside(span, real, "span")
+        after = columns > columns.where(inside, -1).amax(1, keepdim=True)
+        keys = after[..., None] & inside[:, None]
+    elif tokens is None:
+        raise ValueError(f"tokens must be given for {kind}")
+    else:
+        own = tokens.cpu()  # read once
+        keys = (own[..., None] == own[:, None]) & real[:, None] & (columns[:, None] > columns)
+        if kind == "induction":
+            copied = keys.gather(2, before.clamp(min=0)[:, None].expand_as(keys))
+            keys = copied & (before >= 0)[:, None]
+    return keys, keys.any(2) & real
+
+
+def _inside(
+    given: int | Tensor, real: Bool[Tensor, "batch pos"], name: str
+) -> Bool[Tensor, "batch pos"]:
+    """Where some columns are, given as one for all texts or some of each."""
+    batch, n_pos = real.shape
+    chosen = torch.full((batch, 1), given) if isinstance(given, int) else given.cpu().long()
+    if len(chosen) != batch or not ((chosen >= -n_pos) & (chosen < n_pos)).all():
         raise ValueError(
-            f"the cache must hold whole texts of more than {back} positions; got {queries} queries "
-            f"and {keys} keys"
+            f"{name} must be columns 0 to {n_pos - 1} of each of the {batch} texts; got {given}"
         )
-    return at_least_float32(pattern.diagonal(-back, dim1=-2, dim2=-1))
+    inside = torch.zeros_like(real).scatter(1, chosen % n_pos, True)
+    if (inside & ~real).any():
+        raise ValueError(f"{name} must be columns of real tokens; got {given}")
+    return inside

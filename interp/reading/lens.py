@@ -1,4 +1,4 @@
-"""The logit lens: what the residual stream would predict if the model ended at each layer."""
+"""Lenses: what the residual stream would predict if the model ended at each layer."""
 
 from dataclasses import dataclass
 
@@ -6,31 +6,35 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache
+from hooks import ActivationCache, CacheError, HookError
 from hooks.transfer import stacked, to_device
-from interp.columns import at_least_float32
-from interp.protocol import LanguageModel, of
-
-_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32
+from interp.columns import divergence
+from interp.lenses import AffineLens, split_rows, unembedded
+from interp.protocol import check_cache, of
 
 
 @dataclass(frozen=True)
-class LogitLens:
+class LensReadout:
     """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
-    Probabilities are 0 to 1. They are in float32 when the model is in half precision.
+    Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision.
 
     Attributes:
         tokens: the likeliest next tokens, best first.
         probabilities: their probabilities.
         target_probabilities: the probabilities of the targets.
         target_ranks: how many tokens are likelier than the target; 0 for the likeliest.
+        entropy: of the prediction, in nats.
+        kl: KL(final ‖ lens), in nats: what is lost when this prediction stands in for the model's own.
+            It is 0 at the last layer.
     """
 
     tokens: Int[Tensor, "layer batch pos top"]
     probabilities: Float[Tensor, "layer batch pos top"]
     target_probabilities: Float[Tensor, "layer batch pos"]
     target_ranks: Int[Tensor, "layer batch pos"]
+    entropy: Float[Tensor, "layer batch pos"]
+    kl: Float[Tensor, "layer batch pos"]
 
 
 @torch.no_grad()
@@ -39,9 +43,10 @@ def logit_lens(
     cache: ActivationCache,
     tokens: Int[Tensor, "batch pos"] | None = None,
     *,
+    lens: AffineLens | None = None,
     targets: Int[Tensor, "batch pos"] | None = None,
     top_k: int = 5,
-) -> LogitLens:
+) -> LensReadout:
     """Unembeds the residual stream between all blocks (nostalgebraist 2020).
 
     It reads a few positions at a time, so its memory grows with `top_k` and not with the vocabulary.
@@ -49,35 +54,68 @@ def logit_lens(
     Args:
         model: the model of the run, with `unembed` and `config`.
         cache: the cache of a run that kept every `resid_pre` and the last `resid_post`.
-        tokens: the tokens of the run; not read here.
+        tokens: the tokens of the run; only their shape is read, for a check.
+        lens: a map of each layer's stream before the unembedding, from `tuned_lens` or `jacobian_lens`;
+            None for the stream as it is.
         targets: tokens to follow through the layers; by default those that the model predicts.
         top_k: how many of the likeliest tokens to keep.
 
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
-        UnknownNameError, CacheError: if the stream of some layer is not in the cache.
+        CacheError: if the cache is of another model, or lacks the stream of some layer.
+        ValueError: if tokens or targets do not have the cache's shape, or the lens is of another model.
     """
-    language: LanguageModel = of(model, "unembed", "config")
-    streams = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
-    shape, size = streams.shape[:-1], max(1, _LOGITS_AT_ONCE // language.config.vocab_size)
+    of(model, "unembed", "config")
+    if lens is not None:
+        lens.check(model)
+    streams = _streams(model, cache)
+    shape = streams.shape[1:3]
+    for name, given in (("tokens", tokens), ("targets", targets)):
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"{name} must have the cache's shape, {list(shape)}; got {list(given.shape)}"
+            )
+    followed = None if targets is None else targets.flatten()
+    if lens is not None:
+        streams = torch.cat([lens(streams[:-1]), streams[-1:]])
+    parts, start = [], 0
+    for rows in split_rows(model, streams.flatten(1, 2)):
+        logits, end = unembedded(model, rows), start + rows.shape[1]
+        target = logits[-1].argmax(-1) if followed is None else followed[start:end]
+        parts.append(_read(logits, to_device(target, logits.device), top_k))
+        start = end
+    columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
+    return LensReadout(*(column.unflatten(1, shape) for column in columns))
 
-    def logits(rows: Tensor) -> Tensor:
-        return at_least_float32(language.unembed(rows[None])[0])
 
-    if targets is None:
-        targets = torch.cat([logits(r).argmax(-1) for r in streams[-1].flatten(0, 1).split(size)])
-    followed = targets.flatten().repeat(shape[0])
-    parts = zip(streams.flatten(0, 2).split(size), followed.split(size), strict=True)
-    columns = zip(*(_read(logits(rows), target, top_k) for rows, target in parts), strict=True)
-    return LogitLens(*(torch.cat(column).unflatten(0, shape) for column in columns))
+def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:
+    """The stream entering each block and, last, the one after all blocks.
+
+    Raises:
+        CacheError: if the cache is of another model, or does not hold them whole.
+    """
+    check_cache(model, cache)
+    try:
+        found = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
+    except HookError as error:
+        raise CacheError(f"a lens needs names=['*.resid_pre', '*.resid_post']: {error}") from None
+    if found.ndim != 4:
+        raise CacheError(f"a lens needs streams [batch, pos, d_model]; got {list(found.shape[1:])}")
+    return found
 
 
 def _read(
-    logits: Float[Tensor, "row vocab"], targets: Int[Tensor, " row"], top_k: int
+    logits: Float[Tensor, "layer row vocab"], targets: Int[Tensor, " row"], top_k: int
 ) -> tuple[Tensor, ...]:
-    """The columns of `LogitLens`."""
-    wanted = logits.gather(-1, to_device(targets, logits.device)[:, None])
-    best = logits.topk(top_k)
-    total = logits.logsumexp(-1, keepdim=True)
-    ranks = (logits > wanted).sum(-1)
-    return best.indices, (best.values - total).exp(), (wanted - total).exp()[:, 0], ranks
+    """The columns of `LensReadout`."""
+    found, index = logits.log_softmax(-1), targets.expand(len(logits), -1)[..., None]
+    best = logits.topk(top_k).indices
+    return (
+        best,
+        found.gather(-1, best).exp(),
+        found.gather(-1, index)[..., 0].exp(),
+        # Not of `found`, which is rounded once more. A NaN ranks last.
+        (logits <= logits.gather(-1, index)).logical_not().sum(-1),
+        torch.special.entr(found.exp()).sum(-1),
+        divergence(found[-1], found),
+    )

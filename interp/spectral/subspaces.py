@@ -57,6 +57,39 @@ def subspace_angles(
     return _angles(a, b).where(defined[..., None], torch.nan)
 
 
+def subspace_overlap(
+    a: Float[Tensor, "*batch dim k"], b: Float[Tensor, "*batch dim l"]
+) -> Float[Tensor, "*batch"]:
+    """The mean squared cosine of the principal angles between column spaces: 0 to 1.
+
+    1 if one space is within the other, 0 if they are orthogonal. Random spaces have about
+    max(k, l) / dim. For arguments and errors see `principal_angles`.
+
+    >>> subspace_overlap(torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:])
+    tensor(0.5000, dtype=torch.float64)
+    """
+    product = _orthonormal(a, "a").mT @ _orthonormal(b, "b")
+    return product.square().sum((-2, -1)) / min(product.shape[-2:])
+
+
+def subspace_projection(
+    vectors: Float[Tensor, "*axes dim"], basis: Float[Tensor, "dim k"]
+) -> Float[Tensor, "*axes dim"]:
+    """The part of each vector within the column space of a basis, in the vectors' dtype.
+
+    Its squared length over the vector's is the share of the vector that the space explains.
+
+    Args:
+        vectors: any vectors.
+        basis: the columns span the space; not necessarily orthonormal.
+
+    Raises:
+        ValueError: as for `principal_angles`.
+    """
+    directions = _orthonormal(basis, "basis")
+    return (vectors.double() @ directions @ directions.mT).to(vectors.dtype)
+
+
 def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "change *batch k"]:
     """`subspace_angles` between consecutive entries of the first batch axis: steps or checkpoints.
 

@@ -72,7 +72,7 @@ def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") 
     >>> svd(torch.tensor([[0.0, 3.0], [-4.0, 0.0], [0.0, 0.0]])).s
     tensor([4., 3.], dtype=torch.float64)
     """
-    u, s, vh = torch.linalg.svd(_finite(matrices, name), full_matrices=False)
+    u, s, vh = torch.linalg.svd(finite(matrices, name), full_matrices=False)
     return SVD(u, s, vh, torch.zeros_like(s[..., 0]), _tolerance(matrices, s))
 
 
@@ -109,7 +109,7 @@ def randomized_svd(
     Raises:
         ValueError: as for `svd`, or if k is not 1 to min(rows, columns), or oversample is below 2.
     """
-    wide = _finite(matrices, name)
+    wide = finite(matrices, name)
     check_k(k, min(wide.shape[-2:]))
     if oversample < 2:
         raise ValueError(f"oversample must be at least 2; got {oversample}")
@@ -227,7 +227,7 @@ def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
     return max(matrices.shape[-2:]) * torch.finfo(matrices.dtype).eps * s[..., 0]
 
 
-def _finite(matrices: Tensor, name: str) -> Tensor:
+def finite(matrices: Tensor, name: str) -> Tensor:
     """The matrices in float64, after a check that they are finite."""
     wrong = ~matrices.isfinite()
     if wrong.any():

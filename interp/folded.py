@@ -1,0 +1,209 @@
+"""The weights of attention heads as they act on the stream, with the norms around them folded in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hooks import Identity
+from hooks.session import muted
+from hooks.transfer import stacked, to_device
+from interp.columns import at_least_float32
+from interp.protocol import plain
+
+Reading = Float[Tensor, "layer head d_model d_head"]
+Writing = Float[Tensor, "layer head d_head d_model"]
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """What a norm does to a vector apart from the division by its scale: `centred(x) * gain`.
+
+    Attributes:
+        gain: the gain, in float64; ones where there is none.
+        centres: whether the mean is subtracted.
+    """
+
+    gain: Float[Tensor, "*shape"]
+    centres: bool
+
+    def before(
+        self, weights: Float[Tensor, "*axes d_model out"]
+    ) -> Float[Tensor, "*axes d_model out"]:
+        """Weights that read the norm's output, as they read its input."""
+        weights = weights * to_device(self.gain, weights.device).to(weights.dtype)[:, None]
+        return weights - weights.mean(-2, keepdim=True) if self.centres else weights
+
+    def after(self, weights: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
+        """Weights that write the norm's input, as they write its output."""
+        weights = weights - weights.mean(-1, keepdim=True) if self.centres else weights
+        return weights * to_device(self.gain, weights.device).to(weights.dtype)
+
+
+def linear_part(norm: nn.Module, *shape: int) -> LinearPart:
+    """The linear part of a LayerNorm, an RMSNorm or an identity, as the module itself shows it.
+
+    Args:
+        norm: a module of tensors [batch, pos, *shape].
+        shape: of what it norms.
+
+    Raises:
+        TypeError: if it computes something else.
+    """
+    state = {name: value.detach().double() for name, value in norm.state_dict().items()}
+    device = next((value.device for value in state.values()), None)
+    signs = torch.ones(shape, dtype=torch.float64, device=device)
+    if isinstance(norm, (Identity, nn.Identity)):
+        return LinearPart(signs, False)
+    signs[..., 1::2] = -1
+    wave = torch.arange(shape[-1], dtype=torch.float64, device=device).cos().expand(shape)
+
+    def odd(x: Tensor) -> Tensor:
+        # Without the bias, and so long that the epsilon has no effect.
+        ends = [functional_call(norm, state, (1e12 * end[None, None],)) for end in (x, -x)]
+        return ((ends[0] - ends[1]) / 2)[0, 0].double()
+
+    with muted():  # open hook contexts do not change weights
+        shown, moved, waved = odd(signs), odd(signs + 3), odd(wave)
+    centres = torch.allclose(moved, shown, rtol=1e-4, atol=0, equal_nan=True)
+    signs, wave = (x - x.mean() if centres else x for x in (signs, wave))
+    unit, wave = (x / x.square().mean().sqrt() for x in (signs, wave))
+    gain = shown / unit
+    if not torch.allclose(waved, gain * wave, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise TypeError(
+            "a norm must be a LayerNorm, an RMSNorm or an identity to be folded; got another map, "
+            f"{type(norm).__name__}: use fold=False"
+        )
+    return LinearPart(gain, centres)
+
+
+def part_of(owner: Any, name: str, purpose: str) -> Any:
+    """A named part of a model.
+
+    Raises:
+        TypeError: if it lacks the part.
+    """
+    if not hasattr(owner, name):
+        raise TypeError(
+            f"the model must have `{name}` to {purpose}, an identity where it does nothing; got "
+            f"{type(owner).__name__} without it (models.from_hf makes a model that has it)"
+        )
+    return getattr(owner, name)
+
+
+class Folded:
+    """Weights of a model for row vectors, as they act: `x @ W`, in at least float32.
+
+    A norm divides by its scale, which depends on the text. Everything else that it does is linear, and is
+    folded in: gains, and for LayerNorm the mean, which nothing reads. Biases are left out.
+
+    Args:
+        model: see `LanguageModel`; an attached one is copied, if `models.from_hf` knows its family.
+        fold: False for the weights as the model holds them.
+        weights: the names of those that are read.
+
+    Raises:
+        TypeError: if the model lacks such weights; or if `fold`, and it lacks `ln_final`, or its blocks
+            `ln1` or `ln1_post`, identities where there is no norm; or one is a norm of another kind.
+        ValueError: if `fold`, and the norms are of the stream itself (`norm_place="post"`).
+    """
+
+    def __init__(self, model: nn.Module, fold: bool, *weights: str) -> None:
+        self.model: Any = plain(model, "config", "blocks", *weights)
+        self.fold = fold
+        if not fold:
+            return
+        if getattr(self.model.config, "norm_place", "pre") == "post":
+            raise ValueError(
+                "norm_place must be 'pre', 'output' or 'sandwich' to fold norms, as others norm the "
+                "stream itself; got 'post': use fold=False"
+            )
+        self.reads = [self._linear(block, "ln1") for block in self.model.blocks]
+        self.writes = [self._linear(block, "ln1_post") for block in self.model.blocks]
+        self.final = self._linear(self.model, "ln_final")
+        # The mean of what is written has no effect if all that read it subtract it.
+        self.centred = all(part.centres for part in (*self.reads, self.final))
+
+    def _linear(self, owner: nn.Module, name: str) -> LinearPart:
+        return linear_part(part_of(owner, name, "fold norms"), self.model.config.d_model)
+
+    def read(self, name: str) -> Float[Tensor, "layer _kv_head d_model d_head"]:
+        """`W_Q`, `W_K` or `W_V`."""
+        held: Tensor = at_least_float32(getattr(self.model, name).detach())
+        if not self.fold:
+            return held
+        return stacked(part.before(w) for part, w in zip(self.reads, held, strict=True))
+
+    def values(self) -> Reading:
+        """`W_V` of every head."""
+        return self._by_head(self.read("W_V"))
+
+    def written(self) -> Writing:
+        """`W_O`."""
+        held = at_least_float32(self.model.W_O.detach())
+        if not self.fold:
+            return held
+        held = stacked(part.after(w) for part, w in zip(self.writes, held, strict=True))
+        return held - held.mean(-1, keepdim=True) if self.centred else held
+
+    def embedding(self) -> Float[Tensor, "vocab d_model"]:
+        """`W_E`, times the model's `embed_scale`."""
+        held = at_least_float32(self.model.W_E.detach())
+        held = held * getattr(self.model.config, "embed_scale", 1.0)
+        return self._linear(self.model, "ln_embed").after(held) if self.fold else held
+
+    def unembedding(
+        self, tokens: Int[Tensor, " token"] | None = None
+    ) -> Float[Tensor, "d_model token"]:
+        """`W_U`, or its columns at some tokens.
+
+        Folded also without the mean over the vocabulary, which changes no probability, unless there is a
+        cap.
+        """
+        held = self.model.W_U.detach()
+        columns = at_least_float32(held if tokens is None else held[:, tokens])
+        if not self.fold:
+            return columns
+        if not getattr(self.model.config, "logit_cap", 0):
+            columns = columns - held.mean(-1, keepdim=True, dtype=columns.dtype)
+        return self.final.before(columns)
+
+    def queries_and_keys(self, distance: int | None) -> tuple[Reading, Reading]:
+        """`W_Q` and `W_K`, rotated as for a key `distance` positions before the query.
+
+        Folded, they have the gains of norms of queries and keys.
+
+        Raises:
+            TypeError: if the model's attention lacks `rotary`, or `q_norm` and `k_norm`.
+            ValueError: if positions are rotary and there is no distance from 0 to n_ctx - 1.
+        """
+        n_ctx = self.model.config.n_ctx
+        if distance is not None and not 0 <= distance < n_ctx:
+            raise ValueError(f"distance must be 0 to {n_ctx - 1}; got {distance}")
+        found = []
+        for name, norm, pos in (("W_Q", "q_norm", distance), ("W_K", "k_norm", 0)):
+            layers = zip(self.model.blocks, self.read(name), strict=True)
+            turned = stacked(self._turned(block.attn, w, norm, pos) for block, w in layers)
+            found.append(self._by_head(turned))
+        return found[0], found[1]
+
+    def _turned(self, attn: Any, weights: Tensor, norm: str, pos: int | None) -> Tensor:
+        # As the queries of a text: [1, d_model, head, d_head].
+        rows = weights.transpose(0, 1)[None]
+        if self.fold:
+            norms = part_of(attn, norm, "fold norms of queries and keys")
+            rows = linear_part(norms, *rows.shape[2:]).after(rows)
+        rotary = part_of(attn, "rotary", "rotate queries and keys")
+        # Not the rotation of a run, which has the rounding of the model's dtype.
+        rotation = rotary.rotation(torch.tensor([[pos or 0]], device=rows.device), rows.dtype)
+        if rotation is not None and pos is None:
+            raise ValueError(
+                "distance must say how far a key is before its query, as positions are rotary; got None"
+            )
+        return rotary(rows, rotation)[0].transpose(0, 1)
+
+    def _by_head(self, weights: Tensor) -> Tensor:
+        return weights.repeat_interleave(self.model.config.n_heads // weights.shape[1], 1)

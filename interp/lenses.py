@@ -1,0 +1,131 @@
+"""What lenses share: an affine map of each layer's stream, checked against its model and kept on disk."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import CacheError, HookedRunner, storage
+from hooks.names import layers
+from hooks.transfer import to_device
+from interp.columns import at_least_float32
+from interp.protocol import of, runner_of
+
+L = TypeVar("L", bound="AffineLens")
+_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32
+
+
+def unembedded(
+    model: nn.Module, resid: Float[Tensor, "stream row d_model"]
+) -> Float[Tensor, "stream row vocab"]:
+    """Logits in float32 at least.
+
+    Raises:
+        TypeError: if the model has no `unembed`.
+    """
+    return at_least_float32(of(model, "unembed").unembed(resid))
+
+
+def split_rows(
+    model: nn.Module, resid: Float[Tensor, "stream row d_model"]
+) -> Sequence[Float[Tensor, "stream _row d_model"]]:
+    """Parts with few rows, so that the logits of one part take little memory.
+
+    Raises:
+        TypeError: if the model has no `config`.
+    """
+    logits = len(resid) * of(model, "config").config.vocab_size
+    return resid.split(max(1, _LOGITS_AT_ONCE // logits), 1)
+
+
+def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
+    """A runner, and the points of the stream entering each block and, last, of the one after all blocks.
+
+    Raises:
+        UnknownNameError: if the model has no such points.
+        ModeError: if any part of the model is in training mode.
+        ValueError: if PyTorch's inference mode is on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("gradients must be possible; got PyTorch's inference mode")
+    runner = runner_of(model)
+    entering, leaving = (layers(name, runner.points) for name in ("resid_pre", "resid_post"))
+    return runner, [*entering.values(), leaving[max(leaving)]]
+
+
+@dataclass(frozen=True, eq=False)
+class AffineLens:
+    """An affine map from the stream entering each block to what the unembedding is to read.
+
+    Attributes:
+        weight: one matrix for each block. Row i gives entry i of the result.
+        bias: one vector for each block.
+        config_hash: of the model that it belongs to; empty if that is not known.
+    """
+
+    weight: Float[Tensor, "layer d_model d_model"]
+    bias: Float[Tensor, "layer d_model"]
+    config_hash: str
+
+    _format: ClassVar[str]
+
+    def __call__(
+        self, resid: Float[Tensor, "layer *batch d_model"]
+    ) -> Float[Tensor, "layer *batch d_model"]:
+        """`weight[l] @ x + bias[l]` of each vector x that enters block l, in its dtype."""
+        dtype = torch.promote_types(resid.dtype, self.weight.dtype)
+        weight, bias = (to_device(x, resid.device).to(dtype) for x in (self.weight, self.bias))
+        rows = resid.to(dtype).flatten(1, -2)
+        return (rows @ weight.mT + bias[:, None]).to(resid.dtype).view_as(resid)
+
+    def check(self, model: nn.Module) -> None:
+        """Checks that the lens is for this model, as far as its sizes and configuration tell.
+
+        Raises:
+            ValueError: if it is not.
+        """
+        sizes = of(model, "config").config
+        wanted = (sizes.n_layers, sizes.d_model, sizes.d_model)
+        if self.weight.shape != wanted:
+            raise ValueError(
+                f"the lens must have weights [layer, d_model, d_model], {list(wanted)}; "
+                f"got {list(self.weight.shape)}"
+            )
+        if self.config_hash and self.config_hash != (own := storage.config_hash(model)):
+            raise ValueError(
+                f"the lens must be of a model with this model's config hash, {own[:12]}; "
+                f"got {self.config_hash[:12]}"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the lens as safetensors, completely or not at all.
+
+        Raises:
+            FileNotFoundError: if there is no such directory.
+        """
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+        others = {name: part for name, part in parts.items() if name not in tensors}
+        storage.save(Path(path), tensors, others, self._format)
+
+    @classmethod
+    def load(cls: type[L], path: str | os.PathLike[str]) -> L:
+        """Reads a lens that `save` wrote.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CacheError: if the file is truncated, or holds another kind of lens or something else.
+        """
+        try:
+            tensors, others = storage.read(Path(path), cls._format)
+            parts: dict[str, Any] = {**tensors, **others}
+            return cls(**parts)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise CacheError(f"{path} must be a complete {cls.__name__}: {error!r}") from None

@@ -1,0 +1,267 @@
+"""Decomposition: the residual stream, and the logits, as sums of what each part of a model wrote."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks import ActivationCache
+from hooks.errors import unknown_name
+from hooks.transfer import stacked, to_device
+from interp.columns import at_least_float32, short, tokens_of
+from interp.parts import Parts, transposed
+from interp.protocol import of
+from interp.result import Result
+
+Tokens = int | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
+"""One token for all positions, one for each example, or one for each position."""
+
+Direction = (
+    Float[Tensor, " d_model"] | Float[Tensor, "batch d_model"] | Float[Tensor, "batch pos d_model"]
+)
+"""One direction of what the unembedding reads, one for each example, or one for each position."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """A residual stream as a sum of parts, in at least float32.
+
+    Attributes:
+        names: the names of the parts, in the order of computation.
+        values: what each of them wrote.
+
+    >>> parts = Decomposition(("embed", "a0.h0"), torch.tensor([[[[1.0, 3.0]]], [[[2.0, 0.0]]]]))
+    >>> parts["a0.h0"]
+    tensor([[[2., 0.]]])
+    """
+
+    names: tuple[str, ...]
+    values: Float[Tensor, "component batch pos d_model"]
+
+    def __getitem__(self, name: str) -> Float[Tensor, "batch pos d_model"]:
+        """What one part wrote.
+
+        Raises:
+            UnknownNameError: if there is no such part; it has close matches.
+        """
+        if name not in self.names:
+            raise unknown_name(name, self.names, "component")
+        return self.values[self.names.index(name)]
+
+
+@torch.no_grad()
+def decompose(
+    model: nn.Module,
+    cache: ActivationCache,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    *,
+    before: int | None = None,
+    neurons: bool = False,
+) -> Decomposition:
+    """The residual stream as the sum of what embeddings, heads, MLPs and biases wrote (Elhage et al. 2021).
+
+    The names are those of `interp.graph`: `embed`, `pos_embed`, a head `a0.h1`, an MLP with its biases
+    `m0`, and `a0.bias`, what attention added beside its heads. Parts that were normed together are
+    divided by the norm's scale in the run. They add up to the stream up to rounding, 1e-5 of its largest
+    value in float32. In half precision the stream is rounded after each addition: a few percent.
+
+    Args:
+        model: the model of the run, with the parts that a graph needs. An attached one is copied at each
+            call, if `models.from_hf` knows its family.
+        cache: the cache of a run that kept all points, or `Graph(model, apart=True).needed`.
+        tokens: the tokens of the run; only their shape is read, for a check.
+        before: decompose the stream entering this block; None for the stream after the last one.
+        neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
+
+    Raises:
+        TypeError, ValueError: as for `Graph`; or if there is no such block.
+        CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the stream.
+    """
+    parts = Parts(model, cache, tokens)
+    n_layers = len(parts.model.blocks)
+    if before is not None and not 0 <= before < n_layers:
+        raise ValueError(f"before must be 0 to {n_layers - 1}; got {before}")
+    found = [*parts(before, neurons)]
+    names = tuple(name for part in found for name in part.names)
+    stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")
+    values, start = stream.new_empty(len(names), *stream.shape), 0
+    for part in found:
+        part.write(values[start : start + len(part.names)])
+        start += len(part.names)
+    parts.check(values.sum(0), stream, stream)
+    return Decomposition(names, values)
+
+
+@torch.no_grad()
+def direct_logit_attribution(
+    model: nn.Module,
+    cache: ActivationCache,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    *,
+    right: Tokens | None = None,
+    wrong: Tokens | None = None,
+    direction: Direction | None = None,
+    pos: int | Int[Tensor, " batch"] | None = None,
+    neurons: bool = False,
+) -> Result:
+    """What each part of the model adds to a logit, or to a difference of logits, by itself (Elhage et al. 2021).
+
+    Each part of `decompose` goes through the final norm, with the norm's scale in the run, to the logit.
+    The biases `ln_final.bias` and `unembed.bias` are parts of their own. All parts add up to the logit.
+    No part is made as a vector: a direction is dotted with what a head reads, through `W_O`.
+
+    Args:
+        model: see `decompose`; it also needs `W_U`.
+        cache: the cache of a run that kept all points, or `Graph(model, apart=True).needed` and
+            `ln_final.scale`.
+        tokens: the tokens of the run; only their shape is read, for a check.
+        right: the token of the logit.
+        wrong: the token of a logit to subtract.
+        direction: in place of tokens, a direction of what the unembedding reads, such as a probe's.
+        pos: read one column of each text: the same, or one for each example. None for all positions.
+        neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
+
+    Returns:
+        A result with the axes `component`, `pos` and `example`; without `pos` where one column was asked. Its
+        `about` has the gap between the sum of the parts and the logit, at the most.
+
+    Raises:
+        TypeError: as for `Graph`; or if the model has no `W_U`.
+        ValueError: as for `Graph`; if logits are capped, because they are then no sum of parts; or if
+            tokens, direction or position do not fit.
+        CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the logit.
+    """
+    reading = _Reading(model, cache, tokens, right, wrong, direction, pos)
+    names: list[str] = []
+    values = []
+    for part in reading.parts(neurons=neurons):
+        names += part.names
+        values.append(reading.scaled(part.along(reading.direction)))
+    found = torch.cat(values)
+    stream = reading.parts.at(reading.parts.last)
+    gap = reading.parts.check(found.sum(0), reading.read(stream), found)
+    biases = {name: value for name, value in reading.biases.items() if value.any()}
+    found = torch.cat([found, *(value.expand_as(found[:1]) for value in biases.values())])
+    return reading.result(found, "component", [*names, *biases], {"gap": gap})
+
+
+@torch.no_grad()
+def accumulated(
+    model: nn.Module,
+    cache: ActivationCache,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    *,
+    right: Tokens | None = None,
+    wrong: Tokens | None = None,
+    direction: Direction | None = None,
+    pos: int | Int[Tensor, " batch"] | None = None,
+) -> Result:
+    """A logit, or a difference of logits, of the stream up to each layer, with the final norm's scale in the run.
+
+    The last value is that of the model. Each step is the sum of what `direct_logit_attribution` gives for
+    the parts in between. `logit_lens` divides each stream by a scale of its own instead.
+
+    Args:
+        model: the model of the run, with `W_U`; see `decompose` for attached ones.
+        cache: the cache of a run that kept the residual stream and `ln_final.scale`.
+        tokens, right, wrong, direction, pos: see `direct_logit_attribution`.
+
+    Returns:
+        A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`; without
+        `pos` where one column was asked.
+
+    Raises:
+        TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
+    """
+    reading = _Reading(model, cache, tokens, right, wrong, direction, pos)
+    points = {}
+    for n, block in enumerate(reading.parts.model.blocks):
+        points[f"{n}_pre"] = f"blocks.{n}.resid_pre"
+        if hasattr(block, "resid_mid"):
+            points[f"{n}_mid"] = f"blocks.{n}.resid_mid"
+    points["final_post"] = reading.parts.last
+    found = stacked(reading.read(reading.parts.at(name)) for name in points.values())
+    return reading.result(found + sum(reading.biases.values()), "stream", [*points], {})
+
+
+class _Reading:
+    """A direction of the logits, as one that reads the residual stream of a run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: ActivationCache,
+        tokens: Tensor | None,
+        right: Tokens | None,
+        wrong: Tokens | None,
+        direction: Direction | None,
+        pos: int | Tensor | None,
+    ) -> None:
+        self.parts, self._one = Parts(model, cache, tokens, pos), pos is not None
+        stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
+        self.about: dict[str, Any] = {}
+        if direction is not None and right is None and wrong is None:
+            wide, offset = at_least_float32(direction), stream.new_zeros(1, 1)
+            wide = wide if wide.ndim == 3 else wide.view(-1, 1, wide.shape[-1])
+        elif direction is None and right is not None:
+            wide, offset = self._unembedding("right", right)
+            if wrong is not None:
+                other, subtracted = self._unembedding("wrong", wrong)
+                wide, offset = wide - other, offset - subtracted
+        else:
+            raise ValueError("give right=, the token of a logit, or direction=, and not both")
+        fits = all(n in (1, full) for n, full in zip(wide.shape, stream.shape, strict=True))
+        if not fits or wide.shape[2] != stream.shape[2]:
+            raise ValueError(
+                "tokens or directions must be one, or one for each text or each position, of "
+                f"{[*stream.shape]}; got {[*wide.shape]}"
+            )
+        point = (
+            self.parts.at("ln_final.scale") if hasattr(norm, "scale") else stream.new_ones(1, 1, 1)
+        )
+        self._scale = point[..., 0]
+        self.direction, constant = transposed(norm, to_device(wide, point.device))
+        self.biases = {"ln_final.bias": constant, "unembed.bias": to_device(offset, point.device)}
+
+    def _unembedding(self, name: str, given: Tokens) -> tuple[Tensor, Tensor]:
+        """The directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
+        model = of(self.parts.model, "W_U", "config")
+        if getattr(model.config, "logit_cap", 0):
+            raise ValueError(
+                "logits must not be capped to be a sum of parts; got logit_cap="
+                f"{model.config.logit_cap}: direction=W_U[:, token] reads the logit before the cap"
+            )
+        tokens, vocab = tokens_of(given, 2), model.config.vocab_size
+        if int(tokens.max()) >= vocab:
+            raise ValueError(f"{name} must be 0 to {vocab - 1}; got {int(tokens.max())}")
+        tokens = to_device(tokens.view(len(tokens) if tokens.ndim else 1, -1), model.W_U.device)
+        self.about[name] = short(given) if tokens.shape[1] == 1 else "one for each position"
+        vectors, bias = at_least_float32(model.W_U.T[tokens]), getattr(model, "b_U", None)
+        zeros = vectors.new_zeros(tokens.shape)
+        return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
+
+    def scaled(self, values: Float[Tensor, "*axes"]) -> Float[Tensor, "..."]:
+        """Values [..., batch, pos] divided by the final norm's scale."""
+        return to_device(values, self._scale.device) / self._scale
+
+    def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
+        """A stream along the direction."""
+        return self.scaled((stream * to_device(self.direction, stream.device)).sum(-1))
+
+    def result(
+        self,
+        found: Float[Tensor, "place batch pos"],
+        axis: str,
+        labels: list[str],
+        about: dict[str, Any],
+    ) -> Result:
+        """A result with the axes `axis`, `pos` and `example`."""
+        values, axes = found.transpose(1, 2), [axis, "pos", "example"]
+        if self._one:
+            values, axes = values[:, 0], [axis, "example"]
+        unit = "logits" if self.about else ""
+        return Result(
+            values, tuple(axes), labels={axis: labels}, unit=unit, about=self.about | about
+        )

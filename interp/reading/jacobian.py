@@ -1,0 +1,164 @@
+"""The Jacobian lens: the stream of a layer, carried to the last one by the mean Jacobian between them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks import HookedRunner, storage
+from hooks._torch import PeakBytes
+from hooks.transfer import stacked
+from interp.columns import at_least_float32
+from interp.lenses import AffineLens, for_fit
+from interp.texts import Texts, Tokens, batches
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianLens(AffineLens):
+    """Mean Jacobians, fitted by `jacobian_lens`. A stream x entering block l becomes `weight[l] @ x`.
+
+    Attributes:
+        weight, bias, config_hash: see `AffineLens`; the bias is 0.
+        n_texts: how many texts the mean is over.
+        squares: the mean of the squared Frobenius norms of the texts' own Jacobians.
+    """
+
+    n_texts: int
+    squares: Float[Tensor, " layer"]
+
+    _format: ClassVar[str] = "hookscope-jacobian-lens-1"
+
+    @property
+    def error(self) -> Float[Tensor, " layer"]:
+        """The standard error of each weight over texts, as a share of the weight, in Frobenius norms.
+
+        It is NaN for a single text.
+        """
+        of_mean = self.weight.square().sum((1, 2))
+        variance = (self.squares - of_mean).clamp(min=0) / of_mean
+        return (variance / (self.n_texts - 1)).sqrt() if self.n_texts > 1 else variance * torch.nan
+
+    def merged(self, *others: "JacobianLens") -> "JacobianLens":
+        """The lens of all texts of this one and others, which were fitted on different texts.
+
+        Raises:
+            ValueError: if they are of different models.
+        """
+        lenses = (self, *others)
+        for other in others:
+            if (other.weight.shape, other.config_hash) != (self.weight.shape, self.config_hash):
+                raise ValueError(
+                    f"merged lenses must be of one model; got weights {list(self.weight.shape)} and "
+                    f"{list(other.weight.shape)}, config hashes {self.config_hash[:12]} and "
+                    f"{other.config_hash[:12]}"
+                )
+        n_texts = sum(lens.n_texts for lens in lenses)
+
+        def mean(name: str) -> Tensor:
+            parts = [getattr(lens, name) * lens.n_texts for lens in lenses]
+            return torch.stack(parts).sum(0) / n_texts
+
+        return JacobianLens(mean("weight"), self.bias, self.config_hash, n_texts, mean("squares"))
+
+
+def jacobian_lens(
+    model: nn.Module, texts: Iterable[Tokens] | Texts, *, skip: int = 16, max_bytes: int = 2**30
+) -> JacobianLens:
+    """Fits the mean Jacobian from the stream entering each block to the stream that leaves the last one.
+
+    J of a text is the mean over positions t of the sum over positions p >= t of d(final stream at p) /
+    d(stream at t), both from `skip` to the last but one. The lens has the mean over texts (Gurnee et al. 2026,
+    "Verbalizable Representations Form a Global Workspace in Language Models"). At the last layer J is
+    the identity, so the lens has no matrix there.
+
+    It runs the model. Each text takes one forward pass, and a backward pass for each of the d_model
+    entries; as many of them run together, by vmap, as the memory allows.
+
+    Args:
+        model: a model in evaluation mode with `resid_pre` and `resid_post` in each block. Its weights need
+            no gradients, and get none.
+        texts: the tokens of each text; they are read once, one by one. About a hundred of 128 tokens each
+            give a usable lens.
+        skip: how many first positions are left out, because heads attend to them for lack of anything else.
+        max_bytes: bounds the memory beyond the model and the lens.
+
+    Raises:
+        ValueError: if there is no text, a text has fewer than `skip` + 2 tokens, `skip` is negative,
+            `max_bytes` is too small for one backward pass, or PyTorch's inference mode is on.
+        UnknownNameError: if the model has no such points.
+        ModeError: if the model is in training mode.
+    """
+    if skip < 0:
+        raise ValueError(f"skip must be at least 0; got {skip}")
+    runner, names = for_fit(model)
+    total, squares, count = torch.zeros(()), torch.zeros(()), 0
+    for number, text in batches(texts, model, 1):
+        if text.tokens.shape[1] < skip + 2:
+            raise ValueError(
+                f"a text must have at least {skip + 2} tokens, for skip={skip}; "
+                f"got {text.tokens.shape[1]} in text {number}"
+            )
+        found = _jacobians(runner, names, text.tokens, skip, max_bytes)
+        squares = squares + found.flatten(1).norm(dim=1) ** 2
+        total, count = found.add_(total), count + 1  # large models: no third copy
+    weight, hashed = total / count, storage.config_hash(model)
+    return JacobianLens(weight, torch.zeros_like(weight[..., 0]), hashed, count, squares / count)
+
+
+def _jacobians(
+    runner: HookedRunner,
+    names: Sequence[str],
+    tokens: Int[Tensor, "1 pos"],
+    skip: int,
+    max_bytes: int,
+) -> Float[Tensor, "layer d_model d_model"]:
+    """The Jacobians of one text."""
+    with PeakBytes() as forward:
+        *streams, final = _streams(runner, names, tokens)
+    size = final.shape[-1]
+    found = at_least_float32(final.new_zeros(len(streams), size, size))
+    row, at_once = 0, 1
+    while row < size:
+        rows = range(row, min(row + at_once, size))
+        with PeakBytes() as backward:
+            found[:, rows] = _rows(streams, final, rows, skip).to(found)
+        if not row:  # the first one alone says what each of the others takes
+            if (least := forward.peak + backward.peak) > max_bytes:
+                raise ValueError(
+                    f"max_bytes must be at least {least:,} for a text of {tokens.shape[1]} tokens; "
+                    f"got {max_bytes:,}"
+                )
+            at_once = (max_bytes - forward.peak) // backward.peak
+        row = rows.stop
+    return found
+
+
+def _rows(
+    streams: Sequence[Float[Tensor, "1 pos d_model"]],
+    final: Float[Tensor, "1 pos d_model"],
+    rows: range,
+    skip: int,
+) -> Float[Tensor, "layer row d_model"]:
+    """Some rows of the Jacobians of one text."""
+    directions = final.new_zeros(len(rows), *final.shape)
+    directions[range(len(rows)), :, skip:-1, rows] = 1
+    gradients = torch.autograd.grad(
+        final, streams, directions, retain_graph=True, is_grads_batched=True
+    )
+    return stacked(at_least_float32(one[:, 0, skip:-1]).mean(1) for one in gradients)
+
+
+def _streams(
+    runner: HookedRunner, names: Sequence[str], tokens: Int[Tensor, "1 pos"]
+) -> list[Tensor]:
+    """The stream entering each block and, last, the one after all blocks, in one graph."""
+
+    def leaf(value: Tensor, point: object) -> Tensor:
+        return value.detach().requires_grad_()
+
+    with torch.enable_grad(), runner.hooks({names[0]: leaf}):
+        cache = runner.capture(tokens, names=names, detach=False)
+    return [cache[name] for name in names]

@@ -1,0 +1,124 @@
+"""The texts and positions where a head, a neuron or a direction is largest."""
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks.point import index_by_axis
+from hooks.transfer import to_device
+from interp.columns import at_least_float32, real_of
+from interp.protocol import runner_of
+from interp.sites import SELECTS
+from interp.texts import Texts, Tokens, batches
+
+
+class Activation(NamedTuple):
+    """A value at one position of one text.
+
+    Attributes:
+        value: how large it is there.
+        text: the number of the text, from 0.
+        pos: the position in it.
+        tokens: the text.
+    """
+
+    value: float
+    text: int
+    pos: int
+    tokens: tuple[int, ...]
+
+
+@torch.no_grad()
+def max_activating(
+    model: nn.Module,
+    texts: Iterable[Tokens] | Texts,
+    point: str,
+    *,
+    head: int | None = None,
+    neuron: int | None = None,
+    direction: Float[Tensor, " d"] | None = None,
+    k: int = 10,
+    batch: int = 16,
+) -> list[Activation]:
+    """Runs the model on many texts, and keeps the `k` places where a value is largest.
+
+    The value is that of a neuron, or the dot product with a direction. A vector without a direction counts
+    by its L2 norm.
+
+    Args:
+        model: any model in evaluation mode with hook points.
+        texts: the tokens of each text. They are read once, so they may come from a generator.
+        point: the name of a point with the axes `batch` and `pos`.
+        head: a head, at a point that has them.
+        neuron: a neuron, at a point that has them.
+        direction: a vector along the last axis, when head and neuron are chosen.
+        k: how many places to keep.
+        batch: how many texts are read together.
+
+    Returns:
+        The places, the largest first; of equal ones the earlier first.
+
+    Raises:
+        UnknownNameError: if there is no such point, with close matches, or it lacks an axis that is asked for.
+        ValueError: if more than one vector is left at each position, a value is NaN, `k` or `batch` is
+            below 1, or there is no text or one is empty.
+        ModeError: if the model is in training mode.
+
+    >>> from hooks import HookPoint
+    >>> model = nn.Sequential(nn.Embedding(7, 2), HookPoint("batch pos d_model")).eval()
+    >>> model[0].weight.data = torch.arange(14.0).view(7, 2)
+    >>> max_activating(model, [[3, 1], [4, 2]], "1", direction=torch.tensor([1.0, 0.0]), k=1)
+    [Activation(value=8.0, text=1, pos=0, tokens=(4, 2))]
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1; got {k}")
+    runner = runner_of(model)
+    kept: list[Activation] = []
+    for first, text in batches(texts, model, batch):
+        cache = runner.capture(text.tokens, names=point, **text.kwargs)
+        values = _values(cache[point], cache.axes(point), point, head, neuron, direction)
+        real = to_device(real_of(text.mask, values.shape), values.device)
+        found, places = values[real], real.nonzero()
+        if bool(found.isnan().any()):
+            raise ValueError(f"values must be numbers; got NaN at {point} in texts from {first} on")
+        order = found.argsort(descending=True, stable=True)[:k]
+        tokens, lengths = text.tokens.tolist(), real.sum(1).tolist()
+        new = (
+            Activation(value, first + row, pos, tuple(tokens[row][: lengths[row]]))
+            for value, (row, pos) in zip(found[order].tolist(), places[order].tolist(), strict=True)
+        )
+        # Stable, so of equal values the earlier is first.
+        kept = heapq.nlargest(k, itertools.chain(kept, new), key=lambda place: place.value)
+    return kept
+
+
+def _values(
+    value: Tensor,
+    axes: tuple[str, ...],
+    point: str,
+    head: int | None,
+    neuron: int | None,
+    direction: Tensor | None,
+) -> Float[Tensor, "batch pos"]:
+    """One number for each position."""
+    where = {
+        next((own for own in SELECTS[name] if own in axes), name): index
+        for name, index in (("head", head), ("neuron", neuron))
+        if index is not None
+    }
+    rest = [axis for axis in axes if axis not in where]
+    vectors = len(rest) == 3 or (len(rest) == 2 and direction is None)
+    if rest[:2] != ["batch", "pos"] or not vectors:
+        raise ValueError(
+            f"a head, a neuron or a direction must leave one number for each batch and pos at {point}; "
+            f"got the axes {' '.join(rest) or 'of no HookPoint'}"
+        )
+    found = at_least_float32(value[index_by_axis(axes, where, point)])
+    if direction is not None:
+        return found @ to_device(direction, found.device).to(found.dtype)
+    return found if found.ndim == 2 else found.norm(dim=-1)

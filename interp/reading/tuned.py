@@ -1,0 +1,149 @@
+"""The tuned lens: an affine translator for each layer, fitted to predict what the model will predict."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import CacheError, storage
+from hooks.transfer import stacked, to_device
+from interp.columns import divergence
+from interp.lenses import AffineLens, for_fit, split_rows, unembedded
+from interp.protocol import of
+from interp.texts import Texts, padded
+
+
+@dataclass(frozen=True, eq=False)
+class TunedLens(AffineLens):
+    """Translators, fitted by `tuned_lens`. A stream x entering block l becomes `weight[l] @ x + bias[l]`.
+
+    Attributes:
+        weight, bias, config_hash: see `AffineLens`.
+        losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
+    """
+
+    losses: Float[Tensor, "step layer"]
+
+    _format: ClassVar[str] = "hookscope-tuned-lens-1"
+
+    @classmethod
+    def from_params(cls, path: str | os.PathLike[str]) -> "TunedLens":
+        """Reads a published lens: the file `params.pt` of the package tuned-lens (Belrose et al. 2023).
+
+        Such a file does not say which model it belongs to. Only its sizes are checked, when it is used.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CacheError: if it holds anything but the translators.
+        """
+        try:
+            held = torch.load(Path(path), map_location="cpu", weights_only=True)
+            count = len(held) // 2
+            parts = [[held.pop(f"{n}.{part}") for n in range(count)] for part in ("weight", "bias")]
+            if held:
+                raise KeyError(*held)
+            residual, bias = (torch.stack(part).float() for part in parts)
+            weight = residual + torch.eye(residual.shape[-1])
+            return cls(weight, bias, "", bias.new_zeros(0, count))
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise CacheError(
+                f"{path} must hold the translators of a tuned lens: {error!r}"
+            ) from None
+
+
+def tuned_lens(
+    model: nn.Module,
+    texts: Texts,
+    *,
+    steps: int = 250,
+    batch: int = 8,
+    learning_rate: float | None = None,
+    seed: int = 0,
+) -> TunedLens:
+    """Fits an affine translator for the stream entering each block.
+
+    A translator maps x to x + A x + b, and starts at the identity, which is the logit lens. Adam lowers
+    the mean of KL(final ‖ lens) over all real positions, at a rate that falls linearly to 0 (Belrose et al.
+    2023, "Eliciting Latent Predictions from Transformers with the Tuned Lens").
+
+    It runs the model: the blocks once for each step. Logits exist for a few positions at a time.
+
+    Args:
+        model: a model in evaluation mode with `unembed`, `config`, and `resid_pre` and `resid_post` in each
+            block. Its weights do not change, and get no gradients.
+        texts: the tokens of each text. A lens can overfit, so measure it on others.
+        steps: the number of steps.
+        batch: how many texts a step reads.
+        learning_rate: the rate of the first step; by default 1 / d_model. Adam moves each weight by the rate,
+            and d_model of them add up.
+        seed: for the order of the texts.
+
+    Raises:
+        ValueError: if there is no text or one is empty, `steps` or `batch` is below 1, the rate is negative,
+            or PyTorch's inference mode is on.
+        TypeError: if the model has no `unembed` or no `config`.
+        UnknownNameError: if the model has no such points.
+        ModeError: if the model is in training mode.
+    """
+    if min(steps, batch, len(texts)) < 1:
+        raise ValueError(
+            f"steps, batch and texts must be at least 1; got {steps}, {batch} and {len(texts)} texts"
+        )
+    size, own = of(model, "unembed", "config").config.d_model, next(model.parameters())
+    runner, names = for_fit(model)
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    weight = torch.zeros(len(names) - 1, size, size, dtype=dtype, device=own.device)
+    bias = torch.zeros_like(weight[..., 0])
+    rate = 1 / size if learning_rate is None else learning_rate
+    optimizer = torch.optim.Adam([weight.requires_grad_(), bias.requires_grad_()], lr=rate)
+    order, losses = _order(len(texts), seed), []
+    for step in range(steps):
+        numbers = list(itertools.islice(order, batch))
+        text = padded([texts[number] for number in numbers], model, numbers)
+        with torch.no_grad():
+            cache = runner.capture(text.tokens, names=names, **text.kwargs)
+        real = slice(None) if text.mask is None else text.mask.flatten()
+        streams = stacked(cache[name].flatten(0, 1)[real] for name in names)
+        optimizer.zero_grad()
+        losses.append(_backward(model, weight, bias, streams))
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        optimizer.step()
+    identity = torch.eye(size, dtype=dtype, device=own.device)
+    translators = identity + weight.detach(), bias.detach()
+    return TunedLens(*translators, storage.config_hash(model), torch.stack(losses))
+
+
+def _backward(
+    model: nn.Module,
+    weight: Float[Tensor, "layer d_model d_model"],
+    bias: Float[Tensor, "layer d_model"],
+    streams: Float[Tensor, "stream row d_model"],
+) -> Float[Tensor, " layer"]:
+    """The mean KL of each layer; its gradients are added to those of the translators."""
+    losses = torch.zeros_like(bias[:, 0])
+    for rows in split_rows(model, streams):
+        x, final = rows[:-1], rows[-1:]
+        with torch.no_grad():
+            expected = unembedded(model, final)[0].log_softmax(-1)
+        with torch.enable_grad():
+            added = x.to(weight.dtype) @ weight.mT + bias[:, None]
+            found = unembedded(model, x + added.to(x.dtype)).log_softmax(-1)
+            each = divergence(expected, found).sum(1) / streams.shape[1]
+            each.sum().backward(inputs=[weight, bias])
+        losses += to_device(each.detach(), losses.device)
+    return losses
+
+
+def _order(count: int, seed: int) -> Iterator[int]:
+    """All numbers below `count` in random order, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()

@@ -1,0 +1,178 @@
+"""Circuits of attention heads, from weights alone, and what their singular directions say in tokens."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks.transfer import to_device
+from interp.columns import tokens_of
+from interp.folded import Folded
+from interp.spectral.factored import FactoredMatrix
+from interp.spectral.svd import check_k
+
+
+@torch.no_grad()
+def ov_circuit(model: nn.Module, fold: bool = True) -> FactoredMatrix:
+    """`W_V @ W_O` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
+
+    `x @ ov` is what a head writes for the stream `x` at the position that it attends to, without biases.
+
+    Args:
+        model: see `LanguageModel`.
+        fold: whether norms are folded in: gains, and the mean that LayerNorm subtracts, but not the
+            scale that a norm divides by, as it depends on the text. Gains of norms after attention
+            are folded in too. Where only LayerNorms read the stream, the mean of what a head writes is
+            left out. False for the weights as the model holds them.
+
+    Raises:
+        TypeError: if the model lacks weights or norms that are read; or if `fold`, and a norm is neither a
+            LayerNorm nor an RMSNorm.
+        ValueError: if `fold`, and norms are of the stream itself (`norm_place="post"`).
+    """
+    folded = Folded(model, fold, "W_V", "W_O")
+    return FactoredMatrix(folded.values(), folded.written())
+
+
+@torch.no_grad()
+def qk_circuit(model: nn.Module, fold: bool = True, distance: int | None = None) -> FactoredMatrix:
+    """`W_Q @ W_K^T` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
+
+    `x @ qk @ y` is the score of a query from the stream `x` and a key from `y`, before the factor
+    1 / sqrt(d_head) and a soft cap, and without biases. For `fold` and errors see also `ov_circuit`. Norms of
+    queries and keys are folded in like others, so their scales are left out.
+
+    Args:
+        model: see `LanguageModel`.
+        fold: whether norms are folded in.
+        distance: where positions are rotary, how many positions the key is before the query.
+
+    Raises:
+        TypeError, ValueError: as for `ov_circuit`; or if positions are rotary and there is no distance
+            from 0 to n_ctx - 1.
+    """
+    queries, keys = Folded(model, fold, "W_Q", "W_K").queries_and_keys(distance)
+    return FactoredMatrix(queries, keys.mT)
+
+
+class FullCircuits(NamedTuple):
+    """What a head does from tokens to tokens, on the direct path. Both are [vocab, vocab].
+
+    Attributes:
+        qk: the score of a query at the row's token and a key at the column's.
+        ov: the logit that attending to the row's token adds to the column's.
+    """
+
+    qk: FactoredMatrix
+    ov: FactoredMatrix
+
+
+@torch.no_grad()
+def full_circuits(
+    model: nn.Module, layer: int, head: int, fold: bool = True, distance: int | None = None
+) -> FullCircuits:
+    """The circuits of one head through embeddings and unembedding (Elhage et al. 2021).
+
+    The matrices of vocab times vocab numbers are never formed: see `FactoredMatrix.top` and its slices.
+    Position embeddings are left out, and so are the scales of norms if `fold`.
+
+    Args:
+        model, fold, distance: see `qk_circuit`. Folded logits have mean 0 over the vocabulary.
+        layer, head: which head.
+
+    Raises:
+        TypeError, ValueError: as for `qk_circuit`.
+    """
+    folded = Folded(model, fold, "W_E", "W_Q", "W_K", "W_V", "W_O", "W_U")
+    queries, keys = folded.queries_and_keys(distance)
+    at, embedding = (layer, head), folded.embedding()
+    return FullCircuits(
+        qk=FactoredMatrix(embedding @ queries[at], (embedding @ keys[at]).mT),
+        ov=FactoredMatrix(
+            embedding @ folded.values()[at], folded.written()[at] @ folded.unembedding()
+        ),
+    )
+
+
+@torch.no_grad()
+def token_directions(
+    model: nn.Module, tokens: Int[Tensor, "*axes"], fold: bool = True
+) -> Float[Tensor, "*axes d_model"]:
+    """The direction of each token's logit in the stream: columns of `W_U`.
+
+    The final stream's product with it, over the scale of the final norm, is the logit up to biases. Folded,
+    that is the logit less the mean over the vocabulary, unless logits are capped.
+
+    Args:
+        model, fold: see `ov_circuit`.
+        tokens: any shape.
+
+    Raises:
+        TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or one is negative.
+    """
+    folded = Folded(model, fold, "W_U")
+    there = to_device(tokens_of(tokens, tokens.ndim).flatten(), folded.model.W_U.device)
+    return folded.unembedding(there).mT.reshape(*tokens.shape, -1)
+
+
+class SingularTokens(NamedTuple):
+    """The tokens that singular directions of a head stand for, at both ends of each direction.
+
+    At end 0 are the tokens with the largest products with the direction, best first, and at end 1 those
+    with the most negative. What is read at an end is written with the sign of that end.
+
+    Attributes:
+        s: the singular values, descending.
+        read, read_scores: tokens by the products of their embeddings with what the head reads: for
+            `qk`, the query.
+        written, written_scores: tokens by their logits from what the head writes: for `qk`, tokens by
+            the products of their embeddings with the key.
+    """
+
+    s: Float[Tensor, " k"]
+    read: Int[Tensor, "k end top"]
+    read_scores: Float[Tensor, "k end top"]
+    written: Int[Tensor, "k end top"]
+    written_scores: Float[Tensor, "k end top"]
+
+
+@torch.no_grad()
+def singular_tokens(
+    model: nn.Module,
+    layer: int,
+    head: int,
+    circuit: Literal["ov", "qk"] = "ov",
+    k: int = 5,
+    top: int = 10,
+    fold: bool = True,
+    distance: int | None = None,
+) -> SingularTokens:
+    """The first singular directions of a head's circuit, read out in tokens (Millidge & Black 2022).
+
+    Args:
+        model, fold, distance: see `qk_circuit`.
+        layer, head: which head.
+        circuit: `ov` or `qk`.
+        k: how many directions, at most d_head.
+        top: how many tokens at each end.
+
+    Raises:
+        TypeError, ValueError: as for `qk_circuit`; or if circuit is neither, or k is not 1 to d_head.
+    """
+    if circuit not in ("ov", "qk"):
+        raise ValueError(f"circuit must be 'ov' or 'qk'; got {circuit!r}")
+    made = ov_circuit(model, fold) if circuit == "ov" else qk_circuit(model, fold, distance)
+    found, folded = made[layer, head].svd(), Folded(model, fold, "W_E", "W_U")
+    embedding = folded.embedding()
+    unembedding = folded.unembedding() if circuit == "ov" else embedding.mT
+    check_k(k, len(found.s))
+    u, vh = found.u[:, :k].to(embedding.dtype), found.vh[:k].to(embedding.dtype)
+    read, written = _ends((embedding @ u).mT, top), _ends(vh @ unembedding, top)
+    return SingularTokens(found.s[:k], *read, *written)
+
+
+def _ends(scores: Float[Tensor, "k vocab"], top: int) -> tuple[Tensor, Tensor]:
+    """The tokens at both ends, and their scores."""
+    ends = [scores.topk(top, largest=largest) for largest in (True, False)]
+    return torch.stack([end.indices for end in ends], 1), torch.stack([e.values for e in ends], 1)

@@ -1,0 +1,208 @@
+"""A matrix of low rank, kept as the product of two factors."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor
+
+from interp.spectral.svd import SVD, finite, svd
+
+_ENTRIES_AT_ONCE = 2**22  # 16 MiB in float32
+
+
+class Entries(NamedTuple):
+    """Entries of a matrix: their values, and where they are."""
+
+    values: Float[Tensor, " entry"]
+    rows: Int[Tensor, " entry"]
+    columns: Int[Tensor, " entry"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FactoredMatrix:
+    """`left @ right`, whose rank is at most `inner`, without forming it.
+
+    Decompositions and norms are in float64 for any dtype, at the cost of the factors' sizes. Leading
+    axes, such as layer and head, are batch axes; those of the factors broadcast.
+
+    Attributes:
+        left, right: the factors.
+
+    Raises:
+        ValueError: if the factors' inner sizes differ, or one is a vector.
+
+    >>> matrix = FactoredMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]))
+    >>> matrix.form()
+    tensor([[3., 4.],
+            [6., 8.]])
+    >>> matrix.eigenvalues(), matrix.norm()
+    (tensor([11.+0.j], dtype=torch.complex128), tensor(11.1803, dtype=torch.float64))
+    """
+
+    left: Float[Tensor, "*_left rows inner"]
+    right: Float[Tensor, "*_right _inner columns"]
+
+    def __post_init__(self) -> None:
+        left, right = _matrix(self.left), _matrix(self.right)
+        if left.shape[-1] != right.shape[-2]:
+            raise ValueError(
+                f"left must have as many columns as right has rows, {right.shape[-2]}; "
+                f"got {left.shape[-1]}"
+            )
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        object.__setattr__(self, "left", left.expand(*batch, *left.shape[-2:]))
+        object.__setattr__(self, "right", right.expand(*batch, *right.shape[-2:]))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the product."""
+        return torch.Size((*self.left.shape[:-1], self.right.shape[-1]))
+
+    @property
+    def mT(self) -> "FactoredMatrix":
+        """The transpose of each matrix."""
+        return FactoredMatrix(self.right.mT, self.left.mT)
+
+    def form(self) -> Float[Tensor, "*batch rows columns"]:
+        """The product itself."""
+        return self.left @ self.right
+
+    def __matmul__(self, other: "FactoredMatrix | Tensor") -> "FactoredMatrix":
+        """The product with a matrix, factored or not, over the smaller of the inner sizes.
+
+        Raises:
+            ValueError: if `other` is a vector.
+        """
+        if isinstance(other, Tensor):
+            return FactoredMatrix(self.left, self.right @ _matrix(other))
+        middle = self.right @ other.left
+        if middle.shape[-2] > middle.shape[-1]:
+            return FactoredMatrix(self.left @ middle, other.right)
+        return FactoredMatrix(self.left, middle @ other.right)
+
+    def __rmatmul__(self, other: Tensor) -> "FactoredMatrix":
+        return FactoredMatrix(_matrix(other) @ self.left, self.right)
+
+    def __getitem__(self, index: Any) -> "FactoredMatrix":
+        """The part at an index of the batch axes, then of rows and columns.
+
+        A matrix stays a matrix: one row or column is an axis of size 1, and lists of rows and of columns
+        give all entries where they meet.
+
+        Raises:
+            IndexError: if there are more indices than axes, or one is not a number, a slice, or a list of
+                numbers or booleans.
+        """
+        index, n_axes = index if isinstance(index, tuple) else (index,), len(self.shape)
+        dots = [at for at, one in enumerate(index) if one is Ellipsis] or [len(index)]
+        index = *index[: dots[0]], *index[dots[0] + 1 :]
+        full = (slice(None),) * (n_axes - len(index))
+        index = *index[: dots[0]], *full, *index[dots[0] :]
+        if len(index) > n_axes:
+            raise IndexError(f"an index must be on {n_axes} axes; got {len(index)}")
+        *batch, rows, columns = map(_of_one_axis, index)
+        rows, columns = (
+            one.view(-1) if isinstance(one, Tensor) else one for one in (rows, columns)
+        )
+        left, right = self.left[tuple(batch)], self.right[tuple(batch)]
+        return FactoredMatrix(left[..., rows, :], right[..., columns])
+
+    def svd(self) -> SVD:
+        """The decomposition: min(rows, inner, columns) singular values; all others are 0.
+
+        Raises:
+            ValueError: if a number is not finite.
+        """
+        left, right = map(
+            torch.linalg.qr, (finite(self.left, "left"), finite(self.right, "right").mT)
+        )
+        found = svd(left.R @ right.R.mT)
+        # In float64 the small matrix does not show the rounding of the factors.
+        eps = max(self.shape[-2:]) * torch.finfo(self.left.dtype).eps
+        u, vh = left.Q @ found.u, found.vh @ right.Q.mT
+        return SVD(u, found.s, vh, found.next_value, eps * found.s[..., 0])
+
+    def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
+        """The min(rows, inner) eigenvalues that may differ from 0, largest first, in complex128.
+
+        Raises:
+            ValueError: if the matrix is not square, or a number is not finite.
+        """
+        self._require_square("eigenvalues")
+        left, right = finite(self.left, "left"), finite(self.right, "right")
+        # AB and BA have the same eigenvalues, apart from zeros.
+        smaller = right @ left if left.shape[-1] <= left.shape[-2] else left @ right
+        found = torch.linalg.eigvals(smaller)
+        return found.gather(-1, found.abs().argsort(-1, descending=True))
+
+    def norm(self) -> Float[Tensor, "*batch"]:
+        """The Frobenius norm."""
+        root = torch.linalg.qr(self.left.double(), mode="r").R
+        return torch.linalg.matrix_norm(root @ self.right.double())
+
+    def trace(self) -> Float[Tensor, "*batch"]:
+        """The sum of the diagonal.
+
+        Raises:
+            ValueError: if the matrix is not square.
+        """
+        self._require_square("a trace")
+        return (self.left.double() * self.right.double().mT).sum((-2, -1))
+
+    def top(self, k: int, largest: bool = True) -> Entries:
+        """The `k` largest entries of one matrix, or the smallest, in order.
+
+        Rows are formed a few at a time, so the memory does not grow with rows times columns.
+
+        Raises:
+            ValueError: if there are batch axes, a number is not finite, or k is not 1 to the number of
+                entries.
+        """
+        if len(self.shape) > 2:
+            raise ValueError(f"top must be of one matrix: index the others away; got {self.shape}")
+        rows, columns = self.shape
+        if not 1 <= k <= rows * columns:
+            raise ValueError(f"k must be 1 to {rows * columns}, the number of entries; got {k}")
+        for name in ("left", "right"):
+            finite(getattr(self, name), name)
+        sign = 1 if largest else -1
+        best, places = self.left.new_empty(0), self.left.new_empty(0, dtype=torch.long)
+        every = torch.arange(columns, device=places.device)
+        size = max(1, _ENTRIES_AT_ONCE // columns)
+        for start in range(0, rows, size):
+            entries = sign * self.left[start : start + size] @ self.right
+            if len(best) == k:
+                # Most rows have no entry that is larger than those found.
+                better = (entries.amax(1) > best[-1]).nonzero()[:, 0]
+            else:
+                better = torch.arange(len(entries), device=places.device)
+            numbers = (better[:, None] + start) * columns + every
+            best = torch.cat([best, entries[better].flatten()])
+            best, order = best.topk(min(k, len(best)))
+            places = torch.cat([places, numbers.flatten()])[order]
+        return Entries(sign * best, places // columns, places % columns)
+
+    def __repr__(self) -> str:
+        return f"FactoredMatrix {[*self.shape]}, inner {self.left.shape[-1]}, {self.left.dtype}"
+
+    def _require_square(self, what: str) -> None:
+        if self.shape[-2] != self.shape[-1]:
+            raise ValueError(f"a matrix must be square to have {what}; got {[*self.shape]}")
+
+
+def _matrix(factor: Tensor) -> Tensor:
+    if factor.ndim < 2:  # with batch axes its product could pass for a matrix
+        raise ValueError(
+            f"a vector must be a matrix here: v[:, None] or v[None]; got {[*factor.shape]}"
+        )
+    return factor
+
+
+def _of_one_axis(index: Any) -> slice | Tensor:
+    if isinstance(index, slice):
+        return index
+    if index is None or index is Ellipsis or (found := torch.as_tensor(index)).ndim > 1:
+        raise IndexError(f"an index of an axis must be a number, a slice or a list; got {index}")
+    return found

@@ -1,0 +1,64 @@
+"""Texts that stream through a model: many, of different lengths, a padded batch at a time."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from interp.sites import Text
+
+Tokens = Sequence[int] | Int[Tensor, " pos"]
+"""The tokens of one text."""
+
+Texts = Sequence[Tokens] | Int[Tensor, "batch pos"]
+"""The tokens of several texts, of any lengths."""
+
+
+def padded(texts: Texts, model: nn.Module, numbers: Sequence[int]) -> Text:
+    """Texts as one batch, on the model's device, padded on the right. Equal lengths need no mask.
+
+    Args:
+        texts: the tokens of each text, at least one.
+        model: the model that is to read them.
+        numbers: the number of each text, for errors.
+
+    Raises:
+        ValueError: if a text has no tokens, or is not a list of integers.
+
+    >>> text = padded([[3, 1, 4], [1, 5]], nn.Linear(2, 3), range(2))
+    >>> text.tokens.tolist(), text.mask.int().tolist()
+    ([[3, 1, 4], [1, 5, 0]], [[1, 1, 1], [1, 1, 0]])
+    """
+    rows = [torch.as_tensor(text) for text in texts]
+    for number, row in zip(numbers, rows, strict=True):
+        if row.ndim != 1 or not row.numel() or row.is_floating_point() or row.dtype == torch.bool:
+            raise ValueError(
+                "a text must be a list of tokens, at least one; "
+                f"got {row.dtype} {list(row.shape)} as text {number}"
+            )
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = nn.utils.rnn.pad_sequence([row.long() for row in rows], batch_first=True)
+    mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+    device = next((weight.device for weight in model.parameters()), tokens.device)
+    return Text(tokens.to(device), None if mask.all() else mask.to(device))
+
+
+def batches(
+    texts: Iterable[Tokens] | Texts, model: nn.Module, size: int
+) -> Iterator[tuple[int, Text]]:
+    """Batches of at most `size` texts, each with the number of its first text.
+
+    Raises:
+        ValueError: as for `padded`, if `size` is below 1, or if there is no text.
+    """
+    if size < 1:
+        raise ValueError(f"a batch must have at least 1 text; got {size}")
+    rest, first = iter(texts), 0
+    while some := list(itertools.islice(rest, size)):
+        numbers = range(first, first + len(some))
+        yield first, padded(some, model, numbers)
+        first = numbers.stop
+    if not first:
+        raise ValueError("texts must hold at least one text; got none")

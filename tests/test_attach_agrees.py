@@ -1,0 +1,109 @@
+"""The analyses on attached models against the plain transformers that `from_hf` makes of them."""
+
+import functools
+import itertools
+import types
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from interp import (
+    activation_patching,
+    attribution_patching,
+    head_scores,
+    logit_diff,
+    logit_lens,
+    ov_circuit,
+    positional_scores,
+    qk_circuit,
+    repeated_tokens,
+    singular_tokens,
+    token_directions,
+)
+from models import attach, from_hf
+from tests.attachable import BATCH, POS, VOCAB, made
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+# Sizes under other families' names, which this config only stores.
+STORED = {
+    "gpt2": ["head_dim", "intermediate_size", "num_key_value_heads"],
+    "gpt_neox": ["head_dim", "num_key_value_heads"],
+}
+FAMILIES = ["gpt2", "llama", "qwen3", "gemma2", "gpt_neox"]
+
+
+@functools.lru_cache(maxsize=1)
+def world(name):
+    model = made(name)
+    plain = from_hf(model, ignore=STORED.get(name, ()))
+    clean, corrupted = torch.randint(3, VOCAB, (2, BATCH, POS))
+    metric = logit_diff(right=5, wrong=11)
+    return types.SimpleNamespace(
+        model=model, plain=plain, clean=clean, corrupted=corrupted, metric=metric
+    )
+
+
+def close(ours, theirs, what):
+    assert ours.shape == theirs.shape, what
+    gap = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)
+    assert gap <= 1e-4, f"{what} differs by {gap:.1g}"
+
+
+def check(w, table):
+    """Attached, the model has the same table as the plain one."""
+    theirs = table(w.plain)
+    with attach(w.model):
+        ours = table(w.model)
+    for what in ("values", "base", "target"):
+        close(getattr(ours, what), getattr(theirs, what), what)
+    assert (ours.axes, ours.labels) == (theirs.axes, theirs.labels)
+
+
+SITES = {"resid_pre": "pos", "z": "head", "pattern": "head", "v": "head", "mlp_out": "pos"}
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_patching(name, site):
+    w = world(name)
+    given = (w.clean, w.corrupted, w.metric, site, ["layer", SITES[site]])
+    check(w, lambda model: activation_patching(model, *given))
+    check(w, lambda model: attribution_patching(model, *given))
+
+
+# Each reads other weights or norms; gemma2 also scales its embeddings.
+WEIGHTS = {
+    "ov": lambda model, fold: ov_circuit(model, fold).norm(),
+    "qk": lambda model, fold: qk_circuit(model, fold, distance=3).norm(),
+    "tokens": lambda model, fold: singular_tokens(model, 1, 2, fold=fold).read_scores,
+    "logits": lambda model, fold: token_directions(model, torch.arange(5), fold),
+    "positions": lambda model, fold: positional_scores(model, n_pos=POS).values,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_weights(name):
+    w = world(name)
+    for (what, reading), fold in itertools.product(WEIGHTS.items(), (True, False)):
+        theirs = reading(w.plain, fold)
+        with attach(w.model):
+            close(reading(w.model, fold), theirs, f"{what} with {fold=}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_readings(name):
+    w, tokens = world(name), repeated_tokens(VOCAB, period=4, batch=BATCH)
+    found = []
+    with attach(w.model):
+        for model in (w.plain, w.model):
+            _, cache = HookedRunner(model).run_with_cache(tokens)
+            lens = logit_lens(model, cache, top_k=VOCAB)
+            kinds = ("previous_token", "induction", "entropy")
+            heads = (head_scores(model, cache, tokens, kind).values for kind in kinds)
+            found.append((lens.target_probabilities, lens.probabilities, *heads))
+            assert len(lens.tokens) == 3
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        close(ours, theirs, name)

@@ -1,0 +1,205 @@
+"""Scores of heads: heads whose weights are written by hand, and random patterns scored one key at a time."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookPoint, UnknownNameError
+from interp import head_scores, repeated_tokens, run_with_cache
+from models import Transformer, TransformerConfig
+
+V, N, MARK = 31, 29, 30
+# The parts of the stream: this token, its position, and the token before it.
+TOKEN, PLACE, BEFORE = slice(0, V), slice(V, V + N), slice(V + N, 2 * V + N)
+SHARP = 100.0
+SHARES = ("previous_token", "first_token", "duplicate_token", "induction", "span")
+# The places of the heads that are planted; the last one attends to all alike.
+PLANTED = dict(zip(SHARES, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)], strict=True))
+EVEN = (1, 2)
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def planted():
+    config = TransformerConfig(
+        vocab_size=V, n_ctx=N, n_layers=2, n_heads=3, d_head=V + N, d_model=2 * V + N, norm="none",
+        final_norm=False, mlp="none", tied_unembed=False, qkv_bias=False, out_bias=False, attn_scale=1.0,
+    )  # fmt: skip
+    model = Transformer(config).double().eval()
+    for weights in model.parameters():
+        weights.zero_()
+    model.token_embedding.weight[:, TOKEN] = torch.eye(V)
+    model.position_embedding.weight[:, PLACE] = torch.eye(N)
+
+    def plant(kind, asking, query, asked, key, itself):
+        """Scores of query times key, and a smaller one of itself where nothing else is to be found."""
+        layer, head = PLANTED[kind]
+        attn = model.blocks[layer].attn
+        attn.W_Q[head, asking, : query.shape[1]] = SHARP * query
+        attn.W_K[head, asked, : key.shape[1]] = key
+        attn.W_Q[head, PLACE, V:] = itself * SHARP * torch.eye(N)
+        attn.W_K[head, PLACE, V:] = torch.eye(N)
+
+    tokens, places, always = torch.eye(V), torch.eye(N), torch.ones(V, 1)
+    plant("previous_token", PLACE, places.roll(1, 0), PLACE, places, 0.5)
+    plant("first_token", TOKEN, always, PLACE, places[:, [0]], 0.5)
+    plant("duplicate_token", TOKEN, tokens, TOKEN, tokens, -0.5)
+    plant("induction", TOKEN, tokens, BEFORE, tokens, 0.5)
+    plant("span", TOKEN, always, TOKEN, tokens[:, [MARK]], 0.5)
+    layer, head = PLANTED["previous_token"]
+    model.blocks[layer].attn.W_V[head, TOKEN, :V] = tokens
+    model.blocks[layer].attn.W_O[head, :V, BEFORE] = tokens
+    return model
+
+
+def texts():
+    """Two texts in which two kinds of heads look at the same place for at most one query."""
+    drawn = torch.Generator().manual_seed(0)
+    letters = [torch.randperm(MARK, generator=drawn).tolist() for _ in range(2)]
+    return [
+        [a, MARK, x, y, b, c, x, d, e, y, *more[: N - 10]] for a, x, y, b, c, d, e, *more in letters
+    ]
+
+
+def test_planted_heads_are_found_and_no_other(planted):
+    tokens = torch.tensor(texts())
+    _, cache = run_with_cache(planted, tokens, names="*.pattern")
+    for kind, place in PLANTED.items():
+        options = {"span": torch.tensor([[1], [1]])} if kind == "span" else {}
+        found = head_scores(planted, cache, tokens, kind, **options)
+        assert found.axes == ("layer", "head", "example")
+        assert found.values[place].min() > 0.99
+        others = [head for head in PLANTED.values() if head != place]
+        assert max(found.values[other].max() for other in others) < 0.05
+
+
+def test_entropy_and_distance_of_planted_heads(planted):
+    tokens = torch.tensor(texts())
+    _, cache = run_with_cache(planted, tokens, names="*.pattern")
+    entropy, distance = (
+        head_scores(planted, cache, kind=kind).mean() for kind in ("entropy", "distance")
+    )
+    queries = range(1, N)
+    assert entropy[EVEN] == pytest.approx(statistics.mean(math.log(q + 1) for q in queries))
+    assert distance[EVEN] == pytest.approx(statistics.mean(q / 2 for q in queries))
+    assert entropy[PLANTED["first_token"]] == pytest.approx(0, abs=1e-9)
+    assert distance[PLANTED["first_token"]] == pytest.approx(statistics.mean(queries))
+    assert distance[PLANTED["previous_token"]] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("kind", [*SHARES, "entropy", "distance"])
+def test_padding_does_not_count(planted, kind, left):
+    rows = [texts()[0][: N - 1], texts()[1]]
+    tokens, mask = torch.full((2, N), MARK), torch.zeros(2, N)
+    for n, row in enumerate(rows):
+        where = slice(N - len(row), N) if left else slice(len(row))
+        tokens[n, where], mask[n, where] = torch.tensor(row), 1
+
+    def scored(tokens, mask, mark):
+        _, cache = run_with_cache(planted, tokens, mask, names="*.pattern")
+        options = {"span": torch.tensor(mark)} if kind == "span" else {}
+        return head_scores(planted, cache, tokens, kind, attention_mask=mask, **options).values
+
+    found = scored(tokens, mask, [[1 + left], [1]])
+    alone = [scored(torch.tensor([row]), torch.ones(1, len(row)), [[1]]) for row in rows]
+    torch.testing.assert_close(found, torch.cat(alone, -1), rtol=0, atol=1e-12)
+
+
+class Fixed(nn.Module):
+    """A model whose heads attend as told: patterns [layer, batch, head, query, key]."""
+
+    def __init__(self, pattern):
+        super().__init__()
+        self.weights = pattern
+        self.blocks = nn.ModuleList(nn.Module() for _ in pattern)
+        for block in self.blocks:
+            block.pattern = HookPoint("batch head query key")
+
+    def forward(self, tokens):
+        for block, weights in zip(self.blocks, self.weights, strict=True):
+            block.pattern(weights)
+        return tokens
+
+
+def one_by_one(kind, weights, tokens, real, span, queries):
+    """The score of one head on one text: weights [query, key]."""
+    kept = [n for n, is_real in enumerate(real) if is_real]
+    found = []
+    for at, query in enumerate(kept):
+        earlier, seen = kept[:at], weights[query]
+        copies = [n for n, key in enumerate(earlier) if tokens[key] == tokens[query]]
+        after = span and query > max(span)
+        keys = {
+            "previous_token": earlier[-1:],
+            "first_token": earlier[:1],
+            "duplicate_token": [kept[n] for n in copies],
+            "induction": [kept[n + 1] for n in copies],
+            "span": span if after else [],
+        }
+        if query not in queries or at == 0:
+            continue
+        if kind == "entropy":
+            found.append(-sum(p * math.log(p) for p in seen if p > 0))
+        elif kind == "distance":
+            found.append(sum(seen[key] * (at - n) for n, key in enumerate(kept)))
+        elif keys[kind]:
+            found.append(sum(seen[key] for key in keys[kind]))
+    return statistics.mean(found)
+
+
+@pytest.mark.parametrize("kind", [*SHARES, "entropy", "distance"])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-6)])
+def test_scores_are_means_over_keys_and_queries_one_by_one(kind, dtype, atol):
+    layers, batch, heads, pos = 2, 3, 5, 7
+    real = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 0]])
+    tokens = torch.tensor([[3, 1, 1, 3, 1, 4, 3], [1, 1, 1, 2, 2, 1, 5], [6, 6, 0, 6, 6, 0, 6]])
+    allowed = real[:, None, :, None] * real[:, None, None] * torch.ones(pos, pos).tril()
+    drawn = torch.rand(layers, batch, heads, pos, pos) * allowed
+    pattern = (drawn / drawn.sum(-1, keepdim=True).clamp(min=1e-9)).to(dtype)
+    span = torch.tensor([[0, 2], [3, 2], [2, 2]])
+    queries = torch.tensor([[1, 3, 6], [-2, 4, -1], [4, 5, 5]])
+    model = Fixed(pattern)
+    _, cache = run_with_cache(model, tokens, names="*.pattern")
+    options = {"attention_mask": real} | ({"span": span} if kind == "span" else {})
+    for asked in (None, queries):
+        found = head_scores(model, cache, tokens, kind, queries=asked, **options).values
+        chosen = [range(pos)] * batch if asked is None else (asked % pos).tolist()
+        for layer, head, row in torch.cartesian_prod(*map(torch.arange, found.shape)).tolist():
+            seen = pattern[layer, row, head].double().tolist()
+            own = list(set(span[row].tolist())) if kind == "span" else []
+            expected = one_by_one(kind, seen, tokens[row], real[row], own, chosen[row])
+            assert found[layer, head, row].item() == pytest.approx(expected, abs=atol)
+
+
+def test_scores_that_make_no_sense(model, unchecked):
+    tokens = repeated_tokens(23, period=3, batch=2)
+    _, cache = run_with_cache(model, tokens, names="*.pattern")
+    _, part = run_with_cache(model, tokens, names="*.pattern", positions=slice(2, 5))
+    _, lacking = run_with_cache(model, tokens, names="blocks.1.attn.pattern")
+    different = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 1, 4, 5, 6]])
+    wrong = [
+        ((part, tokens), {}, "3 queries and 6 keys"),
+        ((cache.at(batch=0), tokens), {}, "whole texts"),
+        ((cache, tokens[:, :5]), {}, "tokens must have"),
+        ((cache, tokens, "span"), {}, "span"),
+        ((cache, tokens, "induction"), {"span": 3}, "span"),
+        ((cache, None, "induction"), {}, "tokens must be given"),
+        ((cache, different, "induction"), {}, "example 0"),
+        ((cache, tokens), {"queries": 6}, "queries"),
+        ((cache, tokens), {"queries": 0}, "example 0"),
+        ((cache, tokens), {"queries": torch.tensor([[1]])}, "queries"),
+        ((cache, tokens), {"attention_mask": torch.ones(2, 5)}, "attention_mask"),
+    ]
+    padded = torch.tensor([[0] + [1] * 5] * 2)
+    wrong.append(((cache, tokens, "span"), {"span": 0, "attention_mask": padded}, "real tokens"))
+    for given, options, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            head_scores(model, *given, **options)
+    with pytest.raises(UnknownNameError, match="previous_token"):
+        head_scores(model, cache, kind="previous")
+    with pytest.raises(UnknownNameError, match=r"blocks\.0\.attn\.pattern|pattern"):
+        head_scores(model, lacking)
