@@ -95,6 +95,40 @@ def test_the_attribution_example(printed, tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_the_reading_example(printed, tmp_path):
+    out = printed("reading.py")
+    assert "in 8 of 8 texts" in out
+    best = re.findall(r"^(\w+), in .*\nlayer (\d), head (\d) +\+(\S+)", out, re.MULTILINE)
+    heads = {kind: (int(layer), int(head)) for kind, layer, head, _ in best}
+    assert heads["previous_token"] == (0, 3)
+    assert heads["induction"][0] == 3
+    total = float(re.search(r"another one is (\S+): the sum", out)[1])
+    streams = re.findall(r"^ +(\d_pre|final_post) +(\S+) +(\S+)% +\S+% +\S+%$", out, re.MULTILINE)
+    assert float(streams[-1][1]) == pytest.approx(total)
+    # The last layer brings the digit, by attention and then by its MLP.
+    assert float(streams[-1][2]) > 50 > 1 > float(streams[-2][2])
+    assert re.search(r"component m3 .*\ncomponent a3\.h\d", out)
+    assert {path.stem for path in tmp_path.iterdir()} >= {"parts", "streams", "text"}
+
+
+def test_the_circuit_example(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import induction_circuit
+
+    assert induction_circuit.main(["--pairs", "16", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "16 of 16 solved" in out
+    own, random = (
+        float(re.search(rf"circuit {kind} +(\S+)", out)[1]) for kind in ("circuit", "random")
+    )
+    assert own > 0.75 > 0.2 > abs(random)
+    assert re.search(r"edge m0->a3.h\d<k>", out), "what the last heads look for"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "circuit.json", "circuit.png", "curve.png",
+    }  # fmt: skip
+
+
 @pytest.fixture
 def ioi(monkeypatch):
     pytest.importorskip("matplotlib")

@@ -18,8 +18,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
-from interp import attribution_patching, edits, log_prob, sweep
-from models import generate
+from interp import (
+    accumulated,
+    attribution_patching,
+    decompose,
+    direct_logit_attribution,
+    edge_attribution,
+    edits,
+    graph,
+    log_prob,
+    run_circuit,
+    sweep,
+)
+from models import attach, generate
 from tests.bench import gpu, peers, timing
 
 Calls = dict[str, timing.Call]
@@ -81,6 +92,31 @@ def full() -> Calls:
     return calls
 
 
+def attached() -> Calls:
+    """An attached transformers model with nothing hooked, GPT-2-small shape, B=1 T=1024."""
+    tokens = peers.SMALL.tokens()
+    plain, hooked = (peers.of_transformers(peers.SMALL, "sdpa") for _ in range(2))
+    attach(hooked)
+    return {
+        "transformers, sdpa": lambda: plain(tokens).logits,
+        "attached, sdpa, nothing hooked": lambda: hooked(tokens).logits,
+    }
+
+
+def attached_patterns() -> Calls:
+    """All patterns of an attached transformers model, GPT-2-small shape, B=1 T=1024."""
+    tokens = peers.SMALL.tokens()
+    plain, hooked = (peers.of_transformers(peers.SMALL, kind) for kind in ("eager", "sdpa"))
+    attach(hooked)
+    runner = HookedRunner(hooked)
+    return {
+        "transformers, eager, output_attentions": lambda: plain(tokens, output_attentions=True),
+        "attached, cache blocks.*.attn.pattern": lambda: runner.run_with_cache(
+            tokens, names="blocks.*.attn.pattern"
+        ),
+    }
+
+
 class Patches:
     """A sweep that patches each layer at every `step`th place of a site."""
 
@@ -129,11 +165,9 @@ def sweep_tiny() -> Calls:
     return sweeps(peers.SWEPT_TINY, resid_pre=1, z=1, v=1, pattern=1)
 
 
-def attribution() -> Calls:
-    """Attribution patching against two forward passes and one backward pass: GPT-2-small shape, B=4 T=64."""
-    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=4, pos=64)
-    ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
-    corrupted, metric = (clean + 1) % shape.vocab, log_prob(0)
+def differentiated(ours: Any, clean: torch.Tensor, corrupted: torch.Tensor) -> timing.Call:
+    """Two forward passes, the second with a graph, and one backward pass."""
+    metric = log_prob(0)
 
     def bare() -> None:
         ours(corrupted)
@@ -144,15 +178,72 @@ def attribution() -> Calls:
                 resid = block(resid, context)
             torch.autograd.grad(metric(ours.unembed(resid)).sum(), stream)
 
+    return bare
+
+
+def attribution() -> Calls:
+    """Attribution patching against two forward passes and one backward pass: GPT-2-small shape, B=4 T=64."""
+    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=4, pos=64)
+    ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
+    corrupted = (clean + 1) % shape.vocab
+
     def site(name: str, *over: str) -> timing.Call:
-        return lambda: attribution_patching(ours, clean, corrupted, metric, name, over)
+        return lambda: attribution_patching(ours, clean, corrupted, log_prob(0), name, over)
 
     return {
-        "two forwards and one backward": bare,
+        "two forwards and one backward": differentiated(ours, clean, corrupted),
         "resid_pre, by pos": site("resid_pre", "layer", "pos"),
         "z, by pos and head": site("z", "layer", "pos", "head"),
         "mlp.post, by pos and neuron": site("mlp.post", "layer", "pos", "neuron"),
         "pattern, by head": site("pattern", "layer", "head"),
+    }
+
+
+def direct() -> Calls:
+    """Direct logit attribution of heads and MLPs from an eager cache: GPT-2-small shape, B=8 T=64."""
+    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
+    ours, tokens = peers.ours(shape), shape.tokens()
+    right, wrong = tokens.roll(-1, 1), (tokens + 1) % shape.vocab
+    names = ["*embed", "*.z", "*.mlp_out", "*.mlp.post", "*.resid_*", "ln_final.scale"]
+    _, cache = HookedRunner(ours).run_with_cache(tokens, names=names)
+
+    def read(**options: Any) -> timing.Call:
+        return lambda: direct_logit_attribution(ours, cache, right=right, wrong=wrong, **options)
+
+    return {
+        "plain forward": lambda: ours(tokens),
+        "differences of logits at every position": read(),
+        "the same, of every neuron": read(neurons=True),
+        "accumulated": lambda: accumulated(ours, cache, right=right, wrong=wrong),
+        "decompose": lambda: decompose(ours, cache),
+    }
+
+
+def edges() -> Calls:
+    """Edge attribution over all edges against two forward passes and one backward pass: GPT-2-small shape, B=8 T=64."""
+    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
+    ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
+    corrupted = (clean + 1) % shape.vocab
+    return {
+        "two forwards and one backward": differentiated(ours, clean, corrupted),
+        "all edges": lambda: edge_attribution(ours, clean, corrupted, log_prob(0)),
+        "all edges, by pos": lambda: edge_attribution(
+            ours, clean, corrupted, log_prob(0), over="pos"
+        ),
+    }
+
+
+def circuit() -> Calls:
+    """A circuit of half of all edges, its source given: GPT-2-small shape, B=8 T=64, all logits."""
+    shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
+    ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
+    nodes, seeded = graph.Graph(ours), torch.Generator().manual_seed(0)
+    cache = HookedRunner(ours).capture((clean + 1) % shape.vocab, names=nodes.needed)
+    source = nodes.contributions(cache)
+    mask = torch.rand(nodes.allowed.shape, generator=seeded) < 0.5
+    return {
+        "plain forward": lambda: ours(clean),
+        "circuit": lambda: run_circuit(ours, clean, mask, source),
     }
 
 
@@ -209,11 +300,16 @@ ROWS: dict[str, Callable[[], Calls]] = {
     "forward-tiny": forward_tiny,
     "cached": cached,
     "full": full,
+    "attached": attached,
+    "attached-patterns": attached_patterns,
     "sweep-pos": sweep_pos,
     "sweep-head": sweep_head,
     "sweep-long": sweep_long,
     "sweep-tiny": sweep_tiny,
     "attribution": attribution,
+    "attribution-direct": direct,
+    "edges": edges,
+    "circuit": circuit,
     "generate-small": generate_small,
     "generate-tiny": generate_tiny,
     "import": imports,
