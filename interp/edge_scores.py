@@ -17,7 +17,7 @@ from interp.graph import Graph
 from interp.pullback import Pullback, Pullbacks, readings
 
 # A matrix product with fewer columns reads the changes for too little work.
-_ENOUGH = 100
+_ENOUGH = 60
 
 
 class _Target(NamedTuple):

@@ -27,6 +27,9 @@ Source = Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batc
 """Where replaced values come from: the other text of each pair, another run of texts with the same positions,
 what each writer adds (`Graph.contributions`, or `graph.mean` of several texts), or zeros."""
 
+# More examples at a time are slower: what the readers of a block see leaves the processor's cache.
+_QUICK = 2**28
+
 
 def run_circuit(
     model: nn.Module,
@@ -174,21 +177,25 @@ class MaskedRuns:
                 "a masked run computes a value once for each reader: no hook must act on the model"
             )
         mask, found = self._mask(circuit), []
-        size = len(self.text.tokens)
-        n = size if mask.requires_grad else self._at_once()
+        size, each = len(self.text.tokens), self._bytes_of_one()
+        fit = size if mask.requires_grad else self._max_bytes // each
+        if self._held is None and fit >= size:
+            with torch.no_grad():
+                self._held = self._source_of(slice(None))
+        n = size if mask.requires_grad else max(1, min(fit, _QUICK // each))
         for rows in (slice(start, start + n) for start in range(0, size, n)):
-            source = self._held
-            if source is None:
-                with torch.no_grad():
-                    source = self._source_of(rows)
-            if n >= size:
-                self._held = source
+            with torch.no_grad():
+                source = self._source_of(rows) if self._held is None else _rows(self._held, rows)
             with torch.set_grad_enabled(mask.requires_grad):
                 found.append(read(self._stream(rows, source, mask)))
         return torch.cat(found)
 
-    def _at_once(self) -> int:
-        """How many examples run together."""
+    def _bytes_of_one(self) -> int:
+        """The memory that one example takes.
+
+        Raises:
+            ValueError: if that is more than there may be.
+        """
         weight, layers = self._model.blocks[0].attn.W_O, self.graph.layers
         readers, width = layers[0].v.stop, weight.shape[-1]
         # Source and differences; a cache of the source; what the heads of a block read, before and after the norm.
@@ -199,12 +206,12 @@ class MaskedRuns:
             raise ValueError(
                 f"max_bytes must be at least {each:,} for one example; got {self._max_bytes:,}"
             )
-        return self._max_bytes // each
+        return int(each)
 
     def _source_of(self, rows: slice) -> Tensor:
         """What the writers add in the other run."""
         if isinstance(self._source, Tensor):
-            return self._source if self._source.shape[1] == 1 else self._source[:, rows]
+            return _rows(self._source, rows)
         if self._other is None or self._source == "zero":
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
@@ -290,6 +297,10 @@ class _Readers:
         for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):
             each = torch.baddbmm(bias[:, None], rows, weight)
             yield each.view(len(bias), *stream.shape[:2], -1).permute(1, 2, 0, 3)
+
+
+def _rows(source: Tensor, rows: slice) -> Tensor:
+    return source if source.shape[1] == 1 else source[:, rows]
 
 
 def _part(text: Text, rows: slice) -> Text:
