@@ -56,6 +56,13 @@ def test_a_mean_can_take_the_place_of_the_other_text():
     torch.testing.assert_close(found.mean()[0], share(metric(KEPT, source=source), *ends))
 
 
+def test_examples_that_run_apart_get_their_own_source(monkeypatch):
+    together = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
+    monkeypatch.setattr("interp.masked._QUICK", 1)
+    apart = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
+    torch.testing.assert_close(apart.values, together.values)
+
+
 def test_completeness_and_minimality_leave_out_one_node_at_a_time():
     circuit = Circuit(GRAPH, KEPT)
     none, whole = metric([]), metric(EDGES)
