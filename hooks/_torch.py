@@ -180,8 +180,11 @@ def marks(module: nn.Module) -> list[int]:
     """The identity, `memory_of` and `version` of each tensor of `state_of`: they show later changes."""
     # Not by those functions, and no tuples: a lazy run asks this of every weight.
     tensors = state_of(module)
-    memory = [tensor.untyped_storage()._cdata for tensor in tensors]
-    versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    memory = [storage._cdata for storage in map(Tensor.untyped_storage, tensors)]
+    try:
+        versions = [tensor._version for tensor in tensors]
+    except RuntimeError:  # some are inference tensors
+        versions = [*map(version, tensors)]
     return [*map(id, tensors), *memory, *versions]
 
 

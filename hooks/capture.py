@@ -1,7 +1,7 @@
 """Recorder: keeps the values of the requested points during a run."""
 
 import functools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +26,7 @@ class Recorder:
     Args:
         points: what to listen at.
         options: how to keep values.
+        optional: names of points that may have no value.
         stops: whether to end the run, by `Complete`, once every point has fired.
         joined: a point may fire many times. Its values are joined along the position axis.
         unkept: names of points whose values are not kept. It is only noted that they fired.
@@ -33,7 +34,6 @@ class Recorder:
     Attributes:
         values: the captured values by name, in the model's order.
         axes: the axes of each value.
-        optional: the names of the points that may have no value.
         fired: the names of the points that the run reached.
         skipped: why optional points have no value, by name.
         grads: the gradients from a later backward pass, without their graph.
@@ -44,12 +44,13 @@ class Recorder:
         self,
         points: Mapping[str, Point],
         options: Options,
+        optional: Collection[str] = frozenset(),
         stops: bool = False,
         joined: bool = False,
         unkept: Container[str] = (),
     ) -> None:
         self.points = points
-        self.optional = {name for name, point in points.items() if point.optional}
+        self.optional = optional
         self.options = options
         chosen = options.positions, options.windows, options.device, options.dtype
         # Most runs keep values as they are, and thousands of points are asked.
@@ -104,7 +105,7 @@ class Recorder:
 
     def skip(self, point: Point, error: HookError) -> None:
         """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""
-        if not point.optional:
+        if point.name not in self.optional:
             raise error
         self.skipped[point.name] = str(error)
 
@@ -133,8 +134,8 @@ class Recorder:
                 )
                 self.skip(self.points[name], CacheError(changed))
         if len(self.fired) < len(self.points):
-            for name, point in self.points.items():
-                if point.optional and name not in self.fired:
+            for name in self.points:
+                if name in self.optional and name not in self.fired:
                     self.skipped[name] = f"{name} did not run: {reason}"
             require_fired(self.points, self.fired | self.skipped.keys(), reason)
         if self.skipped:

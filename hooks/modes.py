@@ -116,17 +116,12 @@ class Options:
     def _inside(self) -> tuple[Tensor, ...] | None:
         return None if self.windows is None else self.windows.nonzero(as_tuple=True)
 
-    def suited(self, points: dict[str, Point]) -> dict[str, Point]:
-        """Returns `points` if the windows, where there are any, apply to one of them.
-
-        Raises:
-            ValueError: if there are windows but no point of the residual stream.
-        """
+    def require_stream(self, points: Mapping[str, Point]) -> None:
+        """Raises ValueError if there are windows, but no point of the residual stream."""
         # The windows are found now, because a plan's fake tensors could not tell their number later.
         if self._inside is not None and not any(map(self._has_windows, points.values())):
             stream = ", ".join(sorted(RESIDUAL_STREAM))
             raise ValueError(f"windows= needs a point of the residual stream: {stream}")
-        return points
 
     def _has_windows(self, point: Point) -> bool:
         return self.windows is not None and point.name.rpartition(".")[2] in RESIDUAL_STREAM

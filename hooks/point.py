@@ -28,8 +28,6 @@ class Point:
         axes: names of the value's axes; empty where the module declares none.
         meaning: what the value is, in a few words.
         module: the module whose output is the value.
-        optional: whether a cached run may skip it: it was chosen, but not by its name, in a model
-            without `HookPoint`s. See `ActivationCache.skipped`.
 
     >>> print(Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head")))
     blocks.3.attn.z [batch pos head d_head]
@@ -39,7 +37,6 @@ class Point:
     axes: tuple[str, ...] = ()
     meaning: str = ""
     module: nn.Module = dataclasses.field(default_factory=Identity, repr=False, compare=False)
-    optional: bool = dataclasses.field(default=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
@@ -205,13 +202,19 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for what they hold."""
-    if type(value) is tuple:  # these are most containers
-        return tuple([mapped(part, change) for part in value])
+    """A copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for what they hold.
+
+    None stays None.
+    """
+    # Most containers and leaves are one of these, and to ask whether they are mappings takes long.
+    if isinstance(value, tuple):
+        parts = [part if part is None else mapped(part, change) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     if type(value) is dict:
         return {key: mapped(field, change) for key, field in value.items()}
-    # Most leaves are one of these, and to ask whether they are mappings takes long.
-    if isinstance(value, (type(None), int, str, Tensor)) or (fields := _fields(value)) is None:
+    if value is None:
+        return None
+    if isinstance(value, (int, str, Tensor)) or (fields := _fields(value)) is None:
         return change(value)
     return _with_fields(value, {key: mapped(field, change) for key, field in fields})
 

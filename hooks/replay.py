@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -257,9 +258,10 @@ def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:
     if not blocks:
         raise HookError("lazy=True needs blocks, as in a ModuleList; this model has none")
     inside: dict[tuple[str, nn.Module], dict[str, Point]] = {}
-    for name, point in points.items():
-        if name in blocks:
-            inside.setdefault(blocks[name], {})[name] = point
+    # Most points follow another of the same block.
+    for block, names in itertools.groupby(points, blocks.get):
+        if block is not None:
+            inside.setdefault(block, {}).update({name: points[name] for name in names})
     copies: Copies = {}
     return [BlockCall(*block, chosen, copies) for block, chosen in inside.items()]
 

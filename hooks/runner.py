@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,7 @@ class HookedRunner:
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self.points: Mapping[str, Point] = marked or called
         self._is_marked = bool(marked)
+        self._modules = [model, *(point.module for point in self._known.values())]
 
     def run_with_cache(
         self,
@@ -97,10 +99,12 @@ class HookedRunner:
         chooses_positions = options.positions is not None or options.windows is not None
         if run is not None and (lazy or options.grads or chooses_positions):
             raise ValueError("run= cannot be combined with lazy=, grads=, positions= or windows=")
-        points = options.suited(self._choose(names, mode, lazy))
+        points, optional = self._choose(names, mode, lazy)
+        options.require_stream(points)
         if lazy:
-            return self._run_lazily(points, options, args, kwargs)
-        return self._run(Recorder(points, options, joined=run is not None), args, kwargs, run)
+            return self._run_lazily(points, options, optional, args, kwargs)
+        recorder = Recorder(points, options, optional, joined=run is not None)
+        return self._run(recorder, args, kwargs, run)
 
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
@@ -120,9 +124,10 @@ class HookedRunner:
         options, kwargs = Options.taken_from(kwargs)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
-        points = options.suited(self._choose(flatten(names), None))
+        points, optional = self._choose(flatten(names), None)
+        options.require_stream(points)
         stops = not any(map(is_fully_sharded, self.model.modules()))
-        return self._run(Recorder(points, options, stops=stops), args, kwargs)[1]
+        return self._run(Recorder(points, options, optional, stops=stops), args, kwargs)[1]
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
@@ -199,7 +204,8 @@ class HookedRunner:
             HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
         options, kwargs = Options.taken_from(kwargs)
-        points = options.suited(self._choose(names, mode, lazy))
+        points, optional = self._choose(names, mode, lazy)
+        options.require_stream(points)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
             chosen = {
@@ -208,8 +214,8 @@ class HookedRunner:
             }
             runner = HookedRunner(model)
             if lazy:
-                return runner._run_lazily(chosen, options, args, kwargs)
-            return runner._run(Recorder(chosen, options), args, kwargs)
+                return runner._run_lazily(chosen, options, optional, args, kwargs)
+            return runner._run(Recorder(chosen, options, optional), args, kwargs)
 
         return planned(self.model, run, args, kwargs)
 
@@ -231,31 +237,33 @@ class HookedRunner:
 
     def _choose(
         self, names: Selector | None, mode: Mode | str | None, lazy: bool = False
-    ) -> dict[str, Point]:
+    ) -> tuple[dict[str, Point], set[str]]:
+        """The chosen points, and the names of those that a cached run may skip."""
         if names is not None and mode is not None:
             raise ValueError("names= and mode= both choose points: give one of them")
         # Read once: the selector may be a generator.
         selector = flatten(Mode(Mode.full if mode is None else mode) if names is None else names)
         modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
         # Parts of the model may be in training mode when the model is not.
-        modules = [self.model, *(point.module for point in self._known.values())]
-        if (modes or lazy) and any(module.training for module in modules):
+        if (modes or lazy) and any(map(attrgetter("training"), self._modules)):
             what = f"mode {modes[0].value!r}" if modes else "lazy=True"
             raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
         points = resolve(selector, self._known, self.points)
-        if self._is_marked:
-            return points
-        loose = points.keys() - {part for part in selector if isinstance(part, str)}
-        return points | {name: dataclasses.replace(points[name], optional=True) for name in loose}
+        exact = {part for part in selector if isinstance(part, str)}
+        return points, set() if self._is_marked else points.keys() - exact
 
     def _run_lazily(
-        self, points: dict[str, Point], options: Options, args: Any, kwargs: Any
+        self,
+        points: dict[str, Point],
+        options: Options,
+        optional: set[str],
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Any, ActivationCache]:
         if options.grads or not options.detach:
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
-        # A block that runs again must reach the same points as before, so there none is optional.
-        calls = divided({name: self._known[name] for name in points}, self._blocks)
-        recorder = Recorder(points, options, unkept=self._blocks)
+        calls = divided(points, self._blocks)
+        recorder = Recorder(points, options, optional, unkept=self._blocks)
         return self._run(recorder, args, kwargs, calls=calls)
 
     def _run(

@@ -13,15 +13,17 @@ from hooks.point import tensors_in
 
 def sampled(output: Any) -> list[Tensor]:
     """Some numbers of each tensor: at least one of each row and of each column."""
-    return [tensor.detach().flatten()[:: _step(tensor)].clone() for tensor in tensors_in(output)]
+    return [_sample(tensor.detach().contiguous()) for tensor in tensors_in(output)]
 
 
-def _step(tensor: Tensor) -> int:
+def _sample(tensor: Tensor) -> Tensor:
     columns = tensor.shape[-1] if tensor.ndim else 1
-    rows = tensor.numel() // max(columns, 1)
     # A step below the length of a row skips no row. Without a common divisor it reaches every column.
-    steps = range(min(rows, columns - 1), 0, -1)
-    return next((step for step in steps if math.gcd(step, columns) == 1), 1)
+    step = max(min(tensor.numel() // max(columns, 1), columns - 1), 1)
+    while math.gcd(step, columns) > 1:
+        step -= 1
+    # One operation in place of two views and a copy.
+    return torch.as_strided_copy(tensor, (-(-tensor.numel() // step),), (step,))
 
 
 def agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
@@ -45,8 +47,9 @@ def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
 
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
     """The current autocast, to enter again, and what gives the relative size of rounding errors."""
-    devices = (tensor.device.type for tensor in tensors)
-    device = next(filter(torch.amp.is_autocast_available, devices), "cpu")
+    device = tensors[0].device.type if tensors else "cpu"
+    if not torch.amp.is_autocast_available(device):
+        device = "cpu"
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     is_exact = torch.get_float32_matmul_precision() == "highest"
 
