@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hooks import CacheError, HookedRunner, HookError, ModeError, NeverFiredError
+from hooks import (
+    CacheError,
+    HookedRunner,
+    HookError,
+    HookPoint,
+    HookPoints,
+    ModeError,
+    NeverFiredError,
+)
 
 # The shape checks look at a value of every mapping, which would compute one.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -183,8 +191,10 @@ def test_hooks_that_are_gone_and_edits_that_are_not_the_same_twice(model, runner
 
 
 def test_weights_that_a_module_has_only_since_an_earlier_run():
-    """The change is of a unit that the output does not show."""
+    """The change is of a unit that the output does not show. Writes into one buffer are not counted."""
     block = nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.ReLU(), nn.Linear(5, 3))
+    with torch.inference_mode():
+        block.register_buffer("table", torch.zeros(2))
     runner = runner_of(block)
     runner.run_with_cache(X, lazy=True)
     block[1].added = nn.Parameter(torch.tensor([0.0, 0.0, -1000.0, 0.0, 0.0]))
@@ -335,6 +345,8 @@ OUTPUTS = {
     "complex": lambda x: torch.complex(x[:, :1] * 0, x[:, :1]),
     "half": lambda x: x.half(),
     "one number": lambda x: x.sum(),
+    "turned": lambda x: x.T,
+    "expanded": lambda x: x[:, :1].expand(2, 7),
     "no number": lambda x: x[:, :0],
     "no tensor": lambda x: "none",
     "tuple": lambda x: (None, x, x * 2),
@@ -350,7 +362,7 @@ def test_whatever_a_block_gives_only_a_change_is_an_error(kind):
     _, lazy = runner_of(block).run_with_cache(X, names="blocks.0.again", lazy=True)
     assert torch.equal(lazy["blocks.0.again"], X)
     lazy.drop()
-    if kind in ("nan and inf", "integers", "complex", "tuple", "half"):
+    if kind in ("nan and inf", "integers", "complex", "tuple", "half", "turned", "expanded"):
         block.forward = lambda x: OUTPUTS[kind](block[0](x).flip(-1))
         with pytest.raises(CacheError, match="blocks.0"):
             lazy["blocks.0.again"]
@@ -424,6 +436,20 @@ def test_blocks_eleven_and_one_are_told_apart_and_containers_descended_into():
     assert lazy.nbytes == 22 * (6 + 3) * 4, "input and sample of each called module, none twice"
     for name in eager:
         assert torch.equal(lazy[name], eager[name])
+
+
+def test_points_beside_a_block_and_modules_in_it():
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)]))
+    model.points = nn.ModuleList([HookPoints(block) for block in model[0]])
+    for block, points in zip(model[0], model.points, strict=True):
+        points.out = HookPoint("batch d_model")
+        block.register_forward_hook(lambda block, args, output: block.hook_points.out(output))
+    model.forward = lambda x: model[0][1](model[0][0](x))
+    names = ["0.0.0", "0.1.0", "points.0.out", "points.1.out"]
+    _, lazy = HookedRunner(model.eval()).run_with_cache(X, names=names, lazy=True)
+    between = model[0][0][0](X)
+    for name, value in zip(names, (between, model[0][1][0](between)) * 2, strict=True):
+        assert torch.equal(lazy[name], value)
 
 
 def test_a_value_overwritten_in_the_recomputation_is_an_error():
