@@ -20,7 +20,6 @@ except KeyboardInterrupt:
     raise
 
 from interp import edits, graph
-from interp.causal import circuits
 from interp.causal.attribution import attribution_patching
 from interp.causal.comparison import compare
 from interp.causal.edges import edge_attribution
@@ -30,8 +29,9 @@ from interp.causal.patching import activation_patching
 from interp.causal.paths import edge_patching, path_patching
 from interp.causal.top import top_attributions
 from interp.causal.verified import verified_top
-from interp.circuit import Circuit
-from interp.masked import run_circuit
+from interp.graph import circuits
+from interp.graph.circuit import Circuit
+from interp.graph.masked import run_circuit
 from interp.metrics import (
     Metric,
     accuracy,
@@ -60,18 +60,10 @@ from interp.reading.weights import (
     singular_tokens,
     token_directions,
 )
-from interp.result import Result
+from interp.results.result import Result
 from interp.spectral.cyclic import answer_power, fourier_basis, frequency_power
 from interp.spectral.factored import FactoredMatrix
-from interp.spectral.subspaces import (
-    alignment,
-    drift,
-    principal_angles,
-    subspace_angles,
-    subspace_overlap,
-    subspace_projection,
-)
-from interp.spectral.svd import (
+from interp.spectral.singular import (
     SVD,
     condition_number,
     effective_rank,
@@ -81,8 +73,16 @@ from interp.spectral.svd import (
     stable_rank,
     svd,
 )
+from interp.spectral.subspaces import (
+    alignment,
+    drift,
+    principal_angles,
+    subspace_angles,
+    subspace_overlap,
+    subspace_projection,
+)
 from interp.spectral.targets import ResidualStream, SVDTargets, residual_stream, svd_targets, wvwo
-from interp.sweep import sweep
+from interp.sweeps.sweep import sweep
 
 __all__ = [
     "SVD",

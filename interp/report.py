@@ -16,7 +16,7 @@ from interp.metrics import Metric, log_prob
 from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import LensReadout, logit_lens
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import Choice, Text
 
 try:

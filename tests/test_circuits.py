@@ -9,11 +9,10 @@ import torch
 
 from hooks import UnknownNameError
 from interp import Pairs, Result
-from interp.causal import circuits
-from interp.causal.circuits import above, greedy, random, read_mib, top, write_mib
 from interp.causal.evaluation import auroc
-from interp.circuit import Circuit
-from interp.graph import Graph
+from interp.graph import Graph, circuits
+from interp.graph.circuit import Circuit
+from interp.graph.circuits import above, greedy, random, read_mib, top, write_mib
 from tests.reference import variant
 
 GRAPH = Graph(variant("grouped"))  # 2 layers, 6 heads, 3 or 2 key heads

@@ -170,7 +170,7 @@ def by_input(model, stream, changes):
 @torch.no_grad()
 @pytest.mark.parametrize(("form", "tokens"), [("pre", 100), ("sandwich", 40), ("parallel", 1024)])
 def test_edges_of_a_writer_add_up_to_its_exact_patch(form, tokens, monkeypatch):
-    monkeypatch.setattr("interp.edge_paths._TOKENS", tokens)
+    monkeypatch.setattr("interp.gradients.edge_paths._TOKENS", tokens)
     model, real = made(**FORMS[form], n_layers=2), PADDED.get(form, REAL)
     given = model, Pairs(CLEAN, OTHER, ANSWERS, real)
     found = edge_attribution(*given, method="eap_ig_activations", tolerance=0.1)
@@ -273,7 +273,7 @@ def test_memory_is_freed_without_the_garbage_collector(method):
 def test_readers_are_scored_a_few_at_a_time(monkeypatch):
     model = made(**FORMS["sandwich"])
     whole = edge_attribution(model, CLEAN, OTHER, METRIC)
-    monkeypatch.setattr("interp.edge_scores._ENOUGH", 7)
+    monkeypatch.setattr("interp.gradients.edge_scores._ENOUGH", 7)
     close(edge_attribution(model, CLEAN, OTHER, METRIC).values, whole.values)
 
 

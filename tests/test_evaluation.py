@@ -15,9 +15,8 @@ from interp import (
     run_circuit,
     run_with_cache,
 )  # fmt: skip
-from interp.causal import circuits
 from interp.causal.evaluation import completeness, minimality
-from interp.graph import Graph
+from interp.graph import Graph, circuits
 from tests.reference import some_tokens, variant
 from tests.streams import made
 from tests.test_circuits import EDGES, GRAPH, by_edge, scored
@@ -58,7 +57,7 @@ def test_a_mean_can_take_the_place_of_the_other_text():
 
 def test_examples_that_run_apart_get_their_own_source(monkeypatch):
     together = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
-    monkeypatch.setattr("interp.masked._QUICK", 1)
+    monkeypatch.setattr("interp.graph.masked._QUICK", 1)
     apart = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
     torch.testing.assert_close(apart.values, together.values)
 

@@ -173,7 +173,9 @@ def mean_kl(model, weights, biases):
 
 
 def test_the_tuned_lens_takes_steps_of_adam_at_a_falling_rate(monkeypatch):
-    monkeypatch.setattr("interp.lenses._LOGITS_AT_ONCE", 13 * 4 * 5)  # five positions at once
+    monkeypatch.setattr(
+        "interp.linear.affine._LOGITS_AT_ONCE", 13 * 4 * 5
+    )  # five positions at once
     model = small()
     lens = tuned_lens(model, TEXTS, steps=2, batch=3, learning_rate=0.01)
     parts = [torch.zeros(3, *shape).double().requires_grad_() for shape in ((6, 6), (6,))]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from interp import Pairs, edge_attribution, edge_patching, faithfulness
-from interp.causal.circuits import above, greedy, top
 from interp.causal.evaluation import auroc, completeness, minimality
-from interp.circuit import Circuit
 from interp.graph import Graph
+from interp.graph.circuit import Circuit
+from interp.graph.circuits import above, greedy, top
 from models import Transformer, TransformerConfig
 from tests.test_planted import END, TEXTS, B, C, D, E, induction
 

@@ -39,7 +39,9 @@ def drawn_by_numpy(values, gap, confidence):
 @pytest.mark.parametrize("normal", [False, True])
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
 def test_means_and_intervals(result, normal, confidence, monkeypatch):
-    monkeypatch.setattr("interp.bootstrap._MEANS_AT_ONCE", 50_000)  # so that places are in parts
+    monkeypatch.setattr(
+        "interp.results.bootstrap._MEANS_AT_ONCE", 50_000
+    )  # so that places are in parts
     given = result.normalized() if normal else result
     values = result.values.double().numpy()
     gap = (result.target - result.base).double().numpy() if normal else None

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from hooks import Point
 from hooks.names import layers as by_layer
 from hooks.session import Session
-from interp.attention import Attention, OtherKeys, OtherQueries
-from interp.estimates import Contrast, contrast, effects, joined, others, summed
-from interp.gradients import Gradients
+from interp.gradients.attention import Attention, OtherKeys, OtherQueries
+from interp.gradients.backward import Gradients
+from interp.gradients.estimates import Contrast, contrast, effects, joined, others, summed
 from interp.metrics import Metric
 from interp.pairs import Pairs
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import Choice, Direction
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from interp.result import Result
+from interp.results.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ class Comparison:
 
     def plot(self) -> "Figure":
         """The estimate over the exact effect, one dot for each place. It needs the extra `report`."""
-        from interp.pictures.scatter import scatter
+        from interp.pictures.plots import scatter
 
         return scatter(self)
 

@@ -10,17 +10,16 @@ from torch import Tensor, nn
 from hooks import HookError
 from hooks.errors import unknown_name
 from hooks.session import is_listened_to
-from interp.edge_paths import Found, Paths
-from interp.edge_positions import positions
-from interp.edge_scores import Scores
-from interp.gradients import Gradients
+from interp.gradients.backward import Gradients
+from interp.gradients.edge_paths import Found, Paths
+from interp.gradients.edge_scores import Scores, positions
+from interp.gradients.trapezoid import Steps, check_steps
 from interp.graph import Graph
 from interp.metrics import Metric, measure
 from interp.pairs import Pairs, as_pairs
 from interp.protocol import logits_of, runner_of
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import Direction, compared, metric_of
-from interp.trapezoid import Steps, check_steps
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 

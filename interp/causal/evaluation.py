@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from interp.bootstrap import bootstrap
-from interp.causal.circuits import random, strengths, top
-from interp.circuit import Circuit
 from interp.graph import Graph
-from interp.masked import MaskedRuns, Source
+from interp.graph.circuit import Circuit
+from interp.graph.circuits import random, strengths, top
+from interp.graph.masked import MaskedRuns, Source
 from interp.metrics import Metric
 from interp.pairs import Pairs
-from interp.result import Result
+from interp.results.bootstrap import bootstrap
+from interp.results.result import Result
 from interp.sites import metric_of
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ class Curve:
 
     def plot(self) -> "Figure":
         """The three curves with 95% intervals. It needs the extra `report`."""
-        from interp.pictures.curve import drawn
+        from interp.pictures.plots import curves
 
-        return drawn(self)
+        return curves(self)
 
     def __repr__(self) -> str:
         random = _area(self.random, lambda faithful: faithful)

@@ -11,14 +11,14 @@ from hooks import Point
 from hooks.errors import unknown_name
 from interp import edits
 from interp.columns import at_least_float32
-from interp.estimates import Contrast, contrast, effects
-from interp.gradients import Gradients
+from interp.gradients.backward import Gradients
+from interp.gradients.estimates import Contrast, contrast, effects
+from interp.gradients.trapezoid import Steps, averaged, check_steps
 from interp.metrics import Metric
 from interp.pairs import Pairs
 from interp.protocol import runner_of
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import Choice, Direction
-from interp.trapezoid import Steps, averaged, check_steps
 
 
 def integrated_gradients(

@@ -15,7 +15,7 @@ from interp.edits import Edit
 from interp.metrics import Metric, measure
 from interp.pairs import Pairs, as_pairs
 from interp.protocol import logits_of, runner_of
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import (
     Choice,
     Direction,
@@ -29,7 +29,7 @@ from interp.sites import (
     places_of,
     texts_of,
 )
-from interp.sweep import sweep
+from interp.sweeps.sweep import sweep
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks.errors import unknown_name
-from interp.carried import TwoRuns
+from interp.graph.carried import TwoRuns
 from interp.metrics import Metric
 from interp.pairs import Pairs
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import Direction
 
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.names import layers as by_layer
 from interp.columns import at_least_float32
-from interp.estimates import require_numbers, warn_of_unread
-from interp.gradients import Gradients
+from interp.gradients.backward import Gradients
+from interp.gradients.estimates import require_numbers, warn_of_unread
 from interp.metrics import Metric, measure
 from interp.pairs import Pairs
 from interp.protocol import logits_of, runner_of
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import Direction, are_aligned, compared, metric_of
 
 

@@ -12,12 +12,12 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from interp import edits
-from interp.estimates import contrast
+from interp.gradients.estimates import contrast
 from interp.metrics import Metric
 from interp.pairs import Pairs
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import SELECTS, Choice, entries, labels_of
-from interp.sweep import sweep
+from interp.sweeps.sweep import sweep
 
 _CONFIDENCE = 0.95
 

@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from interp.circuit import feeding
+from interp.graph.circuit import feeding
 
 if TYPE_CHECKING:
-    from interp.circuit import Circuit
+    from interp.graph.circuit import Circuit
 
 _WIDTH, _HEIGHT, _STEP = 0.8, 0.4, 1.2
 _COLOURS = {"a": "#fee8c8", "m": "#e0f3db", "": "white"}

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from interp.folded import Folded
-from interp.result import Result
+from interp.linear.folded import Folded
+from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
 
 

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from hooks import Point
 from interp.columns import at_least_float32
-from interp.folded import Folded
+from interp.linear.folded import Folded
 from interp.protocol import runner_of
-from interp.result import Result
+from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
 
 

@@ -11,9 +11,9 @@ from hooks import ActivationCache
 from hooks.errors import unknown_name
 from hooks.transfer import stacked, to_device
 from interp.columns import at_least_float32, short, tokens_of
-from interp.parts import Parts, transposed
+from interp.graph.parts import Parts, transposed
 from interp.protocol import of
-from interp.result import Result
+from interp.results.result import Result
 
 Tokens = int | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
 """One token for all positions, one for each example, or one for each position."""

@@ -9,7 +9,7 @@ from hooks.errors import unknown_name
 from hooks.transfer import stacked, to_device
 from interp.columns import Mask, at_least_float32, real_of
 from interp.protocol import check_cache, of
-from interp.result import Result
+from interp.results.result import Result
 
 _SHARE = "share of attention"
 _UNITS = {

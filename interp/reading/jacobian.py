@@ -12,7 +12,7 @@ from hooks import HookedRunner, storage
 from hooks._torch import PeakBytes
 from hooks.transfer import stacked
 from interp.columns import at_least_float32
-from interp.lenses import AffineLens, for_fit
+from interp.linear.affine import AffineLens, for_fit
 from interp.texts import Texts, Tokens, batches
 
 

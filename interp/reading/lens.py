@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.transfer import stacked, to_device
 from interp.columns import divergence
-from interp.lenses import AffineLens, split_rows, unembedded
+from interp.linear.affine import AffineLens, split_rows, unembedded
 from interp.protocol import check_cache, of
 
 

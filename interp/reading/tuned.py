@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hooks import CacheError, storage
 from hooks.transfer import stacked, to_device
 from interp.columns import divergence
-from interp.lenses import AffineLens, for_fit, split_rows, unembedded
+from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
 from interp.protocol import of
 from interp.texts import Texts, padded
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from hooks.transfer import to_device
 from interp.columns import tokens_of
-from interp.folded import Folded
+from interp.linear.folded import Folded
 from interp.spectral.factored import FactoredMatrix
-from interp.spectral.svd import check_k
+from interp.spectral.singular import check_k
 
 
 @torch.no_grad()

@@ -3,6 +3,6 @@
 `spectral.svd(matrices)` decomposes any matrices. All names are also in `interp`.
 """
 
-from interp.spectral.svd import svd
+from interp.spectral.singular import svd
 
 __all__ = ["svd"]

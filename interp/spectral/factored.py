@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from interp.spectral.svd import SVD, finite, svd
+from interp.spectral.singular import SVD, finite, svd
 
 _ENTRIES_AT_ONCE = 2**22  # 16 MiB in float32
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from interp.spectral.svd import SVD, check_k, svd
+from interp.spectral.singular import SVD, check_k, svd
 
 Side = Literal["left", "right"]
 """Which singular vectors: `left` (columns of u) or `right` (rows of vh)."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hooks import CacheError, HookedRunner
 from hooks.errors import unknown_name
 from interp.columns import real_of
-from interp.nodes import At, add, layer_of, shares
+from interp.graph.nodes import At, add, layer_of, shares
 from interp.protocol import of
 
 _BLOCK = ("ln1", "attn", "ln1_post", "attn_out", "resid_post")

@@ -14,8 +14,8 @@ from hooks.point import first_tensor, inside
 from hooks.replay import replay
 from hooks.session import Edits
 from hooks.transfer import trusted
-from interp.rows import Done, Job, acting, copied, stacked, too_small
-from interp.unedited import Unedited
+from interp.sweeps.rows import Done, Job, acting, copied, stacked, too_small
+from interp.sweeps.unedited import Unedited
 
 # A matrix product with fewer rows reads the weights for too little work.
 _ENOUGH = 256

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from hooks.errors import unknown_name
-from interp.graph import Graph
+from interp.graph.graph import Graph
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

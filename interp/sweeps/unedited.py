@@ -13,7 +13,7 @@ from hooks.point import first_tensor, inside, tensors_in
 from hooks.session import Session
 from interp.edits import Edit
 from interp.protocol import logits_of, of
-from interp.rows import Batch, Job, has_rows
+from interp.sweeps.rows import Batch, Job, has_rows
 
 
 class Unedited:

@@ -15,10 +15,10 @@ from interp.edits import Edit
 from interp.metrics import Metric, evaluate
 from interp.pairs import Pairs
 from interp.protocol import runner_of
-from interp.result import Result
-from interp.resume import Resumed
-from interp.rows import Batch, Job, WholeRuns
-from interp.unedited import Unedited
+from interp.results.result import Result
+from interp.sweeps.resume import Resumed
+from interp.sweeps.rows import Batch, Job, WholeRuns
+from interp.sweeps.unedited import Unedited
 
 
 @torch.no_grad()

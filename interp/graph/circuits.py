@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from interp.circuit import Circuit, feeding, largest, write_whole
-from interp.graph import Graph
-from interp.result import Result
+from interp.graph.circuit import Circuit, feeding, largest, write_whole
+from interp.graph.graph import Graph
+from interp.results.result import Result
 
 
 def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) -> Circuit:

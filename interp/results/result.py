@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hooks import CacheError, storage
 from hooks.errors import unknown_name
-from interp.bootstrap import Interval, bootstrap
 from interp.columns import short
+from interp.results.bootstrap import Interval, bootstrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -242,7 +242,7 @@ class Result:
         Raises:
             ValueError: if there are not one or two axes besides `example`.
         """
-        from interp.pictures.effects import effects
+        from interp.pictures.plots import effects
 
         return effects(self)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookedRunner
 from hooks.transfer import to_device
 from interp.columns import at_least_float32
-from interp.graph import Graph
-from interp.nodes import shares
+from interp.graph.graph import Graph
+from interp.graph.nodes import shares
 from interp.protocol import check_cache, plain
 
 # What is read of a run, but for neurons.

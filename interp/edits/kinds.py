@@ -1,19 +1,4 @@
-"""Edits: frozen values that change activations, for hooks, generation, sweeps and circuits alike.
-
-Axis names select what changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an integer, a slice, a
-list or a mask. Several axes select where all of them do. `pos`, `query` and `key` count columns from the
-start of the text, padding included; negative ones count from the end of what has been read so far. A list or
-tensor [n] means these columns in every example, also if n is the batch size; [batch, n] means columns of each
-example's own. Columns outside a text are an error; those that a piece of it does not hold (see
-`hooks.starting_at`) change nothing there.
-
->>> from hooks import HookedRunner, HookPoint
->>> model = torch.nn.Sequential(HookPoint("batch pos d_model"))
->>> HookedRunner(model).run_with_hooks(torch.ones(1, 3, 2), hooks={"0": zero(pos=1)})
-tensor([[[1., 1.],
-         [0., 0.],
-         [1., 1.]]])
-"""
+"""The kinds of edits: functions that make an `Edit`, and what each does to a value."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -21,23 +6,9 @@ from torch import Tensor
 
 from hooks import EditError
 from hooks.transfer import to_device
-from interp.draws import donors, normal
-from interp.editing import Axes, Edit, Source, Values
-from interp.places import Index, Place
-
-__all__ = [
-    "Edit",
-    "add",
-    "interchange",
-    "knockout",
-    "mean",
-    "noise",
-    "project_out",
-    "replace",
-    "resample",
-    "scale",
-    "zero",
-]
+from interp.edits.draws import donors, normal
+from interp.edits.edit import Axes, Edit, Source, Values
+from interp.edits.places import Index, Place
 
 
 def zero(**where: Index) -> Edit:

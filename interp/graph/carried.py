@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from hooks import HookError
 from hooks.session import Session, is_listened_to
 from interp import edits
-from interp.graph import Graph
+from interp.graph.graph import Graph
+from interp.graph.nodes import Layer
 from interp.metrics import Metric, measure
-from interp.nodes import Layer
 from interp.pairs import Pairs, as_pairs
 from interp.protocol import logits_of, runner_of
-from interp.result import Result
-from interp.rows import Batch
+from interp.results.result import Result
 from interp.sites import Direction, are_aligned, compared, metric_of
-from interp.sweep import sweep
+from interp.sweeps.rows import Batch
+from interp.sweeps.sweep import sweep
 
 Carried = dict[str, edits.Edit] | Tensor
 """What one path changes: values at points, by name, or the stream that the logits read."""

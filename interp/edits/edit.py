@@ -12,7 +12,7 @@ from torch import Tensor
 from hooks import ActivationCache, EditError, Point
 from hooks.errors import unknown_name
 from hooks.transfer import to_device
-from interp.places import TEXT_AXES, Index, Place, axes_of, first_column, locate, plain
+from interp.edits.places import TEXT_AXES, Index, Place, axes_of, first_column, locate, plain
 
 Values = Shaped[Tensor, "..."] | ActivationCache
 """Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.

@@ -15,7 +15,7 @@ from interp.columns import at_least_float32
 from interp.metrics import Metric, measure
 from interp.pairs import Pairs
 from interp.protocol import logits_of, runner_of
-from interp.result import Result
+from interp.results.result import Result
 from interp.sites import (
     Choice,
     Direction,

@@ -12,13 +12,13 @@ from hooks import ActivationCache, HookError
 from hooks.session import Session, is_listened_to
 from hooks.transfer import to_device
 from interp.columns import real_of
-from interp.graph import Graph
+from interp.graph.graph import Graph
+from interp.graph.nodes import Layer
 from interp.metrics import Metric, evaluate
-from interp.nodes import Layer
 from interp.pairs import Pairs
 from interp.protocol import runner_of
-from interp.rows import Batch
 from interp.sites import Direction, Text, are_aligned, compared, metric_of
+from interp.sweeps.rows import Batch
 
 Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
 """For each edge how much of it is replaced: 0 none, 1 all. Entries that are no edge do not count."""

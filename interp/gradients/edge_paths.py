@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookedRunner, Point
-from interp.edge_scores import Scores
-from interp.gradients import Gradients
+from interp.gradients.backward import Gradients
+from interp.gradients.edge_scores import Scores
+from interp.gradients.trapezoid import Steps, averaged
 from interp.metrics import Metric, per_example
 from interp.sites import Text
-from interp.trapezoid import Steps, averaged
 
 _TOKENS = 1024  # of runs that are rows of one batch
 

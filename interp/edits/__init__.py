@@ -1,0 +1,48 @@
+"""Edits: frozen values that change activations, for hooks, generation, sweeps and circuits alike.
+
+Axis names select what changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an integer, a slice, a
+list or a mask. Several axes select where all of them do. `pos`, `query` and `key` count columns from the
+start of the text, padding included; negative ones count from the end of what has been read so far. A list or
+tensor [n] means these columns in every example, also if n is the batch size; [batch, n] means columns of each
+example's own. Columns outside a text are an error; those that a piece of it does not hold (see
+`hooks.starting_at`) change nothing there.
+
+Here: `places` says what axis names select, `edit` is a change at such a place, `draws` are random numbers
+that follow from a seed, and `kinds` makes edits of these.
+
+>>> import torch
+>>> from hooks import HookedRunner, HookPoint
+>>> model = torch.nn.Sequential(HookPoint("batch pos d_model"))
+>>> HookedRunner(model).run_with_hooks(torch.ones(1, 3, 2), hooks={"0": zero(pos=1)})
+tensor([[[1., 1.],
+         [0., 0.],
+         [1., 1.]]])
+"""
+
+from interp.edits.edit import Edit
+from interp.edits.kinds import (
+    add,
+    interchange,
+    knockout,
+    mean,
+    noise,
+    project_out,
+    replace,
+    resample,
+    scale,
+    zero,
+)
+
+__all__ = [
+    "Edit",
+    "add",
+    "interchange",
+    "knockout",
+    "mean",
+    "noise",
+    "project_out",
+    "replace",
+    "resample",
+    "scale",
+    "zero",
+]
