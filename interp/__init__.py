@@ -1,4 +1,10 @@
-"""Analyses of what happens inside a model, through its hook points and `interp.protocol`."""
+"""Analyses of what happens inside a model, through its hook points and `interp.protocol`.
+
+The analyses are in `causal` (values are changed), `reading` (caches and weights are read) and `spectral`
+(singular values). They stand on `edits`, `sweeps` of many edited runs, `gradients`, the `graph` of a model and
+`linear` maps, and give tables of `results`, which `pictures` draws. The files beside this one are what all of
+them need: the model's parts, texts and their pairs, metrics, and the sites where runs are compared.
+"""
 
 import sys as _sys
 
@@ -68,7 +74,6 @@ from interp.spectral.singular import (
     condition_number,
     effective_rank,
     randomized_svd,
-    spectra,
     spectral_gap,
     stable_rank,
     svd,
@@ -81,7 +86,14 @@ from interp.spectral.subspaces import (
     subspace_overlap,
     subspace_projection,
 )
-from interp.spectral.targets import ResidualStream, SVDTargets, residual_stream, svd_targets, wvwo
+from interp.spectral.targets import (
+    ResidualStream,
+    SVDTargets,
+    residual_stream,
+    spectra,
+    svd_targets,
+    wvwo,
+)
 from interp.sweeps.sweep import sweep
 
 __all__ = [

@@ -17,7 +17,8 @@ from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import LensReadout, logit_lens
 from interp.results.result import Result
-from interp.sites import Choice, Text
+from interp.sites import Choice
+from interp.texts import Text
 
 try:
     import jinja2

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner
@@ -13,6 +12,7 @@ from hooks.names import layers as by_layer
 from interp.edits import Edit
 from interp.metrics import Metric
 from interp.pairs import Pairs, as_pairs
+from interp.texts import Text, are_aligned
 
 SITES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("resid_pre", "resid_mid", "resid_post"), ("layer", "pos")),
@@ -34,19 +34,6 @@ Place = tuple[int | str, dict[str, Any]]
 """A label, and what is selected there: along `layer` a point's name."""
 Direction = Literal["denoising", "noising"]
 T = TypeVar("T")
-
-
-class Text(NamedTuple):
-    """The texts of one run: tokens [batch, pos], their mask, and positions [batch, n] of spans by name."""
-
-    tokens: Tensor
-    mask: Tensor | None = None
-    spans: Mapping[str, Tensor] = {}
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The model's arguments besides the tokens."""
-        return {} if self.mask is None else {"attention_mask": self.mask}
 
 
 class Choice(NamedTuple):
@@ -167,12 +154,6 @@ def entries(
 def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
     """The labels along each axis."""
     return {axis: [label for label, _ in along] for axis, along in places.items()}
-
-
-def are_aligned(one: Text, other: Text) -> bool:
-    """Whether two texts have the same columns and padding."""
-    full = [torch.ones_like(t.tokens) if t.mask is None else t.mask.long() for t in (one, other)]
-    return torch.equal(*full)
 
 
 def _along(

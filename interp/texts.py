@@ -1,19 +1,37 @@
-"""Texts that stream through a model: many, of different lengths, a padded batch at a time."""
+"""Texts: those of one run, and many that stream through a model, a padded batch at a time."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-
-from interp.sites import Text
 
 Tokens = Sequence[int] | Int[Tensor, " pos"]
 """The tokens of one text."""
 
 Texts = Sequence[Tokens] | Int[Tensor, "batch pos"]
 """The tokens of several texts, of any lengths."""
+
+
+class Text(NamedTuple):
+    """The texts of one run: tokens [batch, pos], their mask, and positions [batch, n] of spans by name."""
+
+    tokens: Tensor
+    mask: Tensor | None = None
+    spans: Mapping[str, Tensor] = {}
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The model's arguments besides the tokens."""
+        return {} if self.mask is None else {"attention_mask": self.mask}
+
+
+def are_aligned(one: Text, other: Text) -> bool:
+    """Whether two texts have the same columns and padding."""
+    full = [torch.ones_like(t.tokens) if t.mask is None else t.mask.long() for t in (one, other)]
+    return torch.equal(*full)
 
 
 def padded(texts: Texts, model: nn.Module, numbers: Sequence[int]) -> Text:

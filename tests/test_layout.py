@@ -15,13 +15,13 @@ MAY_IMPORT = {"hooks": {"hooks"}, "models": {"hooks", "models"}, "interp": {"hoo
 MODULES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(path, nodes_of=ast.walk):
+    for node in nodes_of(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -31,6 +31,29 @@ def test_imports_go_one_way(path):
     allowed = MAY_IMPORT[package] | ({"models"} if path == command else set())
     ours = {name.partition(".")[0] for name in imported(path)} & MAY_IMPORT.keys()
     assert ours <= allowed
+
+
+# What is at the top of `interp`. Each imports only what is before it, and a room its own files.
+INTERP = """protocol columns texts metrics pairs edits sites results sweeps linear graph gradients spectral
+    reading causal report __main__ pictures"""
+# Where files stand side by side, the ones that others of the room may import.
+FLAT = {"linear": "", "spectral": "singular", "reading": "", "causal": "", "pictures": ""}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted({*(ROOT / "interp").rglob("*.py")} - {ROOT / "interp" / "__init__.py"}),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_imports_inside_interp_go_one_way(path):
+    room = path.relative_to(ROOT / "interp").with_suffix("").parts[0]
+    # What a function imports when it is called does not count: figures need an extra.
+    names = [name.split(".") for name in imported(path, ast.iter_child_nodes)]
+    ours = [name[1:] for name in names if name[0] == "interp"]
+    rooms = INTERP.split()
+    assert {name[0] for name in ours} <= {*rooms[: rooms.index(room) + 1]}
+    own = {name[1] for name in ours if name[0] == room}
+    assert room not in FLAT or path.name == "__init__.py" or own <= {*FLAT[room].split()}
 
 
 PRIVATE = {

@@ -1,1 +1,4 @@
-"""What a model does when values inside it are changed."""
+"""What a model does when values inside it are changed, exactly or as gradients estimate it.
+
+No file here imports another: what they share is in `sweeps`, `gradients` and `graph`.
+"""

@@ -20,7 +20,6 @@ from interp.sites import (
     Choice,
     Direction,
     Place,
-    Text,
     compared,
     entries,
     labels_of,
@@ -30,6 +29,7 @@ from interp.sites import (
     texts_of,
 )
 from interp.sweeps.sweep import sweep
+from interp.texts import Text
 
 
 @torch.no_grad()

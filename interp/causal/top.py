@@ -15,7 +15,8 @@ from interp.metrics import Metric, measure
 from interp.pairs import Pairs
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.sites import Direction, are_aligned, compared, metric_of
+from interp.sites import Direction, compared, metric_of
+from interp.texts import are_aligned
 
 
 def top_attributions(

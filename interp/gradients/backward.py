@@ -16,7 +16,7 @@ from hooks.session import Session
 from hooks.transfer import to_device
 from interp.metrics import Metric, measure
 from interp.protocol import logits_of
-from interp.sites import Text
+from interp.texts import Text
 
 Receive = Callable[[str, Tensor], object]
 """Called with the name of a point and the gradient there, of the shape of its value."""

@@ -12,7 +12,7 @@ from interp.gradients.backward import Gradients
 from interp.gradients.edge_scores import Scores
 from interp.gradients.trapezoid import Steps, averaged
 from interp.metrics import Metric, per_example
-from interp.sites import Text
+from interp.texts import Text
 
 _TOKENS = 1024  # of runs that are rows of one batch
 

@@ -14,7 +14,7 @@ from interp.gradients.backward import Gradients
 from interp.gradients.estimates import require_numbers
 from interp.gradients.pullback import Pullback, Pullbacks, readings
 from interp.graph import Graph
-from interp.sites import Text, are_aligned
+from interp.texts import Text, are_aligned
 
 # A matrix product with fewer columns reads the changes for too little work.
 _ENOUGH = 60

@@ -16,17 +16,8 @@ from interp.metrics import Metric, measure
 from interp.pairs import Pairs
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.sites import (
-    Choice,
-    Direction,
-    Place,
-    Text,
-    compared,
-    labels_of,
-    metric_of,
-    named,
-    places_of,
-)
+from interp.sites import Choice, Direction, Place, compared, labels_of, metric_of, named, places_of
+from interp.texts import Text
 
 
 @dataclass(frozen=True, eq=False)

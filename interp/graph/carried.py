@@ -15,9 +15,10 @@ from interp.metrics import Metric, measure
 from interp.pairs import Pairs, as_pairs
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.sites import Direction, are_aligned, compared, metric_of
+from interp.sites import Direction, compared, metric_of
 from interp.sweeps.rows import Batch
 from interp.sweeps.sweep import sweep
+from interp.texts import are_aligned
 
 Carried = dict[str, edits.Edit] | Tensor
 """What one path changes: values at points, by name, or the stream that the logits read."""

@@ -17,8 +17,9 @@ from interp.graph.nodes import Layer
 from interp.metrics import Metric, evaluate
 from interp.pairs import Pairs
 from interp.protocol import runner_of
-from interp.sites import Direction, Text, are_aligned, compared, metric_of
+from interp.sites import Direction, compared, metric_of
 from interp.sweeps.rows import Batch
+from interp.texts import Text, are_aligned
 
 Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
 """For each edge how much of it is replaced: 0 none, 1 all. Entries that are no edge do not count."""

@@ -1,14 +1,11 @@
 """Batched singular value decompositions in float64, and numbers that summarize singular values."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from interp.spectral.targets import SVDTargets
 
 
 @dataclass(frozen=True)
@@ -133,32 +130,6 @@ def randomized_svd(
     error = torch.linalg.matrix_norm(residual / largest) * s[..., 0]
     tolerance = torch.maximum(error, _tolerance(matrices, s))
     return SVD(left[..., :k], s[..., :k], vh[..., :k, :], s[..., k], tolerance)
-
-
-def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
-    """The decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
-
-    In `qkt`, left singular vectors are over queries and right ones over keys. In `wvwo`, left ones are
-    directions that a head reads, and right ones those that it writes. In `avwo`, left ones are over
-    positions, and right ones are directions that a head writes.
-
-    Args:
-        targets: the targets of a run; see `svd_targets`.
-        k: how many singular values and vectors, with `randomized_svd`; None for all, with `svd`.
-
-    Raises:
-        ValueError: if a number is not finite (it names the target and the first such place), or as
-            for `randomized_svd`.
-
-    >>> square, wide = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 2)  # batch, layer
-    >>> targets = SVDTargets(square, square, wide, torch.ones(1, 2, 2), wide)
-    >>> {name: found.s.shape for name, found in spectra(targets).items()}
-    {'qkt': torch.Size([1, 1, 3]), 'wvwo': torch.Size([1, 2]), 'avwo': torch.Size([1, 1, 2])}
-    """
-    matrices = {name: getattr(targets, name) for name in ("qkt", "wvwo", "avwo")}
-    if k is None:
-        return {name: svd(each, name) for name, each in matrices.items()}
-    return {name: randomized_svd(each, k, name=name) for name, each in matrices.items()}
 
 
 def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:

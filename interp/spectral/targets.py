@@ -1,5 +1,6 @@
 """The targets of SVD analyses: attention scores, OV circuits, and the outputs of heads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
 from interp.protocol import LanguageModel, of
+from interp.spectral.singular import SVD, randomized_svd, svd
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,32 @@ def svd_targets(
         wvwo=w_v @ w_o,
         avwo=(pattern.to(wide) @ values.to(wide) @ w_o[:, None]).transpose(0, 1),
     )
+
+
+def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
+    """The decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
+
+    In `qkt`, left singular vectors are over queries and right ones over keys. In `wvwo`, left ones are
+    directions that a head reads, and right ones those that it writes. In `avwo`, left ones are over
+    positions, and right ones are directions that a head writes.
+
+    Args:
+        targets: the targets of a run; see `svd_targets`.
+        k: how many singular values and vectors, with `randomized_svd`; None for all, with `svd`.
+
+    Raises:
+        ValueError: if a number is not finite (it names the target and the first such place), or as
+            for `randomized_svd`.
+
+    >>> square, wide = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 2)  # batch, layer
+    >>> targets = SVDTargets(square, square, wide, torch.ones(1, 2, 2), wide)
+    >>> {name: found.s.shape for name, found in spectra(targets).items()}
+    {'qkt': torch.Size([1, 1, 3]), 'wvwo': torch.Size([1, 2]), 'avwo': torch.Size([1, 1, 2])}
+    """
+    matrices = {name: getattr(targets, name) for name in ("qkt", "wvwo", "avwo")}
+    if k is None:
+        return {name: svd(each, name) for name, each in matrices.items()}
+    return {name: randomized_svd(each, k, name=name) for name, each in matrices.items()}
 
 
 def residual_stream(cache: ActivationCache, point: str = "resid_post") -> ResidualStream:
