@@ -1,4 +1,4 @@
-"""Which tokens and columns of a batch of texts a metric reads; padding does not count."""
+"""What is read of a batch of texts: which tokens, at which columns, in which precision; not padding."""
 
 from collections.abc import Sequence
 

@@ -21,7 +21,6 @@ from interp.columns import (
     short,
     tokens_of,
 )
-from interp.columns import real_columns as real_columns  # analyses take it from here
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A user's own function is a metric as it is. An attribute `last` says how many of the last real

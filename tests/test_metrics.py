@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
-from interp.metrics import evaluate, last_of, measure, real_columns
+from interp.columns import real_columns
+from interp.metrics import evaluate, last_of, measure
 
 BATCH, POS, VOCAB = 3, 5, 11
 LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])

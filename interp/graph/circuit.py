@@ -1,4 +1,4 @@
-"""Circuits: some of the edges of a model's graph, with scores; as sets, and from scores."""
+"""A circuit: some of the edges of a model's graph, with their scores, as a set that can be saved."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Circuits from scores of edges, and in the format of the MIB benchmark."""
+"""Circuits found from scores of edges or drawn at random, and files in the format of the MIB benchmark."""
 
 import heapq
 import json

@@ -14,7 +14,8 @@ from hooks.errors import NEVER_FIRED, require_fired
 from hooks.point import first_tensor, with_first_tensor
 from hooks.session import Edits, Session
 from hooks.transfer import to_device, trusted
-from interp.metrics import Metric, last_of, per_example, real_columns
+from interp.columns import real_columns
+from interp.metrics import Metric, last_of, per_example
 from interp.protocol import logits_of, of
 
 Done = Callable[[float], object]
