@@ -1,6 +1,7 @@
 """The layout of the project: import directions, public names, what an import costs."""
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -54,6 +55,13 @@ def test_imports_inside_interp_go_one_way(path):
     assert {name[0] for name in ours} <= {*rooms[: rooms.index(room) + 1]}
     own = {name[1] for name in ours if name[0] == room}
     assert room not in FLAT or path.name == "__init__.py" or own <= {*FLAT[room].split()}
+
+
+def test_no_name_hides_a_module():
+    for path in MODULES:
+        *package, name = path.relative_to(ROOT).with_suffix("").parts
+        found = getattr(importlib.import_module(".".join(package)), name, None)
+        assert found is None or name.startswith("__") or inspect.ismodule(found), path
 
 
 PRIVATE = {
