@@ -287,7 +287,7 @@ class CappedAttention(Attention, when=lambda config: config.attn_cap):
         dropped = self.pattern_dropout.training and self.pattern_dropout.p
         if dropped or not takes_flex(q, k):
             return by_blocks(self._explicit, q, k, v, mask)
-        by_flex = partial(capped_by_flex, scale=self.scale, cap=self.cap.cap)
+        by_flex = partial(capped_by_flex, self._explicit, scale=self.scale, cap=self.cap.cap)
         return by_blocks(by_flex, q, k, v, mask)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(Attention._explicit)

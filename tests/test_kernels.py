@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -189,7 +190,8 @@ class Chosen(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            self.calls.append(dict(zip(names, args, strict=False)) | kwargs)
+            cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+            self.calls.append(dict(zip(names, args, strict=False), cudnn=cudnn) | kwargs)
         return func(*args, **kwargs)
 
 
@@ -214,6 +216,25 @@ def test_grouped_heads_take_a_kernel_that_forms_no_scores(dtype, mask):
     assert call["query"].shape[1:3] == ((3, 2) if one else (HEADS, POS))
     assert call["is_causal"] == (mask == "none")
     assert (call["attn_mask"] is None) == (mask in ("none", "one query"))
+    # It would build a plan for each length.
+    assert call["cudnn"] == (mask == "none")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_key_heads_are_not_shared_where_the_flash_kernel_does_not_run(monkeypatch):
+    """As on a T4. PyTorch without CUDA has none either."""
+    monkeypatch.setattr(kernels, "can_be_read", lambda tensor: True)
+    with pretended(), Chosen() as chosen:
+        q, k, v = (torch.zeros(1, n, 7, 8, dtype=torch.float16, device="cuda:0") for n in (6, 2, 2))
+        kernels.fused(q, k, v, None, 1.0)
+    assert not chosen.calls[0]["enable_gqa"]
+
+
+def test_cudnn_runs_where_it_alone_was_chosen():
+    with pretended(), Chosen() as chosen, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        q = torch.zeros(1, 2, 1, 8, dtype=torch.float16, device="cuda:0")
+        kernels.fused(q, q, q, None, 1.0)
+    assert chosen.calls[0]["cudnn"]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -223,7 +244,8 @@ def test_flex_attention_caps_scores(mask, monkeypatch):
     """As CUDA runs it, here by its plain form; compiled, it is a test of that device."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(kernels, "_flex", lambda: flex_attention)
+    monkeypatch.setattr(kernels, "_flex", lambda *kind: [flex_attention])
+    monkeypatch.setattr(kernels, "FEW", 1)
     for name in ("attn_cap", "like gemma 2"):
         model, tokens = variant(name), some_tokens()
         with torch.no_grad():
@@ -233,3 +255,26 @@ def test_flex_attention_caps_scores(mask, monkeypatch):
                 ours = model(tokens, **masked(MASKS[mask]))
         real = MASKS[mask] if mask == "left" else slice(None)
         torch.testing.assert_close(ours[real], expected[real], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no C compiler"), torch.OutOfMemoryError()])
+def test_flex_attention_that_cannot_be_compiled_is_tried_once(error, monkeypatch):
+    tried, model, tokens = [], variant("attn_cap"), some_tokens()
+    expected = model(tokens)
+
+    def fail(*args, **kwargs):
+        tried.append(args)
+        raise error
+
+    flex = [fail]
+    monkeypatch.setattr(kernels, "_flex", lambda *kind: flex)
+    monkeypatch.setattr(kernels, "FEW", 1)
+    monkeypatch.setattr("models.attention.takes_flex", lambda q, k: True)
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            model(tokens)
+        return
+    with pytest.warns(UserWarning, match="no C compiler"):
+        assert torch.equal(model(tokens), expected)
+    assert torch.equal(model(tokens), expected)
+    assert len(tried) == 1

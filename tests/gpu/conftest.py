@@ -1,9 +1,23 @@
 """Where the tests of this folder run: on the CPU, which shows that they hold, and on a GPU if there is one."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def as_stated():
+    """Float32 products in float32, whatever an image's environment says. Warnings of drivers and compilers stay warnings.
+
+    PyTorch itself warns at the first guard below, and as an error that would leave the guard switched on.
+    """
+    warnings.simplefilter("default")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
@@ -18,9 +32,9 @@ def without_stops(where):
 
     @contextlib.contextmanager
     def guard():
-        if where == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
         try:
+            if where == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
             if where == "cuda":
