@@ -69,7 +69,7 @@ class Context(NamedTuple):
         """The context for blocks on a device. Keys and values of past columns stay where they are."""
 
         def moved(tree: Any) -> Any:
-            return _mapped(lambda part: part.to(device, non_blocking=True), tree)
+            return _mapped(lambda part: to_device(part, device), tree)
 
         return self._replace(
             positions=moved(self.positions),

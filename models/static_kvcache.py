@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from hooks.transfer import to_device
 from models.config import TransformerConfig
 from models.kvcache import KVCache, LayerCache
 
@@ -80,7 +81,7 @@ class StaticKVCache(KVCache):
         """Accepts what a forward pass has written. See `KVCache.commit`."""
         self.column.add_(length - self.length)
         if mask is not None and mask is not self.mask:
-            self.real[:, : mask.shape[1]].copy_(mask, non_blocking=True)
+            self.real[:, : mask.shape[1]].copy_(to_device(mask, self.real.device))
         super().commit(length, mask)
 
 

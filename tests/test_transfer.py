@@ -89,6 +89,31 @@ def test_tokens_outside_the_vocabulary_are_refused_before_they_move(device, toke
         there(tokens.to(DEVICE))
 
 
+def test_a_context_that_moves_to_the_cpu_is_complete(device, tokens):
+    contexts = [made(x, **ROTARY).context(tokens, PADDED) for x in (DEVICE, "cpu")]
+    moved, expected = (context.to(torch.device("cpu")) for context in contexts)
+    assert torch.equal(moved.positions, expected.positions)
+    assert torch.equal(moved.masks[0], expected.masks[0])
+    torch.testing.assert_close(moved.rotation, expected.rotation)
+
+
+def test_large_copies_begin_in_pinned_memory(monkeypatch):
+    """CUDA may wait for the device before it takes more pageable memory."""
+    from hooks.transfer import to_device
+
+    found = []
+
+    def to(value, device, non_blocking):
+        found.append(non_blocking)
+        return value
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda value: found.append("pinned") or value)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for numbers in (2**13, 2**13 + 1):
+        to_device(torch.zeros(numbers, dtype=torch.int64), torch.device("cuda:0"))
+    assert found == [True, "pinned", True]
+
+
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_k=19, top_p=0.99, min_p=0.01)])
 @pytest.mark.parametrize("rows", [[[1, 5, 9, 2, 6]], [[2], [1, 8, 3]]])
