@@ -68,8 +68,7 @@ class StaticKVCache(KVCache):
 
     def place(self, device: torch.device) -> None:
         """Brings the tensors about columns to the device of the model's tokens."""
-        if self.column.device != device:
-            self.column, self.real = self.column.to(device), self.real.to(device)
+        self.column, self.real = to_device(self.column, device), to_device(self.real, device)
 
     def reset(self) -> None:
         """Forgets the text, but keeps the memory: steps captured for as many rows can go on."""

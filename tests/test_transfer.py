@@ -97,6 +97,23 @@ def test_a_context_that_moves_to_the_cpu_is_complete(device, tokens):
     torch.testing.assert_close(moved.rotation, expected.rotation)
 
 
+@torch.no_grad()
+def test_a_static_cache_is_where_the_model_is_for_any_batch(device, tokens):
+    from models import StaticKVCache
+
+    models, caches = (made("cpu"), made(DEVICE)), (StaticKVCache(9), StaticKVCache(9))
+
+    def run(at, rows):
+        caches[at].reset()
+        pieces = tokens[:rows].split([6, 1], 1)
+        return [models[at](piece, kv_cache=caches[at]) for piece in pieces][1]
+
+    for rows in (4, 3):
+        found, stops, _ = device.counted(functools.partial(run, 1, rows))
+        assert not stops
+        torch.testing.assert_close(found.cpu(), run(0, rows), atol=1e-4, rtol=1e-4)
+
+
 def test_large_copies_begin_in_pinned_memory(monkeypatch):
     """CUDA may wait for the device before it takes more pageable memory."""
     from hooks.transfer import to_device
