@@ -333,13 +333,13 @@ def main() -> None:
     parser.add_argument(
         "rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)}; on cuda {', '.join(there)}"
     )
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda for rows in bfloat16")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for rows in half precision")
     parser.add_argument(
         "--budget", type=float, default=20.0, help="seconds a row, at least 7 rounds"
     )
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = ROWS if options.device == "cpu" else gpu.Bench(options.device).rows
+    rows = ROWS if options.device == "cpu" else gpu.Bench(options.device, gpu.half()).rows
     unknown = [row for row in options.rows if row not in rows]
     if unknown:
         parser.error(f"rows are {', '.join(rows)}, not {', '.join(unknown)}")
@@ -350,7 +350,8 @@ def main() -> None:
             print(timing.peak_in_this_process(ROWS[options.rows[0]]()[options.peak_of]))
             return
         kind = torch.cuda.get_device_name() if options.device != "cpu" else ""
-        print(f"torch {torch.__version__}, {kind or f'{torch.get_num_threads()} threads'}")
+        where = f"{kind}, {gpu.half()}" if kind else f"{torch.get_num_threads()} threads"
+        print(f"torch {torch.__version__}, {where}")
         if kind and not gpu.has_transformers():
             print("transformers is not installed: its rows are left out")
         for row in options.rows or rows:
@@ -359,7 +360,7 @@ def main() -> None:
 
 def measure(row: str, made: Callable[[], Calls], budget: float, *, on_gpu: bool) -> None:
     """Prints one row."""
-    calls = made()
+    calls = gpu.runnable(made()) if on_gpu else made()
     measured = timing.ratios(calls, next(iter(calls)), budget)
     # A sweep's time and ratio are those of one patch, its memory that of all.
     each = {name: getattr(call, "each", 1) for name, call in calls.items()}

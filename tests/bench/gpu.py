@@ -1,4 +1,4 @@
-"""The rows for an accelerator: a GPT-2 shape in bfloat16 beside plain PyTorch and `transformers`."""
+"""The rows for an accelerator: a GPT-2 shape in half precision beside plain PyTorch and `transformers`."""
 
 import dataclasses
 import functools
@@ -191,6 +191,26 @@ def captured_generation(model: Transformer, prompt: Tensor) -> Callable[[Tensor,
         start(prompt)
         repeat = captured(step, str(prompt.device))
     return continued
+
+
+def half() -> torch.dtype:
+    """bfloat16; float16 on a GPU without it, where PyTorch forms all scores in bfloat16."""
+    missing = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return torch.float16 if missing else torch.bfloat16
+
+
+def runnable(calls: Calls) -> Calls:
+    """The calls without those of peers that fail, such as compiled ones without a C compiler."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = call
+        except Exception as error:
+            if "transformers" not in name:
+                raise
+            print(f"{name} is left out: {str(error).partition(chr(10))[0]}")
+    return found
 
 
 def has_transformers() -> bool:

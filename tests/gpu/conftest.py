@@ -8,12 +8,13 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def as_stated():
-    """Float32 products in float32, whatever an image's environment says. Warnings of drivers and compilers stay warnings.
+def as_stated(request):
+    """Float32 products in float32, whatever an image's environment says, and warnings that are no errors.
 
-    PyTorch itself warns at the first guard below, and as an error that would leave the guard switched on.
+    PyTorch warns at the first guard below, say, and an error there would leave the guard switched on.
     """
-    warnings.simplefilter("default")
+    if not request.node.get_closest_marker("filterwarnings"):
+        warnings.simplefilter("default")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

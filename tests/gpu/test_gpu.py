@@ -13,6 +13,8 @@ from hooks import HookedRunner
 from models import Sampling, TrainingConfig, causal_mask, generate, row_generator, train
 from models.generation import stream
 from models.training.run import Run
+from tests.bench.gpu import half
+from tests.bench.timing import peak_on_gpu
 from tests.gpu.kinds import KINDS, TOLERANCE, gap, on_cpu, pair, tokens
 
 REAL = torch.arange(13) >= torch.tensor([0, 4, 9])[:, None]
@@ -84,13 +86,13 @@ def test_attention_backends(where, kind, dtype, backend):
         with sdpa_kernel(getattr(SDPBackend, backend)):
             logits = model(text)
     except RuntimeError as error:
-        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+        if not any(said in str(error) for said in ("No available", "No viable", "cuDNN")):
             raise
         pytest.skip(f"{backend} has no kernel for {dtype} here")
     assert gap(logits, exact(text)) < TOLERANCE[dtype]
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.filterwarnings("ignore")  # norms of one dtype with weights of another are slower
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast(where, kind):
     model, exact = pair(kind, where)
@@ -117,6 +119,26 @@ def test_rows_without_keys_leave_gradients_finite(where, kind, dtype):
         assert gap(one.grad, other.grad) < TOLERANCE[dtype] * 5
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gemma", "mistral"])
+def test_gradients_of_a_text_of_several_blocks(where, kind):
+    model, exact = pair(kind, where)
+    text = tokens(1, 513 if where == "cuda" else 29)
+    for one in (model, exact):
+        one(text).double().square().mean().backward()
+    for one, other in zip(model.parameters(), exact.parameters(), strict=True):
+        assert gap(one.grad, other.grad) < TOLERANCE[torch.float32] * 5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mistral"])
+@torch.no_grad()
+def test_blocks_on_the_cpu(where, kind):
+    """What moves there is complete before it is read."""
+    model, exact = pair(kind, where)
+    model.blocks[1].cpu()
+    logits = model(tokens(), attention_mask=REAL)[REAL.to(where)]
+    assert gap(logits, exact(tokens(), attention_mask=REAL)[REAL]) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("options", [{}, dict(temperature=0.7, top_k=40, top_p=0.95, min_p=0.01)])
 @pytest.mark.parametrize("stop", [(), (1, 2, 3)])
 @pytest.mark.parametrize("kind", ["gpt2", "gemma"])
@@ -132,7 +154,7 @@ def test_generation_without_a_stop(where, without_stops, kind, stop, options):
     found = [p + row[keep].tolist() for p, row, keep in zip(prompts, *rows, strict=True)]
     assert found == expected
     if not options.get("temperature"):
-        assert expected == generate(on_cpu(kind).float(), prompts, **options)
+        assert expected == generate(copy.deepcopy(on_cpu(kind)).float(), prompts, **options)
     alone = generate(model, prompts[1:2], **options | dict(seed=row_generator(0, 1, where)))
     assert alone == expected[1:2]
 
@@ -193,14 +215,12 @@ def test_peak_memory_of_a_long_text(where, kind):
     """No matrix of all queries and keys is made: it would be 16 times what is allowed here."""
     if where == "cpu":
         pytest.skip("PyTorch counts the memory of a GPU")
-    model = copy.deepcopy(on_cpu(kind)).to(where, torch.bfloat16)
-    model.config = model.config.replace(n_ctx=8192)
+    model, pos = copy.deepcopy(on_cpu(kind)).to(where, half()), 2**14
+    model.config = model.config.replace(n_ctx=pos)
     if kind == "gpt2":
-        model.position_embedding = torch.nn.Embedding(8192, 96, device=where, dtype=torch.bfloat16)
-    text = tokens(1, 8192)
+        model.position_embedding = torch.nn.Embedding(pos, 96, device=where, dtype=half())
+    text = tokens(1, pos)
     model(text, last=1)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    model(text, last=1)
-    scores = model.config.n_heads * 8192**2 * 2
-    assert torch.cuda.max_memory_allocated() - before < scores / 16
+    # So large that the 32 MiB in which CUDA's matrix products work do not matter.
+    scores = model.config.n_heads * pos**2 * 2
+    assert peak_on_gpu(lambda: model(text, last=1)) * 2**20 < scores / 16
