@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from models.masks import BLOCK, Mask, Rule, dense, part
 HALF = (torch.float16, torch.bfloat16)
 # Flex attention would be compiled once more for fewer queries, such as the last ones of a text.
 FEW = 128
+# Shorter texts do not repay the plans that cuDNN builds.
+LONG = 1024
 # Which kernels may run is a setting of the whole process.
-_CHOICE = Lock()
+_CHOICE = RLock()
 
 
 def fused(
@@ -66,7 +68,7 @@ def _sdpa(
 ) -> Tensor:
     # During tracing sizes are tensors.
     shares = bool(q.shape[1] != k.shape[1])
-    free = is_causal or not q.is_cuda or torch.compiler.is_compiling()
+    free = not q.is_cuda or torch.compiler.is_compiling() or (is_causal and q.shape[2] >= LONG)
     with nullcontext() if free else _without_cudnn():
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=shares
@@ -77,28 +79,26 @@ def _sdpa(
 def _without_cudnn() -> Iterator[None]:
     """Keeps cuDNN's attention out, which PyTorch from 2.11 on prefers on an H100.
 
-    It builds a plan for each new shape in up to half a second, and each generated token and each block has
-    one. With a mask, gradients of its queries can be NaN (PyTorch's issue 196678).
+    It builds a plan for each new shape in up to half a second: for each length of a prompt, each generated
+    token and each block. With a mask, gradients of queries can be NaN (PyTorch's issue 196678).
     """
     chosen = torch.backends.cuda
-    # Without the plain kernel somebody has chosen cuDNN alone.
-    if not (chosen.cudnn_sdp_enabled() and chosen.math_sdp_enabled()):
-        yield
-        return
     with _CHOICE:
-        chosen.enable_cudnn_sdp(False)
+        before = chosen.cudnn_sdp_enabled()
         try:
+            # Without the plain kernel somebody has chosen cuDNN alone.
+            chosen.enable_cudnn_sdp(before and not chosen.math_sdp_enabled())
             yield
         finally:
-            chosen.enable_cudnn_sdp(True)
+            chosen.enable_cudnn_sdp(before)
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """Whether the flash kernel runs for these: on recent devices, in half precision."""
-    if q.dtype not in HALF or not can_be_read(q):
-        return q.dtype in HALF
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, dropout, True, True)
-    return torch.backends.cuda.can_use_flash_attention(params)
+    if q.dtype in HALF and can_be_read(q):
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, dropout, True, True)
+        return torch.backends.cuda.can_use_flash_attention(params)
+    return q.dtype in HALF
 
 
 def by_blocks(

@@ -1,5 +1,7 @@
 """Fused attention by blocks against numpy's float64; which kernels run and what they take, by recording."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -216,9 +218,6 @@ def test_grouped_heads_take_a_kernel_that_forms_no_scores(dtype, mask):
     assert call["query"].shape[1:3] == ((3, 2) if one else (HEADS, POS))
     assert call["is_causal"] == (mask == "none")
     assert (call["attn_mask"] is None) == (mask in ("none", "one query"))
-    # It would build a plan for each length.
-    assert call["cudnn"] == (mask == "none")
-    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_key_heads_are_not_shared_where_the_flash_kernel_does_not_run(monkeypatch):
@@ -230,11 +229,22 @@ def test_key_heads_are_not_shared_where_the_flash_kernel_does_not_run(monkeypatc
     assert not chosen.calls[0]["enable_gqa"]
 
 
-def test_cudnn_runs_where_it_alone_was_chosen():
-    with pretended(), Chosen() as chosen, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        q = torch.zeros(1, 2, 1, 8, dtype=torch.float16, device="cuda:0")
-        kernels.fused(q, q, q, None, 1.0)
-    assert chosen.calls[0]["cudnn"]
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "masked"),
+    [(1024, 1024, False), (1023, 1023, False), (1, 1024, False), (1023, 1030, False), (7, 7, True)],
+)
+def test_cudnn_runs_for_long_whole_texts(queries, keys, masked, alone):
+    """It builds a plan for each shape. Unless somebody has chosen it alone."""
+    chosen = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if alone else nullcontext()
+    with pretended(), Chosen() as calls, chosen:
+        q, k = (
+            torch.zeros(1, 2, n, 8, dtype=torch.float16, device="cuda:0") for n in (queries, keys)
+        )
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device="cuda:0")
+        kernels.fused(q, k, k, mask if masked else None, 1.0)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert all(call["cudnn"] == (alone or keys == queries == 1024) for call in calls.calls)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -268,8 +278,9 @@ def test_flex_attention_that_cannot_be_compiled_is_tried_once(error, monkeypatch
 
     flex = [fail]
     monkeypatch.setattr(kernels, "_flex", lambda *kind: flex)
-    monkeypatch.setattr(kernels, "FEW", 1)
     monkeypatch.setattr("models.attention.takes_flex", lambda q, k: True)
+    assert torch.equal(model(tokens), expected)  # too few queries
+    monkeypatch.setattr(kernels, "FEW", 1)
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
             model(tokens)
