@@ -114,11 +114,12 @@ def children(module: nn.Module) -> list[nn.Module]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether any hook is registered on `module`. No public function says so."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    # torch.compile of PyTorch 2.8 cannot trace `bool` of these dictionaries.
+    return not (
+        not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 MAKERS = {
@@ -51,7 +52,8 @@ def subscript(value, index):
 @contextlib.contextmanager
 def pretended():
     """Within it, tensors are fake, and may be on any device."""
-    with FakeTensorMode(allow_non_fake_inputs=True), Driverless(), torch.no_grad():
+    choice = sdpa_kernel(SDPBackend.MATH)  # which would ask the driver, in builds for CUDA
+    with FakeTensorMode(allow_non_fake_inputs=True), Driverless(), choice, torch.no_grad():
         yield
 
 
