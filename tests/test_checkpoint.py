@@ -91,9 +91,7 @@ def test_the_type_of_the_weights(model, saved, tokens):
     assert {parameter.dtype for parameter in wide.parameters()} == {torch.float64}
     assert torch.equal(wide.ln_final.weight, model.ln_final.weight.double())
     path = saved / "model.safetensors"
-    weights = {
-        key: value.clone() for key, value in load_file(path).items()
-    }  # not the file's memory
+    weights = {key: value.clone() for key, value in load_file(path).items()}  # not in the file
     for kinds, expected in (
         ([torch.bfloat16, torch.float32], torch.float32),
         ([torch.bfloat16, torch.float16], torch.float32),

@@ -92,7 +92,8 @@ def test_a_curve_has_the_areas_of_the_benchmark():
     def area(examples, kind, height):
         none_, whole_ = (float(x[examples].mean()) for x in (none.numpy(), whole.numpy()))
         faithful = (runs[kind][:, examples].mean(1) - none_) / (whole_ - none_)
-        return np.trapezoid(height(faithful), SHARES)
+        heights = height(faithful)
+        return (heights[1:] + heights[:-1]) @ np.diff(SHARES) / 2
 
     draws = torch.randint(5, (2000, 5), generator=torch.Generator().manual_seed(0)).numpy()
     for measured, kind, height in (

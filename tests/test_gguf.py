@@ -126,7 +126,7 @@ def tensors_of(model, encode=lambda weight: weight):
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     written = {}
     for name, value in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight") if kind == "gpt2" else ()
         held, transposed = value, name.endswith(matrices)
