@@ -114,7 +114,7 @@ def children(module: nn.Module) -> list[nn.Module]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether any hook is registered on `module`. No public function says so."""
-    # torch.compile of PyTorch 2.8 cannot trace `bool` of these dictionaries.
+    # torch.compile of PyTorch 2.9 cannot trace `bool` of these dictionaries.
     return not (
         not module._forward_hooks
         and not module._forward_pre_hooks
