@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import _torch
+from hooks.point import mapped
 
 _TRUSTED = ContextVar("trusted", default=False)
 
@@ -53,6 +54,11 @@ def to_device(value: Tensor, device: torch.device) -> Tensor:
     if free and large and type(value) is Tensor and not torch.compiler.is_compiling():
         value = value.pin_memory()
     return value.to(device, non_blocking=free)
+
+
+def all_to_device(tree: Any, device: torch.device) -> Any:
+    """Nested containers with all their tensors on a device."""
+    return mapped(tree, lambda leaf: to_device(leaf, device) if isinstance(leaf, Tensor) else leaf)
 
 
 def stacked(values: Iterable[Tensor]) -> Tensor:

@@ -169,7 +169,8 @@ class Transformer(BlockWeights):
         """
         context = self.context(tokens) if context is None else context
         embed = self.embed(self.token_embedding(tokens))
-        added = self.position_embedding(context.positions).to(embed.dtype).expand_as(embed)
+        positions = to_device(context.positions, embed.device)
+        added = self.position_embedding(positions).to(embed.dtype).expand_as(embed)
         return self.embed_dropout(self.ln_embed(embed + self.pos_embed(added)))
 
     def unembed(

@@ -1,4 +1,4 @@
-"""A device that is not there: tensors that compute on the CPU, and a count of what would stop the host."""
+"""Devices that are not there: tensors that compute on the CPU, and a record of what would move and stop."""
 
 from collections import Counter
 from unittest import mock
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# PyTorch runs backward passes on its lazy device without a driver.
-DEVICE = torch.device("lazy", 0)
+# PyTorch runs backward passes on its lazy devices without a driver.
+DEVICE, SECOND = torch.device("lazy", 0), torch.device("lazy", 1)
 # How often CUDA's kernels read a value back: for the size of their result, or for a check.
 READS = Counter(
     dict.fromkeys(("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount"), 1)
@@ -19,12 +19,12 @@ READS = Counter(
 
 
 class Pretended(Tensor):
-    """A tensor on the device; `there` holds its values."""
+    """A tensor on a device; `there` holds its values."""
 
     @staticmethod
-    def __new__(cls, there):
+    def __new__(cls, there, device):
         about = dict(strides=there.stride(), storage_offset=there.storage_offset())
-        about |= dict(dtype=there.dtype, device=DEVICE)
+        about |= dict(dtype=there.dtype, device=device)
         made = Tensor._make_wrapper_subclass(cls, there.shape, **about)
         made.there = there
         return made
@@ -34,6 +34,10 @@ class Pretended(Tensor):
     def untyped_storage(self):
         return self.there.untyped_storage()
 
+    def new_tensor(self, data):
+        # Otherwise a driver is asked for the current device.
+        return torch.tensor(data, dtype=self.dtype, device=self.device)
+
     def tolist(self):
         return self.cpu().tolist()
 
@@ -42,18 +46,17 @@ class Pretended(Tensor):
         raise RuntimeError(f"{operation} outside of the device's `with`")
 
 
-class Device(TorchDispatchMode):
-    """A `with` in which tensors can be on `DEVICE`.
+class Devices(TorchDispatchMode):
+    """A `with` in which tensors can be on `DEVICE` and `SECOND`.
 
     Attributes:
-        stops: how often the host waited for the device, by operation.
+        stops: how often the host waited for a device, by operation.
         waits: how often it waited for copies that it had started. Until then they are zero.
-        copies: how many copies to the CPU were made.
+        moves: the shape and the target of each copy from a device to another or to the CPU.
     """
 
     def __enter__(self):
-        self.stops, self.waits, self.copies = Counter(), 0, 0
-        self._late = []
+        self.stops, self.waits, self.moves, self._late = Counter(), 0, [], []
         # As in fake modes: `torch.tensor(..., device=...)` begins on the CPU.
         self._before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
@@ -85,21 +88,28 @@ class Device(TorchDispatchMode):
         kwargs, name = dict(kwargs or {}), operation.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         pretended = [tensor for tensor in tensors if isinstance(tensor, Pretended)]
-        device = torch.device(kwargs.get("device") or (DEVICE if pretended else "cpu"))
-        device = DEVICE if device.type == DEVICE.type else device
+        device = torch.device(kwargs.get("device") or (pretended[0].device if pretended else "cpu"))
+        if device.type == DEVICE.type:
+            device = torch.device(DEVICE.type, device.index or 0)
         if name in ("_to_copy", "copy_"):
             source, device = (args[1], args[0].device) if name == "copy_" else (args[0], device)
             if source.device != device:
-                self.copies += device != DEVICE
-                self.stops[name] += not (kwargs.get("non_blocking") or args[2:])
+                if not source.is_cpu:
+                    self.moves.append((tuple(source.shape), device))
+                # Two devices copy by themselves.
+                waits = not (kwargs.get("non_blocking") or args[2:])
+                self.stops[name] += waits and (source.is_cpu or device.type == "cpu")
         elif pretended:
             self.stops[name] += READS[name]
             for other in tensors:
-                index = name.startswith("index") and other is not args[0]
+                index = name in ("index", "index_put", "index_put_") and other is not args[0]
+                there = other.device == pretended[0].device
                 if (index and other.dtype == torch.bool) or not (
-                    isinstance(other, Pretended) or other.ndim == 0
+                    there or (other.is_cpu and other.ndim == 0)
                 ):
-                    assert index, f"{operation} of tensors on two devices"
+                    assert there or (index and other.is_cpu), (
+                        f"{operation} of tensors on two devices"
+                    )
                     self.stops[name] += 1
             # A number on the CPU is copied to the device.
             self.stops[name] += name == "where" and len(tensors) > len(pretended)
@@ -108,7 +118,7 @@ class Device(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         plain = tree_map(lambda leaf: getattr(leaf, "there", leaf), (args, kwargs))
         result = operation(*plain[0], **plain[1])
-        if device != DEVICE:
+        if device.type != DEVICE.type:
             if not pretended:
                 return result
             copy = torch.zeros_like(result) if kwargs.get("non_blocking") else result.clone()
@@ -119,6 +129,21 @@ class Device(TorchDispatchMode):
         def there(leaf):
             if not isinstance(leaf, Tensor):
                 return leaf
-            return same[id(leaf)] if id(leaf) in same else Pretended(leaf)
+            return same[id(leaf)] if id(leaf) in same else Pretended(leaf, device)
 
         return tree_map(there, result)
+
+
+def split(model, *devices, **others):
+    """The model with its blocks in equal parts on the devices, in order.
+
+    The rest is on the first device, but for parts that `others` names.
+    """
+    for n, block in enumerate(model.blocks):
+        block.to(devices[n * len(devices) // len(model.blocks)])
+    for name, part in model.named_children():
+        if name != "blocks":
+            part.to(others.get(name, devices[0]))
+    if model.config.tied_unembed:  # PyTorch moved each of the two names of the weight
+        model.unembedding.weight = model.token_embedding.weight
+    return model

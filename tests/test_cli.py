@@ -15,7 +15,7 @@ import models
 from interp.__main__ import main
 from interp.report import peak
 from models import CharTokenizer, Transformer, TransformerConfig, save
-from tests.pretended import DEVICE, Device
+from tests.pretended import DEVICE, Devices
 
 
 def small(vocab_size, n_ctx=89):
@@ -223,7 +223,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(saved, here, capsys, m
 def test_a_report_from_another_device(saved, here):
     assert main(["report", "--model", saved, "--prompt", "def"]) == 0
     page = embedded(here / "report.html")
-    with Device():
+    with Devices():
         assert main(["report", "--model", saved, "--prompt", "def", "--device", DEVICE.type]) == 0
     again = embedded(here / "report.html")
     assert again["loss"][1:] == pytest.approx(page["loss"][1:], rel=1e-4)

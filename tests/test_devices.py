@@ -1,73 +1,196 @@
-"""A model on several devices: what moves between them, counted on devices that are pretended."""
+"""A model on several devices: what moves between them, and that its numbers are those of one device."""
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+import interp
 from hooks import HookedRunner
-from models import KVCache, StaticKVCache, TransformerConfig
-from tests.devices import placed, pretended
-from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB
+from interp import edits, logit_diff, sweep
+from models import KVCache, StaticKVCache, Transformer, TransformerConfig
+from tests.pretended import DEVICE, SECOND, Devices, split
+from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB, some_tokens, variant
 
 
-class Moves(TorchDispatchMode):
-    """Notes the shape and the target of each copy between devices."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        if func.overloadpacket.__name__ in ("_to_copy", "copy_"):
-            source = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
-            if source.device != made.device and source.is_cuda:
-                self.found.append((tuple(source.shape), str(made.device)))
-        return made
+@pytest.fixture
+def devices():
+    with Devices() as devices:
+        yield devices
 
 
-def moves(name, layers, cache, *devices):
+@torch.no_grad()
+def moves(name, layers, cache, *places):
     """What moves in a pass over a padded text, then, with a cache, in a step after it."""
     config = TransformerConfig(**SIZES | VARIANTS[name] | dict(n_layers=layers))
-    with pretended():
-        model, found = placed(config, torch.float32, *devices), []
-        tokens = torch.zeros(BATCH, POS, dtype=torch.long, device="cuda:0")
-        mask, cache = torch.ones(BATCH, POS, dtype=torch.bool, device="cuda:0"), cache and cache()
+    with Devices() as devices:
+        model, found = split(Transformer(config).eval(), *places), []
+        tokens = torch.zeros(BATCH, POS, dtype=torch.long, device=DEVICE)
+        mask, cache = torch.ones(BATCH, POS, dtype=torch.bool, device=DEVICE), cache and cache()
         for piece, given in ((tokens, mask), (tokens[:, :1], None))[: 1 + (cache is not None)]:
-            with Moves() as made:
-                logits, values = HookedRunner(model).run_with_cache(
-                    piece, given, cache, names="*.resid_post"
-                )
-            found.append(made.found)
-            assert (logits.shape, str(logits.device)) == ((*piece.shape, VOCAB), "cuda:0")
+            devices.moves.clear()
+            logits, values = HookedRunner(model).run_with_cache(
+                piece, given, cache, names="*.resid_post"
+            )
+            found.append([move for move in devices.moves if move[1].type != "cpu"])
+            assert (logits.shape, logits.device) == ((*piece.shape, VOCAB), DEVICE)
             for layer in range(layers):
-                place = devices[layer * len(devices) // layers]
-                assert str(values["resid_post", layer].device) == place
+                assert values["resid_post", layer].device == places[layer * len(places) // layers]
     return found
 
 
 @pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"])  # fmt: skip
 @pytest.mark.parametrize("cache", [None, KVCache, lambda: StaticKVCache(2 * POS)])
 def test_stream_and_context_move_once_per_change_of_device(name, cache):
-    assert not any(moves(name, 4, cache, "cuda:0"))
-    split = moves(name, 4, cache, "cuda:0", "cuda:1")
-    assert split == moves(name, 10, cache, "cuda:0", "cuda:1")
-    for found, width in zip(split, (POS, 1), strict=False):
-        streams = [place for shape, place in found if shape == (BATCH, width, SIZES["d_model"])]
-        assert streams == ["cuda:1", "cuda:0"]
-        assert all(place == "cuda:1" for _, place in found[:-1])
+    assert not any(moves(name, 2, cache, DEVICE))
+    found = moves(name, 2, cache, DEVICE, SECOND)
+    assert found == moves(name, 5, cache, DEVICE, SECOND)
+    for moved, width in zip(found, (POS, 1), strict=False):
+        streams = [place for shape, place in moved if shape == (BATCH, width, SIZES["d_model"])]
+        assert streams == [SECOND, DEVICE]
+        assert all(place == SECOND for _, place in moved[:-1])
 
 
-@torch.no_grad()
-def test_what_is_read_of_all_layers_is_gathered():
-    from interp import logit_lens
+def noted(model):
+    """The rows and the positions of each call of a block, in order."""
+    calls = []
+    for layer, block in enumerate(model.blocks):
 
-    config = TransformerConfig(**SIZES | dict(n_layers=3))
-    with pretended():
-        # The last block is where the first and the unembedding are.
-        model = placed(config, torch.float32, "cuda:1", "cuda:0", "cuda:1")
-        assert str(model.W_Q.device) == str(model.b_out.device) == "cuda:1"
-        cache = HookedRunner(model).run_with_cache(torch.zeros(BATCH, POS).long())[1]
-        assert str(cache.stack("z").device) == "cuda:1"
-        lens = logit_lens(model, cache, targets=torch.zeros(BATCH, POS).long())
-        assert str(lens.probabilities.device) == "cuda:1"
+        def forward(resid, context, layer=layer, block=block):
+            calls.append((layer, *resid.shape[:2]))
+            return type(block).forward(block, resid, context)
+
+        block.forward = forward
+    return calls
+
+
+REAL = torch.arange(POS) >= torch.tensor([3, 0, 1, 0, 0])[:, None]
+
+
+APART = dict.fromkeys(("token_embedding", "position_embedding"), SECOND)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "apart"),
+    [("pre", {}, {}), ("like gemma 2", {"attention_mask": REAL}, {}), ("untied", {}, APART)],
+)
+def test_a_sweep_resumes_as_on_one_device(devices, name, mask, apart):
+    model, there = (variant(name, n_layers=5) for _ in range(2))
+    split(there, DEVICE, SECOND, DEVICE, **apart)
+    tokens, metric = some_tokens(), logit_diff(3, 1)
+    at = ["embed", "blocks.0.attn.z", "blocks.1.resid_pre", "blocks.3.mlp_out", "blocks.4.attn.v"]
+    given = [{point: edits.scale(0.3, pos=[4, 6])} for point in at]
+    alone = [sweep(model, tokens, [edit], metric, exact="rerun", **mask).values for edit in given]
+    with torch.no_grad():
+        there(tokens, **mask)
+    once, calls = [*devices.moves], noted(there)
+    devices.moves.clear()
+    found = sweep(there, tokens, given, metric, **mask).values
+    # The unedited run, a measurement of memory, and rows that begin at the first change.
+    rows = zip(range(5), (10, 15, 15, 20, 25), strict=True)
+    assert calls == [
+        *((n, BATCH, POS) for n in range(5)),
+        (0, BATCH, POS),
+        *((*row, 3) for row in rows),
+    ]
+    assert devices.moves[: len(once)] == once
+    resumed = [(*shape, place) for shape, place in devices.moves[len(once) :]]
+    width = SIZES["d_model"]
+    assert resumed[-2:] == [(15, 3, width, SECOND), (20, 3, width, DEVICE)]
+    # Before that, what a block gave is compared with what the next one got.
+    assert apart or resumed[:-2] == [(BATCH, POS, width, place) for place in (DEVICE, SECOND)]
+    torch.testing.assert_close(found.cpu(), torch.cat(alone))
+
+
+def test_what_is_read_of_all_layers_is_where_the_first_is(devices):
+    there = split(variant("pre", n_layers=3), SECOND, DEVICE, SECOND)
+    cache = HookedRunner(there).run_with_cache(some_tokens(), names="*.z")[1]
+    assert there.W_Q.device == there.b_out.device == cache.stack("z").device == SECOND
+
+
+CLEAN, CORRUPTED = (some_tokens(seed, (2, POS)) for seed in (1, 2))
+ANSWERS, SPANS = torch.tensor([[3, 1], [2, 5]]), {"a": [[3, 4]] * 2, "b": [[6]] * 2}
+PAIRS = interp.Pairs(CLEAN, CORRUPTED, ANSWERS, REAL[:2], SPANS)
+TEXTS = some_tokens(3).tolist()
+EDGES = ["input->a0.h2<v>", "a0.h2->m0", "m0->a1.h3<q>", "input->a1.h3<q>", "a1.h3->logits"]
+
+
+def cached(model, **options):
+    return HookedRunner(model).run_with_cache(CLEAN, **options)[1]
+
+
+def effects(analysis, **options):
+    return lambda model: analysis(model, PAIRS, **options).values
+
+
+def reading(analysis, **options):
+    return lambda model: analysis(model, cached(model), CLEAN, **options).values
+
+
+def through(fit, **options):
+    """The numbers of a lens that is fitted, and of what it reads."""
+
+    def read(model):
+        lens = fit and fit(model, TEXTS, **options)
+        found = interp.logit_lens(model, cached(model), lens=lens, targets=CLEAN)
+        return [lens and lens.weight, found.probabilities, found.entropy]
+
+    return read
+
+
+def gradient_of_the_mask(model):
+    mask = interp.graph.Graph(model).mask(EDGES).requires_grad_()
+    return torch.autograd.grad(interp.run_circuit(model, PAIRS, mask).square().sum(), mask)
+
+
+ANALYSES = {
+    "patching": effects(interp.activation_patching, site="z"),
+    "attribution": effects(interp.attribution_patching, site="z", grad_drop=True),
+    "of queries": effects(interp.attribution_patching, site="q", qk_correction=True),
+    "integrated": effects(interp.integrated_gradients, site="mlp_out", steps=2, tolerance=9.0),
+    "top": effects(interp.top_attributions, k=7),
+    "edges": effects(interp.edge_attribution, over="pos"),
+    "edges of inputs": effects(
+        interp.edge_attribution, method="eap_ig_inputs", steps=1, tolerance=9.0
+    ),
+    "edges of writers": effects(
+        interp.edge_attribution, method="eap_ig_activations", over="span", steps=1, tolerance=9.0
+    ),
+    "edge patching": effects(interp.edge_patching, edges=EDGES),
+    "path patching": effects(interp.path_patching, receivers=["a1.h3<q>", "m1"]),
+    "paths to logits": effects(interp.path_patching, senders=["a0.h2", "m0"]),
+    "circuit": lambda model: interp.run_circuit(model, PAIRS, EDGES),
+    "source elsewhere": lambda model: interp.run_circuit(
+        model, CLEAN, EDGES, cached(model, device="cpu")
+    ),
+    "gradient": gradient_of_the_mask,
+    "faithfulness": lambda model: (
+        interp.faithfulness(model, PAIRS, interp.Circuit(interp.graph.Graph(model), EDGES)).values
+    ),
+    "decompose": reading(interp.decompose, neurons=True),
+    "logits": reading(interp.direct_logit_attribution, right=3, wrong=CLEAN),
+    "accumulated": reading(interp.accumulated, right=3),
+    "logit lens": through(None),
+    "tuned lens": through(interp.tuned_lens, steps=2),
+    "jacobian lens": through(interp.jacobian_lens, skip=1),
+    "heads": reading(interp.head_scores, kind="previous_token"),
+    "maxima": lambda model: [
+        one.value for one in interp.max_activating(model, TEXTS, "blocks.1.resid_post")
+    ],
+    "composition": lambda model: interp.composition_scores(model, "K", distance=1, draws=2).values,
+    "copying": lambda model: interp.copying_scores(model).values,
+    "positions": lambda model: interp.positional_scores(model, n_pos=5).values,
+    "full circuits": lambda model: [
+        circuit.form() for circuit in interp.full_circuits(model, 1, 3, distance=1)
+    ],
+    "targets": lambda model: interp.svd_targets(model, cached(model)).avwo,
+}
+
+
+@pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
+def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
+    changes = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)
+    model, there = (variant("sandwich", **changes) for _ in range(2))
+    split(there, DEVICE, SECOND, token_embedding=SECOND)
+    expected, found = analysis(model), analysis(there)
+    found = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
+    torch.testing.assert_close(found, expected, equal_nan=True)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
 from models import KVCache, Transformer, TransformerConfig, kernels, masks, trusted
-from tests.devices import placed, pretended
+from tests.pretended import DEVICE, Devices
 from tests.reference import (  # fmt: skip
     BATCH,
     HEADS,
@@ -199,19 +199,21 @@ class Chosen(TorchFunctionMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", ["none", "left", "window", "one query", "one padded query"])
-def test_grouped_heads_take_a_kernel_that_forms_no_scores(dtype, mask):
+def test_grouped_heads_take_a_kernel_that_forms_no_scores(dtype, mask, monkeypatch):
     """On CUDA key heads are shared by the flash kernel only: half precision, no mask, no query alone."""
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: True)
     one = "query" in mask
     sizes = SIZES | dict(n_layers=1, n_kv_heads=3, window=3 if mask == "window" else 0)
-    with pretended(), torch.device("cuda:0"):
-        model = placed(TransformerConfig(**sizes), dtype, "cuda:0")
-        tokens, real = torch.zeros(BATCH, POS).long(), torch.ones(BATCH, POS).bool()
+    model = Transformer(TransformerConfig(**sizes)).eval()
+    with Devices(), torch.device(DEVICE), torch.no_grad():
+        model.to(DEVICE, dtype)
+        tokens, real = torch.zeros(BATCH, POS).long(), torch.arange(POS).expand(BATCH, -1) > 0
         context = model.context(tokens, real if mask in ("left", "one padded query") else None)
         past = [tuple(torch.zeros(BATCH, 3, POS - 1, SIZES["d_head"], dtype=dtype) for _ in "kv")]
         context = context.after(POS - 1, past) if one else context
         with Chosen() as chosen:
             out = model.blocks[0](model.input_resid(tokens, model.context(tokens))[:, context.start :], context)  # fmt: skip
-    assert out.device.type == "cuda"
+    assert out.device == DEVICE
     (call,) = chosen.calls
     shared = call["query"].shape[1] != call["key"].shape[1]
     assert shared == call["enable_gqa"] == (mask == "none" and dtype == torch.bfloat16)
@@ -223,8 +225,8 @@ def test_grouped_heads_take_a_kernel_that_forms_no_scores(dtype, mask):
 def test_key_heads_are_not_shared_where_the_flash_kernel_does_not_run(monkeypatch):
     """As on a T4. PyTorch without CUDA has none either."""
     monkeypatch.setattr(kernels, "can_be_read", lambda tensor: True)
-    with pretended(), Chosen() as chosen:
-        q, k, v = (torch.zeros(1, n, 7, 8, dtype=torch.float16, device="cuda:0") for n in (6, 2, 2))
+    with Devices(), Chosen() as chosen:
+        q, k, v = (torch.zeros(1, n, 7, 8, dtype=torch.float16, device=DEVICE) for n in (6, 2, 2))
         kernels.fused(q, k, v, None, 1.0)
     assert not chosen.calls[0]["enable_gqa"]
 
@@ -243,11 +245,11 @@ def test_key_heads_are_not_shared_where_the_flash_kernel_does_not_run(monkeypatc
 def test_cudnn_runs_for_long_whole_texts(queries, keys, masked, alone):
     """It builds a plan for each shape. Unless somebody has chosen it alone."""
     chosen = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if alone else nullcontext()
-    with pretended(), Chosen() as calls, chosen:
+    with Devices(), Chosen() as calls, chosen:
         q, k = (
-            torch.zeros(1, 2, n, 8, dtype=torch.float16, device="cuda:0") for n in (queries, keys)
+            torch.zeros(1, 2, n, 8, dtype=torch.float16, device=DEVICE) for n in (queries, keys)
         )
-        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device="cuda:0")
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=DEVICE)
         kernels.fused(q, k, k, mask if masked else None, 1.0)
         assert torch.backends.cuda.cudnn_sdp_enabled()
     assert all(call["cudnn"] == (alone or (queries == 1024 and not masked)) for call in calls.calls)

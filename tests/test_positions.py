@@ -8,11 +8,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hooks import HookedRunner
 from models import RotaryScaling, Transformer, TransformerConfig
 from models.positions import Frequencies, Rotary
-from tests.devices import pretended
 
 BATCH, POS, HEADS, D_HEAD, N_CTX = 3, 7, 2, 12, 19
 SIZES = dict(vocab_size=23, n_ctx=N_CTX, n_layers=1, n_heads=HEADS, d_model=HEADS * D_HEAD)
@@ -226,6 +226,7 @@ def test_a_device_gets_one_copy_of_the_frequencies():
     again = pickle.loads(pickle.dumps(frequencies))
     assert again.on(torch.device("meta")) is not there
     assert again.values.tolist() == [2.0, 3.0]
-    with pretended():
-        assert frequencies.on(torch.device("cuda:0")).device.type == "cuda"
-        assert frequencies.on(torch.device("cuda:0")) is not frequencies.on(torch.device("cuda:0"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        there = frequencies.on(torch.device("cuda:0"))
+        assert there.is_cuda
+        assert frequencies.on(torch.device("cuda:0")) is not there

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from tests.pretended import DEVICE, Device
+from tests.pretended import DEVICE, Devices
 
 
 @pytest.fixture
 def device():
-    with Device() as device:
+    with Devices() as device:
         yield device
 
 
@@ -251,7 +251,7 @@ def test_a_value_that_two_points_share_is_copied_once(device, tokens):
     with torch.no_grad():
         cache = runner.run_with_cache(tokens, names="blocks.*.resid_*", device="cpu")[1]
     # Two blocks: what enters the first, and between and after the two sublayers of each.
-    assert device.copies == 5
+    assert len(device.moves) == 5
     assert cache["resid_post", 0] is cache["resid_pre", 1]
 
 

@@ -100,7 +100,7 @@ def edge_attribution(
     output, cache = runner.run_with_cache(source.tokens, names=graph.needed, **source.kwargs)
     target = measure(metric, logits_of(output), source.mask)
     del output
-    scores = Scores(graph, where, cache)
+    scores = Scores(graph, where, cache, target.device)
     start = Gradients(runner, edited, metric, scores.names)
     scores.base, base = start.values, start.base
     found = Found(scores.of_all(start))

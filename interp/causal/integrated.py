@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hooks import Point
 from hooks.errors import unknown_name
+from hooks.transfer import to_device
 from interp import edits
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
@@ -137,7 +138,7 @@ class _Path:
         self._base = start.values[name]
         self._change = _whole_change(runs, self._point, self._base)
         last, end = self._gradient(1.0)
-        self._difference = end - start.base
+        self._difference = to_device(end - start.base, self._base.device)
         if not self._difference.isfinite().all():
             raise ValueError(
                 f"the metric must be finite at both ends of a path; got others at {name}"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.names import layers as by_layer
+from hooks.transfer import to_device
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
 from interp.gradients.estimates import require_numbers, warn_of_unread
@@ -72,7 +73,7 @@ def top_attributions(
         target = measure(metric, logits_of(output), source.mask)
     units = {name: _units(given, cache, name) for name, given in (directions or {}).items()}
     run = Gradients(runner, edited, metric, names)
-    last, kept, read = "neuron" if directions is None else "direction", _Largest(k), set()
+    last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
 
     def receive(name: str, gradient: Tensor) -> None:
         change, gradient = (
@@ -90,7 +91,7 @@ def top_attributions(
     run.backward(receive)
     warn_of_unread([name for name in names if name not in read], 3)
     return Result(
-        kept.values if kept.labels else run.base.new_zeros(0, len(run.base)),
+        kept.values,
         ("place", "example"),
         run.base,
         target,
@@ -103,9 +104,9 @@ def top_attributions(
 class _Largest:
     """The places with the largest mean effects of those that were offered, at most `k`."""
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, base: Float[Tensor, " batch"]) -> None:
         self._k = k
-        self.values: Float[Tensor, "place batch"] = torch.empty(0)
+        self.values: Float[Tensor, "place batch"] = base.new_zeros(0, len(base))
         self.labels: list[str] = []
 
     def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
@@ -119,7 +120,7 @@ class _Largest:
             ", ".join([title, *(f"{axis} {at}" for axis, at in zip(axes, place, strict=True))])
             for place in places
         ]
-        values = torch.cat([self.values, flat[best]]) if self.labels else flat[best]
+        values = torch.cat([self.values, to_device(flat[best], self.values.device)])
         order = values.mean(-1).abs().argsort(descending=True, stable=True)[: self._k].tolist()
         self.values = values[order]
         self.labels = [[*self.labels, *labels][at] for at in order]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.transfer import to_device
+from hooks.transfer import all_to_device, to_device
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
 from interp.gradients.estimates import require_numbers
@@ -39,7 +39,8 @@ class Positions(NamedTuple):
         """A copy of `whole` with something added at the columns."""
         row, column = (self.group < self.groups).nonzero(as_tuple=True)
         index = row, self.here[row, column]
-        return whole.index_put(index, by[row, column].to(whole.dtype), accumulate=True)
+        index, by = all_to_device((index, by[row, column]), whole.device)
+        return whole.index_put(index, by.to(whole.dtype), accumulate=True)
 
     @property
     def groups(self) -> int:
@@ -93,6 +94,7 @@ class Scores:
         graph: the graph.
         where: the positions.
         source: values that come in place of those of the base run, at `graph.needed`.
+        device: where scores are computed.
 
     Attributes:
         names: the points that gradients and values are needed at.
@@ -101,10 +103,17 @@ class Scores:
 
     base: Mapping[str, Tensor]
 
-    def __init__(self, graph: Graph, where: Positions, source: Mapping[str, Tensor]) -> None:
-        self.graph, self.where, self._source = graph, where, source
+    def __init__(
+        self,
+        graph: Graph,
+        where: Positions,
+        source: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.graph, self._source, self._device = graph, source, device
+        self.where: Positions = all_to_device(where, device)
         self._readings = [*readings(graph)]
-        self._written = [layer.written for layer in graph.layers]
+        self._written = [all_to_device(layer.written, device) for layer in graph.layers]
         self.added = _added(graph)
         read = [name for reading in self._readings for name in (reading.stream, reading.at)]
         self.names = [*graph.needed, *self.added, *read]
@@ -145,9 +154,13 @@ class Scores:
     ) -> dict[nn.Module, Tensor]:
         """The values of a run by point, at some columns of some examples."""
         row = torch.arange(len(columns), device=columns.device)[rows, None]
-        at = row, columns[rows]
+
+        def read(value: Tensor) -> Tensor:
+            at = all_to_device((row, columns[rows]), value.device)
+            return to_device(at_least_float32(value[at]), self._device)
+
         named = zip(self.graph.points, self.graph.needed, strict=True)
-        return {point: at_least_float32(values[name][at]) for point, name in named}
+        return {point: read(values[name]) for point, name in named}
 
     def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
         """The scores of all writers, by the gradients of one run of the text."""
@@ -174,7 +187,8 @@ class Scores:
         graph, (here, _, group, _) = self.graph, self.where
         stream = self._source[graph.needed[-1]]
         size = len(graph.writers), len(graph.readers) + 1, self.where.groups, len(here)
-        found = stream.new_zeros(size, dtype=at_least_float32(stream[:0]).dtype)
+        wide = at_least_float32(stream[:0]).dtype
+        found = stream.new_zeros(size, dtype=wide, device=self._device)
         most = max(target.columns.stop - target.columns.start for target in targets)
         space = found.new_empty(most, here.shape[1], stream.shape[-1])
         for first, start, changes in parts:
@@ -184,7 +198,7 @@ class Scores:
                     some = range(max(first, writers.start), min(first + len(change), writers.stop))
                     if some:
                         own = change[some.start - first : some.stop - first]
-                        gradient = to_device(gradients(row, here[example], space), own.device)
+                        gradient = gradients(row, here[example], space)
                         product = self._product(own, gradient, group[example])
                         found[some.start : some.stop, columns, :, example] = product
         found[:, :-1].masked_fill_(~graph.allowed[..., None, None].to(found.device), 0)
@@ -206,7 +220,8 @@ class Scores:
         for reading in self._readings:
             value = run.values[reading.at]
             gradient = found.get(reading.at, torch.zeros_like(value))
-            parts.append((reading.readers, Pullback(reading, run.values[reading.stream], gradient)))
+            pull = Pullback(reading, run.values[reading.stream], gradient, self._device)
+            parts.append((reading.readers, pull))
             readers = slice(parts[0][0].start, reading.readers.stop)
             if readers.stop - readers.start >= _ENOUGH or reading is self._readings[-1]:
                 writers = self.graph.allowed[:, readers].any(1).nonzero()
@@ -214,7 +229,7 @@ class Scores:
                 parts = []
         for name, own in self.added.items():
             if name in found:
-                gradients = partial(_at, found[name])
+                gradients = partial(_at, to_device(found[name], self._device))
                 targets.append(_Target(gradients, own, slice(last, last + 1)))
         return targets
 

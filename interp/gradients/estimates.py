@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, Point
+from hooks.transfer import to_device
 from interp import edits
 from interp.columns import at_least_float32
 from interp.metrics import Metric, measure
@@ -63,7 +64,7 @@ class Contrast:
         warn_of_unread([name for name in self.names.values() if name not in found], 4)
         sizes = [len(along) for axis, along in self.places.items() if axis != "layer"]
         zero = base.new_zeros(*sizes, len(base))
-        each = [found.get(name, zero) for name in self.names.values()]
+        each = [to_device(found.get(name, zero), base.device) for name in self.names.values()]
         at = [*self.places].index("layer") if "layer" in self.places else None
         return Result(
             each[0] if at is None else torch.stack(each, at),

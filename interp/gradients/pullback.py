@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks.replay import replay
+from hooks.transfer import all_to_device, to_device
 from interp.columns import at_least_float32
 from interp.graph import Graph
 
@@ -57,6 +58,7 @@ class Pullback:
         reading: the readers.
         stream: the stream before the norm.
         gradient: that of the metric at the output of the projection, or of the norm.
+        device: where the results are wanted.
     """
 
     def __init__(
@@ -64,18 +66,21 @@ class Pullback:
         reading: Reading,
         stream: Float[Tensor, "batch pos d_model"],
         gradient: Float[Tensor, "batch pos d"],
+        device: torch.device,
     ) -> None:
-        self.stream, gradient = at_least_float32(stream), at_least_float32(gradient)
-        self.weight = None if reading.weight is None else at_least_float32(reading.weight.detach())
-        self.slope: Tensor | None = None
+        gradient = at_least_float32(gradient)
+        stream = to_device(at_least_float32(stream), gradient.device)
+        weight = None if reading.weight is None else at_least_float32(reading.weight.detach())
+        slope: Tensor | None = None
         if hasattr(reading.norm, "scale"):
-            scale, slope = _scale(reading.norm, self.stream)
-            gradient, self.slope = gradient / scale, slope / scale
-            if self.weight is None:
+            scale, slope = _scale(reading.norm, stream)
+            gradient, slope = gradient / scale, slope / scale
+            if weight is None:
                 gradient = _transposed(reading.norm, gradient)
             else:
-                self.weight = _transposed(reading.norm, self.weight)
-        self.gradient = gradient
+                weight = _transposed(reading.norm, weight)
+        self.stream, self.gradient = all_to_device((stream, gradient), device)
+        self.weight, self.slope = all_to_device((weight, slope), device)
 
     def __call__(
         self, example: int, pos: Int[Tensor, " n"], out: Float[Tensor, "reader n d_model"]

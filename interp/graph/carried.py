@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hooks import HookError
 from hooks.session import Session, is_listened_to
+from hooks.transfer import all_to_device, to_device
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
@@ -77,7 +78,8 @@ class TwoRuns:
         self.target = measure(self.metric, logits_of(output), other.mask)
         self.cache = cache
         self.moved = self.graph.contributions(source) - self.graph.contributions(cache)
-        self.context = self.model.context(self.text.tokens, **self.text.kwargs)
+        context = self.model.context(self.text.tokens, **self.text.kwargs)
+        self.contexts = {n.device: all_to_device(context, n.device) for n in self.graph.layers}
         self.batch = Batch(self.text.tokens, self.text.mask, self.metric)
         # Nothing changes before the first difference of the two texts.
         differ = (self.text.tokens != other.tokens).any(0).nonzero()
@@ -101,26 +103,31 @@ class TwoRuns:
             if layer.q.start <= reader < layer.v.stop:
                 own, seen = (
                     [*block.attn.project(block.ln1(x))]
-                    for x in (self.read(layer), self.read(layer) + moved)
+                    for x in (self.read(layer), self.read(layer, moved))
                 )
                 for n, at in enumerate((layer.q, layer.k, layer.v)):
                     if at.start <= reader < at.stop:
                         own[n] = own[n].clone()
                         own[n][:, :, reader - at.start] = seen[n][:, :, reader - at.start]
                 return self.replaced(
-                    block.attn_out, block.ln1_post(block.attn.mix(*own, self.context))
+                    block.attn_out,
+                    block.ln1_post(block.attn.mix(*own, self.contexts[layer.device])),
                 )
-        return self.value(self.graph.layers[-1].block.resid_post) + moved
+        return self._sum(self.graph.layers[-1].block.resid_post, moved)
 
-    def read(self, layer: Layer, mlp: bool = False) -> Tensor:
-        """The stream that a block's heads read, or its MLP."""
+    def read(self, layer: Layer, moved: Tensor | None = None, mlp: bool = False) -> Tensor:
+        """The stream that a block's heads read, or its MLP, after it has moved."""
         late = mlp and not layer.is_parallel
-        return self.value(layer.block.resid_mid if late else layer.block.resid_pre)
+        return self._sum(layer.block.resid_mid if late else layer.block.resid_pre, moved)
+
+    def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
+        value = self.value(point)
+        return value if moved is None else value + to_device(moved, value.device)
 
     def mlp(self, layer: Layer, moved: Tensor) -> Tensor:
         """What an MLP adds where its stream has moved."""
         block = layer.block
-        return block.ln2_post(block.mlp(block.ln2(self.read(layer, mlp=True) + moved)))
+        return block.ln2_post(block.mlp(block.ln2(self.read(layer, moved, mlp=True))))
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
         """What a sender changes at receivers, by paths that pass no other head."""
@@ -141,11 +148,11 @@ class TwoRuns:
                 if reader in receivers:
                     found |= self.replaced(block.mlp_out, added)
                 if recomputed and moved is not None:
-                    moved = moved + added - self.value(block.mlp_out)
+                    moved = to_device(moved, added.device) + added - self.value(block.mlp_out)
             if sender == writer:
                 moved = self.moved[sender]
         if moved is not None and len(graph.readers) - 1 in receivers:
-            return self.value(graph.layers[-1].block.resid_post) + moved
+            return self._sum(graph.layers[-1].block.resid_post, moved)
         return found
 
     def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
@@ -160,7 +167,8 @@ class TwoRuns:
         with Session() as session:
             for part in heads:
                 session.after(getattr(attn, part), partial(values.__setitem__, part))
-            attn.mix(*attn.project(layer.block.ln1(self.read(layer) + moved)), self.context)
+            projected = attn.project(layer.block.ln1(self.read(layer, moved)))
+            attn.mix(*projected, self.contexts[layer.device])
         found: dict[str, edits.Edit] = {}
         for part, chosen in heads.items():
             if chosen:

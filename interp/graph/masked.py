@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, HookError
 from hooks.session import Session, is_listened_to
-from hooks.transfer import to_device
+from hooks.transfer import all_to_device, to_device
 from interp.columns import real_of
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
@@ -233,6 +233,9 @@ class MaskedRuns:
             readers = _Readers(source, mask, stream)
             readers.wrote(self.graph.inputs(values.__getitem__))
             for layer in self.graph.layers:
+                if stream.device != layer.device:
+                    stream, context = all_to_device((stream, context), layer.device)
+                    readers.move(layer.device)
                 stream = _after(layer, stream, context, readers, values)
         return readers.seen(stream, slice(len(self.graph.readers) - 1, None))[0]
 
@@ -265,10 +268,15 @@ class _Readers:
     """
 
     def __init__(self, source: Tensor, mask: Tensor, stream: Tensor) -> None:
-        self.source, self.mask = source, mask
+        self.source, self.mask = all_to_device((source, mask), stream.device)
         self.n = 0
         # Other - current. A graph keeps what was multiplied, so there it may not be written into.
         self.space = stream.new_empty(0 if mask.requires_grad else len(mask), *stream.shape)
+
+    def move(self, device: torch.device) -> None:
+        """Continues on another device."""
+        held = self.source, self.mask, self.space
+        self.source, self.mask, self.space = all_to_device(held, device)
 
     def wrote(self, current: Float[Tensor, "writer batch pos d_model"]) -> None:
         """The next writers have written."""

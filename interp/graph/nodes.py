@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.replay import replay
-from hooks.transfer import to_device
+from hooks.transfer import all_to_device, to_device
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 """The value that a point had in a run."""
@@ -54,6 +54,11 @@ class Layer:
     is_parallel: bool
 
     @property
+    def device(self) -> torch.device:
+        """Where the block's weights are."""
+        return self.block.attn.W_O.device
+
+    @property
     def scale(self) -> nn.Module | None:
         """The point of the scale that divides what attention adds; None without one."""
         return getattr(self.block.ln1_post, "scale", None)
@@ -70,7 +75,8 @@ class Layer:
 
     def added(self, at: At) -> list[Float[Tensor, "writer batch pos d_model"]]:
         """What the heads add to the stream and, if it is a writer, what the bias adds."""
-        z, (weight, bias, constant) = at(self.block.attn.z), self.written
+        z = at(self.block.attn.z)
+        weight, bias, constant = all_to_device(self.written, z.device)
         if self.scale is not None:
             scale = at(self.scale)
             z, bias = (z / scale[..., None]).to(z.dtype), (bias / scale).to(bias.dtype)

@@ -98,7 +98,8 @@ class Folded:
     """Weights of a model for row vectors, as they act: `x @ W`, in at least float32.
 
     A norm divides by its scale, which depends on the text. Everything else that it does is linear, and is
-    folded in: gains, and for LayerNorm the mean, which nothing reads. Biases are left out.
+    folded in: gains, and for LayerNorm the mean, which nothing reads. Biases are left out. All are on the
+    device of the model's first parameter.
 
     Args:
         model: see `LanguageModel`; an attached one is copied, if `models.from_hf` knows its family.
@@ -130,9 +131,13 @@ class Folded:
     def _linear(self, owner: nn.Module, name: str) -> LinearPart:
         return linear_part(part_of(owner, name, "fold norms"), self.model.config.d_model)
 
+    def _held(self, name: str) -> Tensor:
+        held = getattr(self.model, name).detach()
+        return to_device(held, next((w.device for w in self.model.parameters()), held.device))
+
     def read(self, name: str) -> Float[Tensor, "layer _kv_head d_model d_head"]:
         """`W_Q`, `W_K` or `W_V`."""
-        held: Tensor = at_least_float32(getattr(self.model, name).detach())
+        held = at_least_float32(self._held(name))
         if not self.fold:
             return held
         return stacked(part.before(w) for part, w in zip(self.reads, held, strict=True))
@@ -143,7 +148,7 @@ class Folded:
 
     def written(self) -> Writing:
         """`W_O`."""
-        held = at_least_float32(self.model.W_O.detach())
+        held = at_least_float32(self._held("W_O"))
         if not self.fold:
             return held
         held = stacked(part.after(w) for part, w in zip(self.writes, held, strict=True))
@@ -151,7 +156,7 @@ class Folded:
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
         """`W_E`, times the model's `embed_scale`."""
-        held = at_least_float32(self.model.W_E.detach())
+        held = at_least_float32(self._held("W_E"))
         held = held * getattr(self.model.config, "embed_scale", 1.0)
         return self._linear(self.model, "ln_embed").after(held) if self.fold else held
 
@@ -163,8 +168,10 @@ class Folded:
         Folded also without the mean over the vocabulary, which changes no probability, unless there is a
         cap.
         """
-        held = self.model.W_U.detach()
-        columns = at_least_float32(held if tokens is None else held[:, tokens])
+        held = self._held("W_U")
+        columns = at_least_float32(
+            held if tokens is None else held[:, to_device(tokens, held.device)]
+        )
         if not self.fold:
             return columns
         if not getattr(self.model.config, "logit_cap", 0):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import Point
+from hooks.transfer import to_device
 from interp.columns import at_least_float32
 from interp.linear.folded import Folded
 from interp.protocol import runner_of
@@ -79,7 +80,7 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     def of_the_first(stream: Tensor, point: Point) -> Tensor:
         if not first:
             first.append(stream)
-        return first[0]
+        return to_device(first[0], stream.device)
 
     edits = {"embed": mean_embedding, "blocks.*.resid_pre": of_the_first}
     tokens = torch.zeros(1, n_pos, dtype=torch.long)

@@ -113,7 +113,7 @@ def tuned_lens(
         real = slice(None) if text.mask is None else text.mask.flatten()
         streams = stacked(cache[name].flatten(0, 1)[real] for name in names)
         optimizer.zero_grad()
-        losses.append(_backward(model, weight, bias, streams))
+        losses.append(_backward(model, weight, bias, to_device(streams, own.device)))
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.step()
     identity = torch.eye(size, dtype=dtype, device=own.device)

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.transfer import to_device
 from interp.columns import tokens_of
 from interp.linear.folded import Folded
 from interp.spectral.factored import FactoredMatrix
@@ -112,8 +111,8 @@ def token_directions(
         TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or one is negative.
     """
     folded = Folded(model, fold, "W_U")
-    there = to_device(tokens_of(tokens, tokens.ndim).flatten(), folded.model.W_U.device)
-    return folded.unembedding(there).mT.reshape(*tokens.shape, -1)
+    flat = tokens_of(tokens, tokens.ndim).flatten()
+    return folded.unembedding(flat).mT.reshape(*tokens.shape, -1)
 
 
 class SingularTokens(NamedTuple):

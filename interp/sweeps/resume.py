@@ -13,7 +13,7 @@ from hooks._torch import PeakBytes
 from hooks.point import first_tensor, inside
 from hooks.replay import replay
 from hooks.session import Edits
-from hooks.transfer import trusted
+from hooks.transfer import to_device, trusted
 from interp.sweeps.rows import Done, Job, acting, copied, stacked, too_small
 from interp.sweeps.unedited import Unedited
 
@@ -102,7 +102,7 @@ class Resumed:
         layer = max(range(len(self._inside)), key=lambda n: len(self._inside[n] & edited))
         copying: Edits = [(module, copied) for module in edited]
         with PeakBytes() as block:
-            self._run(layer, base.streams[layer], base.context, copying)
+            self._run(layer, base.streams[layer], base.contexts[layer], copying)
         stream = base.streams[-1]
         whole = any(job.late for job in jobs)
         with PeakBytes() as unembed:
@@ -128,19 +128,21 @@ class Resumed:
     def _stream_of(self, jobs: list[Job], done: Done) -> Tensor:
         """The stream that leaves the last block in each of these runs, from their first position on."""
         blocks, pos = self.model.blocks, jobs[0].pos
-        context = self.base.context
-        if pos:
-            past = [tuple(part[:, :, :pos] for part in parts) for parts in self.base.past]
-            context = context.after(pos, past)
+        contexts, context = self.base.contexts_from(pos), None
         running: list[Job] = []
         stream: list[Tensor] = []
         for layer in range(jobs[0].layer, len(blocks) + 1):
+            # Blocks may be on several devices.
+            here = self.base.streams[layer].device
+            stream = [to_device(part, here) for part in stream]
             joining = [job for job in jobs if job.layer == layer]
             if joining:
                 running += joining
                 stream = [torch.cat([*stream, *(self._entering(job)[:, pos:] for job in joining)])]
-                repeated = context.repeated(len(running))
             if layer < len(blocks):
+                if joining or contexts[layer] is not context:
+                    context = contexts[layer]
+                    repeated = context.repeated(len(running))
                 edits = stacked(running, self.size, self._inside[layer])
                 with starting_at(pos or None):
                     stream = [self._run(layer, stream[0], repeated, edits)]
@@ -159,7 +161,8 @@ class Resumed:
             return self.base.streams[job.layer]
         # The unedited run has checked the texts.
         with trusted(), acting(stacked([job], self.size)):
-            return self.model.input_resid(self.batch.tokens, self.base.context)
+            resid = self.model.input_resid(self.batch.tokens, self.base.contexts[0])
+        return to_device(resid, self.base.streams[0].device)
 
     def _measured(
         self, jobs: list[Job], stream: Tensor, read_at_once: int

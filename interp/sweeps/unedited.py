@@ -11,6 +11,7 @@ from hooks import EditedPoint, HookedRunner
 from hooks._torch import version
 from hooks.point import first_tensor, inside, tensors_in
 from hooks.session import Session
+from hooks.transfer import to_device
 from interp.edits import Edit
 from interp.protocol import logits_of, of
 from interp.sweeps.rows import Batch, Job, has_rows
@@ -32,7 +33,7 @@ class Unedited:
         streams: what entered each block, and what left the last one, [batch, pos, d_model].
         past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited run
             begins after the first position.
-        context: what the blocks read besides the stream.
+        contexts: what each block reads besides the stream. Blocks on one device share it.
         language: the model's parts; see `interp.protocol.of`.
 
     Raises:
@@ -46,7 +47,7 @@ class Unedited:
         self.stages: dict[nn.Module, set[float]] = {}
         self.streams: list[Tensor] = []
         self.past: list[list[Tensor]] = []
-        self.context: Any = None
+        self.contexts: list[Any] = []
         self._kept = 2 if any(job.pos for job in jobs) else 0
         self._stage = -1.0
         self._by_rows = True
@@ -103,38 +104,48 @@ class Unedited:
     def is_resumable(self) -> bool:
         """Whether the forward pass has the steps from which an edited run can begin in the middle.
 
-        If it has, `streams`, `past` and `context` are theirs.
+        If it has, `streams`, `past` and `contexts` are theirs.
         """
         language, calls, outputs = self.language, self._calls, self._outputs
         n_blocks = len(getattr(language, "blocks", ()))
         if not n_blocks or len(calls) != n_blocks or not all(calls) or not self._by_rows:
             return False
         known = {-1.0, *map(float, range(n_blocks)), n_blocks - 0.5}
-        self.context = self._context()
+        self.contexts = self._contexts()
         self.streams = [stream for _, _, stream, _ in calls] + outputs[-1:]
         return (
             set().union(*self.stages.values()) <= known
-            and all(hasattr(self.context, part) for part in ("repeated", "after"))
+            and all(hasattr(c, part) for c in self.contexts for part in ("repeated", "after"))
             and all(len(kept) == self._kept for kept in self.past)
             # No block wrote into the stream that it was given.
             and all(version(stream) == before for _, _, stream, before in calls)
             and all(map(_are_close, outputs, self.streams[1:]))
             and all(hasattr(language, step) for step in ("input_resid", "unembed"))
-            and _are_close(language.input_resid(self.batch.tokens, self.context), self.streams[0])
+            and _are_close(
+                language.input_resid(self.batch.tokens, self.contexts[0]), self.streams[0]
+            )
             and _are_close(language.unembed(self.batch.read(self.streams[-1])), self.logits)
         )
 
-    def _context(self) -> Any:
-        """What the blocks read besides the stream; None if they cannot run again."""
+    def contexts_from(self, pos: int) -> list[Any]:
+        """`contexts` from a position on. Blocks that share one still do."""
+        if not pos:
+            return self.contexts
+        past = [tuple(part[:, :, :pos] for part in parts) for parts in self.past]
+        given = {id(context): context for context in self.contexts}
+        later = {key: context.after(pos, past) for key, context in given.items()}
+        return [later[id(context)] for context in self.contexts]
+
+    def _contexts(self) -> list[Any]:
+        """What each block reads besides the stream; None for one that cannot run again."""
         if self._finds_context:
             given = [(args, kwargs) for args, kwargs, _, _ in self._calls]
             found = self.language.context_of(given, self.batch.kwargs)
             self.past = [list(pair) for pair in found.held] if found and self._kept else self.past
-            return found
-        contexts = [
+            return [found] * len(given)
+        return [
             args[1] if len(args) == 2 and not kwargs else None for args, kwargs, *_ in self._calls
         ]
-        return contexts[0] if all(context is contexts[0] for context in contexts) else None
 
 
 def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
@@ -158,4 +169,6 @@ def _are_close(ours: Any, theirs: Tensor) -> bool:
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
         return False
     size = min(0.03, 1000 * torch.finfo(theirs.dtype).eps) * theirs.abs().max().item()
-    return ours is theirs or torch.allclose(ours, theirs, rtol=0, atol=size, equal_nan=True)
+    if ours is theirs:
+        return True
+    return torch.allclose(ours, to_device(theirs, ours.device), rtol=0, atol=size, equal_nan=True)
