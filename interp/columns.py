@@ -147,6 +147,11 @@ def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axes"]:
+    """Values on the device and in the dtype of another tensor."""
+    return to_device(values, other.device).to(other.dtype)
+
+
 def divergence(
     expected: Float[Tensor, "*axes vocab"], found: Float[Tensor, "*more vocab"]
 ) -> Float[Tensor, "*more"]:

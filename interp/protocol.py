@@ -34,8 +34,8 @@ class LanguageModel(Protocol):
 
     `attn.project` gives the queries, keys and values of each head, linear in what it reads, by `attn.W_Q`,
     `attn.b_Q` and their like; `attn.mix` makes of them what attention adds, by a point `attn.z` and by `attn.W_O`
-    and `attn.b_O`. A norm is linear but for the division by its point `scale`; without that point it is
-    an identity. A block without `resid_mid` has an MLP that reads what attention reads, or no `mlp`.
+    and `attn.b_O`. A norm is a LayerNorm or an RMSNorm with a point `scale` of what it divides by, or an
+    identity. A block without `resid_mid` has an MLP that reads what attention reads, or no `mlp`.
     """
 
     config: Sizes

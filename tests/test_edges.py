@@ -247,6 +247,14 @@ def test_bad_input_is_refused(error, match, given):
         edge_attribution(model, clean, **given)
 
 
+@pytest.mark.parametrize("part", ["ln1", "ln2"])
+def test_a_norm_without_its_scale_is_no_identity(part):
+    model = made()
+    setattr(model.blocks[1], part, torch.nn.LayerNorm(14).double().eval())
+    with pytest.raises(AttributeError, match="scale"):
+        edge_attribution(model, CLEAN, OTHER, METRIC)
+
+
 def test_hooks_that_act_are_refused():
     model = made()
     hooks = {"blocks.1.attn_out": lambda value, point: value * 0}

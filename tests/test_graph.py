@@ -62,6 +62,24 @@ def test_embeddings_apart_are_divided_by_the_scale_of_their_norm():
     torch.testing.assert_close(found[2], model.ln_embed.bias.expand_as(token))
 
 
+def test_what_is_written_follows_the_gain_of_its_norm():
+    """By a finite difference: circuits can be trained."""
+    model = made(norm_place="sandwich")
+    nodes, gain = graph.Graph(model), model.blocks[1].ln1_post.weight
+    with torch.no_grad():
+        cache = ran(model, nodes)
+    at = {point: cache[name] for point, name in zip(nodes.points, nodes.needed, strict=True)}
+
+    def total():
+        return sum(part.square().sum() for part in nodes.layers[1].added(at.__getitem__))
+
+    (found,) = torch.autograd.grad(total(), gain)
+    with torch.no_grad():
+        before = total()
+        gain[3] += 1e-6
+        torch.testing.assert_close((total() - before) / 1e-6, found[3], rtol=1e-4, atol=0)
+
+
 def test_edges_of_gpt2_small_are_counted_as_by_mib():
     config = TransformerConfig(vocab_size=2, n_ctx=2, n_layers=12, n_heads=12, d_model=12)
     nodes = graph.Graph(Transformer(config))

@@ -38,7 +38,7 @@ def test_imports_go_one_way(path):
 INTERP = """protocol columns texts metrics pairs edits sites results sweeps linear graph gradients spectral
     reading causal report __main__ pictures"""
 # Where files stand side by side, the ones that others of the room may import.
-FLAT = {"linear": "", "spectral": "singular", "reading": "", "causal": "", "pictures": ""}
+FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "causal": "", "pictures": ""}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 13_800, 140), (("tests",), 18_900, 104)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 13_800, 142), (("tests",), 19_000, 104)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

@@ -11,6 +11,7 @@ from hooks.replay import replay
 from hooks.transfer import all_to_device, to_device
 from interp.columns import at_least_float32
 from interp.graph import Graph
+from interp.linear.norms import is_identity, linear_part
 
 
 class Reading(NamedTuple):
@@ -70,15 +71,17 @@ class Pullback:
     ) -> None:
         gradient = at_least_float32(gradient)
         stream = to_device(at_least_float32(stream), gradient.device)
-        weight = None if reading.weight is None else at_least_float32(reading.weight.detach())
+        weight: Tensor | None = None
         slope: Tensor | None = None
-        if hasattr(reading.norm, "scale"):
+        if not is_identity(reading.norm):
             scale, slope = _scale(reading.norm, stream)
             gradient, slope = gradient / scale, slope / scale
-            if weight is None:
-                gradient = _transposed(reading.norm, gradient)
+        with torch.no_grad():
+            linear = linear_part(reading.norm, stream.shape[-1])
+            if reading.weight is None:
+                gradient = linear.before(gradient)
             else:
-                weight = _transposed(reading.norm, weight)
+                weight = at_least_float32(linear.before(reading.weight))
         self.stream, self.gradient = all_to_device((stream, gradient), device)
         self.weight, self.slope = all_to_device((weight, slope), device)
 
@@ -126,12 +129,3 @@ def _scale(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         replay(norm, (x,), {}, [(norm.scale, found.append)])
         (slope,) = torch.autograd.grad(found[0].sum(), x)
     return found[0].detach(), slope
-
-
-def _transposed(norm: Any, rows: Tensor) -> Tensor:
-    """The transpose of a norm's linear map, without its division, applied to vectors."""
-    with torch.enable_grad():
-        x = rows.new_zeros(1, 1, rows.shape[-1]).requires_grad_()
-        undivided = replay(norm, (x,), {}, [(norm.scale, torch.ones_like)])
-        each = rows.reshape(-1, *x.shape)
-        return torch.autograd.grad(undivided, x, each, is_grads_batched=True)[0].view_as(rows)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from hooks import CacheError, HookedRunner
 from hooks.errors import unknown_name
-from interp.columns import real_of
-from interp.graph.nodes import At, add, layer_of, shares
+from interp.columns import like, real_of
+from interp.graph.nodes import At, add, layer_of
+from interp.linear.norms import is_identity, linear_part
 from interp.protocol import of
 
 _BLOCK = ("ln1", "attn", "ln1_post", "attn_out", "resid_post")
@@ -44,6 +45,7 @@ class Graph:
         writers, readers: the names of the nodes, in the order of computation.
         layers: the nodes of each block.
         allowed: which edges exist.
+        names: the name of each point of the model.
         points, needed: the points, and their names, that `contributions` needs in a cache.
 
     Raises:
@@ -55,17 +57,18 @@ class Graph:
     def __init__(self, model: nn.Module, apart: bool = False) -> None:
         _check(model)
         self.model: Any = model
-        self._names = {p.module: name for name, p in HookedRunner(model).points.items()}
+        self.names = {p.module: name for name, p in HookedRunner(model).points.items()}
         blocks: Any = self.model.blocks
         parts = [getattr(model, part, None) for part in (("embed", "pos_embed") if apart else ())]
         # What the first block's stream is a sum of, and the norm of that sum.
-        self._inputs = [part for part in parts if part in self._names] or [blocks[0].resid_pre]
-        self._norm: Any = getattr(model, "ln_embed", None) if apart else None
+        self._inputs = [part for part in parts if part in self.names] or [blocks[0].resid_pre]
+        norm: Any = getattr(model, "ln_embed", None)
+        self._norm = norm if apart and not is_identity(norm) else None
         # Each node with the time when it writes or reads.
         writers: dict[str, int] = {}
         readers: dict[str, int] = {}
-        add(writers, 0, [self._names[point] for point in self._inputs] if apart else ["input"])
-        if shares(self._norm, blocks[0].attn.b_O)[1].any():
+        add(writers, 0, [self.names[point] for point in self._inputs] if apart else ["input"])
+        if linear_part(self._norm, len(blocks[0].attn.b_O)).bias.any():
             add(writers, 0, ["input.bias"])
         self.layers = tuple(layer_of(n, block, writers, readers) for n, block in enumerate(blocks))
         add(readers, 2 * len(blocks), ["logits"])
@@ -82,12 +85,12 @@ class Graph:
             varies
         )[:, None]
         self.points = tuple(self._points())
-        self.needed = [self._names[point] for point in self.points]
+        self.needed = [self.names[point] for point in self.points]
 
     def _points(self) -> Iterator[nn.Module]:
         """The points of what was written, and last of the stream that it adds up to."""
         yield from self._inputs
-        if hasattr(self._norm, "scale"):
+        if self._norm is not None:
             yield self._norm.scale
         for layer in self.layers:
             yield layer.block.attn.z
@@ -152,7 +155,7 @@ class Graph:
             )
 
         def at(point: nn.Module) -> Tensor:
-            return cache[self._names[point]]
+            return cache[self.names[point]]
 
         stream = at(self.layers[-1].block.resid_post)
         found = stream.new_empty(len(self.writers), *stream.shape)
@@ -169,13 +172,13 @@ class Graph:
     def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
         """What the first writers add: the embeddings."""
         parts = torch.stack([at(point) for point in self._inputs])
-        if not hasattr(self._norm, "scale"):
+        if self._norm is None:
             return parts
-        linear, constant = shares(self._norm, parts)
-        divided = (linear / at(self._norm.scale)).to(parts.dtype)
+        linear = linear_part(self._norm, parts.shape[-1])
+        divided = (linear.after(parts) / at(self._norm.scale)).to(parts.dtype)
         if "input.bias" not in self.writers:
             return divided
-        return torch.cat([divided, constant.expand_as(divided[:1])])
+        return torch.cat([divided, like(linear.bias, divided).expand_as(divided[:1])])
 
 
 def writers(

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.replay import replay
-from hooks.transfer import all_to_device, to_device
+from hooks.transfer import all_to_device
+from interp.columns import like
+from interp.linear.norms import is_identity, linear_part
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 """The value that a point had in a run."""
@@ -18,7 +19,8 @@ At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 class Written(NamedTuple):
     """How attention writes: `attn_out = sum_h (z_h / scale) weight_h + bias / scale + constant`.
 
-    The scale is that of the norm of what attention adds, in the same run; 1 without such a norm.
+    The scale is that of the norm of what attention adds, in the same run; 1 without such a norm. With one,
+    all are in at least float32.
 
     Attributes:
         weight: `W_O`, passed through the norm without its division.
@@ -61,7 +63,8 @@ class Layer:
     @property
     def scale(self) -> nn.Module | None:
         """The point of the scale that divides what attention adds; None without one."""
-        return getattr(self.block.ln1_post, "scale", None)
+        norm = self.block.ln1_post
+        return None if is_identity(norm) else norm.scale
 
     @property
     def attn(self) -> slice:
@@ -71,7 +74,8 @@ class Layer:
     @property
     def written(self) -> Written:
         """How attention writes, from the live weights."""
-        return _written(self.block)
+        attn = self.block.attn
+        return written(self.block.ln1_post, attn.W_O, attn.b_O)
 
     def added(self, at: At) -> list[Float[Tensor, "writer batch pos d_model"]]:
         """What the heads add to the stream and, if it is a writer, what the bias adds."""
@@ -79,41 +83,18 @@ class Layer:
         weight, bias, constant = all_to_device(self.written, z.device)
         if self.scale is not None:
             scale = at(self.scale)
-            z, bias = (z / scale[..., None]).to(z.dtype), (bias / scale).to(bias.dtype)
-        heads = torch.einsum("bphe,hed->hbpd", z, weight)
+            z, bias = (z / scale[..., None]).to(z.dtype), bias / scale
+        heads = torch.einsum("bphe,hed->hbpd", z, weight.to(z.dtype))
         if self.bias is None:
             return [heads]
-        return [heads, (bias + constant).expand_as(heads[:1])]
+        return [heads, (bias + constant).to(z.dtype).expand_as(heads[:1])]
 
 
-def shares(
-    norm: Any, x: Float[Tensor, "*axes d_model"]
-) -> tuple[Float[Tensor, "*axes d_model"], Float[Tensor, " d_model"]]:
-    """What a norm writes of each part of a sum: `part / scale + constant`, the constant once.
-
-    Args:
-        norm: a norm with a point `scale` for its divisor. Anything else passes parts on.
-        x: the parts of the sum.
-
-    Returns:
-        The parts after the norm's linear steps without the division, and the constant, where `x` is.
-    """
-    if not hasattr(norm, "scale"):
-        return x, x.new_zeros(x.shape[-1])
-    rows = torch.cat([x.reshape(-1, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
-    weights = next(norm.parameters(), rows)
-    read = (to_device(rows[None], weights.device),)
-    undivided = to_device(replay(norm, read, {}, [(norm.scale, torch.ones_like)])[0], x.device)
-    return (undivided[:-1] - undivided[-1]).view(x.shape), undivided[-1]
-
-
-def _written(block: Any) -> Written:
-    weight = block.attn.W_O
-    if not hasattr(block.ln1_post, "scale"):
-        return Written(weight, block.attn.b_O, torch.zeros_like(block.attn.b_O))
-    rows = torch.cat([weight.flatten(0, 1), block.attn.b_O[None]])
-    linear, constant = shares(block.ln1_post, rows)
-    return Written(linear[:-1].view_as(weight), linear[-1], constant)
+def written(norm: Any, weight: Tensor, bias: Float[Tensor, " d_model"]) -> Written:
+    """How `values weight + bias` is added where a norm comes between, from the live weights."""
+    linear = linear_part(norm, len(bias))
+    bias = linear.after(bias)
+    return Written(linear.after(weight), bias, like(linear.bias, bias))
 
 
 def layer_of(n: int, block: Any, writers: dict[str, int], readers: dict[str, int]) -> Layer:
@@ -124,11 +105,9 @@ def layer_of(n: int, block: Any, writers: dict[str, int], readers: dict[str, int
         for part, heads in (("q", queries), ("k", keys), ("v", keys))
     )
     heads, bias, mlp = add(writers, 2 * n + 1, [f"a{n}.h{head}" for head in queries]), None, None
-    written, is_parallel = (
-        _written(block),
-        hasattr(block, "mlp") and not hasattr(block, "resid_mid"),
-    )
-    if written.bias.any() or written.constant.any():
+    is_parallel = hasattr(block, "mlp") and not hasattr(block, "resid_mid")
+    wrote = written(block.ln1_post, block.attn.W_O, block.attn.b_O)
+    if wrote.bias.any() or wrote.constant.any():
         bias = add(writers, 2 * n + 1, [f"a{n}.bias"]).start
     if hasattr(block, "mlp"):
         read = add(readers, 2 * n + (not is_parallel), [f"m{n}"]).start

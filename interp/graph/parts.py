@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner
 from hooks.transfer import to_device
-from interp.columns import at_least_float32
+from interp.columns import at_least_float32, like
 from interp.graph.graph import Graph
-from interp.graph.nodes import shares
+from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.protocol import check_cache, plain
 
 # What is read of a run, but for neurons.
@@ -21,40 +21,42 @@ _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp
 
 
 class Part(NamedTuple):
-    """Components that write to the stream by one map: `values weight`, through the linear steps of a norm.
+    """Components that write to the stream by one map, or that are vectors of the stream.
 
     Attributes:
         names: those of the components.
-        values: what is mapped, already divided by the norm's scale.
-        weight: the map; None if values are vectors of the stream's size.
-        norm: the norm of what is added; anything without a point `scale` passes it on.
+        values: what is mapped, already divided by the scale of the norm of what is added.
+        map: the weights, and what that norm does besides; None for vectors.
     """
 
     names: Sequence[str]
     values: Float[Tensor, "batch pos component size"]
-    weight: Float[Tensor, "component size d_model"] | None = None
-    norm: Any = None
+    map: tuple[Float[Tensor, "component size d_model"], LinearPart] | None = None
 
     def write(self, out: Float[Tensor, "component batch pos d_model"]) -> None:
         """Puts what each component wrote into `out`."""
-        vectors = to_device(self.values, out.device).movedim(2, 0)
-        if self.weight is None:
+        vectors = like(self.values, out).movedim(2, 0)
+        if self.map is None:
             out.copy_(vectors)
         else:
-            weight = to_device(self.weight, out.device).to(out.dtype)
-            torch.bmm(vectors.flatten(1, 2), weight, out=out.view(len(out), -1, out.shape[-1]))
-        if hasattr(self.norm, "scale"):
-            out.copy_(shares(self.norm, out)[0])
+            weight, norm = self.map
+            torch.bmm(vectors.flatten(1, 2), like(norm.after(weight), out), out=out.flatten(1, 2))
 
     def along(
-        self, direction: Float[Tensor, "_batch _pos d_model"]
-    ) -> Float[Tensor, "component batch pos"]:
-        """What each component wrote along a direction, without making what it wrote."""
-        read = transposed(self.norm, to_device(direction, self.values.device))[0][:, :, None]
-        if self.weight is not None:
-            weight = to_device(self.weight, read.device).to(read.dtype)
-            read = torch.einsum("bpd,csd->bpcs", read[:, :, 0], weight)
-        return (self.values * read).sum(-1).movedim(2, 0)
+        self,
+        direction: Float[Tensor, "_batch _pos d_model"],
+        out: Float[Tensor, "batch pos component"],
+    ) -> None:
+        """Puts what each component wrote along a direction into `out`, without making what it wrote."""
+        values, read = like(self.values, out), direction[:, :, None]
+        if self.map is not None:
+            weight, norm = self.map
+            read = norm.before(direction) @ like(weight, out).flatten(0, 1).mT
+            read = read.unflatten(-1, weight.shape[:2])
+        if values.shape[-1] == 1:
+            torch.mul(values[..., 0], read[..., 0], out=out)
+        else:
+            torch.sum(values * read, -1, out=out)
 
 
 class Parts:
@@ -120,45 +122,40 @@ class Parts:
     def __call__(self, before: int | None = None, neurons: bool = False) -> Iterator[Part]:
         """What was written before a block, or before the unembedding, in the order of computation."""
         layers, writers = self.graph.layers, self.graph.writers
-        names = [name for name in writers[: layers[0].heads.start] if name != "input.bias"]
-        embeds, norm = torch.stack([*map(self.at, names)], 2), getattr(self.model, "ln_embed", None)
-        yield from self._normed("ln_embed", norm, names, embeds, None, None, "input.bias")
+        inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
+        yield Part(writers[: len(inputs)], inputs.movedim(0, 2))
         for n, layer in enumerate(layers[:before]):
-            block, at = layer.block, f"blocks.{n}"
-            heads, z, attn = writers[layer.heads], self.at(f"{at}.attn.z"), block.attn
-            post = f"{at}.ln1_post", block.ln1_post
-            yield from self._normed(*post, heads, z, attn.W_O, attn.b_O, f"a{n}.bias")
+            at, attn = f"blocks.{n}", layer.block.attn
+            heads, z = writers[layer.heads], self.at(f"{at}.attn.z")
+            yield from self._written(heads, z, attn.W_O, attn.b_O, f"{at}.ln1_post", f"a{n}.bias")
             if layer.mlp is not None and neurons:
-                hidden, mlp = self.at(f"{at}.mlp.post")[..., None], block.mlp
+                hidden, mlp = self.at(f"{at}.mlp.post")[..., None], layer.block.mlp
                 names = [f"m{n}.n{neuron}" for neuron in range(hidden.shape[2])]
-                post = f"{at}.ln2_post", block.ln2_post
-                weight = mlp.W_out[:, None]
-                yield from self._normed(*post, names, hidden, weight, mlp.b_out, f"m{n}.bias")
+                weight, norm = mlp.W_out[:, None], f"{at}.ln2_post"
+                yield from self._written(names, hidden, weight, mlp.b_out, norm, f"m{n}.bias")
             elif layer.mlp is not None:
                 yield Part([f"m{n}"], self.at(f"{at}.mlp_out")[:, :, None])
 
-    def _normed(
+    def _written(
         self,
-        path: str,
-        norm: Any,
         names: Sequence[str],
         values: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        norm: str,
         rest: str,
     ) -> Iterator[Part]:
         """Components that are added and normed together, and what is added beside them."""
-        zeros = values.new_zeros(values.shape[-1] if weight is None else weight.shape[-1])
-        vector, constant = shares(
-            norm, zeros if bias is None else to_device(bias, zeros.device).to(zeros.dtype)
-        )
-        if hasattr(norm, "scale"):
-            scale = self.at(f"{path}.scale")
-            values, vector = values / scale[..., None], vector / scale
-        yield Part(names, values, weight, norm)
-        vector = vector + constant
-        if vector.any():
-            yield Part([rest], vector.expand(*values.shape[:2], -1)[:, :, None])
+        module = self.model.get_submodule(norm)
+        linear = linear_part(module, len(bias))
+        bias = like(linear.after(bias), values)
+        if not is_identity(module):
+            scale = self.at(f"{norm}.scale")
+            values, bias = values / scale[..., None], bias / scale
+        yield Part(names, values, (weight, linear))
+        bias = bias + like(linear.bias, bias)
+        if bias.any():
+            yield Part([rest], bias.expand(*values.shape[:2], -1)[:, :, None])
 
     def check(
         self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], size: Tensor
@@ -169,32 +166,11 @@ class Parts:
             CacheError: if that is more than rounding in the cache's dtype can explain, of `size`.
         """
         gap = (found - to_device(expected, found.device)).abs().max().item()
-        dtype = self._cache[self.last].dtype
-        allowed = min(0.03, 1000 * torch.finfo(dtype).eps) * size.abs().max().item()
+        dtype, (least, most) = self._cache[self.last].dtype, torch.aminmax(size)
+        allowed = min(0.03, 1000 * torch.finfo(dtype).eps) * torch.maximum(-least, most).item()
         if not gap <= allowed:  # NaN is not
             raise CacheError(
                 f"the parts must add up to within {allowed:.3g}; got a difference of {gap:.3g}: the cache is of "
                 "another model, its run was edited, or its blocks add something else"
             )
         return float(f"{gap:.2g}")
-
-
-def transposed(
-    norm: Any, direction: Float[Tensor, "*axes d_model"]
-) -> tuple[Float[Tensor, "*axes d_model"], Float[Tensor, "*axes"]]:
-    """What a direction of a norm's output reads of its input: `direction · norm(x) = read · x / scale + constant`.
-
-    Args:
-        norm: a norm with a point `scale`. Anything else passes directions on.
-        direction: directions of its output.
-
-    Returns:
-        The directions that read its input, and the constants.
-    """
-    if not hasattr(norm, "scale"):
-        return direction, direction.new_zeros(direction.shape[:-1])
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.zeros_like(direction).requires_grad_()
-        linear, constant = shares(norm, x)
-        (read,) = torch.autograd.grad(linear, x, direction.clone())
-    return read, direction @ constant.detach()

@@ -1,4 +1,1 @@
-"""Linear maps that readings share: the map of a lens, and heads' weights with norms folded in.
-
-Neither file imports the other.
-"""
+"""Linear maps: of norms, of heads with the norms around them folded in, and of lenses."""

@@ -1,83 +1,18 @@
 """The weights of attention heads as they act on the stream, with the norms around them folded in."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from hooks import Identity
-from hooks.session import muted
 from hooks.transfer import stacked, to_device
 from interp.columns import at_least_float32
+from interp.linear.norms import LinearPart, linear_part
 from interp.protocol import plain
 
 Reading = Float[Tensor, "layer head d_model d_head"]
 Writing = Float[Tensor, "layer head d_head d_model"]
-
-
-@dataclass(frozen=True)
-class LinearPart:
-    """What a norm does to a vector apart from the division by its scale: `centred(x) * gain`.
-
-    Attributes:
-        gain: the gain, in float64; ones where there is none.
-        centres: whether the mean is subtracted.
-    """
-
-    gain: Float[Tensor, "*shape"]
-    centres: bool
-
-    def before(
-        self, weights: Float[Tensor, "*axes d_model out"]
-    ) -> Float[Tensor, "*axes d_model out"]:
-        """Weights that read the norm's output, as they read its input."""
-        weights = weights * to_device(self.gain, weights.device).to(weights.dtype)[:, None]
-        return weights - weights.mean(-2, keepdim=True) if self.centres else weights
-
-    def after(self, weights: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        """Weights that write the norm's input, as they write its output."""
-        weights = weights - weights.mean(-1, keepdim=True) if self.centres else weights
-        return weights * to_device(self.gain, weights.device).to(weights.dtype)
-
-
-def linear_part(norm: nn.Module, *shape: int) -> LinearPart:
-    """The linear part of a LayerNorm, an RMSNorm or an identity, as the module itself shows it.
-
-    Args:
-        norm: a module of tensors [batch, pos, *shape].
-        shape: of what it norms.
-
-    Raises:
-        TypeError: if it computes something else.
-    """
-    state = {name: value.detach().double() for name, value in norm.state_dict().items()}
-    device = next((value.device for value in state.values()), None)
-    signs = torch.ones(shape, dtype=torch.float64, device=device)
-    if isinstance(norm, (Identity, nn.Identity)):
-        return LinearPart(signs, False)
-    signs[..., 1::2] = -1
-    wave = torch.arange(shape[-1], dtype=torch.float64, device=device).cos().expand(shape)
-
-    def odd(x: Tensor) -> Tensor:
-        # Without the bias, and so long that the epsilon has no effect.
-        ends = [functional_call(norm, state, (1e12 * end[None, None],)) for end in (x, -x)]
-        return ((ends[0] - ends[1]) / 2)[0, 0].double()
-
-    with muted():  # open hook contexts do not change weights
-        shown, moved, waved = odd(signs), odd(signs + 3), odd(wave)
-    centres = torch.allclose(moved, shown, rtol=1e-4, atol=0, equal_nan=True)
-    signs, wave = (x - x.mean() if centres else x for x in (signs, wave))
-    unit, wave = (x / x.square().mean().sqrt() for x in (signs, wave))
-    gain = shown / unit
-    if not torch.allclose(waved, gain * wave, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise TypeError(
-            "a norm must be a LayerNorm, an RMSNorm or an identity to be folded; got another map, "
-            f"{type(norm).__name__}: use fold=False"
-        )
-    return LinearPart(gain, centres)
 
 
 def part_of(owner: Any, name: str, purpose: str) -> Any:
@@ -115,9 +50,7 @@ class Folded:
     def __init__(self, model: nn.Module, fold: bool, *weights: str) -> None:
         self.model: Any = plain(model, "config", "blocks", *weights)
         self.fold = fold
-        if not fold:
-            return
-        if getattr(self.model.config, "norm_place", "pre") == "post":
+        if fold and getattr(self.model.config, "norm_place", "pre") == "post":
             raise ValueError(
                 "norm_place must be 'pre', 'output' or 'sandwich' to fold norms, as others norm the "
                 "stream itself; got 'post': use fold=False"
@@ -128,8 +61,11 @@ class Folded:
         # The mean of what is written has no effect if all that read it subtract it.
         self.centred = all(part.centres for part in (*self.reads, self.final))
 
-    def _linear(self, owner: nn.Module, name: str) -> LinearPart:
-        return linear_part(part_of(owner, name, "fold norms"), self.model.config.d_model)
+    def _linear(self, owner: Any, name: str, *shape: int) -> LinearPart:
+        if not self.fold:
+            return linear_part(None)
+        shape = shape or (self.model.config.d_model,)
+        return linear_part(part_of(owner, name, "fold norms"), *shape)
 
     def _held(self, name: str) -> Tensor:
         held = getattr(self.model, name).detach()
@@ -137,10 +73,8 @@ class Folded:
 
     def read(self, name: str) -> Float[Tensor, "layer _kv_head d_model d_head"]:
         """`W_Q`, `W_K` or `W_V`."""
-        held = at_least_float32(self._held(name))
-        if not self.fold:
-            return held
-        return stacked(part.before(w) for part, w in zip(self.reads, held, strict=True))
+        layers = zip(self.reads, at_least_float32(self._held(name)), strict=True)
+        return stacked(part.before(w.mT).mT for part, w in layers)
 
     def values(self) -> Reading:
         """`W_V` of every head."""
@@ -148,17 +82,15 @@ class Folded:
 
     def written(self) -> Writing:
         """`W_O`."""
-        held = at_least_float32(self._held("W_O"))
-        if not self.fold:
-            return held
-        held = stacked(part.after(w) for part, w in zip(self.writes, held, strict=True))
+        layers = zip(self.writes, at_least_float32(self._held("W_O")), strict=True)
+        held = stacked(part.after(w) for part, w in layers)
         return held - held.mean(-1, keepdim=True) if self.centred else held
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
         """`W_E`, times the model's `embed_scale`."""
         held = at_least_float32(self._held("W_E"))
         held = held * getattr(self.model.config, "embed_scale", 1.0)
-        return self._linear(self.model, "ln_embed").after(held) if self.fold else held
+        return self._linear(self.model, "ln_embed").after(held)
 
     def unembedding(
         self, tokens: Int[Tensor, " token"] | None = None
@@ -169,14 +101,11 @@ class Folded:
         cap.
         """
         held = self._held("W_U")
-        columns = at_least_float32(
-            held if tokens is None else held[:, to_device(tokens, held.device)]
-        )
-        if not self.fold:
-            return columns
-        if not getattr(self.model.config, "logit_cap", 0):
+        here = tokens if tokens is None else to_device(tokens, held.device)
+        columns = at_least_float32(held if here is None else held[:, here])
+        if self.fold and not getattr(self.model.config, "logit_cap", 0):
             columns = columns - held.mean(-1, keepdim=True, dtype=columns.dtype)
-        return self.final.before(columns)
+        return self.final.before(columns.mT).mT
 
     def queries_and_keys(self, distance: int | None) -> tuple[Reading, Reading]:
         """`W_Q` and `W_K`, rotated as for a key `distance` positions before the query.
@@ -200,9 +129,7 @@ class Folded:
     def _turned(self, attn: Any, weights: Tensor, norm: str, pos: int | None) -> Tensor:
         # As the queries of a text: [1, d_model, head, d_head].
         rows = weights.transpose(0, 1)[None]
-        if self.fold:
-            norms = part_of(attn, norm, "fold norms of queries and keys")
-            rows = linear_part(norms, *rows.shape[2:]).after(rows)
+        rows = self._linear(attn, norm, *rows.shape[2:]).after(rows)
         rotary = part_of(attn, "rotary", "rotate queries and keys")
         # Not the rotation of a run, which has the rounding of the model's dtype.
         rotation = rotary.rotation(torch.tensor([[pos or 0]], device=rows.device), rows.dtype)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.errors import unknown_name
 from hooks.transfer import stacked, to_device
-from interp.columns import at_least_float32, short, tokens_of
-from interp.graph.parts import Parts, transposed
+from interp.columns import at_least_float32, like, short, tokens_of
+from interp.graph.parts import Parts
+from interp.linear.norms import is_identity, linear_part
 from interp.protocol import of
 from interp.results.result import Result
 
@@ -86,11 +87,12 @@ def decompose(
     found = [*parts(before, neurons)]
     names = tuple(name for part in found for name in part.names)
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")
-    values, start = stream.new_empty(len(names), *stream.shape), 0
-    for part in found:
-        part.write(values[start : start + len(part.names)])
-        start += len(part.names)
-    parts.check(values.sum(0), stream, stream)
+    values = stream.new_empty(len(names), *stream.shape)
+    for part, out in zip(found, values.split([len(p.names) for p in found]), strict=True):
+        part.write(out)
+    # A matrix product is twice as fast as a sum over the first axis.
+    total = values.new_ones(len(names)) @ values.flatten(1)
+    parts.check(total.view_as(stream), stream, stream)
     return Decomposition(names, values)
 
 
@@ -134,17 +136,20 @@ def direct_logit_attribution(
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the logit.
     """
     reading = _Reading(model, cache, tokens, right, wrong, direction, pos)
-    names: list[str] = []
-    values = []
-    for part in reading.parts(neurons=neurons):
-        names += part.names
-        values.append(reading.scaled(part.along(reading.direction)))
-    found = torch.cat(values)
-    stream = reading.parts.at(reading.parts.last)
-    gap = reading.parts.check(found.sum(0), reading.read(stream), found)
+    parts = [*reading.parts(neurons=neurons)]
+    sizes = [len(part.names) for part in parts]
     biases = {name: value for name, value in reading.biases.items() if value.any()}
-    found = torch.cat([found, *(value.expand_as(found[:1]) for value in biases.values())])
-    return reading.result(found, "component", [*names, *biases], {"gap": gap})
+    stream = reading.parts.at(reading.parts.last)
+    values = reading.direction.new_empty(*stream.shape[:2], sum(sizes) + len(biases))
+    found, added = values.split([sum(sizes), len(biases)], -1)
+    for part, out in zip(parts, found.split(sizes, -1), strict=True):
+        part.along(reading.direction, out)
+    found /= reading.scale
+    gap = reading.parts.check(found.sum(-1), reading.read(stream), found)
+    for n, value in enumerate(biases.values()):
+        added[..., n] = value
+    names = [name for part in parts for name in part.names]
+    return reading.result(values.movedim(-1, 0), "component", [*names, *biases], {"gap": gap})
 
 
 @torch.no_grad()
@@ -218,12 +223,13 @@ class _Reading:
                 "tokens or directions must be one, or one for each text or each position, of "
                 f"{[*stream.shape]}; got {[*wide.shape]}"
             )
-        point = (
-            self.parts.at("ln_final.scale") if hasattr(norm, "scale") else stream.new_ones(1, 1, 1)
+        self.scale = (
+            stream.new_ones(1, 1, 1) if is_identity(norm) else self.parts.at("ln_final.scale")
         )
-        self._scale = point[..., 0]
-        self.direction, constant = transposed(norm, to_device(wide, point.device))
-        self.biases = {"ln_final.bias": constant, "unembed.bias": to_device(offset, point.device)}
+        wide, linear = like(wide, self.scale), linear_part(norm, stream.shape[2])
+        self.direction = linear.before(wide)
+        constant, offset = wide @ like(linear.bias, wide), like(offset, wide)
+        self.biases = {"ln_final.bias": constant, "unembed.bias": offset}
 
     def _unembedding(self, name: str, given: Tokens) -> tuple[Tensor, Tensor]:
         """The directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
@@ -242,13 +248,10 @@ class _Reading:
         zeros = vectors.new_zeros(tokens.shape)
         return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
 
-    def scaled(self, values: Float[Tensor, "*axes"]) -> Float[Tensor, "..."]:
-        """Values [..., batch, pos] divided by the final norm's scale."""
-        return to_device(values, self._scale.device) / self._scale
-
     def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """A stream along the direction."""
-        return self.scaled((stream * to_device(self.direction, stream.device)).sum(-1))
+        along = (stream * to_device(self.direction, stream.device)).sum(-1)
+        return to_device(along, self.scale.device) / self.scale[..., 0]
 
     def result(
         self,

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.errors import unknown_name
-from hooks.transfer import stacked, to_device
-from interp.columns import Mask, at_least_float32, real_of
+from hooks.transfer import stacked
+from interp.columns import Mask, at_least_float32, like, real_of
 from interp.protocol import check_cache, of
 from interp.results.result import Result
 
@@ -103,7 +103,7 @@ def head_scores(
     scores = []
     for pattern in map(at_least_float32, patterns):
         read = torch.special.entr(pattern) if kind == "entropy" else pattern
-        own = to_device(weights.to(read.dtype), read.device)
+        own = like(weights, read)
         scores.append((read.flatten(2) @ own.flatten(1)[..., None])[..., 0].T)
     about = {"kind": kind}
     return Result(stacked(scores), ("layer", "head", "example"), unit=_UNITS[kind], about=about)

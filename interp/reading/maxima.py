@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hooks.point import index_by_axis
 from hooks.transfer import to_device
-from interp.columns import at_least_float32, real_of
+from interp.columns import at_least_float32, like, real_of
 from interp.protocol import runner_of
 from interp.sites import SELECTS
 from interp.texts import Texts, Tokens, batches
@@ -120,5 +120,5 @@ def _values(
         )
     found = at_least_float32(value[index_by_axis(axes, where, point)])
     if direction is not None:
-        return found @ to_device(direction, found.device).to(found.dtype)
+        return found @ like(direction, found)
     return found if found.ndim == 2 else found.norm(dim=-1)

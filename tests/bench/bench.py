@@ -208,12 +208,16 @@ def direct() -> Calls:
     _, cache = HookedRunner(ours).run_with_cache(tokens, names=names)
 
     def read(**options: Any) -> timing.Call:
-        return lambda: direct_logit_attribution(ours, cache, right=right, wrong=wrong, **options)
+        options = {"right": right, "wrong": wrong} | options
+        return lambda: direct_logit_attribution(ours, cache, **options)
 
     return {
         "plain forward": lambda: ours(tokens),
         "differences of logits at every position": read(),
         "the same, of every neuron": read(neurons=True),
+        "of every neuron, one difference for each text": read(
+            neurons=True, right=right[:, 0], wrong=wrong[:, 0]
+        ),
         "accumulated": lambda: accumulated(ours, cache, right=right, wrong=wrong),
         "decompose": lambda: decompose(ours, cache),
     }

@@ -1,0 +1,86 @@
+"""The linear part of a norm: what it does to a vector apart from the division by its scale."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hooks import Identity
+from hooks.session import muted
+from interp.columns import at_least_float32, like
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """A norm is `centred(x) * gain / scale + bias`. This is all of it but the scale.
+
+    Attributes:
+        gain: the gain, in float64, ones where it has none; None for an identity.
+        bias: the bias, in float64; zeros where it has none.
+        centres: whether the mean is subtracted.
+    """
+
+    gain: Float[Tensor, "*shape"] | None
+    bias: Float[Tensor, "*shape"]
+    centres: bool
+
+    def after(self, written: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+        """Vectors that the norm reads, as it writes them times its scale.
+
+        In at least float32; an identity gives what it gets.
+        """
+        if self.gain is None:
+            return written
+        wide = at_least_float32(written)
+        return self._centred(wide) * like(self.gain, wide)
+
+    def before(self, read: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+        """The transpose: directions of what the norm writes, as directions of what it reads."""
+        if self.gain is None:
+            return read
+        wide = at_least_float32(read)
+        return self._centred(wide * like(self.gain, wide))
+
+    def _centred(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.centres else x
+
+
+def is_identity(norm: nn.Module | None) -> bool:
+    """Whether there is no norm."""
+    return norm is None or isinstance(norm, (Identity, nn.Identity))
+
+
+def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
+    """The linear part of a LayerNorm, an RMSNorm or an identity, as the module itself shows it.
+
+    Args:
+        norm: a module of tensors [batch, pos, *shape]; None is an identity.
+        shape: of what it norms.
+
+    Raises:
+        TypeError: if it computes something else.
+    """
+    if norm is None or is_identity(norm):
+        return LinearPart(None, torch.zeros(shape, dtype=torch.float64), False)
+    state = {name: value.double() for name, value in norm.state_dict(keep_vars=True).items()}
+    device = next((value.device for value in state.values()), None)
+    signs = torch.ones(shape, dtype=torch.float64, device=device)
+    signs[..., 1::2] = -1
+    wave = torch.arange(shape[-1], dtype=torch.float64, device=device).cos().expand(shape)
+    probes = torch.stack([signs, signs + 3, wave])
+    with muted():  # open hook contexts do not change weights
+        # Vectors so long that the epsilon has no effect.
+        ends = functional_call(norm, state, (1e12 * torch.stack([probes, -probes]),)).double()
+    (shown, moved, waved), bias = (ends[0] - ends[1]) / 2, (ends[0, 0] + ends[1, 0]) / 2
+    centres = torch.allclose(moved, shown, rtol=1e-4, atol=0, equal_nan=True)
+    signs, wave = (x - x.mean() if centres else x for x in (signs, wave))
+    unit, wave = (x / x.square().mean().sqrt() for x in (signs, wave))
+    gain = shown / unit
+    if not torch.allclose(waved, gain * wave, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise TypeError(
+            "a norm must be a LayerNorm, an RMSNorm or an identity; got another map, "
+            f"{type(norm).__name__} (weights can be read with fold=False)"
+        )
+    return LinearPart(gain, bias, centres)
