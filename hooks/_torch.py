@@ -189,6 +189,11 @@ def marks(module: nn.Module) -> list[int]:
     return [*map(id, tensors), *memory, *versions]
 
 
+def is_any_autocast_enabled() -> bool:
+    """Whether autocast is on for some device. The public function must be asked for each."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def version(tensor: Tensor) -> int:
     """The number of in-place writes to `tensor`; -1 for an inference tensor, which has no count."""
     return -1 if tensor.is_inference() else tensor._version

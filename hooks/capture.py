@@ -1,7 +1,7 @@
 """Recorder: keeps the values of the requested points during a run."""
 
 import functools
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -55,7 +55,7 @@ class Recorder:
         chosen = options.positions, options.windows, options.device, options.dtype
         # Most runs keep values as they are, and thousands of points are asked.
         self._as_is = all(part is None for part in chosen)
-        self.axes = self._axes(points.values())
+        self.axes = self._axes(points)
         self.values: dict[str, Tensor] = {}
         self.skipped: dict[str, str] = {}
         self.grads: dict[str, Tensor] = {}
@@ -66,10 +66,10 @@ class Recorder:
         self._unkept = unkept
         self._parts: dict[str, list[Tensor]] | None = {} if joined else None
 
-    def _axes(self, points: Iterable[Point]) -> dict[str, tuple[str, ...]]:
+    def _axes(self, points: Mapping[str, Point]) -> dict[str, tuple[str, ...]]:
         if self._as_is:
-            return {point.name: point.axes for point in points}
-        return {n: axes for p in points for n, axes in self.options.kept_as(p).items()}
+            return {name: point.axes for name, point in points.items()}
+        return {n: axes for p in points.values() for n, axes in self.options.kept_as(p).items()}
 
     def listen(self, session: Session) -> None:
         """Records all points, through hooks of the session."""
@@ -139,7 +139,7 @@ class Recorder:
                     self.skipped[name] = f"{name} did not run: {reason}"
             require_fired(self.points, self.fired | self.skipped.keys(), reason)
         if self.skipped:
-            kept = [point for name, point in self.points.items() if name not in self.skipped]
+            kept = {name: p for name, p in self.points.items() if name not in self.skipped}
             if not kept:
                 raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
             self.axes = self._axes(kept)

@@ -131,7 +131,8 @@ class BlockCall:
             HookError: if the block ran twice and a point is not optional.
         """
         if self.fired:
-            recorder.fired |= self.points.keys() - recorder.optional
+            names, optional = self.points.keys(), recorder.optional
+            recorder.fired.update(names - optional if optional else names)
         for name in self.points if self.repeated else ():
             once = "a lazy cache keeps one input per block"
             error = HookError(f"{self.name} ran twice in one run; {once}")

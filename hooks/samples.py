@@ -47,15 +47,23 @@ def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
 
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
     """The current autocast, to enter again, and what gives the relative size of rounding errors."""
-    device = tensors[0].device.type if tensors else "cpu"
-    if not torch.amp.is_autocast_available(device):
-        device = "cpu"
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    dtype = _autocast_dtype(tensors) if _torch.is_any_autocast_enabled() else None
     is_exact = torch.get_float32_matmul_precision() == "highest"
 
     def precision() -> float:
         kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        kinds |= {torch.float32 if is_exact else torch.bfloat16} | ({dtype} if enabled else set())
+        kinds |= {torch.float32 if is_exact else torch.bfloat16, dtype or torch.float32}
         return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
 
-    return lambda: torch.autocast(device, dtype, enabled=enabled), precision
+    return lambda: torch.autocast(_device(tensors), dtype, enabled=dtype is not None), precision
+
+
+def _autocast_dtype(tensors: list[Tensor]) -> torch.dtype | None:
+    device = _device(tensors)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _device(tensors: list[Tensor]) -> str:
+    """The kind of device of the first tensor, if it has autocast."""
+    device = tensors[0].device.type if tensors else "cpu"
+    return device if torch.amp.is_autocast_available(device) else "cpu"

@@ -46,6 +46,14 @@ def test_children_and_state_of():
     assert list(map(id, _torch.state_of(model))) == list(map(id, expected))
 
 
+def test_is_any_autocast_enabled():
+    assert not _torch.is_any_autocast_enabled()
+    with torch.autocast("cpu"):
+        assert _torch.is_any_autocast_enabled()
+    with torch.autocast("cuda", torch.float16, enabled=False):
+        assert not _torch.is_any_autocast_enabled()
+
+
 def test_version():
     tensor = torch.zeros(3)
     before = _torch.version(tensor)
