@@ -163,8 +163,7 @@ def residual_norms(
     width = setting.width
     length = inside.shape[1] // width * width
     tokens, windows = (value[:, :length].reshape(-1, width) for value in (walks.tokens, inside))
-    _, cache = HookedRunner(model).run_with_cache(tokens, mode="residual", windows=windows)
-    stream = residual_stream(cache)
+    stream = residual_stream(HookedRunner(model).capture(tokens, names="*.resid_post"), windows)
     ranks = effective_rank(svd(stream.vectors.transpose(0, 1), "residual stream").s).tolist()
     norms = stream.norms.unflatten(0, (len(inside), -1)).flatten(1, 2).unbind(-1)
     return [

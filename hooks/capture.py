@@ -1,5 +1,6 @@
 """Recorder: keeps the values of the requested points during a run."""
 
+import dataclasses
 import functools
 from collections.abc import Collection, Container, Mapping, Sequence
 from itertools import accumulate
@@ -20,56 +21,40 @@ class Complete(BaseException):
     """Ends the run of the recorder that it holds. `except Exception` in the model does not catch it."""
 
 
+@dataclasses.dataclass(eq=False)
 class Recorder:
     """Collects the values of `points`, and their gradients if asked, during one run.
 
-    Args:
+    Attributes:
         points: what to listen at.
         options: how to keep values.
         optional: names of points that may have no value.
         stops: whether to end the run, by `Complete`, once every point has fired.
         joined: a point may fire many times. Its values are joined along the position axis.
         unkept: names of points whose values are not kept. It is only noted that they fired.
-
-    Attributes:
-        values: the captured values by name, in the model's order.
-        axes: the axes of each value.
+        values: the captured values by name; after `finish` in the model's order.
+        axes: after `finish`, the axes of each value, also of those that are not kept.
         fired: the names of the points that the run reached.
         skipped: why optional points have no value, by name.
         grads: the gradients from a later backward pass, without their graph.
-        options: how values are kept.
     """
 
-    def __init__(
-        self,
-        points: Mapping[str, Point],
-        options: Options,
-        optional: Collection[str] = frozenset(),
-        stops: bool = False,
-        joined: bool = False,
-        unkept: Container[str] = (),
-    ) -> None:
-        self.points = points
-        self.optional = optional
-        self.options = options
-        chosen = options.positions, options.windows, options.device, options.dtype
-        # Most runs keep values as they are, and thousands of points are asked.
-        self._as_is = all(part is None for part in chosen)
-        self.axes = self._axes(points)
-        self.values: dict[str, Tensor] = {}
-        self.skipped: dict[str, str] = {}
-        self.grads: dict[str, Tensor] = {}
-        self.fired: set[str] = set()
+    points: Mapping[str, Point]
+    options: Options
+    optional: Collection[str] = ()
+    stops: bool = False
+    joined: bool = False
+    unkept: Container[str] = ()
+    values: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
+    axes: dict[str, tuple[str, ...]] = dataclasses.field(init=False)
+    fired: set[str] = dataclasses.field(init=False, default_factory=set)
+    skipped: dict[str, str] = dataclasses.field(init=False, default_factory=dict)
+    grads: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._versions: dict[str, int] = {}
         self._in_graph: set[str] = set()
-        self._stops = stops
-        self._unkept = unkept
-        self._parts: dict[str, list[Tensor]] | None = {} if joined else None
-
-    def _axes(self, points: Mapping[str, Point]) -> dict[str, tuple[str, ...]]:
-        if self._as_is:
-            return {name: point.axes for name, point in points.items()}
-        return {n: axes for p in points.values() for n, axes in self.options.kept_as(p).items()}
+        self._parts: dict[str, list[Tensor]] = {}
 
     def listen(self, session: Session) -> None:
         """Records all points, through hooks of the session."""
@@ -77,7 +62,7 @@ class Recorder:
         for name, point in self.points.items():
             # Where nothing is kept a hook would only switch a fused kernel off. Optional points need one,
             # to tell whether they ran; models that have fused kernels have HookPoints, and no such points.
-            if name not in self._unkept or name in self.optional:
+            if name not in self.unkept or name in self.optional:
                 session.after(point.module, functools.partial(record, point))
 
     def _record(self, point: Point, output: Any) -> Any:
@@ -87,19 +72,19 @@ class Recorder:
             value = output if isinstance(output, Tensor) else first_tensor(output, point)
             if axes and value.ndim != len(axes):
                 raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
-            if name in self.fired and self._parts is None:
+            if name in self.fired and not self.joined:
                 raise HookError(f"{name} fired twice; a cache keeps one value per name")
             if self.options.grads:
                 node = self._watch(value, point)
                 replaced = with_first_tensor(output, node)
                 # The model may write into the node, so it is kept only if its graph is wanted.
                 value = value if self.options.detach else node
-            if name not in self._unkept:
+            if name not in self.unkept:
                 self._keep(value, point)
         except HookError as error:
             self.skip(point, error)
         self.fired.add(name)
-        if self._stops and len(self.fired) == len(self.points):
+        if self.stops and len(self.fired) == len(self.points):
             raise Complete(self)
         return replaced
 
@@ -124,8 +109,9 @@ class Recorder:
             CacheError: if a later module overwrote a value in place.
         """
         self.options.arrive()
-        if self._parts is not None:
-            self.values = {n: join(p, n, self.axes[n]) for n, p in self._parts.items()}
+        if self.joined:
+            parts = self._parts.items()
+            self.values = {name: join(each, name, self.points[name].axes) for name, each in parts}
         for name, before in self._versions.items():
             if _torch.version(self.values[name]) != before:
                 changed = (
@@ -134,15 +120,12 @@ class Recorder:
                 )
                 self.skip(self.points[name], CacheError(changed))
         if len(self.fired) < len(self.points):
-            for name in self.points:
-                if name in self.optional and name not in self.fired:
-                    self.skipped[name] = f"{name} did not run: {reason}"
-            require_fired(self.points, self.fired | self.skipped.keys(), reason)
-        if self.skipped:
-            kept = {name: p for name, p in self.points.items() if name not in self.skipped}
-            if not kept:
-                raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
-            self.axes = self._axes(kept)
+            missing = [name for name in self.points if name not in self.fired]
+            self.skipped |= {n: f"{n} did not run: {reason}" for n in missing if n in self.optional}
+            require_fired(missing, self.skipped, reason)
+        self.axes = {name: p.axes for name, p in self.points.items() if name not in self.skipped}
+        if self.skipped and not self.axes:
+            raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
         self._own(outside)
 
@@ -175,7 +158,7 @@ class Recorder:
 
         def keep(grad: Tensor) -> None:
             # A copy, because PyTorch may use the same memory for the `grad` of a leaf.
-            grads.update(options.reduce(private(grad), point))
+            grads[point.name] = options.kept(private(grad), point)
 
         value.register_hook(keep)
         return value
@@ -186,20 +169,19 @@ class Recorder:
             self._in_graph.add(point.name)
         if self.options.detach or not value.requires_grad:
             value = value.detach()
-        parts = ((point.name, value),) if self._as_is else self.options.reduce(value, point)
-        for name, kept in parts:
-            # A copy on another device may not be complete yet.
-            moved = kept is not value and kept.device != value.device
-            if self._parts is not None:
-                # A later run may overwrite this memory, a key/value cache for instance.
-                self._parts.setdefault(name, []).append(kept if moved else kept.clone())
-            elif torch.compiler.is_compiling():
-                self.values[name] = kept
-            elif not moved and (kept.is_inference() or not _torch.has_storage(kept)):
-                # These have no count that would reveal later writes.
-                self.values[name] = kept.clone()
-            else:
-                self.values[name], self._versions[name] = kept, _torch.version(kept)
+        name, kept = point.name, self.options.kept(value, point)
+        # A copy on another device may not be complete yet.
+        moved = kept.device != value.device
+        if self.joined:
+            # A later run may overwrite this memory, a key/value cache for instance.
+            self._parts.setdefault(name, []).append(kept if moved else kept.clone())
+        elif torch.compiler.is_compiling():
+            self.values[name] = kept
+        elif not moved and (kept.is_inference() or not _torch.has_storage(kept)):
+            # These have no count that would reveal later writes.
+            self.values[name] = kept.clone()
+        else:
+            self.values[name], self._versions[name] = kept, _torch.version(kept)
 
 
 def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:

@@ -11,7 +11,7 @@ HookError
 
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 NEVER_FIRED = (
     "this input may not lead there, a parent may compute it another way (PyTorch's own attention layers "
@@ -119,7 +119,7 @@ def unknown_name(name: str, known: Iterable[str], what: str) -> UnknownNameError
     return UnknownNameError(f"no {what} is named {name!r}", name, known)
 
 
-def require_fired(names: Iterable[str], fired: set[str], reason: str = NEVER_FIRED) -> None:
+def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEVER_FIRED) -> None:
     """Raises NeverFiredError, with a reason, if some of `names` are not among the `fired`."""
     missing = [name for name in names if name not in fired]
     if missing:

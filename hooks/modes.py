@@ -1,13 +1,11 @@
 """Modes and options: what a run keeps, and how."""
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from hooks.errors import HookError
@@ -40,14 +38,13 @@ class Mode(StrEnum):
     full = "full"
 
 
-RESIDUAL_STREAM = frozenset({"resid_pre", "resid_mid", "resid_post"})
-SVD_TARGETS = frozenset({"scores", "pattern", "v"})
+_TARGETS = frozenset({"scores", "pattern", "v"})
 
 # The one place that maps a mode to the last part of a name; `full` asks for every last part.
 LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
     Mode.none: frozenset(),
-    Mode.svd_targets: SVD_TARGETS,
-    Mode.residual: SVD_TARGETS | RESIDUAL_STREAM,
+    Mode.svd_targets: _TARGETS,
+    Mode.residual: _TARGETS | {"resid_pre", "resid_mid", "resid_post"},
     Mode.full: None,
 }
 
@@ -58,9 +55,6 @@ class Options:
 
     Attributes:
         positions: keep only these positions of the axes `pos` and `query`. Booleans are a mask.
-        windows: a boolean mask [batch, pos] for the residual stream. Vectors where it is True are kept
-            under the point's name as [window, d_model], ordered by row, then by position. The L2
-            norms of all vectors are kept under `NAME.norm` as [batch, pos].
         device, dtype: the device and floating dtype of kept values; integers keep their dtype. From
             CUDA to the CPU they are copied while the model runs, into pinned memory.
         detach: whether kept values are detached from the autograd graph.
@@ -76,20 +70,17 @@ class Options:
     """
 
     positions: Positions | None = None
-    windows: Bool[Tensor, "batch pos"] | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
     _placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
-    # Chosen positions, by the devices that they were moved to.
-    _indices: dict[object, tuple[Tensor, ...]] = dataclasses.field(
+    # Chosen positions, by the sizes of axes and the devices that they were moved to.
+    _indices: dict[object, Tensor] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        if self.positions is not None and self.windows is not None:
-            raise ValueError("positions= and windows= both choose positions: give one of them")
         if self.positions is not None:
             positions = plain_index(self.positions)
             if isinstance(positions, int):
@@ -97,8 +88,6 @@ class Options:
             object.__setattr__(self, "positions", positions)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
-        if self.windows is not None and self.windows.dtype != torch.bool:
-            raise ValueError(f"windows must be boolean; got {self.windows.dtype}")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
         # Gradients are placed during the caller's backward pass, and nothing waits at its end.
@@ -112,55 +101,15 @@ class Options:
         given = {name: value for name, value in kwargs.items() if name in names}
         return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
 
-    @functools.cached_property
-    def _inside(self) -> tuple[Tensor, ...] | None:
-        return None if self.windows is None else self.windows.nonzero(as_tuple=True)
-
-    def require_stream(self, points: Mapping[str, Point]) -> None:
-        """Raises ValueError if there are windows, but no point of the residual stream."""
-        # The windows are found now, because a plan's fake tensors could not tell their number later.
-        if self._inside is not None and not any(map(self._has_windows, points.values())):
-            stream = ", ".join(sorted(RESIDUAL_STREAM))
-            raise ValueError(f"windows= needs a point of the residual stream: {stream}")
-
-    def _has_windows(self, point: Point) -> bool:
-        return self.windows is not None and point.name.rpartition(".")[2] in RESIDUAL_STREAM
-
-    def kept_as(self, point: Point) -> dict[str, tuple[str, ...]]:
-        """The names that the value of `point` is kept under, each with its axes."""
-        if not self._has_windows(point):
-            return {point.name: point.axes}
-        return {point.name: ("window", *point.axes[2:]), f"{point.name}.norm": point.axes[:-1]}
-
-    def reduce(self, value: Tensor, point: Point) -> Iterable[tuple[str, Tensor]]:
-        """The part of `value` to keep under each name of `kept_as`.
-
-        Raises:
-            HookError: if the windows or positions do not fit the value.
-        """
-        if self.windows is not None and self._has_windows(point):
-            if self.windows.shape != value.shape[:2]:
-                raise HookError(
-                    f"windows must be [batch, pos], {tuple(value.shape[:2])} at {point.name}; "
-                    f"got {tuple(self.windows.shape)}"
-                )
-            wide = torch.promote_types(value.dtype, torch.float32)
-            norms = torch.linalg.vector_norm(value, dim=-1, dtype=wide)
-            if value.device not in self._indices:
-                found = [to_device(index, value.device) for index in self._inside or ()]
-                self._indices[value.device] = tuple(found)
-            parts = map(self.place, (value[self._indices[value.device]], norms))
-            return zip(self.kept_as(point), parts, strict=True)
-        if self.positions is not None:
-            value = self._at_positions(value, point, self.positions)
-        return ((point.name, self.place(value)),)
-
-    def _at_positions(self, value: Tensor, point: Point, positions: Positions) -> Tensor:
-        """A copy of `value` at the chosen positions of its `pos` and `query` axes.
+    def kept(self, value: Tensor, point: Point) -> Tensor:
+        """What to keep of `value`: at the chosen positions of its axes `pos` and `query`, and placed.
 
         Raises:
             HookError: if it has no named axes, or the positions do not fit it or select nothing.
         """
+        positions = self.positions
+        if positions is None:
+            return self.place(value)
         if not point.axes:
             raise HookError(f"positions= needs named axes, and {point.name} declares none")
         for axis in POSITION_AXES:
@@ -174,13 +123,13 @@ class Options:
                 key = size, value.device
                 if key not in self._indices:
                     chosen = torch.tensor(_within(positions, size, point), dtype=torch.int64)
-                    self._indices[key] = (to_device(chosen, value.device),)
-                value = value.index_select(at, *self._indices[key])
+                    self._indices[key] = to_device(chosen, value.device)
+                value = value.index_select(at, self._indices[key])
             if value.shape[at] == 0:
                 raise HookError(
                     f"positions must select some of the {size} of {point}; got {positions}"
                 )
-        return value
+        return self.place(value)
 
     def place(self, value: Tensor) -> Tensor:
         """`value` on the device and in the dtype of these options; complete after `arrive()`."""

@@ -200,20 +200,12 @@ class LazyValues(Mapping[str, Tensor]):
         self._recomputed: dict[str, Tensor] = {}
 
     @functools.cached_property
-    def _origin(self) -> dict[str, tuple[BlockCall, Point]]:
-        """The call and the point that give each value."""
-        return {
-            name: (call, point)
-            for call in self._calls
-            for point in call.points.values()
-            for name in self._run.options.kept_as(point)
-            if name in self
-        }
+    def _calls_by_name(self) -> dict[str, BlockCall]:
+        return {name: call for call in self._calls for name in call.points if name in self}
 
     def __getitem__(self, name: str) -> Tensor:
         if not self.is_held(name):
-            points = self._origin[name][0].points.values()
-            self.fill(n for p in points for n in self._run.options.kept_as(p) if n in self)
+            self.fill(n for n in self._calls_by_name[name].points if n in self)
         return self._run.values[name] if name in self._run.values else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -235,8 +227,10 @@ class LazyValues(Mapping[str, Tensor]):
     def fill(self, names: Iterable[str]) -> None:
         """Recomputes the values of `names` that are not in memory, and nothing else."""
         missing: dict[BlockCall, dict[str, Point]] = {}
-        for call, point in (self._origin[name] for name in names if not self.is_held(name)):
-            missing.setdefault(call, {})[point.name] = point
+        for name in names:
+            if not self.is_held(name):
+                call = self._calls_by_name[name]
+                missing.setdefault(call, {})[name] = call.points[name]
         for call, points in missing.items():
             self._recomputed |= call.read(points, self._edits, self._run.options).values
 

@@ -83,7 +83,7 @@ class HookedRunner:
             run: a function to call instead of the model. It may run the model many times, as a
                 generation does. The values of all runs are joined along their positions. Scores of
                 later keys, which attention did not compute, are zero.
-            kwargs: `positions=`, `windows=`, `device=`, `dtype=`, `detach=` and `grads=` say how values
+            kwargs: `positions=`, `device=`, `dtype=`, `detach=` and `grads=` say how values
                 are kept; see `hooks.Options`. All others go to the model.
 
         Raises:
@@ -96,11 +96,9 @@ class HookedRunner:
                 `cache.skipped` says which and why.
         """
         options, kwargs = Options.taken_from(kwargs)
-        chooses_positions = options.positions is not None or options.windows is not None
-        if run is not None and (lazy or options.grads or chooses_positions):
-            raise ValueError("run= cannot be combined with lazy=, grads=, positions= or windows=")
+        if run is not None and (lazy or options.grads or options.positions is not None):
+            raise ValueError("run= cannot be combined with lazy=, grads= or positions=")
         points, optional = self._choose(names, mode, lazy)
-        options.require_stream(points)
         if lazy:
             return self._run_lazily(points, options, optional, args, kwargs)
         recorder = Recorder(points, options, optional, joined=run is not None)
@@ -125,7 +123,6 @@ class HookedRunner:
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
         points, optional = self._choose(flatten(names), None)
-        options.require_stream(points)
         stops = not any(map(is_fully_sharded, self.model.modules()))
         return self._run(Recorder(points, options, optional, stops=stops), args, kwargs)[1]
 
@@ -205,7 +202,6 @@ class HookedRunner:
         """
         options, kwargs = Options.taken_from(kwargs)
         points, optional = self._choose(names, mode, lazy)
-        options.require_stream(points)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
             chosen = {

@@ -289,50 +289,6 @@ def test_positions_that_cannot_be(runner, tokens, error, name, positions, match)
         runner.run_with_cache(tokens, names=name, positions=positions)
 
 
-def test_windows_keep_vectors_inside_and_norms_everywhere(runner, tokens):
-    windows = torch.zeros(4, 7, dtype=torch.bool)
-    windows[0, 2:4] = windows[3, 6] = True
-    _, full = runner.run_with_cache(tokens, mode="residual")
-    _, cache = runner.run_with_cache(tokens, mode="residual", windows=windows)
-    for short in ("resid_pre", "resid_mid", "resid_post"):
-        stream = full[short, 1]
-        expected = torch.stack([stream[0, 2], stream[0, 3], stream[3, 6]])
-        assert torch.equal(cache[short, 1], expected)
-        norms = stream.double().square().sum(-1).sqrt().float()
-        torch.testing.assert_close(cache[f"{short}.norm", 1], norms)
-    assert torch.equal(cache["pattern", 1], full["pattern", 1])
-    assert cache.axes(("resid_mid", 0)) == ("window", "d_model")
-    assert cache.axes(("resid_mid.norm", 0)) == ("batch", "pos")
-    assert cache.stack("resid_post").shape == (3, 3, 10)
-    _, lazy = runner.run_with_cache(tokens, mode="residual", windows=windows, lazy=True)
-    assert set(lazy) == set(cache)
-    for name in cache:
-        torch.testing.assert_close(lazy[name], cache[name], atol=1e-5, rtol=0)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("error", "windows", "options", "match"),
-    [
-        (HookError, torch.ones(4, 9).bool(), {}, r"\(4, 7\).*\(4, 9\)"),
-        (ValueError, torch.ones(4, 7).long(), {}, "int64"),
-        (ValueError, torch.ones(4, 7).bool(), {"positions": [1]}, "positions="),
-        (ValueError, torch.ones(4, 7).bool(), {"names": "*.attn.pattern"}, "resid_post"),
-    ],
-)
-def test_windows_that_cannot_be(runner, tokens, error, windows, options, match):
-    for run in (runner.run_with_cache, runner.plan):
-        with pytest.raises(error, match=match):
-            run(tokens, windows=windows, **options)
-
-
-def test_norms_of_half_precision_do_not_overflow():
-    model = nn.Sequential(OrderedDict(resid_post=HookPoint("batch pos d_model"))).eval()
-    value, windows = torch.full((1, 1, 4), 60000.0).half(), torch.zeros(1, 1, dtype=torch.bool)
-    _, cache = HookedRunner(model).run_with_cache(value, windows=windows)
-    assert cache["resid_post.norm"].item() == 120000.0
-
-
 def test_what_is_kept_holds_no_more_memory_than_its_values_and_nobody_elses():
     """A part of a larger tensor, the same part twice, and a parameter."""
     model = nn.ModuleDict({name: HookPoint("row col") for name in ("whole", "part", "same", "own")})

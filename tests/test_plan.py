@@ -14,7 +14,7 @@ OPTIONS = [
     {"positions": [1, 5], "mode": "full"},
     {"names": ["blocks.0.resid_post", "blocks.1.resid_pre"]},
     {"lazy": True},
-    {"mode": "residual", "windows": torch.eye(4, 7, dtype=torch.bool)},
+    {"mode": "residual", "positions": [False, True] * 3 + [True]},
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import CacheError
+from hooks import ActivationCache, CacheError
 from interp import (
     alignment,
     condition_number,
@@ -153,22 +153,37 @@ def test_caches_and_models_that_do_not_do(model, tokens):
             targets_of(model, tokens, positions=positions)
     with pytest.raises(TypeError, match=r"Linear.*W_V and W_O"):
         wvwo(nn.Linear(2, 3))
-    for mode in ("none", "svd_targets", "residual"):
-        with pytest.raises(CacheError, match=r'mode="residual" and windows='):
-            residual_stream(run_with_cache(model, tokens, mode=mode)[1])
+    for mode in ("none", "svd_targets"):
+        with pytest.raises(CacheError, match='mode="residual"'):
+            residual_stream(run_with_cache(model, tokens, mode=mode)[1], torch.ones(4, 7).bool())
 
 
 def test_residual_stream_in_windows_and_norms_everywhere(model, tokens):
     windows = torch.zeros(4, 7, dtype=torch.bool)
     windows[1, 2:5] = windows[3, 6] = True
-    _, cache = run_with_cache(model, tokens, mode="residual", windows=windows)
-    _, whole = run_with_cache(model, tokens, mode="full")
+    _, cache = run_with_cache(model, tokens, mode="residual")
     for point in ("resid_pre", "resid_mid", "resid_post"):
-        stream, values = residual_stream(cache, point), whole.stack(point)
-        torch.testing.assert_close(stream.vectors, values[:, windows].transpose(0, 1))
-        sizes = values.double().square().sum(-1).sqrt().float().movedim(0, -1)
-        torch.testing.assert_close(stream.norms, sizes)
-    assert torch.equal(residual_stream(cache).vectors, stream.vectors)
+        stream = residual_stream(cache, windows, point)
+        values = [cache[point, layer] for layer in range(model.config.n_layers)]
+        inside = [torch.stack([v[1, 2], v[1, 3], v[1, 4], v[3, 6]]) for v in values]
+        assert torch.equal(stream.vectors, torch.stack(inside, 1))
+        sizes = [value.double().square().sum(-1).sqrt().float() for value in values]
+        torch.testing.assert_close(stream.norms, torch.stack(sizes, -1))
+    assert torch.equal(residual_stream(cache, windows).vectors, stream.vectors)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("windows", [torch.ones(4, 9).bool(), torch.ones(4, 7).long()])
+def test_windows_that_cannot_be(model, tokens, windows):
+    _, cache = run_with_cache(model, tokens, mode="residual")
+    with pytest.raises(ValueError, match=rf"windows.*\(4, 7\).*{windows.dtype}"):
+        residual_stream(cache, windows)
+
+
+def test_norms_of_half_precision_do_not_overflow():
+    stream, axes = torch.full((1, 1, 4), 60000.0).half(), ("batch", "pos", "d_model")
+    cache = ActivationCache({"blocks.0.resid_post": stream}, {"blocks.0.resid_post": axes}, (), "")
+    assert residual_stream(cache, torch.zeros(1, 1).bool()).norms.item() == 120000.0
 
 
 # --- decompositions ----------------------------------------------------------------------------

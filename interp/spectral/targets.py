@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
+from hooks.transfer import to_device
 from interp.protocol import LanguageModel, of
 from interp.spectral.singular import SVD, randomized_svd, svd
 
@@ -145,18 +146,29 @@ def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     return {name: randomized_svd(each, k, name=name) for name, each in matrices.items()}
 
 
-def residual_stream(cache: ActivationCache, point: str = "resid_post") -> ResidualStream:
-    """The residual stream of a run with `windows=`, stacked over layers and detached.
+@torch.no_grad()
+def residual_stream(
+    cache: ActivationCache, windows: Bool[Tensor, "batch pos"], point: str = "resid_post"
+) -> ResidualStream:
+    """The residual stream of a run inside windows, and its norms everywhere, stacked over layers.
 
     Args:
-        cache: the cache of a run in the mode `residual` or `full`, with `windows=`.
+        cache: the cache of a run in the mode `residual` or `full`, at all positions.
+        windows: True at the positions inside windows.
         point: `resid_pre`, `resid_mid` or `resid_post`.
 
     Raises:
-        CacheError: if the cache has no stream or norms; it says what to run.
+        CacheError: if the cache has no stream; it says what to run.
+        ValueError: if `windows` is not boolean, or not of the stream's shape.
     """
-    vectors, norms = _stacks(cache, (point, f"{point}.norm"), 'mode="residual" and windows=')
-    return ResidualStream(vectors.detach().transpose(0, 1), norms.detach().movedim(0, -1))
+    stream = _stacks(cache, (point,), 'mode="residual"')[0].detach()
+    if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
+        rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
+        raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")
+    wide = torch.promote_types(stream.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(stream, dim=-1, dtype=wide)
+    vectors = stream[:, to_device(windows, stream.device)]
+    return ResidualStream(vectors.transpose(0, 1), norms.movedim(0, -1))
 
 
 def _stacks(cache: ActivationCache, names: tuple[str, ...], options: str) -> list[Tensor]:
