@@ -197,8 +197,8 @@ class ActivationCache(Mapping[str, Tensor]):
         """
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
         options = Options(**cast(Any, {kind: target}))
-        moved = self._mapped(lambda name, value: options.place(value), self._axes)
-        options.arrive()
+        moved = self._mapped(lambda name, value: options.placement(value), self._axes)
+        options.placement.wait()
         return moved
 
     @property

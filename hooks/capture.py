@@ -108,7 +108,7 @@ class Recorder:
                 skipped; the message includes `reason`.
             CacheError: if a later module overwrote a value in place.
         """
-        self.options.arrive()
+        self.options.placement.wait()
         if self.joined:
             parts = self._parts.items()
             self.values = {name: join(each, name, self.points[name].axes) for name, each in parts}
@@ -191,10 +191,8 @@ def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
     """
     along = [axis for axis in axes if axis in POSITION_AXES]
     if len(along) != 1:
-        has = f"has the axes {' '.join(axes)}" if axes else "declares no axes"
-        raise HookError(
-            f"joining the values of several runs needs one axis of positions; {name} {has}"
-        )
+        rule = "joining the values of several runs needs one axis of positions"
+        raise HookError(f"{rule}; {name} has [{' '.join(axes)}]")
     at = axes.index(along[0])
     if "key" in axes:
         key = axes.index("key")

@@ -1,7 +1,7 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -15,11 +15,11 @@ from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, requir
 from hooks.names import resolve
 from hooks.point import Hook, Point, as_node, first_tensor, with_first_tensor
 from hooks.receipts import Receipt, Receipts
-from hooks.session import Session, muted
+from hooks.session import OutputHook, Session, muted
 
 ELSEWHERE = (
-    "the model ran only in other threads; hooks act in the thread that enters the `with`, and in asyncio "
-    "tasks that start inside it: enter it in the thread that runs the model"
+    "the model ran to its end only in other threads; hooks act in the thread that enters the `with`, and in "
+    "asyncio tasks that start inside it: enter it in the thread that runs the model"
 )
 Hooks = Mapping[Any, Hook] | Sequence[tuple[Any, Hook]]
 """Hook functions, each for a `Selector`: a mapping, or pairs. At a point they act in the order given."""
@@ -43,7 +43,6 @@ class EditedPoint:
         Raises:
             EditError: if a hook returns no tensor, or another shape, dtype or device.
         """
-        theirs = _kind(value)
         # A hook may write into its copy. Two points of the residual stream can share one tensor, and
         # writing into the original would change what a cache already holds for the other point.
         new = value.clone()
@@ -57,8 +56,8 @@ class EditedPoint:
             del given  # it would count as a reference below
             if not isinstance(new, Tensor):
                 raise EditError(f"a hook at {self.point} must return a tensor or None; got {new!r}")
-            for what, expected, got in zip(KIND, theirs, _kind(new), strict=True):
-                if got != expected:
+            for what in ("shape", "dtype", "device"):
+                if (got := getattr(new, what)) != (expected := getattr(value, what)):
                     rule = f"must keep the {what} {expected}"
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
             # The next hook or the model may write into it, so nobody else may hold it: the hook may
@@ -68,13 +67,6 @@ class EditedPoint:
             ):
                 new = new.clone()
         return new
-
-
-KIND = ("shape", "dtype", "device")
-
-
-def _kind(value: Tensor) -> tuple[Any, ...]:
-    return tuple(value.shape), value.dtype, value.device
 
 
 class HookContext:
@@ -106,9 +98,8 @@ class HookContext:
         self._fired: set[str] = set()
         self._receipts = [[Receipt(h, e.point) for h in e.hooks] for e in edits] if receipts else []
         self._session: Session | None = None
-        # For each forward pass that began inside the `with`, whether the hooks act there.
+        # For each forward pass that ended inside the `with`, whether the hooks acted there.
         self._acted: set[bool] = set()
-        self._completed: set[bool] = set()
 
     @property
     def receipts(self) -> Receipts:
@@ -128,8 +119,6 @@ class HookContext:
             raise ContextError("a hook context can be entered once: call hooks() again for another")
         self._session = Session()
         self._session.__enter__()
-        # Not a method: a listener must not keep this context and its session alive.
-        completed = self._completed
         try:
             for edited, noted in zip_longest(self._edits, self._receipts):
                 again = first = edit_at(edited, self._fired)
@@ -141,7 +130,6 @@ class HookContext:
                 listener = edit_at(edited, self._fired, backward=True)
                 self._session.after(edited.point.module, listener)
             self._session.note(self._model, self._acted)
-            self._session.after(self._model, lambda output: completed.add(True))
         except BaseException:
             self._session.__exit__()
             raise
@@ -152,9 +140,8 @@ class HookContext:
     ) -> None:
         assert self._session is not None
         self._session.__exit__(kind, error, traceback)
-        elsewhere = self._acted == {False} and not self._fired
-        if kind is None and (self._completed or elsewhere):
-            reason = ELSEWHERE if elsewhere else NEVER_FIRED
+        if kind is None and (True in self._acted or (self._acted and not self._fired)):
+            reason = NEVER_FIRED if True in self._acted else ELSEWHERE
             names = [edited.point.name for edited in (*self._edits, *self._backward)]
             require_fired(names, self._fired, reason)
 
@@ -184,7 +171,7 @@ def edited_points(
     return [EditedPoint(point, tuple(given)) for point, given in found.values()]
 
 
-def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Callable[[Any], Any]:
+def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> OutputHook:
     """A forward hook that edits the value at a point, or its gradient in the backward pass.
 
     Raises:
@@ -194,7 +181,10 @@ def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Cal
     point = edited.point
 
     def edit(output: Any) -> Any:
-        _require_one_forward(point)
+        if not torch.compiler.is_compiling() and is_checkpointed():
+            rule = "which runs it again in backward(), where its hooks may no longer act"
+            where = f"{point.name} is inside activation checkpointing"
+            raise HookError(f"{where}, {rule}: switch checkpointing off")
         value = first_tensor(output, point)
         fired.add(point.name)
         if not backward:
@@ -204,14 +194,6 @@ def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Cal
         return with_first_tensor(output, value)
 
     return edit
-
-
-def _require_one_forward(point: Point) -> None:
-    if not torch.compiler.is_compiling() and is_checkpointed():
-        raise HookError(
-            f"{point.name} is inside activation checkpointing, which runs it again in backward(), where "
-            "its hooks may no longer act: switch checkpointing off"
-        )
 
 
 def _count_alone() -> int:

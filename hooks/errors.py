@@ -76,7 +76,7 @@ class EditError(HookError):
     >>> model = torch.nn.Sequential(torch.nn.ReLU())
     >>> HookedRunner(model).run_with_hooks(torch.ones(2), hooks={"0": lambda value, point: value[:1]})
     Traceback (most recent call last):
-    hooks.errors.EditError: a hook at 0 must keep the shape (2,); got (1,)
+    hooks.errors.EditError: a hook at 0 must keep the shape torch.Size([2]); got torch.Size([1])
     """
 
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hooks.errors import HookError
-from hooks.point import POSITION_AXES, Point, is_mask, plain_index
+from hooks.point import POSITION_AXES, Point, plain_index
 from hooks.transfer import Placement, to_device
 
 Positions = slice | Sequence[SupportsIndex]
@@ -57,6 +58,7 @@ class Options:
         positions: keep only these positions of the axes `pos` and `query`. Booleans are a mask.
         device, dtype: the device and floating dtype of kept values; integers keep their dtype. From
             CUDA to the CPU they are copied while the model runs, into pinned memory.
+        placement: puts values on that device and in that dtype.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
 
@@ -74,7 +76,7 @@ class Options:
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
-    _placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
+    placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
     # Chosen positions, by the sizes of axes and the devices that they were moved to.
     _indices: dict[object, Tensor] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -92,12 +94,12 @@ class Options:
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
         # Gradients are placed during the caller's backward pass, and nothing waits at its end.
         placement = Placement(self.device, self.dtype, waits=self.grads)
-        object.__setattr__(self, "_placement", placement)
+        object.__setattr__(self, "placement", placement)
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
         """Splits keyword arguments into options and the model's own arguments."""
-        names = {field.name for field in dataclasses.fields(cls)}
+        names = {field.name for field in dataclasses.fields(cls) if field.init}
         given = {name: value for name, value in kwargs.items() if name in names}
         return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
 
@@ -107,46 +109,31 @@ class Options:
         Raises:
             HookError: if it has no named axes, or the positions do not fit it or select nothing.
         """
-        positions = self.positions
-        if positions is None:
-            return self.place(value)
+        if self.positions is None:
+            return self.placement(value)
         if not point.axes:
             raise HookError(f"positions= needs named axes, and {point.name} declares none")
         for axis in POSITION_AXES:
             if axis not in point.axes:
                 continue
             at = point.axes.index(axis)
-            size = value.shape[at]
-            if isinstance(positions, slice):
-                value = value[(*[slice(None)] * at, positions)].clone()
-            else:
-                key = size, value.device
-                if key not in self._indices:
-                    chosen = torch.tensor(_within(positions, size, point), dtype=torch.int64)
-                    self._indices[key] = to_device(chosen, value.device)
-                value = value.index_select(at, self._indices[key])
-            if value.shape[at] == 0:
-                raise HookError(
-                    f"positions must select some of the {size} of {point}; got {positions}"
-                )
-        return self.place(value)
-
-    def place(self, value: Tensor) -> Tensor:
-        """`value` on the device and in the dtype of these options; complete after `arrive()`."""
-        return self._placement(value)
-
-    def arrive(self) -> None:
-        """Waits until all placed values are complete."""
-        self._placement.wait()
+            key = value.shape[at], value.device
+            if key not in self._indices:
+                chosen = _within(self.positions, value.shape[at], point)
+                self._indices[key] = to_device(chosen, value.device)
+            value = value.index_select(at, self._indices[key])
+        return self.placement(value)
 
 
-def _within(positions: Sequence[SupportsIndex], size: int, point: Point) -> list[int]:
-    """Positions, or a mask of them, counted from the start of an axis."""
-    if is_mask(positions):
-        if len(positions) != size:
-            raise HookError(f"a mask at {point} must have length {size}; got {len(positions)}")
-        return [n for n, inside in enumerate(positions) if inside]
-    numbers = [int(position) for position in positions]
-    if not all(-size <= n < size for n in numbers):
-        raise HookError(f"positions must lie within the {size} of {point}; got {positions}")
-    return [n % size for n in numbers]
+def _within(positions: Any, size: int, point: Point) -> Tensor:
+    """The places along an axis that a slice, positions or a mask select."""
+    try:
+        chosen = np.arange(size)[positions].tolist()
+    except IndexError:
+        chosen = []
+    if not chosen:
+        rule = (
+            f"select some of the {size} of {point}, and none beyond; a mask must have that length"
+        )
+        raise HookError(f"positions must {rule}; got {positions}")
+    return torch.tensor(chosen)

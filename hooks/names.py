@@ -67,22 +67,17 @@ def _matching(
         # Only a HookPoint declares axes. Elsewhere a last part such as `v` may name anything.
         marked = (name for name, point in points.items() if point.axes)
         found = [*points] if last is None else [n for n in marked if n.rpartition(".")[2] in last]
-        if not found and part is not Mode.none:
-            raise UnknownNameError(f"mode {part.value!r} matches no HookPoint of this model")
     elif isinstance(part, str):
         found = [part] if part in known else _glob(part, points) or _glob(part, known)
-        if not found and part in list(Mode):
-            raise UnknownNameError(
-                f"no hook point is named {part!r}; for the mode, give mode={part!r}"
-            )
-        if not found:
-            raise unknown_name(part, points or known, "hook point")
     else:
         found = [name for name, point in points.items() if part(point)]
-        if not found:
-            what = getattr(part, "__name__", part)
-            raise UnknownNameError(f"the predicate {what!r} matches no hook point of this model")
-    return found
+    if found or part is Mode.none:
+        return found
+    if not isinstance(part, str) or isinstance(part, Mode):
+        raise UnknownNameError(f"{part!r} matches no HookPoint of this model")
+    if part in list(Mode):
+        raise UnknownNameError(f"no hook point is named {part!r}; for the mode, give mode={part!r}")
+    raise unknown_name(part, points or known, "hook point")
 
 
 def _glob(pattern: str, names: Iterable[str]) -> list[str]:

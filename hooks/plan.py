@@ -87,7 +87,7 @@ def planned(
 def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Copies that share no tensor with what was given."""
     owned = [value for module in model.modules() for value in vars(module).values()]
-    # Fake tensors draw nothing from a generator, and PyTorch 2.8 crashed where one was copied.
+    # Fake tensors draw nothing from a generator, and among them PyTorch fails to copy one.
     copies: dict[int, Any] = {id(v): v for v in owned if isinstance(v, torch.Generator)}
     # Each module has a dozen of these, and `deepcopy` takes long for them.
     copies |= {id(v): OrderedDict() for v in owned if type(v) is OrderedDict and not v}

@@ -2,11 +2,10 @@
 
 import copy
 import dataclasses
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, SupportsIndex, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -145,32 +144,22 @@ def plain_index(index: Index) -> int | slice | list[int]:
     """An index as Python's own int, slice, list of ints or, for a mask, list of booleans.
 
     Raises:
-        TypeError: if it is none of these. Booleans do not count as integers.
+        TypeError: if it is none of these.
     """
     if isinstance(index, slice):
         return index
-    plain = _plain(index)
-    with suppress(TypeError):
-        return _integer(plain)
-    with suppress(TypeError):
-        parts: list[Any] = list(map(_plain, plain))
-        return [*parts] if is_mask(parts) else list(map(_integer, parts))
-    raise TypeError(f"an index must be an integer, slice, list of integers or mask; got {index!r}")
+    found = np.asarray(index.tolist() if isinstance(index, Tensor) else index)
+    kinds = "iu" if found.ndim == 0 else "iub"
+    if found.ndim > 1 or (found.size and found.dtype.kind not in kinds):
+        rule = "an integer, slice, list of integers or mask"
+        raise TypeError(f"an index must be {rule}; got {index!r}")
+    plain: int | list[int] = found.tolist()
+    return plain
 
 
 def is_mask(index: object) -> TypeGuard[list[bool]]:
     """Whether a result of `plain_index` is a mask."""
     return isinstance(index, list) and index != [] and all(isinstance(i, bool) for i in index)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)
 
 
 def first_tensor(output: Any, point: Point) -> Tensor:

@@ -41,11 +41,7 @@ class Receipt:
 
     def __repr__(self) -> str:
         did = f"{self.calls} calls changed {self.rows} rows by at most {self.largest:.4g}"
-        return f"{self._label} at {self.point.name}: {did}"
-
-    @property
-    def _label(self) -> str:
-        return str(getattr(self.hook, "__name__", self.hook))
+        return f"{getattr(self.hook, '__name__', self.hook)} at {self.point.name}: {did}"
 
     def noting(self, activation: Tensor, point: Point) -> Tensor | None:
         """Calls the hook, and notes what it changes."""
@@ -71,23 +67,12 @@ class Receipt:
 
 
 class Receipts(list[Receipt]):
-    """Receipts of a context, in the order of the hooks; printed as a table.
+    """Receipts of a context, in the order of the hooks; printed one a line.
 
-    >>> Receipts([Receipt(torch.neg_, Point("embed"), 1, 4, 2.5)])
-    hook  point  calls  rows  largest change
-    neg_  embed      1     4             2.5
+    >>> Receipts([Receipt(torch.neg_, Point("embed"), 1, 4, 2.5), Receipt(torch.exp_, Point("1"))])
+    neg_ at embed: 1 calls changed 4 rows by at most 2.5
+    exp_ at 1: 0 calls changed 0 rows by at most 0
     """
 
     def __repr__(self) -> str:
-        head = ("hook", "point", "calls", "rows", "largest change")
-        lines = [head] + [
-            (r._label, r.point.name, str(r.calls), str(r.rows), f"{r.largest:.4g}") for r in self
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if at < 2 else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        )
+        return "\n".join(map(repr, self))

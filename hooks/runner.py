@@ -1,6 +1,5 @@
 """HookedRunner: runs a model, keeps what was asked for, and applies edits."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -19,7 +18,7 @@ from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
-from hooks.replay import BlockCall, LazyValues, divided
+from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force
 
 
@@ -98,11 +97,8 @@ class HookedRunner:
         options, kwargs = Options.taken_from(kwargs)
         if run is not None and (lazy or options.grads or options.positions is not None):
             raise ValueError("run= cannot be combined with lazy=, grads= or positions=")
-        points, optional = self._choose(names, mode, lazy)
-        if lazy:
-            return self._run_lazily(points, options, optional, args, kwargs)
-        recorder = Recorder(points, options, optional, joined=run is not None)
-        return self._run(recorder, args, kwargs, run)
+        chosen = self._choose(names, mode, lazy)
+        return self._run(*chosen, options, args, kwargs, lazy=lazy, run=run)
 
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
@@ -122,9 +118,9 @@ class HookedRunner:
         options, kwargs = Options.taken_from(kwargs)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
-        points, optional = self._choose(flatten(names), None)
+        chosen = self._choose(flatten(names), None)
         stops = not any(map(is_fully_sharded, self.model.modules()))
-        return self._run(Recorder(points, options, optional, stops=stops), args, kwargs)[1]
+        return self._run(*chosen, options, args, kwargs, stops=stops)[1]
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
@@ -204,14 +200,9 @@ class HookedRunner:
         points, optional = self._choose(names, mode, lazy)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
-            chosen = {
-                name: dataclasses.replace(point, module=model.get_submodule(name))
-                for name, point in points.items()
-            }
             runner = HookedRunner(model)
-            if lazy:
-                return runner._run_lazily(chosen, options, optional, args, kwargs)
-            return runner._run(Recorder(chosen, options, optional), args, kwargs)
+            copied = {name: runner._known[name] for name in points}
+            return runner._run(copied, optional, options, args, kwargs, lazy=lazy)
 
         return planned(self.model, run, args, kwargs)
 
@@ -248,44 +239,41 @@ class HookedRunner:
         exact = {part for part in selector if isinstance(part, str)}
         return points, set() if self._is_marked else points.keys() - exact
 
-    def _run_lazily(
-        self,
-        points: dict[str, Point],
-        options: Options,
-        optional: set[str],
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, ActivationCache]:
-        if options.grads or not options.detach:
-            raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
-        calls = divided(points, self._blocks)
-        recorder = Recorder(points, options, optional, unkept=self._blocks)
-        return self._run(recorder, args, kwargs, calls=calls)
-
     def _run(
         self,
-        recorder: Recorder,
+        points: dict[str, Point],
+        optional: set[str],
+        options: Options,
         args: Any,
         kwargs: Any,
+        *,
+        lazy: bool = False,
+        stops: bool = False,
         run: Callable[..., Any] | None = None,
-        calls: list[BlockCall] | None = None,
     ) -> tuple[Any, ActivationCache]:
+        if lazy and (options.grads or not options.detach):
+            raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
+        calls = divided(points, self._blocks) if lazy else []
+        recorder = Recorder(
+            points, options, optional, stops, run is not None, self._blocks if lazy else ()
+        )
         edits = edits_in_force()
         with Session() as session:
-            for listener in (recorder, *(calls or ())):
-                listener.listen(session)
+            recorder.listen(session)
+            for call in calls:
+                call.listen(session)
             output = None
             try:
                 output = (run or self.model)(*args, **kwargs)
             except Complete as stopped:
                 if stopped.args[0] is not recorder:
                     raise
-        for call in calls or ():
+        for call in calls:
             call.report(recorder)
         unread = "run= returned an iterator, which may run the model only when it is read"
         reason = unread if isinstance(output, Iterator) else NEVER_FIRED
         recorder.finish((self.model, args, kwargs, output), reason)
-        values = recorder.values if calls is None else LazyValues(recorder, calls, edits)
-        grads = recorder.grads if recorder.options.grads else None
+        values = LazyValues(recorder, calls, edits) if lazy else recorder.values
+        grads = recorder.grads if options.grads else None
         about = recorder.axes, tuple(self._known), self.config_hash, grads, recorder.skipped
         return output, ActivationCache(values, *about)

@@ -47,20 +47,15 @@ def _are_close(ours: Tensor, theirs: Tensor, precision: float) -> bool:
 
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
     """The current autocast, to enter again, and what gives the relative size of rounding errors."""
-    dtype = _autocast_dtype(tensors) if _torch.is_any_autocast_enabled() else None
-    is_exact = torch.get_float32_matmul_precision() == "highest"
+    dtype = None
+    if _torch.is_any_autocast_enabled() and torch.is_autocast_enabled(kind := _device(tensors)):
+        dtype = torch.get_autocast_dtype(kind)
 
     def precision() -> float:
-        kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        kinds |= {torch.float32 if is_exact else torch.bfloat16, dtype or torch.float32}
-        return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
+        kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {dtype}
+        return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds if kind))
 
     return lambda: torch.autocast(_device(tensors), dtype, enabled=dtype is not None), precision
-
-
-def _autocast_dtype(tensors: list[Tensor]) -> torch.dtype | None:
-    device = _device(tensors)
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _device(tensors: list[Tensor]) -> str:

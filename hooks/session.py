@@ -16,8 +16,11 @@ P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 
-Edits = list[tuple[nn.Module, Callable[[Any], Any]]]
-"""Modules, each with a function that maps its output to a new one."""
+OutputHook = Callable[[Any], Any]
+"""Maps a module's output to a new one, or returns None."""
+
+Edits = list[tuple[nn.Module, OutputHook]]
+"""Modules, each with a hook that changes its output."""
 
 # Negative, because PyTorch numbers hooks from 0 on. It does so with a counter that is not thread-safe, and
 # its functions for registering take ten times as long as `insert_hook`.
@@ -78,12 +81,7 @@ class Session:
             remove_hook(module, key)
         self._registered.clear()
 
-    def after(
-        self,
-        module: nn.Module,
-        hook: Callable[[Any], Any],
-        again: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def after(self, module: nn.Module, hook: OutputHook, again: OutputHook | None = None) -> None:
         """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
 
         Args:
@@ -93,21 +91,21 @@ class Session:
         """
         if again is not None:
             self.edits.append((module, again))
-        self._register(module, _After(hook, self.acts, self.acts))
+        self._register(module, _After(hook, self.acts))
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         """Calls `hook(args, kwargs)` before `module` runs."""
-        self._register(module, _Before(hook, self.acts, self.acts))
+        self._register(module, _Before(hook, self.acts))
 
     def note(self, module: nn.Module, acted: set[bool]) -> None:
-        """Adds to `acted`, before each run of `module`, whether the hooks act in its context.
+        """Adds to `acted`, after each run of `module`, whether the hooks act in its context.
 
         A run in another context counts only if that context has no hooks of its own. With them it is
         taken as deliberate.
         """
         acts = self.acts
         counts = traced_as_constant(lambda: acts() or not _sessions.get())
-        self._register(module, _Before(lambda args, kwargs: acted.add(acts()), acts, counts))
+        self._register(module, _After(lambda output: acted.add(acts()), counts))
 
     def _register(self, module: nn.Module, listener: "_After | _Before") -> None:
         key = next(_keys)
@@ -121,18 +119,17 @@ class _Listener:
     # Not a closure: thousands of those, each of many objects, would set off Python's collector.
     hook: Callable[..., Any]
     acts: Callable[[], bool]
-    counts: Callable[[], bool]
 
 
 class _After(_Listener):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.hook(output) if self.counts() else None
+        return self.hook(output) if self.acts() else None
 
 
 class _Before(_Listener):
     # Another thread may call a listener during its removal, and then without kwargs.
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if self.counts():
+        if self.acts():
             self.hook(args, kwargs)
 
 

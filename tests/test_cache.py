@@ -110,7 +110,7 @@ def test_indices_of_other_kinds(runner, tokens, cache):
         assert part.axes("embed") == ("batch", *["pos"] * index.ndim, "d_model")
     with pytest.raises(ValueError, match="query.*key"):  # which torch would broadcast
         cache.at(query=(1, 2), key=np.array([2, 3]))
-    for index in (True, None, 1.0, [True, 2], torch.tensor(True), np.array([inside])):
+    for index in (True, None, 1.0, torch.tensor(True), np.array([inside])):
         with pytest.raises(TypeError, match=re.escape(repr(index))):
             cache.at(pos=index)
     for index in ([], slice(7, None), ~inside & inside):
@@ -278,9 +278,8 @@ def test_positions_are_cut_at_capture(runner, tokens, positions):
         (HookError, "embed", slice(7, 9), "7 of embed"),
         (HookError, "blocks.0", [0], "blocks.0"),
         (TypeError, "embed", 3, "3"),
-        (HookError, "embed", [True, False], "7.*2"),
+        (HookError, "embed", [True, False], r"7 of embed.*\[True, False\]"),
         (HookError, "embed", np.zeros(7, bool), "7 of embed"),
-        (TypeError, "embed", [True, 3], "True"),
         (TypeError, "embed", torch.tensor(True), "True"),
     ],
 )

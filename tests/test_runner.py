@@ -169,11 +169,11 @@ def test_writing_into_the_activation_is_an_edit_and_spares_other_points(runner, 
 @pytest.mark.parametrize(
     ("result", "match"),
     [
-        (lambda v: v[:1], r"blocks.1.attn.z \[batch pos head d_head\].*\(4, 7, 2, 5\).*\(1, 7, 2, 5\)"),
+        (lambda v: v[:1], r"blocks.1.attn.z \[batch pos head d_head\].*\[4, 7, 2, 5\].*\[1, 7, 2, 5\]"),
         (lambda v: v.double(), "torch.float32.*torch.float64"),
         (lambda v: v.to("meta"), "cpu.*meta"),
         (lambda v: 3.0, "3.0"),
-        (lambda v: [v.unsqueeze_(0)].clear(), r"\(4, 7, 2, 5\).*\(1, 4, 7, 2, 5\)"),
+        (lambda v: [v.unsqueeze_(0)].clear(), r"\[4, 7, 2, 5\].*\[1, 4, 7, 2, 5\]"),
     ],
 )  # fmt: skip
 def test_an_edit_that_the_point_cannot_carry(runner, tokens, result, match):

@@ -122,17 +122,9 @@ def test_running_only_in_another_thread_is_an_error(small):
     with small.hooks(times(3)):
         run_elsewhere()
         assert small.model(ONE) == 3
-    failing = small.model.register_forward_pre_hook(lambda *args: 1 / 0 if trying else None)
-    with small.hooks(times(3)):
-        trying = True
-        with pytest.raises(ZeroDivisionError):
-            small.model(ONE)
-        trying = False
-        run_elsewhere()
     with small.hooks(times(3)), ThreadPoolExecutor(1) as pool:
         edited = pool.submit(small.run_with_hooks, ONE, hooks=times(5))  # meant so
         assert edited.result() == 5
-    failing.remove()
 
 
 @contextmanager
