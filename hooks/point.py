@@ -140,21 +140,23 @@ def index_by_axis(
     return index
 
 
-def plain_index(index: Index) -> int | slice | list[int]:
+def plain_index(index: Any, ndim: int = 1) -> Any:
     """An index as Python's own int, slice, list of ints or, for a mask, list of booleans.
+
+    With `ndim=2` it may also be a list of lists of ints.
 
     Raises:
         TypeError: if it is none of these.
+        ValueError: from NumPy, if the lists in a list have different lengths.
     """
     if isinstance(index, slice):
         return index
     found = np.asarray(index.tolist() if isinstance(index, Tensor) else index)
-    kinds = "iu" if found.ndim == 0 else "iub"
-    if found.ndim > 1 or (found.size and found.dtype.kind not in kinds):
+    kinds = "iub" if found.ndim == 1 else "iu"
+    if found.ndim > ndim or (found.size and found.dtype.kind not in kinds):
         rule = "an integer, slice, list of integers or mask"
         raise TypeError(f"an index must be {rule}; got {index!r}")
-    plain: int | list[int] = found.tolist()
-    return plain
+    return found.tolist()
 
 
 def is_mask(index: object) -> TypeGuard[list[bool]]:

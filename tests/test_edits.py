@@ -600,9 +600,11 @@ def test_what_no_point_takes_is_an_error_at_once(source):
             edits.project_out(wrong)
         with pytest.raises(ValueError, match="independent"):
             edits.interchange(source, wrong)
-    for index in (1.5, None, "all", True, [[1, 2], [3]], [[True, False]], torch.ones(2, 3)):
+    for index in (1.5, None, "all", True, [[True, False]], torch.ones(2, 3)):
         with pytest.raises(TypeError, match="integer"):
             edits.zero(pos=index)
+    with pytest.raises(ValueError, match="inhomogeneous"):
+        edits.zero(pos=[[1, 2], [3]])
     with pytest.raises(ValueError, match="over"):
         edits.mean(source, over=())
     with pytest.raises(ValueError, match="-0.5"):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.errors import unknown_name
+from hooks.point import plain_index
 from hooks.transfer import to_device
-from interp.edits.places import TEXT_AXES, Index, Place, axes_of, first_column, locate, plain
+from interp.edits.places import TEXT_AXES, Index, Place, axes_of, first_column, locate
 
 Values = Shaped[Tensor, "..."] | ActivationCache
 """Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.
@@ -98,10 +99,10 @@ class Edit:
     only_at: str = ""
 
     def __post_init__(self) -> None:
-        where = {axis: plain(index) for axis, index in self.where.items()}
+        where = {axis: plain_index(index, 2) for axis, index in self.where.items()}
         object.__setattr__(self, "where", where)
         if self.source_pos is not None:
-            object.__setattr__(self, "source_pos", plain(self.source_pos))
+            object.__setattr__(self, "source_pos", plain_index(self.source_pos, 2))
 
     def at(self, **where: Index) -> "Edit":
         """The same edit at a narrower place.

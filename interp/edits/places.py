@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hooks import EditError, Point, start_of_piece
 from hooks.errors import unknown_name
-from hooks.point import is_mask, plain_index
+from hooks.point import is_mask
 from hooks.transfer import to_device
 
 # These count columns of the text. `key` also covers cached positions.
@@ -21,26 +21,11 @@ Index = SupportsIndex | slice | Sequence[Any] | Tensor
 also a list of lists or a tensor [batch, n]: n columns of its own for each example."""
 
 
-def plain(index: Index) -> Any:
-    """An index as Python's own int, slice or list; columns of each example as a list of lists.
-
-    Raises:
-        TypeError: if it is none of these.
-    """
-    rows: Any = index.tolist() if hasattr(index, "tolist") else index
-    if not (isinstance(rows, Sequence) and rows and isinstance(rows[0], Sequence)):
-        return plain_index(index)
-    lists = list(map(plain_index, rows))
-    if any(map(is_mask, lists)) or len({len(row) for row in rows}) > 1:
-        raise TypeError(f"columns must be integers, as many for each example; got {index}")
-    return lists
-
-
 def columns(index: Any, size: int, strict: bool, what: str) -> list[list[int]]:
     """The places that `index` selects along an axis: one row for all examples, or one for each.
 
     Args:
-        index: a result of `plain`.
+        index: a result of `plain_index`.
         size: the axis has the places 0 to `size - 1`. Negative ones count from its end.
         strict: whether other places are errors.
         what: the axis and its point, for errors.
@@ -186,7 +171,7 @@ def locate(
     Args:
         activation: the value at `point`.
         point: its axes say what the names in `where` mean.
-        where: results of `plain` by axis.
+        where: results of `plain_index` by axis.
         source_pos: which of the source's `n_source` columns go to the selected positions, in order, or
             one for all; None for the same columns.
 
