@@ -21,7 +21,7 @@ class Complete(BaseException):
     """Ends the run of the recorder that it holds. `except Exception` in the model does not catch it."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Recorder:
     """Collects the values of `points`, and their gradients if asked, during one run.
 

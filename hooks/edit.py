@@ -74,7 +74,7 @@ class HookContext:
 
     Raises:
         ContextError: on entering a second time.
-        NeverFiredError: on leaving, if forward passes ran inside and all missed an edited point.
+        NeverFiredError: on leaving, if forward passes ended inside and all missed an edited point.
 
     >>> from hooks import HookedRunner
     >>> model = nn.Sequential(nn.ReLU())

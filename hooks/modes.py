@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, SupportsIndex
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hooks.errors import HookError
-from hooks.point import POSITION_AXES, Point, plain_index
+from hooks.point import POSITION_AXES, Point, is_mask, plain_index
 from hooks.transfer import Placement, to_device
 
 Positions = slice | Sequence[SupportsIndex]
@@ -113,27 +112,26 @@ class Options:
             return self.placement(value)
         if not point.axes:
             raise HookError(f"positions= needs named axes, and {point.name} declares none")
-        for axis in POSITION_AXES:
-            if axis not in point.axes:
+        for at, size in enumerate(value.shape):
+            if point.axes[at] not in POSITION_AXES:
                 continue
-            at = point.axes.index(axis)
-            key = value.shape[at], value.device
-            if key not in self._indices:
-                chosen = _within(self.positions, value.shape[at], point)
-                self._indices[key] = to_device(chosen, value.device)
-            value = value.index_select(at, self._indices[key])
+            if isinstance(self.positions, slice):
+                value = value[(*[slice(None)] * at, self.positions)].clone()
+            else:
+                key = size, value.device
+                if key not in self._indices:
+                    chosen = torch.tensor(_within(self.positions, size), dtype=torch.int64)
+                    self._indices[key] = to_device(chosen, value.device)
+                value = value.index_select(at, self._indices[key])
+            if value.shape[at] == 0:
+                rule = f"select some of the {size} of {point}, and none beyond"
+                got = f"a mask must have that length; got {self.positions}"
+                raise HookError(f"positions must {rule}; {got}")
         return self.placement(value)
 
 
-def _within(positions: Any, size: int, point: Point) -> Tensor:
-    """The places along an axis that a slice, positions or a mask select."""
-    try:
-        chosen = np.arange(size)[positions].tolist()
-    except IndexError:
-        chosen = []
-    if not chosen:
-        rule = (
-            f"select some of the {size} of {point}, and none beyond; a mask must have that length"
-        )
-        raise HookError(f"positions must {rule}; got {positions}")
-    return torch.tensor(chosen)
+def _within(positions: Any, size: int) -> list[int]:
+    """Positions, or a mask of them, counted from the start of an axis; none if some lie beyond it."""
+    if is_mask(positions):
+        return [n for n in range(size) if positions[n]] if len(positions) == size else []
+    return [n % size for n in positions] if all(-size <= n < size for n in positions) else []

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -147,16 +146,18 @@ def plain_index(index: Any, ndim: int = 1) -> Any:
 
     Raises:
         TypeError: if it is none of these.
-        ValueError: from NumPy, if the lists in a list have different lengths.
     """
-    if isinstance(index, slice):
-        return index
-    found = np.asarray(index.tolist() if isinstance(index, Tensor) else index)
-    kinds = "iub" if found.ndim == 1 else "iu"
-    if found.ndim > ndim or (found.size and found.dtype.kind not in kinds):
-        rule = "an integer, slice, list of integers or mask"
-        raise TypeError(f"an index must be {rule}; got {index!r}")
-    return found.tolist()
+    plain = index.tolist() if hasattr(index, "tolist") else index
+    if isinstance(plain, slice) or type(plain) is int:
+        return plain
+    if ndim and isinstance(plain, Sequence):
+        parts = [part.tolist() if hasattr(part, "tolist") else part for part in plain]
+        if all(isinstance(part, bool) for part in parts):
+            return parts
+        parts = [plain_index(part, ndim - 1) for part in parts]
+        if not any(map(is_mask, parts)):
+            return parts
+    raise TypeError(f"an index must be an integer, slice, list of integers or mask; got {index!r}")
 
 
 def is_mask(index: object) -> TypeGuard[list[bool]]:

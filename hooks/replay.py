@@ -170,9 +170,9 @@ class BlockCall:
             )
             if not same:
                 raise CacheError(
-                    f"{self.name} changed after the run (a weight, an attribute, a hook, an adapter, or "
-                    "an edit that is not the same twice), so running it again would give other values; "
-                    "read a lazy cache before changing the model"
+                    f"{self.name} changed after the run (a weight, an attribute, a hook, an adapter, the "
+                    "precision of products, or an edit that is not the same twice), so running it again "
+                    "would give other values; read a lazy cache before changing the model"
                 )
             recorder.finish()
         return recorder

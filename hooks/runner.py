@@ -163,7 +163,7 @@ class HookedRunner:
 
         Raises:
             UnknownNameError: if a selector matches nothing.
-            NeverFiredError: on leaving, if forward passes ran inside and all missed an edited point.
+            NeverFiredError: on leaving, if forward passes ended inside and all missed an edited point.
         """
         edits, backward_edits = self.edits(hooks or {}), self.edits(backward or {})
         return HookContext(self.model, edits, backward_edits, receipts)

@@ -52,8 +52,8 @@ def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], flo
         dtype = torch.get_autocast_dtype(kind)
 
     def precision() -> float:
-        kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {dtype}
-        return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds if kind))
+        kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds | {dtype or torch.float32}))
 
     return lambda: torch.autocast(_device(tensors), dtype, enabled=dtype is not None), precision
 

@@ -105,7 +105,7 @@ class Session:
         """
         acts = self.acts
         counts = traced_as_constant(lambda: acts() or not _sessions.get())
-        self._register(module, _After(lambda output: acted.add(acts()), counts))
+        self._register(module, _Note(lambda output: acted.add(acts()), counts))
 
     def _register(self, module: nn.Module, listener: "_After | _Before") -> None:
         key = next(_keys)
@@ -126,15 +126,19 @@ class _After(_Listener):
         return self.hook(output) if self.acts() else None
 
 
+class Wire:
+    """A hook that passes values through points, and listens to nothing itself."""
+
+
+class _Note(_After, Wire):
+    """Changes no values, so that fused kernels may run."""
+
+
 class _Before(_Listener):
     # Another thread may call a listener during its removal, and then without kwargs.
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self.acts():
             self.hook(args, kwargs)
-
-
-class Wire:
-    """A hook that passes values through points, and listens to nothing itself."""
 
 
 class muted:
@@ -165,7 +169,7 @@ def is_listened_to(module: nn.Module) -> bool:
 
 
 def _is_awake(hook: Callable[..., Any]) -> bool:
-    return hook.acts() if isinstance(hook, _Listener) else not isinstance(hook, Wire)
+    return not isinstance(hook, Wire) and (not isinstance(hook, _Listener) or hook.acts())
 
 
 class FusedUnlessHooked:

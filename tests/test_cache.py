@@ -1,7 +1,6 @@
 """ActivationCache: names, slices, options at capture time, and files."""
 
 import json
-import re
 from collections import OrderedDict
 
 import numpy as np
@@ -110,8 +109,8 @@ def test_indices_of_other_kinds(runner, tokens, cache):
         assert part.axes("embed") == ("batch", *["pos"] * index.ndim, "d_model")
     with pytest.raises(ValueError, match="query.*key"):  # which torch would broadcast
         cache.at(query=(1, 2), key=np.array([2, 3]))
-    for index in (True, None, 1.0, torch.tensor(True), np.array([inside])):
-        with pytest.raises(TypeError, match=re.escape(repr(index))):
+    for index in (True, None, 1.0, "all", torch.tensor(True), np.array([inside])):
+        with pytest.raises(TypeError, match="integer"):
             cache.at(pos=index)
     for index in ([], slice(7, None), ~inside & inside):
         with pytest.raises(CacheError, match=r"embed \[4, 7, 10\]"):
@@ -280,6 +279,7 @@ def test_positions_are_cut_at_capture(runner, tokens, positions):
         (TypeError, "embed", 3, "3"),
         (HookError, "embed", [True, False], r"7 of embed.*\[True, False\]"),
         (HookError, "embed", np.zeros(7, bool), "7 of embed"),
+        (TypeError, "embed", [True, 3], "True"),
         (TypeError, "embed", torch.tensor(True), "True"),
     ],
 )

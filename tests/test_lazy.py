@@ -368,6 +368,12 @@ def test_whatever_a_block_gives_only_a_change_is_an_error(kind):
             lazy["blocks.0.again"]
 
 
+@pytest.mark.parametrize("x", [torch.tensor([[2, 0], [1, 3]]), torch.tensor([[2 + 3j]])])
+def test_a_block_that_reads_no_real_numbers(x):
+    _, lazy = runner_of(nn.Sequential(nn.Identity())).run_with_cache(x, lazy=True)
+    assert torch.equal(lazy["blocks.0.0"], x)
+
+
 def test_what_lazy_cannot_do(model, runner, tokens):
     for options in ({"grads": True}, {"detach": False}):
         with pytest.raises(ValueError, match="lazy"):

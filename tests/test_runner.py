@@ -227,8 +227,12 @@ def test_the_models_own_code_cannot_swallow_the_stop():
     model, x = nn.Sequential(inner, outer).eval(), torch.ones(1, 2)
 
     def forward(x):
-        with suppress(Exception):
-            return outer(HookedRunner(inner).capture(x, names="0")["0"])
+        try:
+            with suppress(Exception):
+                return outer(HookedRunner(inner).capture(x, names="0")["0"])
+        except BaseException as error:
+            repr(error)  # a model may log what passes
+            raise
 
     model.forward = forward
     assert torch.equal(HookedRunner(model).capture(x, names="0.0")["0.0"], inner(x))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, NeverFiredError
+from hooks.session import is_listened_to
 
 
 def intervene(model, index, rounds=1, barrier=None):
@@ -115,6 +116,7 @@ def test_a_context_that_a_dead_thread_left_open_edits_nothing(small):
 def test_running_only_in_another_thread_is_an_error(small):
     def run_elsewhere():
         with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(is_listened_to, small.model).result()
             assert pool.submit(small.model, ONE).result() == 1
 
     with pytest.raises(NeverFiredError, match="0.*thread"), small.hooks(times(3)):

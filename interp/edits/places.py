@@ -1,5 +1,6 @@
 """Places: which part of an activation an edit changes, and which part of its source goes there."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -18,7 +19,7 @@ TEXT_AXES = ("pos", "query", "key")
 
 Index = SupportsIndex | slice | Sequence[Any] | Tensor
 """An integer, slice, list or mask along one axis, the same in every example. Along `pos`, `query` and `key`
-also a list of lists or a tensor [batch, n]: n columns of its own for each example."""
+also columns of its own for each example: a list of lists, or a tensor [batch, n]."""
 
 
 def columns(index: Any, size: int, strict: bool, what: str) -> list[list[int]]:
@@ -76,7 +77,7 @@ def first_column(where: Mapping[str, Any], point: Point, n_pos: int) -> int:
     """
     check_axes(where, point)
     firsts = {
-        axis: min(map(min, columns(where[axis], n_pos, True, f"{axis} at {point.name}")))
+        axis: min(itertools.chain(*columns(where[axis], n_pos, True, f"{axis} at {point.name}")))
         for axis in TEXT_AXES
         if axis in where
     }
@@ -238,12 +239,12 @@ def _chosen(
         raise EditError(
             f"{what} must have the columns of each of {n_rows} rows, or of all; got {n}"
         )
-    if len(sources[0]) not in (1, len(rows[0])):
-        rule = f"one column, or one for each of {len(rows[0])} positions"
-        raise EditError(f"source_pos of {what} must have {rule}; got {len(sources[0])}")
     chosen = [[-1] * len(held) for _ in range(n)]
     for copy, its in enumerate(chosen):
         row, source = rows[copy % len(rows)], sources[copy % len(sources)]
+        if len(source) not in (1, len(row)):
+            rule = f"one column, or one for each of {len(row)} positions"
+            raise EditError(f"source_pos of {what} must have {rule}; got {len(source)}")
         for m, column in enumerate(row):
             if column in held:
                 its[column - held.start] = source[m % len(source)]
