@@ -140,7 +140,7 @@ class Recorder:
                 groups.setdefault(value.untyped_storage(), []).append(name)
         reachable = _reachable(outside) if self._in_graph else set()
         for storage, names in groups.items():
-            if self._in_graph and self._in_graph.issuperset(names):
+            if self._in_graph.issuperset(names):
                 shared = storage in reachable
             else:
                 shared = _torch.is_shared(self.values[names[0]], len(names))

@@ -51,7 +51,7 @@ class Receipt:
         # A plan has no numbers. Anything but a tensor of that shape is refused later.
         plain = isinstance(after, Tensor) and after.shape == before.shape
         if plain and not (before.is_meta or isinstance(before, FakeTensor)):
-            self._add(before, after.detach())
+            self._add(before, after)
         return new
 
     @torch.no_grad()

@@ -201,7 +201,7 @@ class LazyValues(Mapping[str, Tensor]):
 
     @functools.cached_property
     def _calls_by_name(self) -> dict[str, BlockCall]:
-        return {name: call for call in self._calls for name in call.points if name in self}
+        return {name: call for call in self._calls for name in call.points}
 
     def __getitem__(self, name: str) -> Tensor:
         if not self.is_held(name):

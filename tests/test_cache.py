@@ -103,13 +103,13 @@ def test_indices_of_other_kinds(runner, tokens, cache):
         assert plan.nbytes == 3 * 4 * 2 * 3 * 7 * 4
     with pytest.raises(IndexError, match=r"\[2\].*4, 7, 10"):
         cache.at(pos=[True, False])
-    for index in (np.int64(3), torch.tensor(3), np.array([3, 1])):
+    for index in (np.int64(3), torch.tensor(3), np.array([3, 1], np.uint8)):
         part = cache.at(pos=index)
-        assert torch.equal(part["embed"], cache["embed"][:, index])
+        assert torch.equal(part["embed"], cache["embed"][:, index.tolist()])
         assert part.axes("embed") == ("batch", *["pos"] * index.ndim, "d_model")
     with pytest.raises(ValueError, match="query.*key"):  # which torch would broadcast
         cache.at(query=(1, 2), key=np.array([2, 3]))
-    for index in (True, None, 1.0, "all", torch.tensor(True), np.array([inside])):
+    for index in (True, None, 1.0, "all", torch.tensor(True), np.array([inside]), [[1, 2]]):
         with pytest.raises(TypeError, match="integer"):
             cache.at(pos=index)
     for index in ([], slice(7, None), ~inside & inside):

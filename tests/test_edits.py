@@ -461,7 +461,11 @@ def test_several_hooks_at_a_point_act_in_order_on_one_copy(wide, texts):
     assert (edited[:, 1:] == 6).all()
     assert seen[0][1] == 3 * plain[0, 0, 0]
     copies = []
-    keep = EditedPoint(first.point, (lambda v, p: copies.append(v.data_ptr()),) * 3).apply(plain)
+    hooks = (
+        lambda v, p: copies.append(v.data_ptr()),
+        lambda v, p: copies.append(v.data_ptr()) or v,
+    )
+    keep = EditedPoint(first.point, hooks * 2).apply(plain)
     assert len(set(copies)) == 1
     assert torch.equal(keep, plain)
     grads = []
@@ -497,6 +501,10 @@ def test_receipts_say_what_each_hook_did(wide, texts):
     assert "nothing" in lines[2]
     with wide.hooks({"embed": nothing}) as context, pytest.raises(ContextError, match="receipts"):
         context.receipts  # noqa: B018  # the reading is what is refused
+    pairs = [("*.attn_out", nothing), ("blocks.0.attn_out", to_nan)]
+    by_hook = [receipt.hook for receipt in wide.hooks(pairs, receipts=True).receipts]
+    assert by_hook == [nothing, nothing, to_nan]
+    assert wide.hooks(receipts=True).receipts == []
     with wide.hooks({"embed": nothing}, receipts=True) as context:
         wide.plan(texts[0])
     assert context.receipts[0].calls == 0
@@ -509,13 +517,21 @@ def test_receipts_say_what_each_hook_did(wide, texts):
         reading.model(torch.tensor([[2.0]]))
         assert (context.receipts[0].rows, context.receipts[0].largest) == (4, 7)
         reading.model(torch.tensor([[torch.inf, 0.0]]))
-    assert (context.receipts[0].calls, context.receipts[0].rows) == (4, 4)
+        reading.model(torch.ones(0, 2))
+    assert (context.receipts[0].calls, context.receipts[0].rows) == (5, 4)
+    scalar = HookedRunner(nn.Sequential(nn.Identity()))
+    with scalar.hooks({"0": lambda value, point: -value}, receipts=True) as context:
+        scalar.model(torch.tensor(60000.0).half())
+        scalar.model(torch.tensor(1.0, device="meta"))  # no numbers
+    (receipt,) = context.receipts
+    assert (receipt.calls, receipt.rows, receipt.largest) == (1, 1, 120000)
 
 
 def test_a_place_may_be_narrowed_but_not_chosen_twice(source):
     edit = edits.mean(source, head=2)
     assert edit.at(pos=5).where == {"head": 2, "pos": 5}
     assert edit.where == {"head": 2}
+    assert edit.at(pos=np.array([[1, 2]], np.uint8)).where["pos"] == [[1, 2]]
     with pytest.raises(ValueError, match="head"):
         edit.at(head=3)
     with pytest.raises(AttributeError):
@@ -524,6 +540,7 @@ def test_a_place_may_be_narrowed_but_not_chosen_twice(source):
         "edits.scale(2.5, head=[1, 2], pos=slice(3, None))"
     )
     assert repr(edits.noise(0.5, seed=7, pos=3)) == "edits.noise(0.5, seed=7, pos=3)"
+    assert repr(edits.zero(pos=np.zeros(0))) == "edits.zero(pos=[])"
     assert repr(edits.replace(torch.ones(2, 3), source_pos=1)) == (
         "edits.replace(Tensor[2, 3], source_pos=1)"
     )

@@ -52,15 +52,15 @@ class Toy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        for name in ("twice", "square", "ids"):
-            setattr(self, name, HookPoint("batch pos"))
+        self.twice, self.square = HookPoint("batch pos"), HookPoint("batch pos")
+        self.ids = HookPoint("pos batch")
         self.unnamed = nn.Identity()
         self.room = torch.zeros(2, 4)
 
     def forward(self, x):
         room = self.room[:, : x.shape[1]]
         room.copy_(x * 2)
-        self.ids(x.long())
+        self.ids(x.long().T)
         return self.unnamed(self.square(self.twice(room) ** 2))
 
 
@@ -85,7 +85,7 @@ def test_run_takes_the_arguments_and_gives_the_output(toy, inference):
     assert torch.equal(torch.cat(output, 1), X**2)
     assert torch.equal(cache["twice"], X)
     assert torch.equal(cache["square"], X**2)
-    assert cache["ids"].dtype == torch.int64
+    assert torch.equal(cache["ids"], (X / 2).long().T)
     assert cache.axes("twice") == ("batch", "pos")
     assert list(cache) == ["twice", "square", "ids"]
 
@@ -187,32 +187,33 @@ class Sharing(nn.Linear):
         super().__init__(5, 5)
         self.register_buffer("keys", torch.zeros(2, 5))
         self.room = np.zeros((2, 5), "float32")
-        for name in ("given", "w", "stored", "kept", "inner", "out"):
+        for name in ("given", "w", "stored", "kept", "inner", "more", "out"):
             setattr(self, name, HookPoint("batch d"))
 
-    def forward(self, x):
+    def forward(self, x, more):
         self.w(self.weight[:2])
         keys, room = self.keys.copy_(x.detach()), torch.from_numpy(self.room).copy_(x.detach() * 3)
         inner = self.inner(super().forward(self.given(x) + self.stored(keys) + self.kept(room)))
         self.seen = inner.data_ptr()
-        return self.out(inner * 2)
+        return self.out(inner * self.more(more))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("traced", [True, False])
-def test_values_are_the_caches_own(mode, traced):
+@pytest.mark.parametrize(("traced", "detach"), [(True, True), (False, True), (False, False)])
+def test_values_are_the_caches_own(mode, traced, detach):
     """Also after the caller wrote into all that is left of the run. What nobody else has is not copied."""
-    model, x = Sharing().eval().requires_grad_(traced), torch.randn(2, 5)
-    x.requires_grad_(traced)
+    model, x = Sharing().eval().requires_grad_(traced), torch.randn(2, 5, requires_grad=traced)
+    more = torch.randn(2, 5, requires_grad=traced)
     inner = x @ model.weight.T * 5 + model.bias
-    expected = dict(given=x, w=model.weight[:2], stored=x, kept=x * 3, inner=inner, out=inner * 2)
+    expected = dict(given=x, w=model.weight[:2], stored=x, kept=x * 3, inner=inner, more=more)
+    expected["out"] = inner * more
     expected = {name: value.detach().clone() for name, value in expected.items()}
     with mode():
-        output, cache = HookedRunner(model).run_with_cache(x)
+        output, cache = HookedRunner(model).run_with_cache(x, more=more, detach=detach)
         if mode is not torch.inference_mode:
             assert cache["inner"].data_ptr() == model.seen
     with torch.no_grad() if mode is torch.enable_grad else mode():
-        for tensor in (x, output, model.weight, model.keys):
+        for tensor in (x, more, output, model.weight, model.keys):
             tensor.zero_()
     model.room[:] = 0
     for name, value in expected.items():

@@ -111,6 +111,7 @@ def test_what_was_recomputed_is_kept_until_dropped(model, runner, tokens):
     first = lazy["pattern", 1]
     assert lazy["pattern", 1] is first
     lazy["z", 1]
+    lazy.stack("z")
     assert graphs == [True, False]
     lazy.drop()
     assert torch.equal(lazy["pattern", 1], first)
@@ -381,8 +382,9 @@ def test_what_lazy_cannot_do(model, runner, tokens):
     with pytest.raises(HookError, match="ModuleList"):
         HookedRunner(nn.Sequential(nn.ReLU()).eval()).run_with_cache(X, lazy=True)
     model.blocks[1].mlp.train()
-    with pytest.raises(ModeError, match=r"model.eval\(\)"):
-        runner.run_with_cache(tokens, names="blocks.*", lazy=True)
+    for run in (runner.run_with_cache, runner.plan):
+        with pytest.raises(ModeError, match=r"model.eval\(\)"):
+            run(tokens, names="blocks.*", lazy=True)
 
 
 class Counting(nn.Module):

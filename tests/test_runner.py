@@ -192,6 +192,12 @@ def test_hooks_are_removed_after_an_exception_and_the_users_own_stay(model, runn
     assert len(calls) == 2
 
 
+def test_an_argument_named_like_a_part_of_the_options_is_the_models():
+    model = nn.Sequential(nn.Identity()).eval()
+    model.forward = lambda x, placement: model[0](x * placement)
+    assert HookedRunner(model).run_with_cache(torch.ones(1), placement=3)[1]["0"] == 3
+
+
 def test_a_failed_entry_leaves_nothing(model, runner, tokens, monkeypatch):
     class Refusing(OrderedDict):
         def __setitem__(self, key, hook):
@@ -260,8 +266,11 @@ def test_a_point_that_fires_never_or_twice_is_an_error():
     for run in (runner.run_with_cache, runner.capture, runner.plan):
         with pytest.raises(errors.NeverFiredError, match="right"):
             run(x, names=["left", "right"])
-    with pytest.raises(errors.NeverFiredError, match="right"), runner.hooks({"right": leave}):
-        model(x)
+    for edited in (dict(hooks={"*": leave}), dict(backward={"right": leave})):
+        with pytest.raises(errors.NeverFiredError, match="right"):
+            runner.run_with_hooks(x, **edited)
+    with pytest.raises(ZeroDivisionError), runner.hooks({"*": leave}):
+        raise ZeroDivisionError(model(x))  # the caller's own error is the one that leaves
     with pytest.raises(errors.HookError, match="left"):
         runner.run_with_cache(x, twice=True, names="left")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

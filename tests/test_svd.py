@@ -161,11 +161,12 @@ def test_caches_and_models_that_do_not_do(model, tokens):
 def test_residual_stream_in_windows_and_norms_everywhere(model, tokens):
     windows = torch.zeros(4, 7, dtype=torch.bool)
     windows[1, 2:5] = windows[3, 6] = True
-    _, cache = run_with_cache(model, tokens, mode="residual")
+    _, cache = run_with_cache(model, tokens, mode="residual", detach=False)
     for point in ("resid_pre", "resid_mid", "resid_post"):
         stream = residual_stream(cache, windows, point)
         values = [cache[point, layer] for layer in range(model.config.n_layers)]
         inside = [torch.stack([v[1, 2], v[1, 3], v[1, 4], v[3, 6]]) for v in values]
+        assert not any(part.requires_grad for part in (stream.vectors, stream.norms))
         assert torch.equal(stream.vectors, torch.stack(inside, 1))
         sizes = [value.double().square().sum(-1).sqrt().float() for value in values]
         torch.testing.assert_close(stream.norms, torch.stack(sizes, -1))
@@ -180,10 +181,12 @@ def test_windows_that_cannot_be(model, tokens, windows):
         residual_stream(cache, windows)
 
 
-def test_norms_of_half_precision_do_not_overflow():
-    stream, axes = torch.full((1, 1, 4), 60000.0).half(), ("batch", "pos", "d_model")
+@pytest.mark.parametrize(("dtype", "number"), [(torch.half, 60000.0), (torch.double, 1 + 2**-40)])
+def test_norms_neither_overflow_nor_lose_digits(dtype, number):
+    stream, axes = torch.full((1, 1, 4), number, dtype=dtype), ("batch", "pos", "d_model")
     cache = ActivationCache({"blocks.0.resid_post": stream}, {"blocks.0.resid_post": axes}, (), "")
-    assert residual_stream(cache, torch.zeros(1, 1).bool()).norms.item() == 120000.0
+    norms = residual_stream(cache, torch.zeros(1, 1).bool()).norms
+    assert norms.item() == pytest.approx(2 * number, rel=1e-15)
 
 
 # --- decompositions ----------------------------------------------------------------------------

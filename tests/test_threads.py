@@ -177,6 +177,15 @@ def test_a_copied_model_in_a_copied_context_is_not_edited_later(small):
     assert context.run(model, ONE) == 1
 
 
+def test_a_lazy_run_in_a_copied_context_is_not_edited_later(runner, tokens):
+    name = "blocks.1.mlp_out"
+    edits = runner.hooks({name: lambda value, point: value + 1})
+    with edits:
+        context = contextvars.copy_context()
+    _, lazy = context.run(runner.run_with_cache, tokens, names=name, lazy=True)
+    torch.testing.assert_close(lazy[name], runner.capture(tokens, names=name)[name])
+
+
 def test_an_error_is_the_same_while_another_thread_registers_hooks(small):
     """PyTorch iterates over a module's hooks while an error leaves it."""
 

@@ -161,7 +161,7 @@ def residual_stream(
         CacheError: if the cache has no stream; it says what to run.
         ValueError: if `windows` is not boolean, or not of the stream's shape.
     """
-    stream = _stacks(cache, (point,), 'mode="residual"')[0].detach()
+    stream = _stacks(cache, (point,), 'mode="residual"')[0]
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
         rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
         raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")
