@@ -266,6 +266,9 @@ def test_positions_are_cut_at_capture(runner, tokens, positions):
     assert torch.equal(part["ln_final.scale"], full["ln_final.scale"][:, positions])
     for value in part.values():
         assert value.untyped_storage().nbytes() == value.nbytes
+    both, value = HookedRunner(nn.Sequential(HookPoint("pos query")).eval()), torch.randn(7, 9)
+    _, part = both.run_with_cache(value, positions=positions)
+    assert torch.equal(part["0"], value[positions][:, positions])
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -127,6 +127,10 @@ def test_running_only_in_another_thread_is_an_error(small):
     with small.hooks(times(3)), ThreadPoolExecutor(1) as pool:
         edited = pool.submit(small.run_with_hooks, ONE, hooks=times(5))  # meant so
         assert edited.result() == 5
+    pair = HookedRunner(nn.Sequential(nn.Identity(), nn.Identity()).eval())
+    with pair.hooks({"*": lambda value, point: value * 3}), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(pair.model, ONE).result() == 1
+        assert pair.capture(ONE, names="0")["0"] == 3  # it stops before the second point
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.pretended import DEVICE, Devices
+from tests.pretended import DEVICE, SECOND, Devices, split
 
 
 @pytest.fixture
@@ -222,6 +222,29 @@ def test_a_cached_run_waits_once_and_only_for_what_leaves_the_device(device, tok
         assert value.is_cpu == ("device" in options)
         assert value.dtype == expected[name].dtype
         torch.testing.assert_close(value.cpu(), expected[name], atol=1e-5, rtol=1e-2)
+
+
+def test_positions_are_cut_on_each_device(device, tokens):
+    from hooks import HookedRunner
+
+    options = dict(names="*.resid_post", positions=[1, -1])
+    parted, model = split(made(DEVICE), DEVICE, SECOND), made("cpu")
+    cache, expected = (
+        HookedRunner(m).run_with_cache(tokens, **options)[1] for m in (parted, model)
+    )
+    for layer, place in enumerate((DEVICE, SECOND)):
+        value = cache["resid_post", layer]
+        assert value.device == place
+        torch.testing.assert_close(value.cpu(), expected["resid_post", layer], atol=1e-5, rtol=0)
+
+
+def test_windows_go_where_the_stream_is(device, tokens):
+    from hooks import HookedRunner
+    from interp import residual_stream
+
+    _, cache = HookedRunner(made("cpu")).run_with_cache(tokens, mode="residual")
+    inside = torch.stack([cache["resid_post", layer][PADDED] for layer in range(2)], 1)
+    assert torch.equal(residual_stream(cache, PADDED.to(DEVICE)).vectors, inside)
 
 
 def test_generations_and_gradients_arrive_whole(device, tokens):
