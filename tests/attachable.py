@@ -172,8 +172,8 @@ def config_of(name):
 def made(name, attention=None, config=None):
     """A model with weights large enough to matter; the same ones at each call."""
     config = config_of(name) if config is None else config
-    if getattr(config, "attn_logit_softcapping", None):
-        attention = "eager"  # older versions of the library take sdpa, which has no soft cap
+    if name == "doge" or getattr(config, "attn_logit_softcapping", None):
+        attention = "eager"  # older versions of the library take sdpa, without mask or soft cap
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(0)
