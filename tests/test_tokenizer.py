@@ -187,6 +187,8 @@ PLAIN = dict(lstrip=False, rstrip=False, single_word=False, normalized=False, sp
 PAD = {"262": dict(PLAIN, content="<pad>"), "263": dict(PLAIN, content="né w", special=False)}
 
 
+# From transformers itself, with tokenizers older than 0.23.
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
 @pytest.mark.parametrize(
     "files",
     [
