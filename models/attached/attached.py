@@ -144,7 +144,7 @@ def attach(model: nn.Module) -> Attached:
         model: a model that reads `input_ids`; its blocks are in a `ModuleList`.
 
     Raises:
-        ImportError: if `transformers` is not installed, or older than 5.0.
+        ImportError: if `transformers` is not installed, or older than 5.6.
         TypeError: if the model has no config of `transformers`.
         ValueError: if the model is attached already, has other modules under our names, or no blocks, reads
             two sequences, or gives NaN.

@@ -21,12 +21,12 @@ def register() -> None:
     """Tells `transformers` of this function and its masks, under names of their own.
 
     Raises:
-        ImportError: if `transformers` is missing, or older than 5.0.
+        ImportError: if `transformers` is missing, or older than 5.6.
     """
     transformers = library("transformers")
     version = transformers.__version__
-    if int(version.partition(".")[0]) < 5:
-        raise ImportError(f"attach needs transformers 5.0 or later; got {version}")
+    if tuple(map(int, version.split(".")[:2])) < (5, 6):
+        raise ImportError(f"attach needs transformers 5.6 or later; got {version}")
     masks = library("transformers.masking_utils")
     for name, mask in ((EAGER, masks.eager_mask), (FUSED, masks.sdpa_mask)):
         transformers.AttentionInterface.register(name, hooked_attention)
