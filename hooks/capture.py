@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hooks import _torch
-from hooks.errors import NEVER_FIRED, CacheError, HookError, NeverFiredError, require_fired
+from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
 from hooks.modes import Options
 from hooks.point import POSITION_AXES, Point, as_node, first_tensor, tensors_in, with_first_tensor
 from hooks.session import Session
@@ -104,8 +104,8 @@ class Recorder:
             reason: why a point may not have been reached, for the error.
 
         Raises:
-            NeverFiredError: if the run did not reach a point that is not optional, or if all were
-                skipped; the message includes `reason`.
+            NeverFiredError: if the run did not reach a point that is not optional; the message
+                includes `reason`.
             CacheError: if a later module overwrote a value in place.
         """
         self.options.placement.wait()
@@ -124,8 +124,6 @@ class Recorder:
             self.skipped |= {n: f"{n} did not run: {reason}" for n in missing if n in self.optional}
             require_fired(missing, self.skipped, reason)
         self.axes = {name: p.axes for name, p in self.points.items() if name not in self.skipped}
-        if self.skipped and not self.axes:
-            raise NeverFiredError(f"no point has a value: {next(iter(self.skipped.values()))}")
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
         self._own(outside)
 

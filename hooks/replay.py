@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hooks import _torch
 from hooks.capture import Recorder, private
 from hooks.errors import CacheError, HookError
-from hooks.modes import Options
 from hooks.names import Blocks
 from hooks.pieces import start_of_piece, starting_at
 from hooks.point import Point, inside, mapped
@@ -143,18 +142,18 @@ class BlockCall:
         return self._inputs + self._given
 
     @torch.no_grad()
-    def read(self, points: Mapping[str, Point], edits: Edits, options: Options) -> Recorder:
+    def read(self, points: Mapping[str, Point], edits: Edits, run: Recorder) -> Recorder:
         """Runs the block on its stored arguments, under the edits of the first run.
 
         Args:
             points: the block's points to record.
             edits: the edits of the first run, anywhere in the model.
-            options: how to keep values.
+            run: the recorder of the first run, which says how to keep values and which are optional.
 
         Raises:
-            CacheError: if the block changed since.
+            CacheError: if the block changed since, or a value was overwritten that is not optional.
         """
-        recorder, again = Recorder(points, options), Recorder(points, options)
+        recorder, again = (Recorder(points, run.options, run.optional) for _ in range(2))
         planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
         # During a plan, an edit may read the cache of a real run.
         with nullcontext() if planned else _torch.unset_fake_temporarily():
@@ -205,7 +204,9 @@ class LazyValues(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if not self.is_held(name):
-            self.fill(n for n in self._calls_by_name[name].points if n in self)
+            skipped = self.fill(n for n in self._calls_by_name[name].points if n in self)
+            if name in skipped:
+                raise CacheError(skipped[name])
         return self._run.values[name] if name in self._run.values else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -224,15 +225,23 @@ class LazyValues(Mapping[str, Tensor]):
         """Whether the value is in memory."""
         return name in self._run.values or name in self._recomputed
 
-    def fill(self, names: Iterable[str]) -> None:
-        """Recomputes the values of `names` that are not in memory, and nothing else."""
+    def fill(self, names: Iterable[str]) -> dict[str, str]:
+        """Recomputes the values of `names` that are not in memory, and nothing else.
+
+        Returns:
+            Why optional points have no value, by name.
+        """
+        skipped: dict[str, str] = {}
         missing: dict[BlockCall, dict[str, Point]] = {}
         for name in names:
             if not self.is_held(name):
                 call = self._calls_by_name[name]
                 missing.setdefault(call, {})[name] = call.points[name]
         for call, points in missing.items():
-            self._recomputed |= call.read(points, self._edits, self._run.options).values
+            read = call.read(points, self._edits, self._run)
+            self._recomputed |= read.values
+            skipped |= read.skipped
+        return skipped
 
     def drop(self) -> None:
         """Frees the recomputed values."""

@@ -13,7 +13,7 @@ from hooks._torch import is_fully_sharded
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder
 from hooks.edit import EditedPoint, HookContext, Hooks, edited_points
-from hooks.errors import NEVER_FIRED, ModeError
+from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.plan import Plan, planned
@@ -273,6 +273,8 @@ class HookedRunner:
         unread = "run= returned an iterator, which may run the model only when it is read"
         reason = unread if isinstance(output, Iterator) else NEVER_FIRED
         recorder.finish((self.model, args, kwargs, output), reason)
+        if recorder.skipped and not recorder.axes:
+            raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values
         grads = recorder.grads if options.grads else None
         about = recorder.axes, tuple(self._known), self.config_hash, grads, recorder.skipped
