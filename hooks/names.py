@@ -74,7 +74,8 @@ def _matching(
     if found or part is Mode.none:
         return found
     if not isinstance(part, str) or isinstance(part, Mode):
-        raise UnknownNameError(f"{part!r} matches no hook point of this model")
+        what = getattr(part, "__name__", part)
+        raise UnknownNameError(f"{what} matches no hook point of this model")
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; for the mode, give mode={part!r}")
     raise unknown_name(part, points or known, "hook point")

@@ -172,8 +172,10 @@ def config_of(name):
 def made(name, attention=None, config=None):
     """A model with weights large enough to matter; the same ones at each call."""
     config = config_of(name) if config is None else config
-    if name == "doge" or getattr(config, "attn_logit_softcapping", None):
-        attention = "eager"  # older versions of the library take sdpa, without mask or soft cap
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    # Older versions of the library take sdpa, without the soft cap, or for Doge without its mask.
+    if getattr(config, "attn_logit_softcapping", None) or (name == "doge" and version < (5, 18)):
+        attention = "eager"
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(0)
