@@ -176,7 +176,17 @@ def test_plots(result):
     pytest.importorskip("matplotlib", reason="needs the extra report")
     axes, bar = result.plot().axes
     np.testing.assert_allclose(axes.images[0].get_array(), result.mean())
-    assert -axes.images[0].norm.vmin == axes.images[0].norm.vmax == result.mean().abs().max()
+    # Colours reach the difference of the runs, and have no range below 0 for what is never below.
+    whole = (result.target - result.base).mean().abs()
+    tiny = dataclasses.replace(result, values=result.values * 1e-3)
+    shares = dataclasses.replace(result.normalized(), values=result.values.abs() * 1e-3)
+    for drawn, low, high in (
+        *((result, -1, max(whole, result.mean().abs().max())), (tiny, -1, whole)),
+        (tiny.normalized(), -1, 1),
+        *((shares, 0, 1), (Result(shares.values, result.axes), 0, shares.values.mean(-1).max())),
+    ):
+        norm = drawn.plot().axes[0].images[0].norm
+        assert (norm.vmin, norm.vmax) == pytest.approx((low * float(high), float(high)))
     assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == (
         *("head", "layer"),
         "mean (logits)",

@@ -27,8 +27,10 @@ def effects(result: "Result") -> Figure:
     figure = Figure(figsize=(width, height if len(shown) == 2 else 4), layout="constrained")
     axes = figure.subplots()
     if len(shown) == 2:
-        limit = abs(mean[mean == mean]).max(initial=0) or 1  # NaN differs from itself
-        image = axes.imshow(mean, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+        known = mean[mean == mean]  # NaN differs from itself
+        limit = max(abs(known).max(initial=0), _whole(result)) or 1
+        colours = ("RdBu", -limit) if known.min(initial=0) < 0 else ("Blues", 0)
+        image = axes.imshow(mean, cmap=colours[0], vmin=colours[1], vmax=limit, aspect="auto")
         figure.colorbar(image, label=unit)
         axes.set_ylabel(shown[0])
         axes.set_yticks(*_ticks(result.labels[shown[0]]))
@@ -44,6 +46,15 @@ def effects(result: "Result") -> Figure:
     facts = ", ".join(f"{name}: {value}" for name, value in result.about.items())
     figure.suptitle(facts, fontsize="small", wrap=True)
     return figure
+
+
+def _whole(result: "Result") -> float:
+    """The mean difference between the two runs, so that effects far below it look like nothing."""
+    if result.gap is not None:
+        return 1.0
+    if result.base is None or result.target is None:
+        return 0.0
+    return abs((result.target - result.base).mean().item())
 
 
 def scatter(comparison: "Comparison") -> Figure:

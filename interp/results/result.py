@@ -237,7 +237,8 @@ class Result:
     def plot(self) -> "Figure":
         """The mean effects: a heat map of two axes, or bars with 95% intervals of one.
 
-        White is 0. It needs the extra `report`.
+        White is 0. Colours reach at least the difference of target and base, where there are both, and have
+        no range below 0 where no mean is. It needs the extra `report`.
 
         Raises:
             ValueError: if there are not one or two axes besides `example`.
