@@ -50,8 +50,6 @@ def effects(result: "Result") -> Figure:
 
 def _whole(result: "Result") -> float:
     """The mean difference between the two runs, so that effects far below it look like nothing."""
-    if result.gap is not None:
-        return 1.0
     if result.base is None or result.target is None:
         return 0.0
     return abs((result.target - result.base).mean().item())
