@@ -150,7 +150,10 @@ class Curve:
         """The three curves with 95% intervals. It needs the extra `report`."""
         from interp.pictures.plots import curves
 
-        return curves(self)
+        kinds = {"signed": self.signed, "absolute": self.absolute, "random": self.random}
+        heights = {name: (kind.mean(), *kind.interval()) for name, kind in kinds.items()}
+        title = "\n".join(repr(self).split("\n  ")[1:])
+        return curves(self.signed.labels["edges"], heights, title)
 
     def __repr__(self) -> str:
         random = _area(self.random)

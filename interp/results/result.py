@@ -261,9 +261,22 @@ class Result:
         Raises:
             ValueError: if there are not one or two axes besides `example`.
         """
-        from interp.pictures.plots import effects
+        from interp.pictures import plots
 
-        return effects(self)
+        labels = {axis: self.labels[axis] for axis in self.axes[:-1]}
+        unit = f"mean ({self.unit})" if self.unit else "mean"
+        title = ", ".join(f"{name}: {value}" for name, value in self.about.items())
+        mean = self.mean()
+        if mean.ndim == 1:
+            return plots.bars(mean, *self.interval(), labels, unit, title)
+        if mean.ndim == 2:
+            runs = (self.base, self.target)
+            base, target = (0.0 if x is None else x.mean().item() for x in runs)
+            reach = 0.0 if None in runs else abs(target - base)
+            return plots.heat_map(mean, labels, unit, title, reach)
+        raise ValueError(
+            f"a plot must have one or two axes besides example; got {self.axes[:-1]}: use select()"
+        )
 
     def to_dataframe(self) -> Any:
         """A pandas table with a row for each place: its labels, mean effect and 95% interval.
