@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError, HookedRunner, ModeError, storage
+from hooks import ActivationCache, HookedRunner, ModeError
 
 
 class Sizes(Protocol):
@@ -101,19 +101,6 @@ def plain(model: nn.Module, *parts: str) -> Any:
     """
     language = of(model, *parts)
     return language if language is model else language.plain()
-
-
-def check_cache(model: nn.Module, cache: ActivationCache) -> None:
-    """Refuses a cache of another model.
-
-    Raises:
-        CacheError: if the configuration of the model that it came from was another.
-    """
-    if cache.config_hash != (own := storage.config_hash(model)):
-        raise CacheError(
-            f"the cache must be of a model with this model's config hash, {own[:12]}; "
-            f"got {cache.config_hash[:12]}"
-        )
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:

@@ -589,7 +589,7 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.replace(s, source_pos=ELSEWHERE, pos=[[1, 2]] * 4 + [[3]]), "embed", "1 positions.*2"),
         (lambda s: edits.replace(s, source_pos=1), "blocks.0.attn.pattern", None),
         (lambda s: edits.replace(ONES[None]), "embed", r"\[1, 5, 7, 10\]"),
-        (lambda s: edits.replace(ActivationCache({}, {}, (), "")), "embed", "embed"),
+        (lambda s: edits.replace(ActivationCache({}, {})), "embed", "embed"),
         (lambda s: edits.mean(s, "head"), "embed", "head"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "7 along pos.*6"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(1, POS)), "embed", "5, 7.*1, 7"),

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,6 @@ from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
 from interp.graph.masked import MaskedRuns, Source
 from interp.pairs import Pairs
-from interp.results.bootstrap import bootstrap
 from interp.results.result import Result
 
 if TYPE_CHECKING:
@@ -134,22 +133,25 @@ class Curve:
     @property
     def cpr(self) -> Area:
         """MIB's circuit performance ratio: the area under `signed`. More is better; it can exceed 1."""
-        return _area(self.signed, lambda faithful: faithful)
+        return _area(self.signed)
 
     @property
     def cmd(self) -> Area:
         """MIB's circuit-model distance: the area between `absolute` and 1. Less is better."""
-        return _area(self.absolute, lambda faithful: (1 - faithful).abs())
+        return _area(self.absolute, from_one=True)
 
     def plot(self) -> "Figure":
         """The three curves with 95% intervals. It needs the extra `report`."""
         from interp.pictures.plots import curves
 
-        return curves(self)
+        kinds = {"signed": self.signed, "absolute": self.absolute, "random": self.random}
+        heights = {name: (kind.mean(), *kind.interval()) for name, kind in kinds.items()}
+        title = "\n".join(repr(self).split("\n  ")[1:])
+        return curves(self.signed.labels["edges"], heights, title)
 
     def __repr__(self) -> str:
-        random = _area(self.random, lambda faithful: faithful)
-        apart = _area(self.random, lambda faithful: (1 - faithful).abs())
+        random = _area(self.random)
+        apart = _area(self.random, from_one=True)
         lines = [
             f"Curve of {len(self.signed.labels['edges'])} circuits",
             f"CPR {self.cpr!r}, of random edges {random!r}",
@@ -282,12 +284,16 @@ def _inner(circuit: Circuit) -> tuple[str, ...]:
     return tuple(node for node in circuit.nodes if node != "logits")
 
 
-def _area(result: Result, height: Callable[[Tensor], Tensor]) -> Area:
-    """The area under a function of faithfulness, by trapezoids over the nominal shares."""
+def _area(result: Result, *, from_one: bool = False) -> Area:
+    """The area under faithfulness, by trapezoids over the nominal shares, or between it and 1.
+
+    It is a mean over examples, as each height is: of the distance to 1 by the sign that the mean distance has.
+    """
     shares = torch.tensor(result.labels["edges"], dtype=torch.float64)
-
-    def area(faithful: Float[Tensor, "edges ..."]) -> Float[Tensor, "1 ..."]:
-        return torch.trapezoid(height(faithful).movedim(0, -1), shares)[None]
-
-    low, high = bootstrap(result.values, result.gap, of=area)
-    return Area(area(result.mean().cpu().double()).item(), low.item(), high.item())
+    heights = result.values.cpu().double()
+    if from_one and result.target is not None:
+        distance = result.target.cpu().double() - heights
+        heights = distance.mean(-1, keepdim=True).sign() * distance
+    each = torch.trapezoid(heights.mT, shares).to(result.values)
+    (area,) = replace(result, values=each[None], axes=("area", "example"), labels={}).top(1)
+    return Area(area.effect, area.low, area.high)
