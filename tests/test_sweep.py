@@ -17,7 +17,7 @@ from hooks import (
     UnknownNameError,
 )
 from hooks._torch import PeakBytes
-from interp import Pairs, activation_patching, edits, logit_diff, sweep
+from interp import Pairs, activation_patching, edits, log_prob, logit_diff, sweep
 from tests.reference import BATCH, POS, VOCAB, some_tokens, variant
 
 FORMS = [
@@ -434,6 +434,45 @@ def test_models_without_steps_share_whole_runs(budget):
     base = alone(model, tokens, {})
     for n, entry in enumerate(entries):
         close(found.values[n], alone(model, tokens, entry) - base)
+
+
+class TimeMajor(nn.Module):
+    """A model whose values have time first. Its points say so, or declare nothing."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 6), nn.Linear(6, VOCAB)
+        self.positions = nn.Embedding(40, 6)
+        layer = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.0)
+        self.inner = nn.GRU(6, 6) if kind == "gru" else nn.TransformerEncoder(layer, 2)
+        self.out = HookPoint("pos batch d_model") if kind == "declared" else nn.Identity()
+
+    def forward(self, tokens):
+        places = self.positions(torch.arange(tokens.shape[1]))  # [pos, d_model], as nanoGPT's wpe
+        x = (self.embedding(tokens) + places).transpose(0, 1)
+        x = self.inner(x)
+        return self.head(self.out(x[0] if isinstance(x, tuple) else x).transpose(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("kind", ["gru", "encoder", "declared"])
+@pytest.mark.parametrize(("size", "pos", "runs"), [(2, 10, 5), (5, 10, 2), (6, 6, 3)])
+def test_rows_are_told_from_times_of_their_number(kind, size, pos, runs):
+    """Some numbers of runs times texts are the number of positions."""
+    model, tokens, read = TimeMajor(kind).double().eval(), some_tokens(1, (size, pos)), log_prob(3)
+    second = torch.tensor([1])
+    for name in ("inner", "positions", "out"):
+        entries = [{name: lambda x, p, n=n: x.index_fill(0, second, n)} for n in range(runs)]
+        if kind == "declared" and name == "out":
+            own = [[n % 5, -1] for n in range(size)]
+            values = torch.rand(pos, size, 6, dtype=torch.float64)
+            kinds = [edits.zero(batch=slice(1, None), pos=own), edits.resample(values)]
+            entries = [{name: edit} for edit in kinds for _ in range(runs)]
+        found = sweep(model, tokens, entries, read)
+        with torch.no_grad():
+            base = read(model(tokens))
+        for entry, effect in zip(entries, found.values, strict=True):
+            close(effect, alone(model, tokens, entry, lambda logits, mask: read(logits)) - base)
 
 
 @pytest.mark.parametrize("times", [1, 4])
