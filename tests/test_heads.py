@@ -202,7 +202,7 @@ def test_scores_that_make_no_sense(model, unchecked):
         ((cache, tokens), {"attention_mask": torch.ones(2, 5)}, "attention_mask"),
     ]
     padded = torch.tensor([[0] + [1] * 5] * 2)
-    wrong.append(((cache, tokens, "span"), {"span": 0, "attention_mask": padded}, "real tokens"))
+    wrong.append(((cache, tokens, "span"), {"span": 0, "attention_mask": padded}, "padding"))
     for given, options, said in wrong:
         with pytest.raises(ValueError, match=said):
             head_scores(model, *given, **options)
