@@ -105,6 +105,8 @@ class Options:
     def kept(self, value: Tensor, point: Point) -> Tensor:
         """What to keep of `value`: at the chosen positions of its axes `pos` and `query`, and placed.
 
+        It is `value` itself or a new tensor, never a view.
+
         Raises:
             HookError: if it has no named axes, or the positions do not fit it or select nothing.
         """
@@ -115,14 +117,11 @@ class Options:
         for at, size in enumerate(value.shape):
             if point.axes[at] not in POSITION_AXES:
                 continue
-            if isinstance(self.positions, slice):
-                value = value[(*[slice(None)] * at, self.positions)].clone()
-            else:
-                key = size, value.device
-                if key not in self._indices:
-                    chosen = torch.tensor(_within(self.positions, size), dtype=torch.int64)
-                    self._indices[key] = to_device(chosen, value.device)
-                value = value.index_select(at, self._indices[key])
+            key = size, value.device
+            if key not in self._indices:
+                chosen = torch.tensor(_within(self.positions, size), dtype=torch.int64)
+                self._indices[key] = to_device(chosen, value.device)
+            value = value.index_select(at, self._indices[key])
             if value.shape[at] == 0:
                 rule = f"select some of the {size} of {point}, and none beyond"
                 got = f"a mask must have that length; got {self.positions}"
@@ -132,6 +131,8 @@ class Options:
 
 def _within(positions: Any, size: int) -> list[int]:
     """Positions, or a mask of them, counted from the start of an axis; none if some lie beyond it."""
+    if isinstance(positions, slice):
+        return [*range(size)[positions]]
     if is_mask(positions):
         return [n for n in range(size) if positions[n]] if len(positions) == size else []
     return [n % size for n in positions] if all(-size <= n < size for n in positions) else []
