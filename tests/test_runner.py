@@ -91,6 +91,13 @@ def test_a_selector_that_matches_nothing_is_an_error(runner, tokens, selector, c
             foreign.run_with_cache(tokens, mode=mode)
 
 
+@pytest.mark.parametrize("name", [("q", 3), torch.ones(2), 7, None])
+def test_whatever_is_unknown_is_named(name):
+    error = errors.unknown_name(name, ["a", "b"], "thing")
+    assert repr(name) in str(error)
+    assert error.close_matches == ()
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_a_name_is_found_without_a_scan_of_all():
     class Unscanned(dict):
