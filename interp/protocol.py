@@ -47,7 +47,7 @@ class LanguageModel(Protocol):
     W_O: Float[Tensor, "layer head d_head d_model"]
     W_U: Float[Tensor, "d_model vocab"]
 
-    def context(self, tokens: Int[Tensor, "batch pos"], attention_mask: Any = None) -> Any:
+    def context(self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None) -> Any:
         """What the blocks read besides the residual stream: masks and positions."""
 
     def input_resid(

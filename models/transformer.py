@@ -99,6 +99,7 @@ class Transformer(BlockWeights):
     def forward(
         self,
         tokens: Int[Tensor, "batch pos"],
+        *,
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
         last: int = 0,
@@ -124,7 +125,12 @@ class Transformer(BlockWeights):
         """
         if last < 0:
             raise ValueError(f"last must be at least 0; got {last}")
-        context = self.context(tokens, attention_mask, kv_cache, query_key_mask)
+        context = self.context(
+            tokens,
+            attention_mask=attention_mask,
+            kv_cache=kv_cache,
+            query_key_mask=query_key_mask,
+        )
         with context.piece():
             resid = self.input_resid(tokens, context)
             for block in self.blocks:
@@ -139,6 +145,7 @@ class Transformer(BlockWeights):
     def context(
         self,
         tokens: Int[Tensor, "batch pos"],
+        *,
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
         query_key_mask: Tensor | None = None,

@@ -376,7 +376,7 @@ def test_padding_and_a_mask_by_query_act_together(name):
     model, tokens, padded = variant(name), some_tokens(), GIVEN_MASKS["padding"]
     seen = GIVEN_MASKS["4-D"]
     with torch.no_grad():
-        logits = model(tokens, padded, query_key_mask=seen)
+        logits = model(tokens, attention_mask=padded, query_key_mask=seen)
         for row, real in enumerate(padded):
             part = seen[row : row + 1, :, real][..., real]
             alone = model(tokens[row : row + 1, real], query_key_mask=part)
@@ -396,6 +396,14 @@ def test_nothing_passes_through_hooked_attention_too(name, shape):
     assert scaled_dot_product_attention(q, k, k).tolist() == [[0] * D_K] * 3
 
 
+def test_a_mask_is_given_by_name():
+    """By position, one of [query, key] could be taken for padding."""
+    model, tokens = variant("like llama"), torch.zeros(POS, POS).long()
+    for run in (model, model.context):
+        with pytest.raises(TypeError, match="positional"):
+            run(tokens, torch.ones(POS, POS).tril())
+
+
 def test_a_mask_of_zeros_and_ones_may_have_any_type():
     model, tokens = variant("like llama"), some_tokens()
     for mask in (GIVEN_MASKS["padding"], GIVEN_MASKS["3-D"]):
@@ -403,7 +411,7 @@ def test_a_mask_of_zeros_and_ones_may_have_any_type():
             expected = model(tokens, **masked(mask))
             for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.float64):
                 assert torch.equal(model(tokens, **masked(mask.to(dtype))), expected)
-            close(model(tokens, torch.ones(BATCH, POS)), model(tokens), 1e-10)
+            close(model(tokens, attention_mask=torch.ones(BATCH, POS)), model(tokens), 1e-10)
 
 
 PADDING, BY_QUERY = "attention_mask", "query_key_mask"

@@ -29,7 +29,7 @@ def moves(name, layers, cache, *places):
         for piece, given in ((tokens, mask), (tokens[:, :1], None))[: 1 + (cache is not None)]:
             devices.moves.clear()
             logits, values = HookedRunner(model).run_with_cache(
-                piece, given, cache, names="*.resid_post"
+                piece, attention_mask=given, kv_cache=cache, names="*.resid_post"
             )
             found.append([move for move in devices.moves if move[1].type != "cpu"])
             assert (logits.shape, logits.device) == ((*piece.shape, VOCAB), DEVICE)

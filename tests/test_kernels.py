@@ -97,7 +97,9 @@ def test_a_mask_without_padding_is_none():
     tokens = some_tokens()
     for name in ("window", "like llama"):
         model = variant(name)
-        plain, ones = (model.context(tokens, mask) for mask in (None, torch.ones(BATCH, POS)))
+        plain, ones = (
+            model.context(tokens, attention_mask=mask) for mask in (None, torch.ones(BATCH, POS))
+        )
         assert ones.real is None
         assert str(ones.masks) == str(plain.masks)
 
@@ -138,7 +140,7 @@ def test_trusted_masks_are_not_read(name, mask):
         model.context(tokens, **masked(given))
     assert reads.found
     with trusted(), pytest.raises(ValueError, match="attention_mask"):
-        model(tokens, torch.ones(BATCH, POS + 1))
+        model(tokens, attention_mask=torch.ones(BATCH, POS + 1))
 
 
 # --- what is made
@@ -174,7 +176,7 @@ def test_no_matrix_of_all_queries_and_keys(kind, kv_heads):
     with torch.no_grad(), Largest() as made:
         if cache:
             model(tokens[:, :60], kv_cache=cache)
-        model(tokens[:, 60 if cache else 0 :], mask, kv_cache=cache)
+        model(tokens[:, 60 if cache else 0 :], attention_mask=mask, kv_cache=cache)
     keys = window + masks.BLOCK if window else LONG
     # Without a mask the largest tensor is the logits.
     at_once = masks.BLOCK * keys * (heads if "cap" in kind else 1)
@@ -208,7 +210,9 @@ def test_grouped_heads_take_a_kernel_that_forms_no_scores(dtype, mask, monkeypat
     with Devices(), torch.device(DEVICE), torch.no_grad():
         model.to(DEVICE, dtype)
         tokens, real = torch.zeros(BATCH, POS).long(), torch.arange(POS).expand(BATCH, -1) > 0
-        context = model.context(tokens, real if mask in ("left", "one padded query") else None)
+        context = model.context(
+            tokens, attention_mask=real if mask in ("left", "one padded query") else None
+        )
         past = [tuple(torch.zeros(BATCH, 3, POS - 1, SIZES["d_head"], dtype=dtype) for _ in "kv")]
         context = context.after(POS - 1, past) if one else context
         with Chosen() as chosen:

@@ -44,9 +44,9 @@ def test_left_padded_rows_in_steps_get_what_they_get_alone(form, hooks):
     """First with the mask, then without: the cache remembers padding."""
     model, cache, (_, padded, mask) = build(form), StaticKVCache(LENGTH + 2), left_padded()
     with HookedRunner(model).hooks(hooks):
-        logits = [model(padded[:, :8], mask[:, :8], kv_cache=cache)]
+        logits = [model(padded[:, :8], attention_mask=mask[:, :8], kv_cache=cache)]
         logits += [model(piece, kv_cache=cache) for piece in padded[:, 8:10].split(1, 1)]
-        logits += [model(padded[:, 10:12], mask[:, :12], kv_cache=cache)]
+        logits += [model(padded[:, 10:12], attention_mask=mask[:, :12], kv_cache=cache)]
         logits += [model(padded[:, 12:], kv_cache=cache)]
     for row, alone in enumerate(expected_alone(form)):
         close(torch.cat(logits, 1)[row, mask[row]], alone)
@@ -61,7 +61,7 @@ def test_right_padded_prompts_go_on(form):
     model, cache, real = build(form), StaticKVCache(N_CTX), torch.tensor([3, 8, 5])
     prompts, more = text(3, 8, seed=5), text(3, 5, seed=6)
     mask = torch.arange(8) < real[:, None]
-    model(prompts, mask, kv_cache=cache)
+    model(prompts, attention_mask=mask, kv_cache=cache)
     logits = torch.cat([model(piece, kv_cache=cache) for piece in more.split(1, 1)], 1)
     for row, length in enumerate(real):
         alone = torch.cat([prompts[row, :length], more[row]])[None]
@@ -84,7 +84,7 @@ def test_a_captured_step_is_replayed_for_other_texts(form):
     for seed in (3, 11):
         _, padded, mask = left_padded(seed)
         cache.reset()
-        logits = [model(padded[:, :8], mask[:, :8], kv_cache=cache)]
+        logits = [model(padded[:, :8], attention_mask=mask[:, :8], kv_cache=cache)]
         for token in padded[:, 8:12].split(1, 1):
             logits.append(captured(token))
             cache.length += 1

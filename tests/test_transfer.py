@@ -90,7 +90,7 @@ def test_tokens_outside_the_vocabulary_are_refused_before_they_move(device, toke
 
 
 def test_a_context_that_moves_to_the_cpu_is_complete(device, tokens):
-    contexts = [made(x, **ROTARY).context(tokens, PADDED) for x in (DEVICE, "cpu")]
+    contexts = [made(x, **ROTARY).context(tokens, attention_mask=PADDED) for x in (DEVICE, "cpu")]
     moved, expected = (context.to(torch.device("cpu")) for context in contexts)
     assert torch.equal(moved.positions, expected.positions)
     assert torch.equal(moved.masks[0], expected.masks[0])
@@ -106,7 +106,7 @@ def test_a_static_cache_is_where_the_model_is_for_any_batch(device, tokens):
     def run(at, rows):
         caches[at].reset()
         first, last = tokens[:rows].split([6, 1], 1)
-        models[at](first, PADDED[:rows, :6], kv_cache=caches[at])
+        models[at](first, attention_mask=PADDED[:rows, :6], kv_cache=caches[at])
         return models[at](last, kv_cache=caches[at])
 
     for rows in (4, 3):

@@ -71,7 +71,7 @@ class AttachedLanguage:
             self.unembed = unembed
 
     def context(
-        self, tokens: Int[Tensor, "batch pos"], attention_mask: Any = None
+        self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None
     ) -> AttachedContext:
         """What the blocks read besides the residual stream: the arguments of the model."""
         return AttachedContext({} if attention_mask is None else {"attention_mask": attention_mask})
