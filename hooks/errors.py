@@ -6,7 +6,7 @@ HookError
 ├── EditError          a hook returned a value that does not fit the point
 ├── ModeError          a run that the model's training mode forbids
 ├── ContextError       a hook context used twice
-└── CacheError         a cache, or its file, that does not have what was asked for
+└── CacheError         a cache, or a file, that does not have what was asked for
 """
 
 import difflib
@@ -105,7 +105,7 @@ class ContextError(HookError):
 
 
 class CacheError(HookError):
-    """A cache, or its file, that does not have what was asked for.
+    """A cache, or a file, that does not have what was asked for.
 
     >>> from hooks import ActivationCache
     >>> ActivationCache({}, {}).drop()
