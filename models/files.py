@@ -59,9 +59,12 @@ def read_saved(path: Path) -> Any:
         Exception: of many kinds, if it is damaged or another file.
     """
     with path.open("rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"  # as PyTorch asks
-        if is_zip and (damaged := zipfile.ZipFile(file).testzip()):
-            raise ValueError(f"the checksum of {damaged} in it must be as saved; it differs")
+        if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
+            records = zipfile.ZipFile(file)
+            # PyTorch reads nothing of a record that is marked as a directory.
+            marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
+            if damaged := records.testzip() or "".join(marked[:1]):
+                raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
 
