@@ -7,7 +7,7 @@ HookError
 │   └── SelectionError positions or other indices that a value does not have (also a ValueError)
 ├── ModeError          a run that the model's training mode forbids
 ├── ContextError       a hook context used twice
-└── CacheError         a cache, or its file, that does not have what was asked for
+└── CacheError         a cache, or a file, that does not have what was asked for
 """
 
 import difflib
@@ -114,7 +114,7 @@ class ContextError(HookError):
 
 
 class CacheError(HookError):
-    """A cache, or its file, that does not have what was asked for.
+    """A cache, or a file, that does not have what was asked for.
 
     >>> from hooks import ActivationCache
     >>> ActivationCache({}, {}).drop()

@@ -35,7 +35,8 @@ class LanguageModel(Protocol):
     `attn.project` gives the queries, keys and values of each head, linear in what it reads, by `attn.W_Q`,
     `attn.b_Q` and their like; `attn.mix` makes of them what attention adds, by a point `attn.z` and by `attn.W_O`
     and `attn.b_O`. A norm is a LayerNorm or an RMSNorm with a point `scale` of what it divides by, or an
-    identity. A block without `resid_mid` has an MLP that reads what attention reads, or no `mlp`.
+    identity. If it has `centres`, whether it subtracts the mean, then `weight` and `bias` are its gain and its
+    bias, or None; what other norms do is measured. A block without `resid_mid` has an MLP that reads what attention reads, or no `mlp`.
     """
 
     config: Sizes

@@ -278,7 +278,7 @@ def _as_lists(
     try:
         texts = [[index(token) for token in row] for row in rows]
     except TypeError:
-        rule = "prompts must be integers [batch, pos] or a list of lists of them"
+        rule = "prompts must be integers [batch, pos] or a list of lists of them, [tokens] for one"
         raise ValueError(f"{rule}; got {prompts!r:.80}") from None
     if attention_mask is None:
         return texts

@@ -243,4 +243,4 @@ def _draw(weight: Tensor, config: TransformerConfig, divisor: float = 1.0) -> No
     elif config.init == "kaiming":
         nn.init.kaiming_uniform_(weight, nonlinearity="relu")
     else:
-        nn.init.normal_(weight, std=0.02 / divisor)
+        nn.init.normal_(weight, std=0.02 / (divisor if config.init == "gpt2" else 1.0))
