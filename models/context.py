@@ -51,12 +51,13 @@ class Context(NamedTuple):
     def commit(self) -> None:
         """Tells the key/value cache that all blocks have read the new positions."""
         if self.kv_cache is not None:
-            self.kv_cache.commit(self.start + self.positions.shape[1], self.real)
+            self.kv_cache.length = self.start + self.positions.shape[1]
+            self.kv_cache.mask = self.real
 
     def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Earlier and new keys and values of a layer, [batch, kv_head, key, d_head]."""
         if self.kv_cache is not None:
-            return self.kv_cache.extended(layer, self.start, k, v)
+            return self.kv_cache.layers[layer].extended(self.start, k, v)
         if self.past is not None:
             old_k, old_v = self.past[layer]
             return _joined(old_k, k), _joined(old_v, v)

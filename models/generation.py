@@ -215,7 +215,7 @@ def _read(
     """The logits after the last token: [batch, vocab]."""
     if model.training:
         raise ValueError(IN_TRAINING)
-    for piece in tokens.split(chunk, 1) if tokens.shape[1] > chunk else [tokens]:
+    for piece in tokens.split(chunk, 1):
         seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
         with trusted():  # `_check` has read the tokens, and the mask was made here
             logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
@@ -236,9 +236,7 @@ def _steps(
     running = torch.ones(len(tokens), dtype=torch.bool, device=device)
     for _ in range(count):
         logits = read(tokens)
-        new, largest = sampling.draw(logits, generators)
-        # NaN in rows that have ended raises no error.
-        sampling.check(largest.where(running, 0.0).tolist())
+        new = sampling.choose(logits, generators, running)
         yield Step(new.clone(), running.clone(), logits)
         if stop:
             running = running & (new[:, None] != stops).all(1)

@@ -89,25 +89,6 @@ class KVCache:
                 f"tokens must have as many rows as the KVCache ({self.layers[0].batch}); got {batch}"
             )
 
-    def extended(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values of a layer, and returns all that the new positions may see.
-
-        Args:
-            layer: the index of the block.
-            start: the first new position.
-            k, v: [batch, kv_head, pos, d_head].
-        """
-        return self.layers[layer].extended(start, k, v)
-
-    def commit(self, length: int, mask: Tensor | None) -> None:
-        """Accepts what a forward pass has written, after it has ended.
-
-        Args:
-            length: how many positions have been read.
-            mask: which of them are not padding: Bool[batch _length]; None if all are.
-        """
-        self.length, self.mask = length, mask
-
 
 class LayerCache:
     """Keys and values of one block, in order of position.
