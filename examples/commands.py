@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -80,6 +81,23 @@ def require_matplotlib(out: Path | None = None) -> None:
         raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[report]"')
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+
+
+class Pace:
+    """Says, from the steps since it was first called, how long the others will take."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.first = steps, (0, 0.0)
+
+    def __call__(self, step: int) -> str:
+        """To be called after every step."""
+        now = time.monotonic()
+        if self.first == (0, 0.0):
+            self.first = step, now
+        done, since = step - self.first[0], now - self.first[1]
+        minutes = since / max(1, done) * (self.steps - step) / 60
+        left = f", about {minutes:.0f} min left" if done and minutes >= 0.5 else ""
+        return f"step {step} of {self.steps}{left}"
 
 
 def by_character(result: Result, text: str) -> Result:

@@ -244,6 +244,6 @@ def test_the_training_example_takes_a_step(tmp_path):
         str(tmp_path / "m"),
     ]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert "step 1: validation" in done.stdout, done.stderr[-2000:]
+    assert "step 1 of 1: validation" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 1
     assert "the model must copy in context; it does not after 1 steps" in done.stderr
