@@ -135,8 +135,13 @@ def runner_of(model: nn.Module) -> HookedRunner:
     """A runner for comparable runs of a model, without dropout.
 
     Raises:
+        TypeError: if it is no module.
         ModeError: if any part of the model is in training mode.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model must be a module; got {type(model).__name__} (of a runner, give runner.model)"
+        )
     if any(module.training for module in model.modules()):
         raise ModeError("the model must be in evaluation mode: call model.eval() first")
     return HookedRunner(model)

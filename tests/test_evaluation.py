@@ -30,7 +30,7 @@ KEPT = EDGES[::2]
 
 def metric(edges, pairs=PAIRS, **options):
     with torch.no_grad():
-        return pairs.metric()(run_circuit(GRAPH.model, pairs, [*edges], **options))
+        return pairs.metric(run_circuit(GRAPH.model, pairs, [*edges], **options))
 
 
 def share(values, none, whole):
@@ -138,18 +138,18 @@ def test_a_circuit_of_embeddings_apart():
     model, pairs = made(embed_norm=True), Pairs(*TEXTS, ANSWERS)
     nodes = Graph(model, apart=True)
     edges = ["embed->a0.h1<v>", "pos_embed->a1.h5<q>", "a0.h3->logits"]
-    found = edge_patching(model, pairs, edges=edges, apart=True)
+    found = edge_patching(model, pairs, edges, apart=True)
     for edge, effect in zip(edges, found.values, strict=True):
         mask = torch.zeros(nodes.allowed.shape)
         mask[nodes.index(edge)] = 1
         with torch.no_grad():
-            exact = pairs.metric()(run_circuit(model, pairs, mask, apart=True)) - found.base
+            exact = pairs.metric(run_circuit(model, pairs, mask, apart=True)) - found.base
         torch.testing.assert_close(effect, exact)
     kept = nodes.edges[::3]
     measured = faithfulness(model, pairs, Circuit(nodes, kept), max_bytes=100_000)
     with torch.no_grad():
         own, none, whole = (
-            pairs.metric()(run_circuit(model, pairs, given, apart=True))
+            pairs.metric(run_circuit(model, pairs, given, apart=True))
             for given in (kept, [], nodes.edges)
         )
     torch.testing.assert_close(measured.mean()[0], share(own, none, whole))
@@ -172,7 +172,7 @@ def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
     assert found.about.get("gaps") == joined.about.get("gaps")
     if method == "eap":
         mask = torch.zeros(nodes.allowed.shape).double().requires_grad_()
-        pairs.metric()(run_circuit(model, pairs, mask, apart=True)).mean().backward()
+        pairs.metric(run_circuit(model, pairs, mask, apart=True)).mean().backward()
         torch.testing.assert_close(found.mean(), mask.grad[nodes.allowed])
 
 

@@ -14,11 +14,9 @@ from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
 from interp.graph.masked import MaskedRuns, Source
-from interp.metrics import Metric
 from interp.pairs import Pairs
 from interp.results.bootstrap import bootstrap
 from interp.results.result import Result
-from interp.sites import metric_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +29,6 @@ def faithfulness(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     seed: int = 0,
@@ -46,7 +43,6 @@ def faithfulness(
         model: the model of the circuit's graph.
         pairs: other texts than those that the circuit was found on.
         circuit: the edges that stay.
-        metric: a function from logits to a number per example; by default that of the pairs.
         source: where replaced values come from, by default the corrupted texts; see `run_circuit`.
         seed: draws a random circuit of as many edges, to compare with.
         max_bytes: see `run_circuit`.
@@ -60,7 +56,7 @@ def faithfulness(
     Warns:
         UserWarning: if texts are among those that the circuit was found on.
     """
-    runs = _Runs(model, pairs, circuit, metric, source, max_bytes)
+    runs = _Runs(model, pairs, circuit, source, max_bytes)
     found = torch.stack([runs(circuit), runs(random(circuit.graph, len(circuit), seed))])
     return runs.shares(found - runs.none, "circuit", ("circuit", "random"))
 
@@ -69,7 +65,6 @@ def completeness(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     max_bytes: int = 2**30,
@@ -82,7 +77,7 @@ def completeness(
     Returns:
         Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
     """
-    runs, whole = _Runs(model, pairs, circuit, metric, source, max_bytes), _whole(circuit)
+    runs, whole = _Runs(model, pairs, circuit, source, max_bytes), _whole(circuit)
     nodes = _inner(circuit)
     rest = [(whole.without(node), circuit.without(node)) for node in nodes]
     rest.append((whole - circuit, circuit - circuit))
@@ -94,7 +89,6 @@ def minimality(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     max_bytes: int = 2**30,
@@ -106,7 +100,7 @@ def minimality(
     Returns:
         Shares [node, example]. For arguments, errors and the warning see `faithfulness`.
     """
-    runs, nodes = _Runs(model, pairs, circuit, metric, source, max_bytes), _inner(circuit)
+    runs, nodes = _Runs(model, pairs, circuit, source, max_bytes), _inner(circuit)
     own = runs(circuit)
     found = torch.stack([own - runs(circuit.without(node)) for node in nodes])
     return runs.shares(found, "node", nodes)
@@ -169,7 +163,6 @@ def curve(
     pairs: Pairs,
     graph: Graph,
     scores: Result,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     shares: Sequence[float] = SHARES,
@@ -181,7 +174,7 @@ def curve(
     For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is connected.
 
     Args:
-        model, pairs, metric, source, max_bytes: see `faithfulness`.
+        model, pairs, source, max_bytes: see `faithfulness`.
         graph: the graph of the scores.
         scores: effects [edge, example], as `edge_attribution` gives them.
         shares: the shares, rising, the last at most 1.
@@ -198,7 +191,7 @@ def curve(
         raise ValueError(f"shares must be at least 2, and rise from above 0 to 1; got {[*shares]}")
     every = int(graph.allowed.sum())
     counts = [int(share * every) for share in shares]
-    runs = _Runs(model, pairs, top(graph, scores, every), metric, source, max_bytes)
+    runs = _Runs(model, pairs, top(graph, scores, every), source, max_bytes)
 
     def measured(chosen: Callable[[int], Circuit]) -> Result:
         found = torch.stack([runs(chosen(n)) - runs.none for n in counts])
@@ -245,7 +238,6 @@ class _Runs:
         model: nn.Module,
         pairs: Pairs,
         circuit: Circuit,
-        metric: Metric | None,
         source: Source,
         max_bytes: int,
     ) -> None:
@@ -255,7 +247,7 @@ class _Runs:
                 f"the circuit was found on {seen} of these {len(pairs)} pairs: others show how good it is",
                 stacklevel=3,
             )
-        self._metric = metric_of(pairs, metric)
+        self._metric = pairs.metric
         graph = circuit.graph
         apart = "input" not in graph.writers
         self._masked = MaskedRuns(model, pairs, source, apart=apart, max_bytes=max_bytes)
@@ -271,7 +263,7 @@ class _Runs:
     @torch.no_grad()
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
         """The metric of a run in which only the circuit's edges have their own values."""
-        return self._masked.metric(circuit, self._metric)
+        return self._masked.metric(circuit)
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Differences of the metric as shares of the whole scale."""
