@@ -40,20 +40,12 @@ def is_trusted() -> bool:
     return _TRUSTED.get()
 
 
-# So many bytes of pageable memory CUDA takes at once. Before more it may wait for the device.
-AT_ONCE = 2**16
-
-
 def to_device(value: Tensor, device: torch.device) -> Tensor:
     """`value` on a device. From the CPU, the host does not wait for the device."""
     if value.device == device:
         return value
-    # Pinned memory is read later, when somebody may have written there, but not in a copy of our own.
-    free = value.is_cpu and not value.is_pinned()
-    large = device.type == "cuda" and value.nbytes > AT_ONCE
-    if free and large and type(value) is Tensor and not torch.compiler.is_compiling():
-        value = value.pin_memory()
-    return value.to(device, non_blocking=free)
+    # Pinned memory is read later, when somebody may have written there.
+    return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
 
 
 def all_to_device(tree: Any, device: torch.device) -> Any:

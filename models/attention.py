@@ -11,7 +11,7 @@ from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import is_unwatched
 from models.config import TransformerConfig
 from models.context import Context, ContextOrMask, place
-from models.kernels import by_blocks, capped_by_flex, fused, takes_flex
+from models.kernels import by_blocks, fused
 from models.linear import Linear
 from models.masks import Mask, dense
 from models.norm import ByConfig, QKNorm, dropout
@@ -271,10 +271,6 @@ class CappedAttention(Attention, when=lambda config: config.attn_cap):
     """Attention with scores capped before the mask (Gemma 2)."""
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        dropped = self.pattern_dropout.training and self.pattern_dropout.p
-        if dropped or not takes_flex(q, k):
-            return by_blocks(self._explicit, q, k, v, mask)
-        by_flex = partial(capped_by_flex, self._explicit, scale=self.scale, cap=self.cap.cap)
-        return by_blocks(by_flex, q, k, v, mask)
+        return by_blocks(self._explicit, q, k, v, mask)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(Attention._explicit)
