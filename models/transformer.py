@@ -180,6 +180,12 @@ class Transformer(BlockWeights):
         added = self.position_embedding(positions).to(embed.dtype).expand_as(embed)
         return self.embed_dropout(self.ln_embed(embed + self.pos_embed(added)))
 
+    def run_block(
+        self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving a block, from the one entering it. Both are on the block's device."""
+        return self.blocks[layer](resid, context)
+
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:

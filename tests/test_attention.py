@@ -285,26 +285,6 @@ def test_every_point_lies_on_the_compute_path(name):
     assert {"scores", "pattern", "z", "q", "k", "v", "attn_out", "resid_post"} <= kinds
 
 
-@pytest.mark.parametrize("name", ["pre", "output", "sandwich", "like llama", "parallel sandwich"])
-def test_the_identities_that_names_promise(name):
-    model, tokens = variant(name), some_tokens()
-    with torch.no_grad():
-        _, cache = HookedRunner(model).run_with_cache(tokens)
-    for layer, block in enumerate(model.blocks):
-        values = {n.rpartition(".")[2]: v for n, v in cache.items() if f"blocks.{layer}." in n}
-        between = values["resid_pre"] + values["attn_out"]
-        if not model.config.parallel:
-            close(values["resid_mid"], between)
-        close(values["resid_post"], between + values["mlp_out"])
-        close(values["pattern"].sum(-1), torch.ones(BATCH, HEADS, POS).double())
-        k = values["k"].repeat_interleave(HEADS // model.config.n_kv_heads, 2)
-        scores = torch.einsum("bqhd,bkhd->bhqk", values["q"], k) * model.config.d_head**-0.5
-        close(values["scores"], scores)
-        if model.config.norm_place == "pre":
-            by_head = torch.einsum("bphd,hdm->bphm", values["z"], block.attn.W_O)
-            close(by_head.sum(2) + block.attn.b_O, values["attn_out"])
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_of_the_pattern_leaves_its_mean(dropout):
     """Explicit and fused attention drop weights with the given probability and scale up the rest."""

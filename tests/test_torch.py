@@ -1,6 +1,5 @@
 """The private parts of PyTorch: one test for each, named after it. Components have a file of their own."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
