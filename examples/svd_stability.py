@@ -9,7 +9,7 @@ walks, in a window that slides by one token:
 - events: how far it turns, and how much the singular values change, from one window to the next. Windows
   with their newest token in an event window, [jumper, jumper + delay + buffer], are compared with others.
 
-Differences have 95% intervals from a bootstrap over walks. They are also shown for the untrained model:
+Differences have 95% intervals over walks. They are also shown for the untrained model:
 effects that it shows too do not come from training.
 
 The analysed checkpoints stay in the directory, each a model for `models.load`. --resume continues after
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--d-model", type=int, default=64, choices=(64, 128, 256), help="(64)")
     parser.add_argument("--layers", type=int, default=2, choices=(2, 4, 6), help="(2)")
     parser.add_argument("--steps", type=int, default=3000, help="training steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="for graph, walks, model and bootstrap")
+    parser.add_argument("--seed", type=int, default=0, help="for graph, walks and model")
     parser.add_argument(
         "--walks", type=int, default=48, help=f"held-out walks, at least {FEWEST} (%(default)s)"
     )
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     model = build(name, vocab_size=len(graph.region), n_ctx=WIDTH)
     checkpoints = train_with_checkpoints(model, training, config, out, options.resume)
 
-    setting = Setting(graph, WIDTH, DELAY, BUFFER, model.config.d_model, TOP, seed)
+    setting = Setting(graph, WIDTH, DELAY, BUFFER, model.config.d_model, TOP)
     try:
         look(setting, checkpoints, held_out, out, f"{name}, {options.steps} steps, seed {seed}")
     except KeyboardInterrupt:
