@@ -180,7 +180,8 @@ def _along(
     indices = {n: n for n in range(sizes[own])}
     if axis == "head":
         indices = _some("heads", indices, choice.heads)
-    return [(n, {own: n}) for n in indices]
+    # A slice may hold padding, where a column may not.
+    return [(n, {own: n if axis == "head" else slice(n, n + 1)}) for n in indices]
 
 
 def _label(group: range) -> int | str:

@@ -35,8 +35,8 @@ def test_imports_go_one_way(path):
 
 
 # What is at the top of `interp`. Each imports only what is before it, and a room its own files.
-INTERP = """pictures protocol columns texts metrics pairs edits sites results sweeps linear graph gradients
-    spectral reading causal report __main__"""
+INTERP = """pictures protocol positions columns texts metrics pairs edits sites results sweeps linear graph
+    gradients spectral reading causal report __main__"""
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "causal": "", "pictures": ""}
 
@@ -105,7 +105,7 @@ def test_private_parts_of_torch_are_used_in_one_module(path):
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext
         HookError HookPoint HookPoints HookedRunner Hooks Identity Mode ModeError NeverFiredError
-        Options Plan Planned Point Receipt Receipts Selector UnknownNameError index_by_axis
+        Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
         start_of_piece starting_at""",
     "models": """Attached Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP
         RMSNorm RotaryScaling Sampling StaticKVCache Step Tokenizer TrainingConfig TrainingResult

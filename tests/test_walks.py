@@ -332,7 +332,7 @@ def refused(found):
 def test_what_cannot_be_done_is_one_line(call, training_only, tmp_path):
     for options, reason in (
         (["--steps", "0"], "--steps"),
-        (["--walks", "11"], "--walks"),
+        (["--walks", "3"], "--walks"),
         (["--seed", "-1"], "--seed"),
         (["--resume"], "checkpoint.pt"),
     ):
