@@ -17,7 +17,7 @@ from interp.graph.graph import Graph
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FORMAT = "hookscope-circuit-1"
+_FORMAT = "hookscope-circuit-2"
 
 
 class Circuit:
@@ -92,7 +92,9 @@ class Circuit:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Circuit):
             return NotImplemented
-        return _nodes(self) == _nodes(other) and torch.equal(self.kept, other.kept)
+        ours, theirs = self.graph, other.graph
+        same = (ours.writers, ours.readers) == (theirs.writers, theirs.readers)
+        return same and torch.equal(self.kept, other.kept)
 
     __hash__ = None  # type: ignore[assignment]  # as of other sets
 
@@ -182,6 +184,7 @@ class Circuit:
         """
         table = {
             "format": _FORMAT,
+            "config": self.graph.config_hash,
             "writers": self.graph.writers,
             "readers": self.graph.readers,
             "kept": self.kept.nonzero().tolist(),
@@ -213,6 +216,7 @@ class Circuit:
                 for row in table["scores"]
             ]
             scores = torch.tensor(numbers, dtype=torch.float64)
+            config = table["config"]
             found_on = frozenset(map(str, table["found_on"]))
         except FileNotFoundError:
             raise
@@ -220,16 +224,18 @@ class Circuit:
             raise ValueError(
                 f"{path} must be a complete circuit that `save` wrote: {error!r}"
             ) from None
-        if [writers, readers] != [[*graph.writers], [*graph.readers]]:
-            raise ValueError(f"the circuit in {path} must be of this graph; it has other nodes")
+        ours = [[*graph.writers], [*graph.readers], graph.config_hash]
+        if [writers, readers, config] != ours:
+            raise ValueError(
+                f"the circuit in {path} must be of this graph; it has other nodes, or its model another config"
+            )
         return cls(graph, kept, scores, found_on)
 
     def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
         return Circuit(self.graph, kept, self.scores, self.found_on.union(found_on))
 
     def _table_of(self, other: "Circuit") -> Tensor:
-        if _nodes(self) != _nodes(other):
-            raise ValueError("both circuits must be of one graph; these have other nodes")
+        self.graph.require_same(other.graph)
         return other.kept
 
     def __repr__(self) -> str:
@@ -238,10 +244,6 @@ class Circuit:
             f"Circuit: {len(self)} of {int(self.graph.allowed.sum())} edges, "
             f"{len(self.nodes)} of {every} nodes"
         )
-
-
-def _nodes(circuit: Circuit) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return circuit.graph.writers, circuit.graph.readers
 
 
 def largest(

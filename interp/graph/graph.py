@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from hooks import CacheError, HookedRunner
+from hooks import ActivationCache, CacheError, HookedRunner, storage
 from hooks.errors import unknown_name
 from interp.columns import like, real_of
 from interp.graph.nodes import At, add, layer_of
@@ -137,6 +137,24 @@ class Graph:
             mask[self.index(edge)] = 0
         return mask
 
+    def require_same(self, other: "Graph") -> None:
+        """Refuses the graph of another model.
+
+        Raises:
+            ValueError: if its nodes are others, or the configuration of its model.
+        """
+        if self is other:
+            return
+        if (self.writers, self.readers) != (other.writers, other.readers):
+            raise ValueError("a circuit must be of this graph; got one with other nodes")
+        if self.config_hash != other.config_hash:
+            raise ValueError("a circuit must be of this model; got one of another configuration")
+
+    @cached_property
+    def config_hash(self) -> str:
+        """The hash of the model's configuration."""
+        return storage.config_hash(self.model)
+
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
@@ -146,8 +164,11 @@ class Graph:
             cache: values of a run at the points `needed`, eager or lazy.
 
         Raises:
-            CacheError: if the cache lacks a point, or the contributions do not add up to its stream.
+            CacheError: if the cache lacks a point, is of another model, or the contributions do not add up to
+                its stream.
         """
+        if isinstance(cache, ActivationCache):
+            cache.require_weights_of(self.model)
         lacking = [name for name in self.needed if name not in cache]
         if lacking:
             raise CacheError(
