@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from hooks import UnknownNameError
+from hooks import CacheError, UnknownNameError
 from interp import Pairs, Result
 from interp.causal.evaluation import auroc
 from interp.graph import Graph, circuits
@@ -140,19 +140,14 @@ def test_without_a_node_no_edge_leads_to_it_or_from_it():
 def test_a_file_gives_back_the_circuit(tmp_path):
     scores = scored(3, texts=["ab", "cd"])
     circuit = top(GRAPH, scores, 25)
-    circuit.save(tmp_path / "circuit.json")
-    again = Circuit.load(tmp_path / "circuit.json", Graph(variant("grouped")))
+    circuit.save(tmp_path / "circuit")
+    again = Circuit.load(tmp_path / "circuit", Graph(variant("grouped")))
     assert again == circuit
     assert again.found_on == {"ab", "cd"}
     assert torch.equal(again.scores[GRAPH.allowed], scores.mean().double())
-    (tmp_path / "half.json").write_text((tmp_path / "circuit.json").read_text()[:-9])
-    with pytest.raises(ValueError, match=r"half.json must be a complete circuit"):
-        Circuit.load(tmp_path / "half.json", GRAPH)
     for other in (Graph(variant("pre")), WIDER):
         with pytest.raises(ValueError, match="of this graph"):
-            Circuit.load(tmp_path / "circuit.json", other)
-    with pytest.raises(FileNotFoundError):
-        circuit.save(tmp_path / "none" / "circuit.json")
+            Circuit.load(tmp_path / "circuit", other)
 
 
 def test_the_format_of_mib(tmp_path):
@@ -188,7 +183,7 @@ def test_the_format_of_mib(tmp_path):
         read_mib(tmp_path / "mib.json", graph)
     with pytest.raises(ValueError, match="embed"):
         write_mib(Circuit(Graph(model, apart=True), []), tmp_path / "apart.json")
-    with pytest.raises(ValueError, match="MIB's JSON"):
+    with pytest.raises(CacheError, match="MIB's JSON"):
         read_mib(__file__, graph)
 
 
@@ -232,7 +227,7 @@ def test_pairs_are_recognised_by_their_real_tokens():
         (lambda: greedy(GRAPH, scored(), len(EDGES) + 1), ValueError, str(len(EDGES))),
         (lambda: top(Graph(variant("pre")), scored(), 3), ValueError, "of this graph"),
         (lambda: top(GRAPH, scored().values, 3), TypeError, "Graph and Tensor"),
-        (lambda: Circuit(GRAPH, []) - Circuit(WIDER, []), ValueError, "another configuration"),
+        (lambda: Circuit(GRAPH, []) - Circuit(WIDER, []), ValueError, "another config"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("from 0 to 1", pairs, [zeros + 1.5]),
         ("from 0 to 1", pairs, [zeros - 0.1]),
         ("Circuit", pairs, [nodes.allowed]),
-        ("another configuration", pairs, [wider]),
+        ("another config", pairs, [wider]),
         ("other nodes", pairs, [Circuit(graph.Graph(made(), apart=True), [])]),
         ("m2", pairs, [["m7->logits"]]),
         ("later", pairs, [["m2->a1.h0<q>"]]),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hooks import CacheError, UnknownNameError
+from hooks import UnknownNameError
 from interp import Result
 from interp.results import intervals
 
@@ -251,22 +251,6 @@ def test_saved_and_loaded(result, tmp_path, normal):
     for name in ("axes", "labels", "unit", "about", "is_ratio"):
         assert getattr(given, name) == getattr(found, name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]
-
-
-def test_files_that_are_no_results(result, tmp_path, runner, tokens):
-    path = tmp_path / "r"
-    result.save(path)
-    before = path.read_bytes()
-    with pytest.raises(TypeError):
-        dataclasses.replace(result, about={"site": object()}).save(path)
-    assert path.read_bytes() == before
-    path.write_bytes(before[:-7])
-    for other in (path, tmp_path / "cache"):
-        runner.capture(tokens, names="embed").save(tmp_path / "cache")
-        with pytest.raises(CacheError, match="result"):
-            Result.load(other)
-    with pytest.raises(FileNotFoundError):
-        Result.load(tmp_path / "absent")
 
 
 @pytest.mark.usefixtures("unchecked")

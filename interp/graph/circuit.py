@@ -1,8 +1,6 @@
 """A circuit: some of the edges of a model's graph, with their scores, as a set that can be saved."""
 
-import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from hooks import storage
 from hooks.errors import unknown_name
 from interp.graph.graph import Graph
 
@@ -177,23 +176,13 @@ class Circuit:
         return drawn([*rows.values()], arrows, repr(shown))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes nodes, edges and scores as JSON, completely or not at all.
+        """Writes nodes, edges and scores as safetensors, completely or not at all.
 
         Raises:
             FileNotFoundError: if there is no such directory.
         """
-        table = {
-            "format": _FORMAT,
-            "config": self.graph.config_hash,
-            "writers": self.graph.writers,
-            "readers": self.graph.readers,
-            "kept": self.kept.nonzero().tolist(),
-            "scores": [
-                [None if score != score else score for score in row] for row in self.scores.tolist()
-            ],
-            "found_on": sorted(self.found_on),
-        }
-        write_whole(Path(path), json.dumps(table))
+        facts = {"graph": self.graph.identity, "found_on": sorted(self.found_on)}
+        storage.save(Path(path), _FORMAT, {"kept": self.kept, "scores": self.scores}, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], graph: Graph) -> "Circuit":
@@ -201,41 +190,19 @@ class Circuit:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if `save` did not write it, or it is of another graph.
+            CacheError: if the file is damaged, or `save` did not write it.
+            ValueError: if it is of another graph.
         """
-        try:
-            table = json.loads(Path(path).read_text())
-            if table["format"] != _FORMAT:
-                raise ValueError(f"the format must be {_FORMAT!r}; got {table['format']!r}")
-            writers, readers = table["writers"], table["readers"]
-            kept = torch.zeros(len(writers), len(readers), dtype=torch.bool)
-            for writer, reader in table["kept"]:
-                kept[writer, reader] = True
-            numbers = [
-                [torch.nan if score is None else float(score) for score in row]
-                for row in table["scores"]
-            ]
-            scores = torch.tensor(numbers, dtype=torch.float64)
-            config = table["config"]
-            found_on = frozenset(map(str, table["found_on"]))
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"{path} must be a complete circuit that `save` wrote: {error!r}"
-            ) from None
-        ours = [[*graph.writers], [*graph.readers], graph.config_hash]
-        if [writers, readers, config] != ours:
-            raise ValueError(
-                f"the circuit in {path} must be of this graph; it has other nodes, or its model another config"
-            )
-        return cls(graph, kept, scores, found_on)
+        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+            identity, found_on = facts["graph"], frozenset(facts["found_on"])
+        graph.require(identity)
+        return cls(graph, tensors["kept"], tensors["scores"], found_on)
 
     def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
         return Circuit(self.graph, kept, self.scores, self.found_on.union(found_on))
 
     def _table_of(self, other: "Circuit") -> Tensor:
-        self.graph.require_same(other.graph)
+        self.graph.require(other.graph.identity)
         return other.kept
 
     def __repr__(self) -> str:
@@ -275,19 +242,3 @@ def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
         if layer.mlp is not None:
             feeds[layer.mlp] = True
     return feeds
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file, completely or not at all.
-
-    Raises:
-        FileNotFoundError: if there is no such directory.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

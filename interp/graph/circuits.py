@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from interp.graph.circuit import Circuit, feeding, largest, write_whole
+from hooks import storage
+from interp.graph.circuit import Circuit, feeding, largest
 from interp.graph.graph import Graph
 from interp.results.result import Result
 
@@ -132,18 +133,15 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> Circuit:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not such a file, or not of this graph.
+        CacheError: if it is not such a file.
+        ValueError: if it is not of this graph.
     """
-    try:
+    with storage.one_error(path, "be a circuit in MIB's JSON format"):
         table = json.loads(Path(path).read_text())
         given = [
             (name, float(edge["score"]), bool(edge["in_graph"]))
             for name, edge in table["edges"].items()
         ]
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path} must be a circuit in MIB's JSON format: {error!r}") from None
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
     if {*places} != {name for name, _, _ in given}:
         odd = next(iter({*places} ^ {name for name, _, _ in given}))
@@ -193,7 +191,8 @@ def write_mib(circuit: Circuit, path: str | os.PathLike[str]) -> None:
         "nodes": {name: {"in_graph": name in kept_nodes} for name in (*_joined(graph), "logits")},
         "edges": edges,
     }
-    write_whole(Path(path), json.dumps(described))
+    with storage.replacing(Path(path)) as partial:
+        partial.write_text(json.dumps(described))
 
 
 def _joined(graph: Graph) -> list[str]:

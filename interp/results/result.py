@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import CacheError, storage
+from hooks import storage
 from hooks.errors import unknown_name
 from interp.columns import short
 from interp.results.intervals import Interval, interval
@@ -299,10 +299,10 @@ class Result:
             TypeError: if `about` or a label does not fit JSON.
         """
         tensors = {name: getattr(self, name) for name in ("values", "base", "target")}
-        names = ("axes", "labels", "unit", "about", "is_ratio")
-        described = {name: getattr(self, name) for name in names}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
-        storage.save(Path(path), held, described, _FORMAT)
+        names = ("axes", "labels", "unit", "about", "is_ratio")
+        facts = {name: getattr(self, name) for name in names}
+        storage.save(Path(path), _FORMAT, held, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Result":
@@ -310,18 +310,10 @@ class Result:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            CacheError: if the file is truncated, or `save` did not write it.
+            CacheError: if the file is damaged, or `save` did not write it.
         """
-        try:
-            tensors, described = storage.read(Path(path), _FORMAT)
-            options: dict[str, Any] = {**tensors, **described, "axes": tuple(described["axes"])}
-            return cls(**options)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise CacheError(
-                f"{path} must be a complete result that `save` wrote: {error!r}"
-            ) from None
+        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+            return cls(**tensors, **facts | {"axes": tuple(facts["axes"])})
 
     def __repr__(self) -> str:
         sizes = zip(self.axes, self.values.shape, strict=True)

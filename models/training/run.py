@@ -5,7 +5,6 @@ import json
 import math
 import os
 import sys
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hooks.transfer import later, stacked
+from models.files import read_saved
 from models.training.data import TrainingConfig, check_learnable, digest, evaluate, row_losses
 from models.transformer import Transformer
 
@@ -213,14 +213,7 @@ class Run:
     def _load(self, path: Path) -> None:
         """Loads a checkpoint. The model changes last, so a refused checkpoint leaves it as it was."""
         try:
-            with path.open("rb") as file:
-                # PyTorch does not compare checksums.
-                if damaged := zipfile.ZipFile(file).testzip():
-                    raise ValueError(
-                        f"the checksum of {damaged} in it must be as saved; it differs"
-                    )
-                file.seek(0)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+            state = read_saved(path)
             theirs = state["run"]
             different = [
                 f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
