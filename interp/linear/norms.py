@@ -1,11 +1,11 @@
 """The linear part of a norm: what it does to a vector apart from the division by its scale."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from hooks import Identity
 from hooks.session import muted
@@ -64,15 +64,15 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
     """
     if norm is None or is_identity(norm):
         return LinearPart(None, torch.zeros(shape, dtype=torch.float64), False)
-    state = {name: value.double() for name, value in norm.state_dict(keep_vars=True).items()}
-    device = next((value.device for value in state.values()), None)
+    # A copy of the norm in float64: an interrupt cannot leave its own weights changed.
+    precise = {id(value): value.double() for value in norm.state_dict(keep_vars=True).values()}
+    device = next((value.device for value in precise.values()), None)
     signs = torch.ones(shape, dtype=torch.float64, device=device)
     signs[..., 1::2] = -1
     wave = torch.arange(shape[-1], dtype=torch.float64, device=device).cos().expand(shape)
     probes = torch.stack([signs, signs + 3, wave])
-    with muted():  # open hook contexts do not change weights
-        # Vectors so long that the epsilon has no effect.
-        ends = functional_call(norm, state, (1e12 * torch.stack([probes, -probes]),)).double()
+    # Open hook contexts do not change weights. Vectors so long that the epsilon has no effect.
+    ends = muted(deepcopy(norm, {**precise}), 1e12 * torch.stack([probes, -probes])).double()
     (shown, moved, waved), bias = (ends[0] - ends[1]) / 2, (ends[0, 0] + ends[1, 0]) / 2
     centres = torch.allclose(moved, shown, rtol=1e-4, atol=0, equal_nan=True)
     signs, wave = (x - x.mean() if centres else x for x in (signs, wave))
