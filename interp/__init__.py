@@ -6,7 +6,18 @@ The analyses are in `causal` (values are changed), `reading` (caches and weights
 them need: the model's parts, texts and their pairs, metrics, and the sites where runs are compared.
 """
 
+import signal as _signal
 import sys as _sys
+from itertools import pairwise as _pairwise
+
+# `python -m interp` imports this before its `main`. Until then Ctrl-C ends the process itself, because an
+# exception inside an import would end in a traceback.
+if (
+    _sys.argv[:1] == ["-m"]
+    and ("-m", "interp") in _pairwise(_sys.orig_argv)
+    and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+):
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 try:
     from hooks import HookedRunner as _HookedRunner  # noqa: F401  # only ours has it
@@ -20,10 +31,6 @@ except ImportError as error:
     if _sys.argv[:1] == ["-m"]:  # `python -m interp`, before its `main` can say it in one line
         _sys.exit(f"error: {_reason}")
     raise ImportError(_reason) from error
-except KeyboardInterrupt:
-    if _sys.argv[:1] == ["-m"]:
-        _sys.exit(130)
-    raise
 
 from interp import edits, graph, spectral
 from interp.causal.attribution import attribution_patching
