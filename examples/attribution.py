@@ -40,7 +40,7 @@ def main() -> None:
     print(pairs)
 
     for site in ("resid_pre", "z"):
-        exact = activation_patching(model, pairs, site=site, direction="noising")
+        exact = activation_patching(model, pairs, site=site)
         for estimate in (
             attribution_patching(model, pairs, site=site),
             integrated_gradients(model, pairs, site=site, tolerance=0.05),

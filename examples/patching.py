@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hooks import HookedRunner
-from interp import activation_patching, edits, logit_diff
+from interp import Pairs, activation_patching, edits, logit_diff
 from models import load, load_tokenizer
 
 CLEAN = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
@@ -26,6 +26,7 @@ def main() -> None:
     model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
     clean, corrupted = (torch.tensor([tokenizer.encode(text)]) for text in (CLEAN, CORRUPTED))
     metric = logit_diff(*tokenizer.encode("14"))
+    pairs = Pairs(clean, corrupted, metric=metric)
     changed = int((clean != corrupted).nonzero()[0, 1])
 
     runner = HookedRunner(model)
@@ -38,7 +39,7 @@ def main() -> None:
 
     print("\nshare of the difference that one patch restores")
     for site in ("resid_pre", "attn_out", "mlp_out", "z"):
-        result = activation_patching(model, clean, corrupted, metric, site).normalized()
+        result = activation_patching(model, pairs, site).normalized()
         print(f"{site}\n{result.top(3)}")
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)

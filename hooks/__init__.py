@@ -10,6 +10,7 @@ from hooks.errors import (
     HookError,
     ModeError,
     NeverFiredError,
+    SelectionError,
     UnknownNameError,
 )
 from hooks.modes import Mode, Options
@@ -45,6 +46,7 @@ __all__ = [
     "Point",
     "Receipt",
     "Receipts",
+    "SelectionError",
     "Selector",
     "UnknownNameError",
     "index_by_axis",

@@ -4,6 +4,7 @@ HookError
 ├── UnknownNameError   a name or selector that matches nothing (also a KeyError)
 ├── NeverFiredError    a requested point that the forward pass did not reach
 ├── EditError          a hook returned a value that does not fit the point
+│   └── SelectionError positions or other indices that a value does not have (also a ValueError)
 ├── ModeError          a run that the model's training mode forbids
 ├── ContextError       a hook context used twice
 └── CacheError         a cache, or a file, that does not have what was asked for
@@ -77,6 +78,14 @@ class EditError(HookError):
     >>> HookedRunner(model).run_with_hooks(torch.ones(2), hooks={"0": lambda value, point: value[:1]})
     Traceback (most recent call last):
     hooks.errors.EditError: a hook at 0 must keep the shape torch.Size([2]); got torch.Size([1])
+    """
+
+
+class SelectionError(EditError, ValueError):
+    """Positions or other indices that a value does not have.
+
+    >>> issubclass(SelectionError, EditError), issubclass(SelectionError, ValueError)
+    (True, True)
     """
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hooks.errors import HookError
-from hooks.point import POSITION_AXES, Point, is_mask, plain_index
+from hooks.point import POSITION_AXES, Point, places, plain_index
 from hooks.transfer import Placement, to_device
 
 Positions = slice | Sequence[SupportsIndex]
@@ -106,7 +106,8 @@ class Options:
         """What to keep of `value`: at the chosen positions of its axes `pos` and `query`, and placed.
 
         Raises:
-            HookError: if it has no named axes, or the positions do not fit it or select nothing.
+            HookError: if it has no named axes, or the positions select nothing.
+            SelectionError: if it does not have them.
         """
         if self.positions is None:
             return self.placement(value)
@@ -120,18 +121,11 @@ class Options:
             else:
                 key = size, value.device
                 if key not in self._indices:
-                    chosen = torch.tensor(_within(self.positions, size), dtype=torch.int64)
-                    self._indices[key] = to_device(chosen, value.device)
+                    chosen = places(self.positions, size, f"positions= of {point}")
+                    index = torch.tensor(chosen, dtype=torch.int64)
+                    self._indices[key] = to_device(index, value.device)
                 value = value.index_select(at, self._indices[key])
             if value.shape[at] == 0:
-                rule = f"select some of the {size} of {point}, and none beyond"
-                got = f"a mask must have that length; got {self.positions}"
-                raise HookError(f"positions must {rule}; {got}")
+                rule = f"select some of the {size} of {point}"
+                raise HookError(f"positions must {rule}; got {self.positions}")
         return self.placement(value)
-
-
-def _within(positions: Any, size: int) -> list[int]:
-    """Positions, or a mask of them, counted from the start of an axis; none if some lie beyond it."""
-    if is_mask(positions):
-        return [n for n in range(size) if positions[n]] if len(positions) == size else []
-    return [n % size for n in positions] if all(-size <= n < size for n in positions) else []

@@ -1,39 +1,93 @@
-"""Which columns of its text a run reads. Generation and sweeps run a model on pieces of texts."""
+"""Which columns of its texts a run reads, and which are padding. Generation and sweeps run a model on pieces."""
 
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
+from functools import cached_property
 
-# None: the run reads a whole text.
-_start: ContextVar[int | None] = ContextVar("start", default=None)
+from jaxtyping import Shaped
+from torch import Tensor
+
+from hooks._torch import FakeTensor
+
+Mask = Shaped[Tensor, "batch key"]
+"""True or 1 at real tokens, False or 0 at padding."""
 
 
-class starting_at:
-    """A `with` in which runs read a piece of their text: columns `column`, `column + 1` and so on.
+class Piece:
+    """A piece of a batch of texts.
 
-    Edits count positions from the start of the text. `models.Transformer` enters this itself when it is
-    called with a `kv_cache`.
+    Attributes:
+        start: its first column, padding included; None for whole texts.
+        real: which columns, up to its last, are no padding; None if all are, or nobody knows.
+    """
+
+    def __init__(self, start: int | None = None, real: Mask | None = None) -> None:
+        self.start, self.real = start, real
+
+    @cached_property
+    def columns(self) -> list[list[int]] | None:
+        """The real columns of each text; None if there is no padding."""
+        return None if self.real is None else real_columns(self.real)
+
+    def columns_of(self, rows: int, end: int) -> Sequence[Sequence[int]] | None:
+        """`columns`, if these are `rows` texts of `end` columns so far."""
+        fits = self.real is not None and self.real.shape == (rows, end)
+        return self.columns if fits else None
+
+
+def real_columns(mask: Mask) -> list[list[int]] | None:
+    """The columns of each text's real tokens; None if there is no padding, or in a plan, without numbers."""
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return None
+    rows = [[n for n, real in enumerate(row) if real] for row in mask.tolist()]
+    return None if all(len(row) == mask.shape[1] for row in rows) else rows
+
+
+_WHOLE = Piece()
+_piece: ContextVar[Piece] = ContextVar("piece")
+
+
+class reading:
+    """A `with` in which runs read a piece of their texts."""
+
+    # Not a generator: a small model's step would take one percent longer.
+    def __init__(self, piece: Piece) -> None:
+        self._read = piece
+
+    def __enter__(self) -> None:
+        self._token: Token[Piece] = _piece.set(self._read)
+
+    def __exit__(self, *error: object) -> None:
+        _piece.reset(self._token)
+
+
+def starting_at(column: int | None, real: Mask | None = None) -> reading:
+    """A `with` in which runs read a piece of their texts: columns `column`, `column + 1` and so on.
+
+    Edits count positions from the start of the text, and negative ones from its last real token. Whoever
+    runs a model on a piece, or on texts with padding, says so. `models.Transformer` and attached models do
+    that themselves when they are called with a cache or a mask.
 
     Args:
         column: the first column of the piece, padding included. None for whole texts, the default.
+        real: which columns, up to the last one of the piece, are not padding. None if all are. On an
+            accelerator it is read back when an edit asks for it.
 
     Raises:
-        ValueError: if it is negative.
+        ValueError: if the column is negative.
 
     >>> with starting_at(5):
     ...     start_of_piece()
     5
     """
+    if column is not None and column < 0:
+        raise ValueError(f"column must be at least 0; got {column}")
+    return reading(Piece(column, real))
 
-    # Not a generator: a small model's step would take one percent longer.
-    def __init__(self, column: int | None) -> None:
-        if column is not None and column < 0:
-            raise ValueError(f"column must be at least 0; got {column}")
-        self._column = column
 
-    def __enter__(self) -> None:
-        self._token: Token[int | None] = _start.set(self._column)
-
-    def __exit__(self, *error: object) -> None:
-        _start.reset(self._token)
+def piece_read() -> Piece:
+    """The piece that runs read here."""
+    return _piece.get(_WHOLE)
 
 
 def start_of_piece() -> int | None:
@@ -42,4 +96,4 @@ def start_of_piece() -> int | None:
     >>> start_of_piece() is None
     True
     """
-    return _start.get()
+    return _piece.get(_WHOLE).start

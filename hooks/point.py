@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks._torch import Identity
-from hooks.errors import HookError, unknown_name
+from hooks.errors import HookError, SelectionError, unknown_name
 
 # The axes over the positions of this call. `key` also covers cached positions.
 POSITION_AXES = ("pos", "query")
@@ -129,20 +129,29 @@ def index_by_axis(
     >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
     (slice(None, None, None), slice(2, None, None), slice(None, None, None))
     """
-    for axis in where:
-        if axis not in axes:
-            declared = " ".join(axes) or "it declares none"
-            raise unknown_name(axis, axes, f"axis of {what} ({declared})")
+    require_axes(where, axes, what)
     index = tuple(plain_index(where.get(axis, slice(None))) for axis in axes)
     if sum(isinstance(part, list) for part in index) > 1:
         raise ValueError(f"only one axis can take a list of indices; got {dict(where)}")
     return index
 
 
+def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None:
+    """Refuses names that are not among `axes`, those of `what`.
+
+    Raises:
+        UnknownNameError: naming the first.
+    """
+    for axis in where:
+        if axis not in axes:
+            declared = " ".join(axes) or "it declares none"
+            raise unknown_name(axis, axes, f"axis of {what} ({declared})")
+
+
 def plain_index(index: Any, ndim: int = 1) -> Any:
     """An index as Python's own int, slice, list of ints or, for a mask, list of booleans.
 
-    With `ndim=2` it may also be a list of lists of ints.
+    With `ndim=2` it may also be a list of such lists.
 
     Raises:
         TypeError: if it is none of these.
@@ -150,12 +159,12 @@ def plain_index(index: Any, ndim: int = 1) -> Any:
     plain = index.tolist() if hasattr(index, "tolist") else index
     if isinstance(plain, slice) or type(plain) is int:
         return plain
-    if ndim and isinstance(plain, Sequence):
+    if ndim and isinstance(plain, Sequence) and not isinstance(plain, str):
         parts = [part.tolist() if hasattr(part, "tolist") else part for part in plain]
         if all(isinstance(part, bool) for part in parts):
             return parts
         parts = [plain_index(part, ndim - 1) for part in parts]
-        if not any(map(is_mask, parts)):
+        if len({isinstance(part, list) for part in parts}) == 1 and slice not in map(type, parts):
             return parts
     raise TypeError(f"an index must be an integer, slice, list of integers or mask; got {index!r}")
 
@@ -163,6 +172,36 @@ def plain_index(index: Any, ndim: int = 1) -> Any:
 def is_mask(index: object) -> TypeGuard[list[bool]]:
     """Whether a result of `plain_index` is a mask."""
     return isinstance(index, list) and index != [] and all(isinstance(i, bool) for i in index)
+
+
+def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
+    """The places along an axis, counted from its start, that an index selects.
+
+    Args:
+        index: a result of `plain_index`.
+        size: the axis has the places 0 to `size - 1`. Negative ones count from its end.
+        what: the axis, for errors.
+        whole: whether other places are errors; otherwise they stay in the result.
+
+    Raises:
+        SelectionError: if a place is outside, a mask has another length, or numbers look like a mask.
+    """
+    if isinstance(index, slice):
+        return list(range(size)[index])
+    if is_mask(index):
+        if whole and len(index) != size:
+            raise SelectionError(f"a mask along {what} must have length {size}; got {len(index)}")
+        return [place for place, inside in enumerate(index) if inside]
+    listed = [index] if isinstance(index, int) else index
+    for place in listed if whole else ():
+        if not -size <= place < size:
+            raise SelectionError(f"{what} must be from {-size} to {size - 1}; got {place}")
+    if whole and len(listed) == size > 2 and {*listed} <= {0, 1}:
+        raise SelectionError(
+            f"a mask along {what} must have booleans, as .bool() gives them; got {size} numbers 0 and 1, "
+            "which would be the places 0 and 1"
+        )
+    return [place + size if place < 0 else place for place in listed]
 
 
 def first_tensor(output: Any, point: Point) -> Tensor:

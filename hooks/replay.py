@@ -15,7 +15,7 @@ from hooks import _torch
 from hooks.capture import Recorder, private
 from hooks.errors import CacheError, HookError
 from hooks.names import Blocks
-from hooks.pieces import start_of_piece, starting_at
+from hooks.pieces import piece_read, reading
 from hooks.point import Point, inside, mapped
 from hooks.samples import agree, numerics, sampled
 from hooks.session import Edits, Session, muted
@@ -111,7 +111,7 @@ class BlockCall:
         # The block itself, a later one or the caller may write into its arguments.
         self._arguments = mapped((args, kwargs), self._stored)
         self._autocast, self._precision = numerics(self._inputs)
-        self._start = start_of_piece()
+        self._piece = piece_read()
         self.fired = True
 
     def _stored(self, leaf: Any) -> Any:
@@ -181,7 +181,7 @@ class BlockCall:
         # New containers and tensors, because the block may write into them.
         copies: Copies = {}
         args, kwargs = mapped(self._arguments, lambda leaf: _copied(leaf, copies))
-        with self._autocast(), starting_at(self._start):
+        with self._autocast(), reading(self._piece):
             return sampled(replay(self.block, args, kwargs, edits, recorder))
 
 

@@ -1,12 +1,15 @@
 """What is read of a batch of texts: which tokens, at which columns, in which precision; not padding."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from hooks.pieces import real_columns
 from hooks.transfer import to_device
+from interp.positions import Selection
 
 Tokens = int | Sequence[int] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each."""
@@ -33,7 +36,20 @@ def real_of(
     return mask.bool()
 
 
-def real_columns(
+def check_tokens(tokens: Any, what: str = "tokens") -> None:
+    """Refuses what is no batch of texts.
+
+    Raises:
+        ValueError: if it is no tensor [batch, pos].
+    """
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        got = list(tokens.shape) if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        raise ValueError(
+            f"{what} must be a tensor [batch, pos]; got {got}: one text is torch.as_tensor(text)[None]"
+        )
+
+
+def columns_of_last(
     last: int, n_pos: int, batch: int, attention_mask: Mask | None = None
 ) -> Int[Tensor, "batch last"]:
     """The columns of the last real positions of each example, in order.
@@ -44,21 +60,15 @@ def real_columns(
         attention_mask: True or 1 at real tokens; None if all are.
 
     Raises:
-        ValueError: if an example has fewer real tokens.
+        ValueError: if the mask has another shape, or an example has fewer real tokens.
 
-    >>> real_columns(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
+    >>> columns_of_last(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
     tensor([[2, 3],
             [0, 1]])
     """
-    real = real_of(attention_mask, (batch, n_pos))
-    n_real = real.sum(1)
-    if int(n_real.min()) < last:
-        raise ValueError(
-            f"each example must have at least {last} real tokens for this metric; "
-            f"got {int(n_real.min())} in example {int(n_real.argmin())}"
-        )
-    # Padding first, then the real columns in order.
-    return real.int().argsort(stable=True, dim=1)[:, n_pos - last :]
+    real = real_columns(real_of(attention_mask, (batch, n_pos)))
+    rows = Selection([*range(-last, 0)]).rows(n_pos, "a metric's pos", batch, real)
+    return torch.tensor(rows).expand(batch, -1)
 
 
 def last_real(
@@ -67,42 +77,51 @@ def last_real(
     """Logits at the last real positions; at all columns if `last` is 0.
 
     Raises:
-        ValueError: as for `real_columns`.
+        ValueError: as for `columns_of_last`.
     """
     if not last:
         return logits
-    columns = real_columns(last, logits.shape[1], len(logits), attention_mask).to(logits.device)
-    return logits[torch.arange(len(logits), device=logits.device)[:, None], columns]
+    columns = columns_of_last(last, logits.shape[1], len(logits), attention_mask)
+    return logits[torch.arange(len(logits))[:, None], columns]
 
 
 class Position:
     """Where a metric reads: one position, or one for each example.
 
     Attributes:
+        where: the position.
         last: how many last real positions it needs; 0 for all.
 
     Raises:
         ValueError: if positions count from both ends; when called, if they do not fit the logits.
+        TypeError: if they are no integers.
     """
 
     def __init__(self, pos: Tokens) -> None:
-        self.pos = _whole(pos, "positions", 1)
-        self.lowest, self.highest = int(self.pos.min()), int(self.pos.max())
-        if self.lowest < 0 <= self.highest:
+        self.where = Selection.one_each(pos)
+        asked = [part if isinstance(part, int) else part[0] for part in self.where.parts]
+        if min(asked) < 0 <= max(asked):
             raise ValueError(f"positions must all be negative, or none; got {short(pos)}")
-        self.last = max(0, -self.lowest)
+        self.last = max(0, -min(asked))
+
+    def columns(
+        self, n_pos: int, batch: int, attention_mask: Mask | None = None
+    ) -> Int[Tensor, " _batch"]:
+        """The column of each example, or one for all.
+
+        Raises:
+            ValueError: if a text has no such column, or it is padding.
+        """
+        real = None if attention_mask is None else real_columns(attention_mask)
+        return torch.tensor(self.where.rows(n_pos, "pos", batch, real))[:, 0]
 
     def __call__(self, logits: Tensor) -> Float[Tensor, "batch vocab"]:
         """The logits there, in float32 if they are in half precision."""
-        batch, n_pos = logits.shape[:2]
-        _check_batch(self.pos, batch, "positions")
-        if self.lowest < -n_pos or self.highest >= n_pos:
-            asked = self.lowest if self.lowest < 0 else self.highest
-            raise ValueError(f"pos must be {-n_pos} to {n_pos - 1}; got {asked}")
-        if self.pos.ndim == 0:
-            return at_least_float32(logits[:, int(self.pos)])
-        rows = torch.arange(batch, device=logits.device)
-        return at_least_float32(logits[rows, to_device(self.pos, logits.device)])
+        columns = self.columns(logits.shape[1], len(logits))
+        if len(columns) == 1:
+            return at_least_float32(logits[:, int(columns)])
+        rows = torch.arange(len(logits), device=logits.device)
+        return at_least_float32(logits[rows, to_device(columns, logits.device)])
 
 
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
@@ -111,20 +130,19 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
     Raises:
         ValueError: if they are something else, or negative.
     """
-    found = _whole(tokens, "tokens", most)
+    found = torch.as_tensor(tokens, device="cpu")
+    if (
+        found.is_floating_point()
+        or found.dtype == torch.bool
+        or found.ndim > most
+        or not found.numel()
+    ):
+        raise ValueError(
+            "tokens must be one integer, or one for each example; "
+            f"got {found.dtype} {list(found.shape)}"
+        )
     if int(found.min()) < 0:
         raise ValueError(f"tokens must be 0 and up; got {int(found.min())}")
-    return found
-
-
-def _whole(given: SeveralTokens, what: str, most: int) -> Int[Tensor, "..."]:
-    """Integers of at most so many axes, on the CPU, where a look at their values is free."""
-    found = torch.as_tensor(given, device="cpu")
-    wrong = found.is_floating_point() or found.dtype == torch.bool
-    if wrong or found.ndim > most or not found.numel():
-        raise ValueError(
-            f"{what} must be one integer, or one for each example; got {found.dtype} {list(found.shape)}"
-        )
     return found.long()
 
 
@@ -135,7 +153,10 @@ def fitting(tokens: Tensor, found: Tensor) -> Int[Tensor, "batch n"]:
         ValueError: if they are as many as another batch has, or outside the vocabulary.
     """
     batch, vocab = found.shape
-    _check_batch(tokens, batch, "tokens")
+    if tokens.ndim and len(tokens) != batch:
+        raise ValueError(
+            f"tokens must be one, or one for each of the {batch} examples; got {len(tokens)}"
+        )
     if int(tokens.max()) >= vocab:
         raise ValueError(f"tokens must be 0 to {vocab - 1}; got {int(tokens.max())}")
     wide = tokens.expand(batch) if tokens.ndim == 0 else tokens
@@ -171,10 +192,3 @@ def short(value: object) -> str:
     if not isinstance(listed, Sequence) or len(listed) <= 3:
         return str(listed)
     return f"[{', '.join(map(str, listed[:3]))}, ... {len(listed)} in all]"
-
-
-def _check_batch(given: Tensor, batch: int, what: str) -> None:
-    if given.ndim and len(given) != batch:
-        raise ValueError(
-            f"{what} must be one, or one for each of the {batch} examples; got {len(given)}"
-        )

@@ -37,6 +37,7 @@ class _Metric:
     unit: str
     function: Callable[[Tensor], Tensor]
     unmasked: bool = False  # whether it takes all columns of its texts as real
+    at: Position | None = None
 
     def __call__(self, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
         return self.function(logits)
@@ -54,7 +55,7 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
         right, wrong: one token, or one for each example. Of several tokens for each example, [batch, n],
             the mean of their logits counts.
         pos: one position, or one for each example (for `edits`, a list means all of its columns). -1 is an
-            example's last real token. Positions from 0 count columns, padding included.
+            example's last real token. Positions from 0 count columns; one that is padding is an error.
 
     Raises:
         ValueError: if a token is negative, or positions count from both ends; when called, if the
@@ -72,7 +73,7 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
         return next(both) - next(both)
 
     call = f"logit_diff({short(right)}, {short(wrong)}, pos={short(pos)})"
-    return _Metric(call, at.last, "logits", metric)
+    return _Metric(call, at.last, "logits", metric, at=at)
 
 
 def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -206,23 +207,30 @@ def kl_divergence(
     call = f"kl_divergence(reference, pos={short(pos)})"
     last = 0 if at is None else at.last
     unmasked = attention_mask is None and (at is None or last > 0)
-    return _Metric(call, last, "nats", metric, unmasked)
+    return _Metric(call, last, "nats", metric, unmasked, at)
 
 
 def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
     """How many of the last real positions a metric reads; 0 for all.
 
     Raises:
-        ValueError: if there is padding, and the metric was made without the mask that it needs.
+        ValueError: if there is padding, and the metric reads it or was made without the mask that it needs.
+        TypeError: if it is no function.
 
     >>> last_of(log_prob(3, pos=-2)), last_of(lambda logits: logits[:, 4, 3])
     (2, 0)
     """
-    padded = attention_mask is not None and not attention_mask.bool().all()
-    if padded and getattr(metric, "unmasked", False):
-        raise ValueError(
-            f"{metric!r} must be made with the attention_mask of padded texts; got none"
+    if not callable(metric):
+        raise TypeError(
+            f"a metric must be a function of logits, as logit_diff(right, wrong) makes one; got {metric!r}"
         )
+    if attention_mask is not None and not attention_mask.bool().all():
+        if getattr(metric, "unmasked", False):
+            raise ValueError(
+                f"{metric!r} must be made with the attention_mask of padded texts; got none"
+            )
+        if isinstance(metric, _Metric) and metric.at is not None:
+            metric.at.columns(attention_mask.shape[1], len(attention_mask), attention_mask)
     return int(getattr(metric, "last", 0))
 
 
@@ -234,11 +242,11 @@ def per_example(
     Raises:
         ValueError: if the metric does not return one number for each of the `batch` examples.
     """
-    values = torch.as_tensor(metric(logits))
-    if values.shape != (batch,):
+    values = metric(logits)
+    if not isinstance(values, Tensor) or values.shape != (batch,):
+        got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
         raise ValueError(
-            f"a metric must return one number for each example, [{batch}]; "
-            f"got the shape {list(values.shape)} from {metric!r}"
+            f"a metric must return a tensor [{batch}], a number for each example; got {got} from {metric!r}"
         )
     return at_least_float32(values)
 
@@ -284,4 +292,4 @@ def _of_token(
         # A comparison with NaN is false in silence.
         return values.where(~found.isnan().any(-1), torch.nan)
 
-    return _Metric(f"{name}({short(token)}, pos={short(pos)})", at.last, unit, metric)
+    return _Metric(f"{name}({short(token)}, pos={short(pos)})", at.last, unit, metric, at=at)

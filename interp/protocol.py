@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError, HookedRunner, ModeError, storage
+from hooks import ActivationCache, HookedRunner, ModeError
 
 
 class Sizes(Protocol):
@@ -104,19 +104,6 @@ def plain(model: nn.Module, *parts: str) -> Any:
     return language if language is model else language.plain()
 
 
-def check_cache(model: nn.Module, cache: ActivationCache) -> None:
-    """Refuses a cache of another model.
-
-    Raises:
-        CacheError: if the configuration of the model that it came from was another.
-    """
-    if cache.config_hash != (own := storage.config_hash(model)):
-        raise CacheError(
-            f"the cache must be of a model with this model's config hash, {own[:12]}; "
-            f"got {cache.config_hash[:12]}"
-        )
-
-
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
     """The logits of a model's output: the output itself, or its attribute `logits`."""
     return output if isinstance(output, Tensor) else output.logits
@@ -136,8 +123,13 @@ def runner_of(model: nn.Module) -> HookedRunner:
     """A runner for comparable runs of a model, without dropout.
 
     Raises:
+        TypeError: if it is no module.
         ModeError: if any part of the model is in training mode.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model must be a module; got {type(model).__name__} (of a runner, give runner.model)"
+        )
     if any(module.training for module in model.modules()):
         raise ModeError("the model must be in evaluation mode: call model.eval() first")
     return HookedRunner(model)

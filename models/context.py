@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from hooks import starting_at
+from hooks import start_of_piece, starting_at
 from hooks.point import mapped
 from hooks.transfer import to_device
 from models.kvcache import KVCache
@@ -46,10 +46,10 @@ class Context(NamedTuple):
     column: Tensor | None = None
 
     def piece(self) -> AbstractContextManager[None]:
-        """A `with` in which edits know where in the text this call starts. No use while compiling."""
-        if self.kv_cache is None or torch.compiler.is_compiling():
+        """A `with` in which edits know where this call starts and what is padding. No use while compiling."""
+        if torch.compiler.is_compiling() or (self.kv_cache is None and self.real is None):
             return nullcontext()
-        return starting_at(self.start)
+        return starting_at(start_of_piece() if self.kv_cache is None else self.start, self.real)
 
     def commit(self) -> None:
         """Tells the key/value cache that all blocks have read the new positions."""

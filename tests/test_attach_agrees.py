@@ -9,6 +9,7 @@ import torch
 
 from hooks import HookedRunner
 from interp import (
+    Pairs,
     activation_patching,
     attribution_patching,
     head_scores,
@@ -68,7 +69,7 @@ SITES = {"resid_pre": "pos", "z": "head", "pattern": "head", "v": "head", "mlp_o
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patching(name, site):
     w = world(name)
-    given = (w.clean, w.corrupted, w.metric, site, ["layer", SITES[site]])
+    given = (Pairs(w.clean, w.corrupted, metric=w.metric), site, ["layer", SITES[site]])
     check(w, lambda model: activation_patching(model, *given))
     check(w, lambda model: attribution_patching(model, *given))
 

@@ -160,7 +160,7 @@ ANALYSES = {
     "paths to logits": effects(interp.path_patching, senders=["a0.h2", "m0"]),
     "circuit": lambda model: interp.run_circuit(model, PAIRS, EDGES),
     "source elsewhere": lambda model: interp.run_circuit(
-        model, CLEAN, EDGES, cached(model, device="cpu")
+        model, interp.Pairs(CLEAN), EDGES, cached(model, device="cpu")
     ),
     "gradient": gradient_of_the_mask,
     "faithfulness": lambda model: (

@@ -529,9 +529,8 @@ def test_receipts_say_what_each_hook_did(wide, texts):
 
 def test_a_place_may_be_narrowed_but_not_chosen_twice(source):
     edit = edits.mean(source, head=2)
-    assert edit.at(pos=5).where == {"head": 2, "pos": 5}
-    assert edit.where == {"head": 2}
-    assert edit.at(pos=np.array([[1, 2]], np.uint8)).where["pos"] == [[1, 2]]
+    assert repr(edit.at(pos=5)).endswith("head=2, pos=5)")
+    assert edit.at(pos=np.array([[1, 2]], np.uint8)).where["pos"].index == [[1, 2]]
     with pytest.raises(ValueError, match="head"):
         edit.at(head=3)
     with pytest.raises(AttributeError):
@@ -578,9 +577,11 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.zero(pos=[2, -8]), "embed", "-7 to 6; got -8"),
         (lambda s: edits.zero(pos=slice(7, None)), "embed", "nothing"),
         (lambda s: edits.zero(pos=[True, False]), "embed", "7; got 2"),
-        (lambda s: edits.zero(pos=SPANS[:3]), "embed", "5 rows.*got 3"),
+        (lambda s: edits.zero(pos=[0, 1, 1, 0, 0, 0, 1]), "embed", r"\.bool\(\)"),
+        (lambda s: edits.zero(pos=torch.eye(BATCH, POS).long()), "embed", r"\.bool\(\)"),
+        (lambda s: edits.zero(pos=SPANS[:3]), "embed", "5 examples.*got 3"),
         (lambda s: edits.zero(pos=SPANS + 7), "embed", "-7 to 6; got 8"),
-        (lambda s: edits.replace(s, pos=SPANS[:2], source_pos=SPANS), "embed", "5 rows"),
+        (lambda s: edits.replace(s, pos=SPANS[:2], source_pos=SPANS), "embed", "5 examples"),
         (lambda s: edits.replace(ONES[:, :, :9]), "embed", "10 along d_model.*9"),
         (lambda s: edits.replace(ONES[:3], pos=1), "embed", "5 along batch.*3"),
         (lambda s: edits.replace(ONES[:, :6], pos=1), "embed", "7 along pos.*6"),
@@ -620,7 +621,7 @@ def test_what_no_point_takes_is_an_error_at_once(source):
             edits.project_out(wrong)
         with pytest.raises(ValueError, match="independent"):
             edits.interchange(source, wrong)
-    for index in (1.5, None, "all", True, [[True, False]], torch.ones(2, 3)):
+    for index in (1.5, None, "all", True, [0, True], [[1, 2], 3], [slice(2)], torch.ones(2, 3)):
         with pytest.raises(TypeError, match="integer"):
             edits.zero(pos=index)
     with pytest.raises(ValueError, match="over"):

@@ -161,13 +161,19 @@ def test_scores_are_means_over_keys_and_queries_one_by_one(kind, dtype, atol):
     drawn = torch.rand(layers, batch, heads, pos, pos) * allowed
     pattern = (drawn / drawn.sum(-1, keepdim=True).clamp(min=1e-9)).to(dtype)
     span = torch.tensor([[0, 2], [3, 2], [2, 2]])
-    queries = torch.tensor([[1, 3, 6], [-2, 4, -1], [4, 5, 5]])
+    queries = torch.tensor([[1, 3, 6], [-2, 4, -1], [4, -1, -1]])
     model = Fixed(pattern)
     _, cache = run_with_cache(model, tokens, names="*.pattern")
     options = {"attention_mask": real} | ({"span": span} if kind == "span" else {})
-    for asked in (None, queries):
+    own = [[1, 3, 6], [5, 4, 6], [4, 5]]
+    mask = torch.tensor([[column in row for column in range(pos)] for row in own])
+    for asked, chosen in (
+        (None, [range(pos)] * batch),
+        (queries, own),
+        (mask, own),
+        ([3, 4], [[3, 4]] * batch),
+    ):
         found = head_scores(model, cache, tokens, kind, queries=asked, **options).values
-        chosen = [range(pos)] * batch if asked is None else (asked % pos).tolist()
         for layer, head, row in torch.cartesian_prod(*map(torch.arange, found.shape)).tolist():
             seen = pattern[layer, row, head].double().tolist()
             own = list(set(span[row].tolist())) if kind == "span" else []
@@ -191,11 +197,12 @@ def test_scores_that_make_no_sense(model, unchecked):
         ((cache, different, "induction"), {}, "example 0"),
         ((cache, tokens), {"queries": 6}, "queries"),
         ((cache, tokens), {"queries": 0}, "example 0"),
-        ((cache, tokens), {"queries": torch.tensor([[1]])}, "queries"),
+        ((cache, tokens), {"queries": [0, 1, 1, 0, 0, 1]}, r"\.bool\(\)"),
+        ((cache, tokens), {"queries": [[1], [2], [3]]}, "2 examples.*got 3"),
         ((cache, tokens), {"attention_mask": torch.ones(2, 5)}, "attention_mask"),
     ]
     padded = torch.tensor([[0] + [1] * 5] * 2)
-    wrong.append(((cache, tokens, "span"), {"span": 0, "attention_mask": padded}, "real tokens"))
+    wrong.append(((cache, tokens, "span"), {"span": 0, "attention_mask": padded}, "padding"))
     for given, options, said in wrong:
         with pytest.raises(ValueError, match=said):
             head_scores(model, *given, **options)

@@ -9,6 +9,7 @@ from torch import nn
 import interp
 from hooks import CacheError, ModeError
 from interp import (
+    Pairs,
     activation_patching,
     log_prob,
     logit_diff,
@@ -41,7 +42,7 @@ def test_patching_takes_outputs_that_hold_logits_in_float64(model, tokens, corru
 
     metric, expected = logit_diff(3, 11), model.double()(tokens)
     model.__class__ = Wrapping
-    found = activation_patching(model, tokens, corrupted, metric, over=("layer",))
+    found = activation_patching(model, Pairs(tokens, corrupted, metric=metric), over=("layer",))
     # A whole stream is the clean run from there on.
     wanted = metric(expected).detach()
     torch.testing.assert_close(found.base + found.values, wanted.expand(3, -1), rtol=0, atol=1e-12)
@@ -50,7 +51,7 @@ def test_patching_takes_outputs_that_hold_logits_in_float64(model, tokens, corru
 def test_patching_refuses_dropout(model, tokens):
     model.blocks[1].attn.pattern_dropout.train()
     with pytest.raises(ModeError, match=r"model.eval\(\)"):
-        activation_patching(model, tokens, tokens, log_prob(4))
+        activation_patching(model, Pairs(tokens, tokens, metric=log_prob(4)))
 
 
 def predictions(model, tokens):

@@ -65,8 +65,9 @@ def test_a_circuit_is_the_same_however_it_is_run(mode):
     if mode == "chunks":
         found = run_circuit(model, pairs, circuit, max_bytes=150_000)
     elif mode == "cache":
+        texts = Pairs(CLEAN, attention_mask=LEFT)
         cache = HookedRunner(model).capture(OTHER, names=nodes.needed, attention_mask=LEFT)
-        found = run_circuit(model, CLEAN, circuit, cache, attention_mask=LEFT, max_bytes=150_000)
+        found = run_circuit(model, texts, circuit, cache, max_bytes=150_000)
     else:
         apart = [
             e.replace("input->", f"{e_}->")
@@ -91,7 +92,7 @@ def test_means_and_zeros_come_from_what_was_asked_for():
     ):
         other = {name: made_of(value)[:1].expand(5, -1, -1) for name, value in wrote.items()}
         expected, _ = slow_run(model, CLEAN, mask, other, nodes=nodes)
-        torch.testing.assert_close(run_circuit(model, CLEAN, mask, source), expected)
+        torch.testing.assert_close(run_circuit(model, Pairs(CLEAN), mask, source), expected)
 
 
 def test_the_metric_reads_the_last_real_position():
@@ -146,7 +147,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("source must be", pairs, [zeros, contributions[:, :3]]),
         ("source must be", pairs, [zeros, "mean"]),
         ("right", pairs, [zeros, graph.mean(contributions)]),
-        ("Pairs", CLEAN, [zeros]),
+        ("corrupted", Pairs(CLEAN), [zeros]),
         ("correspond", Pairs(CLEAN, OTHER[:, 1:], spans={"a": [[3]] * 5}), [zeros]),
     ):  # fmt: skip
         with pytest.raises((ValueError, UnknownNameError), match=error):

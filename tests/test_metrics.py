@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
-from interp.columns import real_columns
+from interp.columns import columns_of_last
 from interp.metrics import evaluate, last_of, measure
 
 BATCH, POS, VOCAB = 3, 5, 11
@@ -135,9 +135,9 @@ def test_negative_positions_count_real_tokens(logits, mask, pos):
 
 def test_the_positions_that_a_metric_needs(logits):
     assert [last_of(m) for m in (rank(3), log_prob(3, pos=4), lambda x: x[:, 0, 0])] == [1, 0, 0]
-    columns = real_columns(2, POS, BATCH, LEFT.flip(1))
+    columns = columns_of_last(2, POS, BATCH, LEFT.flip(1))
     assert columns.tolist() == [[1, 2], [3, 4], [2, 3]]
-    assert real_columns(3, POS, 2).tolist() == [[2, 3, 4]] * 2
+    assert columns_of_last(3, POS, 2).tolist() == [[2, 3, 4]] * 2
 
     def own(logits):
         return logits.argmax(-1).sum(1)
@@ -176,15 +176,18 @@ def test_a_metric_prints_as_its_call():
         (lambda x: log_prob([[1, 2]]), r"\[1, 2\]"),
         (lambda x: log_prob(1, pos=[-1, 0, 2]), "negative"),
         (lambda x: log_prob(VOCAB)(x), "10; got 11"),
-        (lambda x: log_prob([1, 2])(x), "3 examples; got 2"),
-        (lambda x: log_prob(1, pos=[-1, -2])(x), "3 examples; got 2"),
+        (lambda x: log_prob([1, 2])(x), "3 examples.*got 2"),
+        (lambda x: log_prob(1, pos=[-1, -2])(x), "3 examples.*got 2"),
         (lambda x: log_prob(1, pos=5)(x), "got 5"),
+        (lambda x: measure(log_prob(1, pos=1), x, LEFT), "example 0.*got 1, padding"),
+        (lambda x: measure(log_prob(1, pos=[4, 0, 0]), x, LEFT), "example 2.*got 0, padding"),
+        (lambda x: measure(lambda y: None, x), "got None"),
         (lambda x: log_prob(1, pos=-6)(x), "got -6"),
         (lambda x: cross_entropy(torch.ones(BATCH, 1).long()), "example 0"),
         (lambda x: cross_entropy(torch.ones(BATCH, 4).long())(x), r"\(3, 4\)"),
         (lambda x: cross_entropy(torch.ones(BATCH, POS).long(), LEFT[:2]), r"\[2, 5\]"),
         (lambda x: kl_divergence(x[:1])(x), "reference"),
-        (lambda x: measure(log_prob(1, pos=-4), x, LEFT), "at least 4.*3 in example 0"),
+        (lambda x: measure(log_prob(1, pos=-4), x, LEFT), "example 0 has 3 real tokens; got -4"),
         (lambda x: measure(log_prob(1), x, LEFT[:, :4]), r"\[3, 4\]"),
         (lambda x: measure(lambda y: y[:, -1], x), r"\[3\].*\[3, 11\]"),
         (lambda x: measure(lambda y: y[:, -1, 1].mean(), x), r"\[\]"),
@@ -196,4 +199,19 @@ def test_a_metric_prints_as_its_call():
 )
 def test_metrics_that_make_no_sense(logits, make, match):
     with pytest.raises(ValueError, match=match):
+        make(logits)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: measure("logit_diff", x),
+        lambda x: log_prob(3, pos=True),
+        lambda x: log_prob(3, pos=slice(2)),
+        lambda x: log_prob(3, pos=[True, False, True]),
+    ],
+)
+def test_what_is_no_metric_or_position(logits, make):
+    with pytest.raises(TypeError):
         make(logits)

@@ -6,7 +6,6 @@ import torch
 from hooks import ModeError
 from interp import Pairs, cross_entropy, log_prob
 from interp.metrics import measure
-from interp.pairs import as_pairs
 
 BATCH, POS = 4, 7
 
@@ -40,7 +39,6 @@ def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
     shifted = {"name": [[p + 2 for p in row] for row in own["name"]]}
     pairs = Pairs(tokens, other, spans=own, corrupted_mask=mask, corrupted_spans=shifted)
     assert torch.equal(pairs.corrupted_spans["name"], pairs.spans["name"] + 2)
-    assert not pairs.aligned
     assert pairs.attention_mask is None
     assert torch.equal(pairs.corrupted_mask, mask.bool())
     fewer = {"name": [row[1:] for row in shifted["name"]]}
@@ -58,27 +56,25 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
     pairs = Pairs(tokens, corrupted, attention_mask=mask)
-    assert pairs.aligned
     assert torch.equal(pairs.corrupted_mask, mask.bool())
     other = torch.ones_like(mask)
     with pytest.raises(ValueError, match="same shape and padding"):
         Pairs(tokens, corrupted, attention_mask=mask, corrupted_mask=other)
     spans = {"a": [[1], [4], [1], [2]]}
-    assert not Pairs(
-        tokens, corrupted, spans=spans, attention_mask=mask, corrupted_mask=other
-    ).aligned
+    pairs = Pairs(tokens, corrupted, spans=spans, attention_mask=mask, corrupted_mask=other)
+    assert torch.equal(pairs.corrupted_mask, other.bool())
 
 
 def test_the_metric_of_the_answers(tokens, corrupted):
     logits = torch.randn(BATCH, POS, 23)
     both = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
     rows = range(BATCH)
-    found = Pairs(tokens, corrupted, both).metric()(logits)
+    found = Pairs(tokens, corrupted, both).metric(logits)
     assert torch.equal(found, logits[rows, -1, both[:, 0]] - logits[rows, -1, both[:, 1]])
-    found = Pairs(tokens, corrupted, both[:, 1]).metric()(logits)
+    found = Pairs(tokens, corrupted, both[:, 1]).metric(logits)
     torch.testing.assert_close(found, logits.log_softmax(-1)[rows, -1, both[:, 1]])
     with pytest.raises(ValueError, match="answers"):
-        Pairs(tokens, corrupted).metric()
+        Pairs(tokens, corrupted).metric  # noqa: B018  # reading it raises
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -145,19 +141,6 @@ def test_pairs_move_to_a_device(tokens, corrupted):
     assert torch.equal(moved.spans["a"], pairs.spans["a"])
 
 
-def test_tokens_may_be_given_as_pairs(tokens, corrupted):
-    pairs = Pairs(tokens, corrupted)
-    assert as_pairs(pairs) is pairs
-    mask = torch.ones_like(tokens)
-    mask[0, 0] = 0
-    made = as_pairs(tokens, corrupted, mask)
-    assert torch.equal(made.corrupted, corrupted)
-    assert torch.equal(made.attention_mask, mask.bool())
-    for wrong in ((pairs, corrupted), (pairs, None, mask), (tokens,)):
-        with pytest.raises(ValueError, match="pairs|Pairs"):
-            as_pairs(*wrong)
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "match"),
@@ -202,6 +185,6 @@ def test_the_answers_of_padded_texts_are_read_at_their_ends(model, tokens, corru
     clean, mask = padded(tokens, 2, "right")
     other, _ = padded(corrupted, 2, "right")
     pairs = Pairs(clean, other, torch.tensor([[1, 2]] * 4), mask)
-    found = measure(pairs.metric(), model(clean, attention_mask=mask), mask)
+    found = measure(pairs.metric, model(clean, attention_mask=mask), mask)
     alone = model(tokens)[:, -1]
     torch.testing.assert_close(found, alone[:, 1] - alone[:, 2])

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks import Point
@@ -13,25 +12,21 @@ from hooks.session import Session
 from interp.gradients.attention import Attention, OtherKeys, OtherQueries
 from interp.gradients.backward import Gradients
 from interp.gradients.estimates import Contrast, contrast, effects, joined, others, summed
-from interp.metrics import Metric
-from interp.pairs import Pairs
+from interp.pairs import Direction, Pairs
 from interp.results.result import Result
-from interp.sites import Choice, Direction
+from interp.sites import Choice, Some
 
 
 def attribution_patching(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     site: str = "resid_pre",
     over: Sequence[str] | None = None,
     *,
-    direction: Direction = "noising",
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    direction: Direction = "denoising",
+    layers: Some = None,
+    heads: Some = None,
     neurons: int | None = None,
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     qk_correction: bool = False,
     grad_drop: bool = False,
 ) -> Result:
@@ -48,13 +43,13 @@ def attribution_patching(
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.
-        clean, corrupted, site: see `activation_patching`.
-        metric: a differentiable function from logits to a number per example; by default that of the pairs.
+        pairs: see `activation_patching`. Their metric is differentiable.
+        site: see `activation_patching`.
         over: see `activation_patching`; with several layers `layer` is one of them. A value changes those of
             later layers, so estimates of several layers do not add up to the effect of patching them
             together.
-        direction: noising edits the clean run, and takes gradients there; denoising the corrupted one.
-        layers, heads, neurons, attention_mask: see `activation_patching`.
+        direction: denoising edits the corrupted run, and takes gradients there; noising the clean one.
+        layers, heads, neurons: see `activation_patching`.
         qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each query, and
             for one key position at a time, and take gradients at the pattern. It costs a few runs of
             the attention alone. Saturated attention has almost no gradient, and needs it.
@@ -76,7 +71,7 @@ def attribution_patching(
     if qk_correction and site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
     choice = Choice(site, over, layers, heads, neurons)
-    runs = contrast(model, clean, corrupted, metric, choice, direction, attention_mask)
+    runs = contrast(model, pairs, choice, direction)
     names, points = runs.names.values(), runs.runner.points
     attentions = {name: Attention(runs.runner, name) for name in names} if qk_correction else {}
     # By the point whose gradient counts.

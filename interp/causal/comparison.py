@@ -25,9 +25,13 @@ class Miss(NamedTuple):
     exact: float
     estimate: float
 
+    @property
+    def place(self) -> str:
+        """The labels as text."""
+        return ", ".join(f"{axis} {label}" for axis, label in self.where.items())
+
     def __repr__(self) -> str:
-        where = ", ".join(f"{axis} {label}" for axis, label in self.where.items())
-        return f"{where}  exact {self.exact:+.4g}, estimate {self.estimate:+.4g}"
+        return f"{self.place}  exact {self.exact:+.4g}, estimate {self.estimate:+.4g}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +59,9 @@ class Comparison:
         """The estimate over the exact effect, one dot for each place. It needs the extra `report`."""
         from interp.pictures.plots import scatter
 
-        return scatter(self)
+        named = [(miss.exact, miss.estimate, miss.place) for miss in self.misses]
+        title = repr(self).splitlines()[1].strip()
+        return scatter(self.exact, self.estimate, named, self.unit, title)
 
     def __repr__(self) -> str:
         signs = f", the same sign at {self.sign_agreement:.0%}"

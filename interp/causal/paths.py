@@ -4,27 +4,21 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Int, Shaped
-from torch import Tensor, nn
+from torch import nn
 
 from hooks.errors import unknown_name
-from interp.graph.carried import TwoRuns
-from interp.metrics import Metric
-from interp.pairs import Pairs
+from interp.graph.carried import Carrier
+from interp.pairs import Direction, Pairs
 from interp.results.result import Result
-from interp.sites import Direction
 
 
 @torch.no_grad()
 def edge_patching(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     edges: Iterable[str] | None = None,
     *,
     direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     apart: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
@@ -38,10 +32,9 @@ def edge_patching(
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
-        clean, corrupted, metric: see `activation_patching`.
+        pairs: see `activation_patching`.
         edges: the names of the edges; all by default, which is many runs: see `edge_attribution`.
-        direction: noising edits the clean run, denoising the corrupted one.
-        attention_mask: which tokens are not padding, in both runs; pairs have their own.
+        direction: noising edits the clean run, as circuits do; denoising the corrupted one.
         apart: whether token and position embeddings are writers of their own; see `Graph`.
         max_bytes: bounds the memory beyond the model, two runs and what their writers add.
 
@@ -55,7 +48,7 @@ def edge_patching(
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
     """
-    runs = TwoRuns(model, clean, corrupted, metric, direction, attention_mask, max_bytes, apart)
+    runs = Carrier(model, pairs, direction, max_bytes, apart)
     graph = runs.graph
     names = graph.edges if edges is None else tuple(edges)
     if not names:
@@ -73,15 +66,12 @@ def edge_patching(
 @torch.no_grad()
 def path_patching(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     receivers: Sequence[str] = ("logits",),
     senders: Sequence[str] | None = None,
     *,
     mlps: Literal["recomputed", "frozen"] = "recomputed",
     direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     apart: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
@@ -93,7 +83,7 @@ def path_patching(
     is fixed, also if it is downstream of another one; see `edge_patching`, which fixes none.
 
     Args:
-        model, clean, corrupted, metric, direction, attention_mask, apart, max_bytes: see `edge_patching`.
+        model, pairs, direction, apart, max_bytes: see `edge_patching`.
         receivers: readers, such as `a9.h6<q>` or `m3`, whose values take part together; or `logits` alone.
             Of a head its queries, keys or values at the point `q`, `k` or `v` are taken, of an MLP what it adds.
         senders: writers; by default all that a receiver comes after.
@@ -110,7 +100,7 @@ def path_patching(
     """
     if mlps not in ("recomputed", "frozen"):
         raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")
-    runs = TwoRuns(model, clean, corrupted, metric, direction, attention_mask, max_bytes, apart)
+    runs = Carrier(model, pairs, direction, max_bytes, apart)
     graph = runs.graph
     for what, given, known in (
         ("receiver", receivers, graph.readers),

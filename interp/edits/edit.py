@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.errors import unknown_name
-from hooks.point import plain_index
+from hooks.point import POSITION_AXES
 from hooks.transfer import to_device
-from interp.edits.places import TEXT_AXES, Index, Place, axes_of, first_column, locate
+from interp.edits.places import TEXT_AXES, Place, Where, axes_of, first_column, locate
+from interp.positions import Index, Selection
 
 Values = Shaped[Tensor, "..."] | ActivationCache
 """Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.
@@ -34,10 +35,12 @@ class Source:
     Attributes:
         values: what was given.
         whole: the axes along which the change needs all of the source, as a mean does.
+        columns: those that go to the selected positions, in order, or one for all; None for the same ones.
     """
 
     values: Values
     whole: Axes = ()
+    columns: Selection | None = None
 
     def at(self, point: Point, axes: Axes, left: list[str]) -> tuple[Tensor, Axes]:
         """The value for a point, and its axes.
@@ -80,10 +83,9 @@ class Edit:
         name: the function that made it.
         change: gives the new value of the region.
         arguments: what it was made with, for the repr; numbers stand for positional ones.
-        where: the place, by axis.
         source: where values come from, if anywhere.
-        source_pos: which columns of the source.
         only_at: the last part of the only points where it can act; empty for all.
+        where: the place, by axis; see `at`.
 
     >>> from interp import edits
     >>> edits.zero(head=3).at(pos=slice(5, None))
@@ -93,26 +95,21 @@ class Edit:
     name: str
     change: Change = field(repr=False)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    where: Mapping[str, Any] = field(default_factory=dict)
     source: Source | None = None
-    source_pos: Any = None
     only_at: str = ""
-
-    def __post_init__(self) -> None:
-        where = {axis: plain_index(index, 2) for axis, index in self.where.items()}
-        object.__setattr__(self, "where", where)
-        if self.source_pos is not None:
-            object.__setattr__(self, "source_pos", plain_index(self.source_pos, 2))
+    where: Where = field(default_factory=dict)
 
     def at(self, **where: Index) -> "Edit":
         """The same edit at a narrower place.
 
         Raises:
             ValueError: if the edit already selects along one of these axes.
+            TypeError: if an index has no form that a `Selection` takes.
         """
         if again := [axis for axis in where if axis in self.where]:
             raise ValueError(f"{self!r} already selects along {again[0]}; got {where[again[0]]!r}")
-        return replace(self, where={**self.where, **where})
+        more = {axis: Selection(index) for axis, index in where.items()}
+        return replace(self, where={**self.where, **more})
 
     def first(self, point: Point, n_pos: int) -> int:
         """The first column of a text that this edit may change at a point; 0 if it cannot tell.
@@ -141,12 +138,15 @@ class Edit:
         """
         self._require_fit(point)
         axes = axes_of(point, activation.ndim)
-        left = [axis for axis in axes if not isinstance(self.where.get(axis), int)]
-        value, own = activation, axes
+        left = [axis for axis in axes if axis not in self.where or not self.where[axis].is_one]
+        value, own, columns, n_columns = activation, axes, None, 0
         if self.source is not None:
             value, own = self.source.at(point, axes, left)
-        text = [n for n, axis in zip(value.shape, own, strict=True) if axis in ("pos", "query")]
-        place = locate(activation, point, self.where, self.source_pos, max(text, default=1))
+            n_source = [
+                n for n, axis in zip(value.shape, own, strict=True) if axis in POSITION_AXES
+            ]
+            columns, n_columns = self.source.columns, max(n_source, default=1)
+        place = locate(activation, point, self.where, columns, n_columns)
         if place is None:
             return activation
         region = activation[place.box]
@@ -159,7 +159,8 @@ class Edit:
         return activation
 
     def __repr__(self) -> str:
-        shown = {**self.arguments, "source_pos": self.source_pos, **self.where}
+        columns = None if self.source is None else self.source.columns
+        shown = {**self.arguments, "source_pos": columns, **self.where}
         parts = [
             _shown(value) if key.isdigit() else f"{key}={_shown(value)}"
             for key, value in shown.items()
@@ -173,9 +174,6 @@ def _shown(value: Any) -> str:
         return f"Tensor{list(value.shape)}"
     if isinstance(value, ActivationCache):
         return f"ActivationCache[{len(value)}]"
-    if isinstance(value, slice):
-        parts = [value.start, value.stop, value.step]
-        return f"slice({', '.join(map(str, parts[: 2 + (value.step is not None)]))})"
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return f"Tensor[{len(value)}, {len(value[0])}]"
+    if isinstance(value, Selection):
+        return repr(value)
     return reprlib.repr(value)

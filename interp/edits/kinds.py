@@ -8,7 +8,8 @@ from hooks import EditError
 from hooks.transfer import to_device
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Axes, Edit, Source, Values
-from interp.edits.places import Index, Place
+from interp.edits.places import Place
+from interp.positions import Index, Selection
 
 
 def zero(**where: Index) -> Edit:
@@ -17,12 +18,12 @@ def zero(**where: Index) -> Edit:
     >>> zero(head=[0, 2])
     edits.zero(head=[0, 2])
     """
-    return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}, where)
+    return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}).at(**where)
 
 
 def scale(factor: float, **where: Index) -> Edit:
     """Multiplies values by a number."""
-    return Edit("scale", lambda region, value, place: region * factor, {"0": factor}, where)
+    return Edit("scale", lambda region, value, place: region * factor, {"0": factor}).at(**where)
 
 
 def add(vector: Values, **where: Index) -> Edit:
@@ -31,8 +32,7 @@ def add(vector: Values, **where: Index) -> Edit:
     >>> add(2 * torch.ones(5), head=3, pos=-1)
     edits.add(Tensor[5], head=3, pos=-1)
     """
-    source = Source(vector)
-    return Edit("add", lambda x, value, place: x + value, {"0": vector}, where, source)
+    return Edit("add", lambda x, value, place: x + value, {"0": vector}, Source(vector)).at(**where)
 
 
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
@@ -44,7 +44,7 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
             for all. None for the same columns of texts that are equally long.
         where: what is replaced.
     """
-    return Edit("replace", _taken, {"0": source}, where, Source(source), source_pos)
+    return Edit("replace", _taken, {"0": source}, _source(source, source_pos)).at(**where)
 
 
 def interchange(
@@ -73,7 +73,7 @@ def interchange(
         return x + _inside(value - x, basis)
 
     given = {"0": source, "1": subspace}
-    return Edit("interchange", change, given, where, Source(source), source_pos)
+    return Edit("interchange", change, given, _source(source, source_pos)).at(**where)
 
 
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
@@ -91,7 +91,7 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     def change(x: Tensor, value: Tensor, place: Place) -> Tensor:
         return x - _inside(x, basis)
 
-    return Edit("project_out", change, {"0": directions}, where)
+    return Edit("project_out", change, {"0": directions}).at(**where)
 
 
 def mean(
@@ -133,7 +133,7 @@ def mean(
         return value.where(kept, 0.0).sum(dims, keepdim=True) / kept.sum(dims, keepdim=True)
 
     given = {"0": reference, "over": over, "attention_mask": attention_mask}
-    return Edit("mean", averaged, given, where, Source(reference, dropped))
+    return Edit("mean", averaged, given, Source(reference, dropped)).at(**where)
 
 
 def resample(
@@ -166,7 +166,7 @@ def resample(
         return value.index_select(at, to_device(torch.tensor(chosen), value.device))
 
     given = {"0": source, "seed": seed, "attention_mask": attention_mask}
-    return Edit("resample", donated, given, where, Source(source, ("batch",)))
+    return Edit("resample", donated, given, Source(source, ("batch",))).at(**where)
 
 
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
@@ -190,7 +190,7 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
         drawn = scale * normal(f"{seed} {place.point.name}", place.firsts, place.lengths)
         return region + to_device(drawn.to(region.dtype), region.device)
 
-    return Edit("noise", noisy, {"0": scale, "seed": seed}, where)
+    return Edit("noise", noisy, {"0": scale, "seed": seed}).at(**where)
 
 
 def knockout(query: Index | None = None, key: Index | None = None, **where: Index) -> Edit:
@@ -207,12 +207,14 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
     """
     chosen = {"query": query, "key": key, **where}
     given = {axis: index for axis, index in chosen.items() if index is not None}
-    return Edit(
-        "knockout",
-        lambda region, value, place: torch.full_like(region, -torch.inf),
-        where=given,
-        only_at="scores",
+    none = Edit(
+        "knockout", lambda x, value, place: torch.full_like(x, -torch.inf), only_at="scores"
     )
+    return none.at(**given)
+
+
+def _source(values: Values, columns: Index | None) -> Source:
+    return Source(values, columns=None if columns is None else Selection(columns))
 
 
 def _taken(region: Tensor, value: Tensor, place: Place) -> Tensor:

@@ -1,54 +1,24 @@
 """Places: which part of an activation an edit changes, and which part of its source goes there."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks import EditError, Point, start_of_piece
-from hooks.errors import unknown_name
-from hooks.point import is_mask
+from hooks import EditError, Point, SelectionError, start_of_piece
+from hooks.pieces import piece_read
+from hooks.point import require_axes
 from hooks.transfer import to_device
+from interp.positions import Rows, Selection
+
+Where = Mapping[str, Selection]
+"""What is selected, by axis."""
 
 # These count columns of the text. `key` also covers cached positions.
 TEXT_AXES = ("pos", "query", "key")
-
-Index = SupportsIndex | slice | Sequence[Any] | Tensor
-"""An integer, slice, list or mask along one axis, the same in every example. Along `pos`, `query` and `key`
-also columns of its own for each example: a list of lists, or a tensor [batch, n]."""
-
-
-def columns(index: Any, size: int, strict: bool, what: str) -> list[list[int]]:
-    """The places that `index` selects along an axis: one row for all examples, or one for each.
-
-    Args:
-        index: a result of `plain_index`.
-        size: the axis has the places 0 to `size - 1`. Negative ones count from its end.
-        strict: whether other places are errors.
-        what: the axis and its point, for errors.
-
-    Raises:
-        EditError: if `strict`, and a place is outside, a mask has another length, or nothing is selected.
-    """
-    if isinstance(index, slice):
-        index = list(range(size)[index])
-    elif is_mask(index):
-        if strict and len(index) != size:
-            raise EditError(f"a mask along {what} must have length {size}; got {len(index)}")
-        index = [place for place, inside in enumerate(index) if inside]
-    elif isinstance(index, int):
-        index = [index]
-    rows = index if index and isinstance(index[0], list) else [index]
-    wrong = [place for row in rows for place in row if not -size <= place < size]
-    if strict and wrong:
-        raise EditError(f"{what} must be from {-size} to {size - 1}; got {wrong[0]}")
-    if strict and not any(rows):
-        raise EditError(f"an edit must select something of the {size} along {what}; got nothing")
-    return [[place + size if place < 0 else place for place in row] for row in rows]
 
 
 def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
@@ -56,28 +26,17 @@ def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
     return point.axes or ("batch", *map(str, range(1, ndim)))[:ndim]
 
 
-def check_axes(where: Mapping[str, Any], point: Point) -> None:
-    """Refuses axes that the point lacks.
-
-    Raises:
-        UnknownNameError: naming the first.
-    """
-    for axis in where:
-        if axis not in point.axes:
-            declared = " ".join(point.axes) or "it declares none"
-            raise unknown_name(axis, point.axes, f"axis of {point.name} ({declared})")
-
-
-def first_column(where: Mapping[str, Any], point: Point, n_pos: int) -> int:
+def first_column(where: Where, point: Point, n_pos: int) -> int:
     """The first of a text's `n_pos` columns that is selected at a point; 0 if that is not known.
 
     Raises:
         UnknownNameError: if the point lacks an axis.
-        EditError: if a column is outside the text.
+        SelectionError: if a column is outside the text.
     """
-    check_axes(where, point)
+    require_axes(where, point.axes, point.name)
+    real = _unpadded(piece_read().columns, where, n_pos)
     firsts = {
-        axis: min(itertools.chain(*columns(where[axis], n_pos, True, f"{axis} at {point.name}")))
+        axis: min(itertools.chain(*where[axis].rows(n_pos, f"{axis} at {point.name}", real=real)))
         for axis in TEXT_AXES
         if axis in where
     }
@@ -163,52 +122,56 @@ class Place:
 def locate(
     activation: Shaped[Tensor, "..."],
     point: Point,
-    where: Mapping[str, Any],
-    source_pos: Any = None,
+    where: Where,
+    source_pos: Selection | None = None,
     n_source: int = 0,
+    source_real: Rows | None = None,
 ) -> Place | None:
     """The part of an activation that `where` selects; None if this piece of the text has nothing of it.
 
     Args:
         activation: the value at `point`.
         point: its axes say what the names in `where` mean.
-        where: results of `plain_index` by axis.
+        where: what is selected.
         source_pos: which of the source's `n_source` columns go to the selected positions, in order, or
             one for all; None for the same columns.
+        source_real: the source's real columns, if it has padding.
 
     Raises:
         UnknownNameError: if the point lacks an axis.
         EditError: if an index is outside its axis, or outside the text of a run that is no piece.
     """
-    check_axes(where, point)
-    axes, held = axes_of(point, activation.ndim), tuple(activation.shape)
+    require_axes(where, point.axes, point.name)
+    axes, held, piece = axes_of(point, activation.ndim), tuple(activation.shape), piece_read()
     if len(axes) != len(held):
         raise EditError(f"{point} must have these axes; got shape {held}")
     along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
     if source_pos is not None and along is None:
         raise EditError(f"source_pos needs an axis of positions; got {point}")
     sizes, box, mask, taken = list(held), [slice(0, n) for n in held], None, None
-    start = None if along is None else start_of_piece()
+    start = None if along is None else piece.start
     if along is not None and start is not None:
         end = start + held[along]
         sizes = [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
     # Keys that a window has dropped come before the first.
     firsts = [full - n for full, n in zip(sizes, held, strict=True)]
     batch = axes.index("batch") if "batch" in axes else -1
-    for at, axis in enumerate(axes):
-        source = source_pos if at == along else None
+    # The batch first: what is selected in each example is then that of the rows that are left.
+    for at in sorted(range(len(axes)), key=lambda n: n != batch):
+        axis, source = axes[at], source_pos if at == along else None
         if axis not in where and source is None:
             continue
-        what = f"{axis} at {point.name}"
-        strict = axis not in TEXT_AXES or start is None
-        rows = columns(where.get(axis, slice(None)), sizes[at], strict, what)
-        sources = (
-            [[0]] if source is None else columns(source, n_source, True, f"source_pos of {what}")
+        n_rows = held[batch] if batch not in (-1, at) else 1
+        whole = axis not in TEXT_AXES or start is None
+        real = piece.columns_of(n_rows, sizes[at]) if axis in TEXT_AXES else None
+        real = _unpadded(real, where, sizes[at])
+        chosen = _chosen(
+            where.get(axis, _ALL).rows(sizes[at], f"{axis} at {point.name}", n_rows, real, whole),
+            [[0]] if source is None else source.rows(n_source, "source_pos", n_rows, source_real),
+            range(firsts[at], sizes[at]),
+            whole,
         )
-        n_rows = sizes[batch] if batch not in (-1, at) else 1
-        chosen = _chosen(rows, sources, range(firsts[at], sizes[at]), n_rows, what)
         each = len(chosen) > 1
-        # Only the rows that are left: the batch is the first axis.
         chosen = chosen[box[batch]] if each else chosen
         inside = [n for n in range(held[at]) if any(row[n] >= 0 for row in chosen)]
         if not inside:
@@ -221,31 +184,38 @@ def locate(
             shape[at] = width
             if each:
                 shape[batch] = len(chosen)
-            numbers = torch.tensor([row[box[at]] for row in chosen]).view(shape)
+            numbers = torch.tensor([row[box[at]] for row in chosen])
+            # Where the batch comes after the positions, so do the rows of its columns.
+            numbers = (numbers.T if each and batch > at else numbers).reshape(shape)
             taken = taken if source is None else numbers.clamp(min=0)
             mask = numbers >= 0 if mask is None else mask & (numbers >= 0)
     return Place(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
 
 
-def _chosen(
-    rows: list[list[int]], sources: list[list[int]], held: range, n_rows: int, what: str
-) -> list[list[int]]:
+def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
+    """The real columns of texts. Those that `where` leaves out may have any."""
+    if real is None or "batch" not in where:
+        return real
+    (rows,) = where["batch"].rows(len(real), "batch")
+    return [own if n in rows else range(size) for n, own in enumerate(real)]
+
+
+def _chosen(rows: Rows, sources: Rows, held: range, whole: bool) -> list[list[int]]:
     """The source's column for each place of an axis that an activation holds; -1 where nothing changes.
 
     One row for all examples, or one for each.
     """
-    n = max(len(rows), len(sources))
-    if n > 1 and not {len(rows), len(sources)} <= {1, n_rows}:
-        raise EditError(
-            f"{what} must have the columns of each of {n_rows} rows, or of all; got {n}"
-        )
-    chosen = [[-1] * len(held) for _ in range(n)]
+    chosen = [[-1] * len(held) for _ in range(max(len(rows), len(sources)))]
     for copy, its in enumerate(chosen):
         row, source = rows[copy % len(rows)], sources[copy % len(sources)]
-        if len(source) not in (1, len(row)):
+        # A slice may go on in the next piece.
+        if len(source) not in (1, len(row)) and (whole or len(source) < len(row)):
             rule = f"one column, or one for each of {len(row)} positions"
-            raise EditError(f"source_pos of {what} must have {rule}; got {len(source)}")
+            raise SelectionError(f"source_pos must have {rule}; got {len(source)}")
         for m, column in enumerate(row):
             if column in held:
                 its[column - held.start] = source[m % len(source)]
     return chosen
+
+
+_ALL = Selection(slice(None))

@@ -13,11 +13,11 @@ from hooks import ActivationCache, HookedRunner, Point
 from hooks.transfer import to_device
 from interp import edits
 from interp.columns import at_least_float32
-from interp.metrics import Metric, measure
-from interp.pairs import Pairs
-from interp.protocol import logits_of, runner_of
+from interp.metrics import Metric
+from interp.pairs import Direction, Pairs
+from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.sites import Choice, Direction, Place, compared, labels_of, metric_of, named, places_of
+from interp.sites import Choice, Place, labels_of, named, places_of, two_runs
 from interp.texts import Text
 
 
@@ -93,12 +93,9 @@ def warn_of_unread(names: Sequence[str], stacklevel: int) -> None:
 
 def contrast(
     model: nn.Module,
-    clean: Tensor | Pairs,
-    corrupted: Tensor | None,
-    metric: Metric | None,
+    pairs: Pairs,
     choice: Choice,
     direction: Direction,
-    attention_mask: Tensor | None,
     names: Mapping[int, str] | None = None,
 ) -> Contrast:
     """Runs the model on the text that values come from; for arguments see `attribution_patching`.
@@ -110,23 +107,22 @@ def contrast(
     Raises:
         ValueError: if there are several layers and no axis for them.
     """
-    metric, runner = metric_of(clean, metric), runner_of(model)
+    runner = runner_of(model)
     names = named(runner, choice) if names is None else names
-    edited, source = compared(clean, corrupted, direction, attention_mask)
-    with torch.no_grad():
-        output, cache = runner.run_with_cache(
-            source.tokens, names=[*names.values()], **source.kwargs
-        )
-        target = measure(metric, logits_of(output), source.mask)
-    places = places_of(choice, names, cache, edited, source)
+    runs = two_runs(runner, pairs, direction, names.values())
+    places = places_of(choice, names, runs.cache, runs.edited, runs.source)
     if "layer" not in places and len(names) > 1:
         raise ValueError(f"over must have 'layer' where there are several; got {(*places,)}")
-    about: dict[str, Any] = {"metric": repr(metric), "site": choice.site, "direction": direction}
+    about: dict[str, Any] = {
+        "metric": repr(runs.metric),
+        "site": choice.site,
+        "direction": direction,
+    }
     if "layer" not in places:
         about["layer"] = next(iter(names))
     if choice.neurons is not None:
         about["neurons"] = choice.neurons
-    return Contrast(runner, metric, edited, cache, target, names, places, about)
+    return Contrast(runner, runs.metric, runs.edited, runs.cache, runs.target, names, places, about)
 
 
 def effects(

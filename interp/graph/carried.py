@@ -12,11 +12,11 @@ from hooks.transfer import all_to_device, to_device
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.metrics import Metric, measure
-from interp.pairs import Pairs, as_pairs
+from interp.metrics import measure
+from interp.pairs import Direction, Pairs
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.sites import Direction, compared, metric_of
+from interp.sites import two_runs
 from interp.sweeps.rows import Batch
 from interp.sweeps.sweep import sweep
 from interp.texts import are_aligned
@@ -25,11 +25,11 @@ Carried = dict[str, edits.Edit] | Tensor
 """What one path changes: values at points, by name, or the stream that the logits read."""
 
 
-class TwoRuns:
+class Carrier:
     """A run that is edited, and how much more each writer adds in the other one.
 
     Args:
-        model, clean, corrupted, metric, direction, attention_mask, max_bytes, apart: see `edge_patching`.
+        model, pairs, direction, max_bytes, apart: see `edge_patching`.
 
     Attributes:
         graph: the graph of the model.
@@ -39,11 +39,8 @@ class TwoRuns:
     def __init__(
         self,
         model: nn.Module,
-        clean: Tensor | Pairs,
-        corrupted: Tensor | None,
-        metric: Metric | None,
+        pairs: Pairs,
         direction: Direction,
-        attention_mask: Tensor | None,
         max_bytes: int,
         apart: bool = False,
     ) -> None:
@@ -53,13 +50,12 @@ class TwoRuns:
         parts: Any = model
         self.model = parts
         self.graph = Graph(model, apart)
-        self.metric = metric_of(clean, metric)
-        self.text, other = compared(clean, corrupted, direction, attention_mask)
-        if not are_aligned(self.text, other):
+        runs = two_runs(runner, pairs, direction, self.graph.needed)
+        self.text, self.metric, self.target = runs.edited, runs.metric, runs.target
+        if not are_aligned(self.text, runs.source):
             raise ValueError("paths need texts whose positions correspond; got others")
         self.max_bytes = max_bytes
-        texts = as_pairs(clean, corrupted, attention_mask).digests()
-        self.about = {"direction": direction, "texts": texts}
+        self.about = {"direction": direction, "texts": pairs.digests()}
         names = {p.module: name for name, p in runner.points.items()}
         self.names = names
         blocks = [layer.block for layer in self.graph.layers]
@@ -72,17 +68,13 @@ class TwoRuns:
             **self.text.kwargs,
         )
         self.base = measure(self.metric, logits_of(output), self.text.mask)
-        output, source = runner.run_with_cache(
-            other.tokens, names=self.graph.needed, **other.kwargs
-        )
-        self.target = measure(self.metric, logits_of(output), other.mask)
         self.cache = cache
-        self.moved = self.graph.contributions(source) - self.graph.contributions(cache)
+        self.moved = self.graph.contributions(runs.cache) - self.graph.contributions(cache)
         context = self.model.context(self.text.tokens, **self.text.kwargs)
         self.contexts = {n.device: all_to_device(context, n.device) for n in self.graph.layers}
         self.batch = Batch(self.text.tokens, self.text.mask, self.metric)
         # Nothing changes before the first difference of the two texts.
-        differ = (self.text.tokens != other.tokens).any(0).nonzero()
+        differ = (self.text.tokens != runs.source.tokens).any(0).nonzero()
         self.later = slice(int(differ[0]) if len(differ) else 0, None)
 
     def value(self, point: nn.Module) -> Tensor:

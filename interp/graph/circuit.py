@@ -151,10 +151,27 @@ class Circuit:
             kept = connected
 
     def plot(self) -> "Figure":
-        """Layers upward, heads as boxes, edges as wide as their scores. It needs the extra `report`."""
-        from interp.pictures.circuit import drawn
+        """Layers upward, heads as boxes, edges as wide as their scores. It needs the extra `report`.
 
-        return drawn(self)
+        Only what is connected is drawn. Blue edges help the metric, red ones harm it.
+        """
+        from interp.pictures.circuit import Arrow, drawn
+
+        shown, rows, arrows = self.pruned(), dict[str, list[str]](), []
+        for node in shown.nodes:
+            ends = "logits" if node == "logits" else "input"
+            rows.setdefault(node.partition(".")[0] if node[1:2].isdigit() else ends, []).append(
+                node
+            )
+        writers, readers = self.graph.writers, self.graph.readers
+        scores, feeds = shown.scores.nan_to_num(), feeding(self.graph)
+        for writer, reader in shown.kept.nonzero().tolist():
+            fed = [writers[n] for n in feeds[:, reader].nonzero().flatten().tolist()]
+            part, score = readers[reader].partition("<")[2][:1], scores[writer, reader].item()
+            # A key head that several heads share is drawn at those that are in the circuit.
+            for node in [n for n in fed if n in shown.nodes] or ["logits"]:
+                arrows.append(Arrow(writers[writer], node, part, score))
+        return drawn([*rows.values()], arrows, repr(shown))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes nodes, edges and scores as safetensors, completely or not at all.

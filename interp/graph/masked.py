@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookError
@@ -14,10 +14,9 @@ from hooks.transfer import all_to_device, to_device
 from interp.columns import real_of
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.metrics import Metric, evaluate
-from interp.pairs import Pairs
+from interp.metrics import evaluate
+from interp.pairs import Direction, Pairs, require_pairs
 from interp.protocol import runner_of
-from interp.sites import Direction, compared, metric_of
 from interp.sweeps.rows import Batch
 from interp.texts import Text, are_aligned
 
@@ -34,12 +33,11 @@ _QUICK = 2**28
 
 def run_circuit(
     model: nn.Module,
-    clean: Pairs | Int[Tensor, "batch pos"],
+    pairs: Pairs,
     circuit: Mask | Iterable[str],
     source: Source = "pair",
     *,
     direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     apart: bool = False,
     max_bytes: int = 2**30,
 ) -> Float[Tensor, "batch pos vocab"]:
@@ -51,12 +49,11 @@ def run_circuit(
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
-        clean: pairs of texts, or the tokens alone if the source is not `pair`.
+        pairs: the texts. Corrupted ones are needed if the source is `pair`.
         circuit: the edges to keep, by name, or a mask of the edges to replace. Gradients flow to a mask; freeze
             the model's weights if theirs are not wanted.
         source: where replaced values come from; see `Source`.
         direction: noising runs the clean texts, denoising the corrupted ones.
-        attention_mask: which tokens are not padding; pairs have their own.
         apart: see `Graph`.
         max_bytes: bounds the memory beyond the model, the source and the result, where no gradient is
             recorded. Examples that do not fit together run one after another.
@@ -68,7 +65,7 @@ def run_circuit(
         HookError: if hooks act on the model, because a value is not computed once here.
         ModeError: if the model is in training mode.
     """
-    runs = MaskedRuns(model, clean, source, direction, attention_mask, apart, max_bytes)
+    runs = MaskedRuns(model, pairs, source, direction, apart, max_bytes)
     return runs.logits(circuit)
 
 
@@ -83,10 +80,9 @@ class MaskedRuns:
     def __init__(
         self,
         model: nn.Module,
-        clean: Pairs | Int[Tensor, "batch pos"],
+        pairs: Pairs,
         source: Source = "pair",
         direction: Direction = "noising",
-        attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         apart: bool = False,
         max_bytes: int = 2**30,
     ) -> None:
@@ -94,12 +90,12 @@ class MaskedRuns:
         self._model: Any = model
         self._max_bytes = max_bytes
         self.graph = Graph(model, apart)
-        self._given = clean
+        self._pairs = require_pairs(pairs)
         self._other: Text | None = None
-        if isinstance(clean, Pairs):
-            self.text, self._other = compared(clean, None, direction, attention_mask)
+        if pairs.corrupted is None and direction == "noising":
+            self.text = pairs.text
         else:
-            self.text = Text(clean, attention_mask)
+            self.text, self._other = pairs.texts(direction)
         self._source = self._checked(source)
         self._held: Tensor | None = None  # the source of all examples, if these run together
 
@@ -107,19 +103,16 @@ class MaskedRuns:
         """The logits of one circuit."""
         return self._run(circuit, self._model.unembed)
 
-    def metric(
-        self, circuit: Mask | Iterable[str], metric: Metric | None = None
-    ) -> Float[Tensor, " batch"]:
+    def metric(self, circuit: Mask | Iterable[str]) -> Float[Tensor, " batch"]:
         """The metric of one circuit, from logits only where the metric reads them.
 
         Args:
             circuit: see `run_circuit`.
-            metric: a function from logits to a number per example; by default that of the pairs.
 
         Raises:
             ValueError: as for `run_circuit`, or if the metric is not one number per example.
         """
-        metric = metric_of(self._given, metric)
+        metric = self._pairs.metric
         batch = Batch(self.text.tokens, self.text.mask, metric)
         read = batch.read(self._run(circuit, lambda stream: stream))
         with torch.set_grad_enabled(read.requires_grad):
@@ -136,7 +129,7 @@ class MaskedRuns:
                 self._other is None or not are_aligned(self.text, self._other)
             ):
                 raise ValueError(
-                    "source='pair' needs Pairs whose positions correspond: give those, or another source"
+                    "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
                 )
             return source
         found = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
@@ -216,14 +209,14 @@ class MaskedRuns:
         if self._other is None or self._source == "zero":
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
-        text = _part(self._other, rows)
+        text = self._other.rows(rows)
         return self.graph.contributions(
             self._runner.capture(text.tokens, names=self.graph.needed, **text.kwargs)
         )
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
         """The stream that the logits read."""
-        text, values = _part(self.text, rows), dict[nn.Module, Tensor]()
+        text, values = self.text.rows(rows), dict[nn.Module, Tensor]()
         context = self._model.context(text.tokens, **text.kwargs)
         with Session() as session:
             for point in self.graph.points:
@@ -310,7 +303,3 @@ class _Readers:
 
 def _rows(source: Tensor, rows: slice) -> Tensor:
     return source if source.shape[1] == 1 else source[:, rows]
-
-
-def _part(text: Text, rows: slice) -> Text:
-    return Text(text.tokens[rows], None if text.mask is None else text.mask[rows])

@@ -1,5 +1,6 @@
 """What the parts of a model wrote to the residual stream in a run, kept as factors."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ from hooks.transfer import to_device
 from interp.columns import at_least_float32, like
 from interp.graph.graph import Graph
 from interp.linear.norms import LinearPart, is_identity, linear_part
-from interp.protocol import check_cache, plain
+from interp.protocol import plain
 
 # What is read of a run, but for neurons.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
@@ -83,8 +84,9 @@ class Parts:
         self.model: Any = plain(model, "blocks")
         self._cache, self._columns = cache, None
         self.last = f"blocks.{len(self.model.blocks) - 1}.resid_post"
-        check_cache(model, cache)
+        cache.require_weights_of(model)
         batch, n_pos, *axes = self.at(self.last).shape
+        self.dtype = cache[self.last].dtype
         if len(axes) != 1:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
         if tokens is not None and tokens.shape != (batch, n_pos):
@@ -158,19 +160,24 @@ class Parts:
             yield Part([rest], bias.expand(*values.shape[:2], -1)[:, :, None])
 
     def check(
-        self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], size: Tensor
+        self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
     ) -> float:
         """How far a sum of parts is from what it should be.
 
+        The stream is rounded after each addition, in the cache's dtype, so that differences grow as the square root
+        of the number of blocks. Apart from that, float32 is allowed for: some norms compute in it always.
+
         Raises:
-            CacheError: if that is more than rounding in the cache's dtype can explain, of `size`.
+            CacheError: if that is more than rounding can explain, of the largest number in `sizes`.
         """
-        gap = (found - to_device(expected, found.device)).abs().max().item()
-        dtype, (least, most) = self._cache[self.last].dtype, torch.aminmax(size)
-        allowed = min(0.03, 1000 * torch.finfo(dtype).eps) * torch.maximum(-least, most).item()
-        if not gap <= allowed:  # NaN is not
-            raise CacheError(
-                f"the parts must add up to within {allowed:.3g}; got a difference of {gap:.3g}: the cache is of "
-                "another model, its run was edited, or its blocks add something else"
-            )
-        return float(f"{gap:.2g}")
+        gap, dtype = (found - to_device(expected, found.device)).abs().max().item(), self.dtype
+        rounding = 4 * torch.finfo(dtype).eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
+        for size in sizes:
+            least, most = torch.aminmax(size)
+            allowed = rounding * torch.maximum(-least, most).item()
+            if gap <= allowed:
+                return float(f"{gap:.2g}")
+        raise CacheError(
+            f"the parts must add up to within {allowed:.3g}, by the rounding of {dtype}; got a difference of "
+            f"{gap:.3g}: was the run edited, were weights changed, or does a block add something else?"
+        )

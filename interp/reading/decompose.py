@@ -92,7 +92,7 @@ def decompose(
         part.write(out)
     # A matrix product is twice as fast as a sum over the first axis.
     total = values.new_ones(len(names)) @ values.flatten(1)
-    parts.check(total.view_as(stream), stream, stream)
+    parts.check(total.view_as(stream), stream, stream, values)
     return Decomposition(names, values)
 
 
@@ -145,7 +145,8 @@ def direct_logit_attribution(
     for part, out in zip(parts, found.split(sizes, -1), strict=True):
         part.along(reading.direction, out)
     found /= reading.scale
-    gap = reading.parts.check(found.sum(-1), reading.read(stream), found)
+    sizes_of_rounding = reading.spread(stream), found
+    gap = reading.parts.check(found.sum(-1), reading.read(stream), *sizes_of_rounding)
     for n, value in enumerate(biases.values()):
         added[..., n] = value
     names = [name for part in parts for name in part.names]
@@ -250,7 +251,13 @@ class _Reading:
 
     def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """A stream along the direction."""
-        along = (stream * to_device(self.direction, stream.device)).sum(-1)
+        return self._scaled((stream * to_device(self.direction, stream.device)).sum(-1))
+
+    def spread(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
+        """The root of the summed squares of what `read` adds up: errors of random sign add up like that."""
+        return self._scaled((stream * to_device(self.direction, stream.device)).norm(dim=-1))
+
+    def _scaled(self, along: Tensor) -> Tensor:
         return to_device(along, self.scale.device) / self.scale[..., 0]
 
     def result(

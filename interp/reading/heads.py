@@ -8,7 +8,8 @@ from hooks import ActivationCache
 from hooks.errors import unknown_name
 from hooks.transfer import stacked
 from interp.columns import Mask, at_least_float32, like, real_of
-from interp.protocol import check_cache, of
+from interp.positions import Index, Selection
+from interp.protocol import of
 from interp.results.result import Result
 
 _SHARE = "share of attention"
@@ -30,8 +31,8 @@ def head_scores(
     tokens: Int[Tensor, "batch pos"] | None = None,
     kind: str = "previous_token",
     *,
-    span: int | Int[Tensor, "batch _columns"] | None = None,
-    queries: int | Int[Tensor, "batch _queries"] | None = None,
+    span: Index | None = None,
+    queries: Index | None = None,
     attention_mask: Mask | None = None,
 ) -> Result:
     """What each head attends to, as a mean over the queries of each text.
@@ -55,8 +56,8 @@ def head_scores(
         cache: the cache of a run that kept `pattern` at all positions.
         tokens: the tokens of the run, for `duplicate_token` and `induction`.
         kind: one of the table.
-        span: for the kind `span`: its columns in each text, such as a span of `Pairs`, or one column.
-        queries: count only queries in these columns.
+        span: for the kind `span`: its columns, such as a span of `Pairs`, in any form that `edits` take.
+        queries: count only queries in these columns, likewise.
         attention_mask: True or 1 at real tokens; None if all are.
 
     Returns:
@@ -78,7 +79,7 @@ def head_scores(
     """
     if kind not in _UNITS:
         raise unknown_name(kind, _UNITS, "kind of score")
-    check_cache(model, cache)
+    cache.require_weights_of(model)
     patterns = [cache["pattern", layer] for layer in range(len(of(model, "blocks").blocks))]
     batch, *_, n_queries, n_pos = patterns[0].shape
     if n_queries != n_pos or patterns[0].ndim != 4:
@@ -93,7 +94,7 @@ def head_scores(
     real = real_of(attention_mask, (batch, n_pos)).cpu()
     wanted, counted = _wanted(kind, tokens, real, span)
     if queries is not None:
-        counted &= _inside(queries, real, "queries")
+        counted &= Selection(queries).inside(real, "queries")
     if not counted.any(1).all():
         raise ValueError(
             f"each example must have a query that counts for {kind}; got none in example "
@@ -123,7 +124,7 @@ def repeated_tokens(
 
 
 def _wanted(
-    kind: str, tokens: Tensor | None, real: Bool[Tensor, "batch pos"], span: int | Tensor | None
+    kind: str, tokens: Tensor | None, real: Bool[Tensor, "batch pos"], span: Index | None
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
     """What each key's weight is multiplied with, and which queries count. On the CPU."""
     rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
@@ -142,7 +143,7 @@ def _wanted(
     elif kind == "first_token":
         keys = later[..., None] & (real & ~later)[:, None]
     elif span is not None:
-        inside = _inside(span, real, "span")
+        inside = Selection(span).inside(real, "span")
         after = columns > columns.where(inside, -1).amax(1, keepdim=True)
         keys = after[..., None] & inside[:, None]
     elif tokens is None:
@@ -154,19 +155,3 @@ def _wanted(
             copied = keys.gather(2, before.clamp(min=0)[:, None].expand_as(keys))
             keys = copied & (before >= 0)[:, None]
     return keys, keys.any(2) & real
-
-
-def _inside(
-    given: int | Tensor, real: Bool[Tensor, "batch pos"], name: str
-) -> Bool[Tensor, "batch pos"]:
-    """Where some columns are, given as one for all texts or some of each."""
-    batch, n_pos = real.shape
-    chosen = torch.full((batch, 1), given) if isinstance(given, int) else given.cpu().long()
-    if len(chosen) != batch or not ((chosen >= -n_pos) & (chosen < n_pos)).all():
-        raise ValueError(
-            f"{name} must be columns 0 to {n_pos - 1} of each of the {batch} texts; got {given}"
-        )
-    inside = torch.zeros_like(real).scatter(1, chosen % n_pos, True)
-    if (inside & ~real).any():
-        raise ValueError(f"{name} must be columns of real tokens; got {given}")
-    return inside

@@ -10,7 +10,7 @@ from hooks import ActivationCache, CacheError, HookError
 from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
-from interp.protocol import check_cache, of
+from interp.protocol import of
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ def logit_lens(
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
         CacheError: if the cache is of another model, or lacks the stream of some layer.
-        ValueError: if tokens or targets do not have the cache's shape, or the lens is of another model.
+        ValueError: if tokens or targets do not have the cache's shape, a target is not in the vocabulary, or
+            the lens is of another model.
     """
-    of(model, "unembed", "config")
+    vocab = of(model, "unembed", "config").config.vocab_size
     if lens is not None:
         lens.check(model)
     streams = _streams(model, cache)
@@ -76,6 +77,11 @@ def logit_lens(
                 f"{name} must have the cache's shape, {list(shape)}; got {list(given.shape)}"
             )
     followed = None if targets is None else targets.flatten()
+    if followed is not None and followed.numel():
+        least, most = followed.aminmax()
+        if least < 0 or most >= vocab:
+            wrong = int(least if least < 0 else most)
+            raise ValueError(f"targets must be tokens, 0 to {vocab - 1}; got {wrong}")
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
     parts, start = [], 0
@@ -94,7 +100,7 @@ def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream 
     Raises:
         CacheError: if the cache is of another model, or does not hold them whole.
     """
-    check_cache(model, cache)
+    cache.require_weights_of(model)
     try:
         found = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
     except HookError as error:

@@ -92,15 +92,16 @@ def svd_targets(
     Products have the wider dtype of cache and weights, and are computed on the cache's device.
 
     Args:
-        model: the model of that run, with unchanged weights.
+        model: the model of that run.
         cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
         tokens: the tokens of the run; not read here.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
-        CacheError: if the cache has no scores, patterns or values; it says which mode to run.
+        CacheError: if the cache is of another model, or has no scores, patterns or values; it says which mode to run.
         ValueError: if the cache does not hold all positions.
     """
+    cache.require_weights_of(model)
     w_v, w_o = _weights(model)
     scores, pattern, v = _stacks(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     if not scores.shape[-2] == scores.shape[-1] == v.shape[2]:

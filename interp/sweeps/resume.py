@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import Point, starting_at
+from hooks import Point
 from hooks._torch import PeakBytes
 from hooks.point import first_tensor, inside
 from hooks.replay import replay
@@ -143,8 +143,8 @@ class Resumed:
                 if joining or contexts[layer] is not context:
                     context = contexts[layer]
                     repeated = context.repeated(len(running))
-                edits = stacked(running, self.size, self._inside[layer])
-                with starting_at(pos or None):
+                edits = stacked(running, self.batch, self._inside[layer])
+                with self.batch.reading(pos or None):
                     stream = [self._run(layer, stream[0], repeated, edits)]
                 done(len(running) / len(blocks) * (self.n_pos - pos) / self.n_pos)
         return stream[0]
@@ -160,7 +160,7 @@ class Resumed:
         if not job.early:
             return self.base.streams[job.layer]
         # The unedited run has checked the texts.
-        with trusted(), acting(stacked([job], self.size)):
+        with trusted(), acting(stacked([job], self.batch)):
             resid = self.model.input_resid(self.batch.tokens, self.base.contexts[0])
         return to_device(resid, self.base.streams[0].device)
 
@@ -171,7 +171,7 @@ class Resumed:
         pos = jobs[0].pos
         streams = dict(zip(jobs, stream.split(self.size), strict=True))
         for job in [job for job in jobs if job.late]:
-            with acting(stacked([job], self.size)):
+            with acting(stacked([job], self.batch)):
                 logits = self.model.unembed(streams.pop(job))
             yield job, self.batch.measure(self.batch.read(logits))
         plain = list(streams)

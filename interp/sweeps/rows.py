@@ -8,13 +8,14 @@ from typing import Any
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import EditedPoint, HookError
+from hooks import EditedPoint, HookError, Point, start_of_piece
 from hooks._torch import PeakBytes
 from hooks.errors import NEVER_FIRED, require_fired
+from hooks.pieces import Piece, reading
 from hooks.point import first_tensor, with_first_tensor
 from hooks.session import Edits, Session
 from hooks.transfer import to_device, trusted
-from interp.columns import real_columns
+from interp.columns import check_tokens, columns_of_last
 from interp.metrics import Metric, last_of, per_example
 from interp.protocol import logits_of, of
 
@@ -59,6 +60,7 @@ class Batch:
     Attributes:
         kwargs: the model's arguments besides the tokens.
         columns: the positions that the metric reads, Int[batch last]; None for all.
+        axes: for each edited module, the axis of its value with a row for each text; None if there is none.
     """
 
     def __init__(
@@ -67,12 +69,27 @@ class Batch:
         attention_mask: Shaped[Tensor, "batch pos"] | None,
         metric: Metric,
     ) -> None:
+        check_tokens(tokens)
         self.tokens = tokens
+        self._mask, self._pieces = attention_mask, dict[int | None, Piece]()
         self.kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
         size, n_pos = tokens.shape
         last = last_of(metric, attention_mask)
-        self.columns = real_columns(last, n_pos, size, attention_mask) if last else None
+        self.columns = columns_of_last(last, n_pos, size, attention_mask) if last else None
         self.metric = metric
+        self.axes: dict[nn.Module, int | None] = {}
+
+    def reading(self, start: int | None = None) -> reading:
+        """A `with` in which edits know which columns of the texts are padding, and where runs start."""
+        return reading(self._pieces.setdefault(start, Piece(start, self._mask)))
+
+    def note(self, point: Point, value: Tensor) -> None:
+        """Notes which axis of a value of the unedited run has a row for each text."""
+        at = point.axes.index("batch") if "batch" in point.axes else None if point.axes else 0
+        if at is not None and value.shape[at : at + 1] != (len(self.tokens),):
+            at = None
+        # A module may run more than once.
+        self.axes[point.module] = at if self.axes.get(point.module, at) == at else None
 
     def read(
         self, values: Float[Tensor, "rows pos d"], start: int = 0
@@ -93,12 +110,12 @@ class Batch:
         return per_example(self.metric, logits, len(self.tokens))
 
 
-def stacked(jobs: Sequence[Job], size: int, inside: Container[nn.Module] | None = None) -> Edits:
+def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | None = None) -> Edits:
     """Forward hooks that edit copies of a batch, one copy for each job.
 
     Args:
         jobs: the runs, in the order of the copies.
-        size: the rows of one copy.
+        batch: the batch.
         inside: only these modules are edited; None for all.
     """
     places: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
@@ -106,35 +123,34 @@ def stacked(jobs: Sequence[Job], size: int, inside: Container[nn.Module] | None 
         for edited in job.edits:
             if inside is None or edited.point.module in inside:
                 places.setdefault(edited.point.module, []).append((n, job, edited))
-    edit = partial(_edit_rows, len(jobs), size)
+    edit = partial(_edit_rows, len(jobs), batch)
     return [(module, partial(edit, found)) for module, found in places.items()]
 
 
 def _edit_rows(
-    copies: int, size: int, places: list[tuple[int, Job, EditedPoint]], output: Any
+    copies: int, batch: Batch, places: list[tuple[int, Job, EditedPoint]], output: Any
 ) -> Any:
-    value = first_tensor(output, places[0][2].point)
+    point, value = places[0][2].point, first_tensor(output, places[0][2].point)
     if copies == 1:  # which axis is the batch does not matter
         [(_, job, edited)] = places
         job.fired.add(edited.point.name)
         return with_first_tensor(output, edited.apply(value))
-    if not has_rows(value, copies * size):
-        raise NoRowsError(f"{places[0][2].point} must have a row for each text")
+    at, size = batch.axes[point.module], len(batch.tokens)
+    # Only what grew with the number of copies has their rows: another axis may be of that size by chance.
+    if at is None or value.shape[at : at + 1] != (copies * size,):
+        raise NoRowsError(f"{point} must have a row for each text")
     value = value.clone()
-    for n, job, edited in places:
-        rows = slice(n * size, (n + 1) * size)
-        value[rows] = edited.apply(value[rows])
-        job.fired.add(edited.point.name)
+    # Each edit is given the rows of one batch.
+    with batch.reading(start_of_piece()):
+        for n, job, edited in places:
+            rows = value.narrow(at, n * size, size)
+            rows.copy_(edited.apply(rows))
+            job.fired.add(edited.point.name)
     return with_first_tensor(output, value)
 
 
 class NoRowsError(HookError):
-    """A value that several runs edit does not have the rows of the batch as its first axis."""
-
-
-def has_rows(value: Tensor, rows: int) -> bool:
-    """Whether the first axis has so many places."""
-    return value.ndim > 0 and len(value) == rows
+    """A value that several runs edit does not have their rows."""
 
 
 class WholeRuns:
@@ -188,7 +204,7 @@ class WholeRuns:
             for name, value in self._kwargs.items()
         }
         # The unedited run has checked the texts.
-        with trusted(), acting(stacked(jobs, len(self.batch.tokens))):
+        with trusted(), acting(stacked(jobs, self.batch)):
             logits = self.batch.read(logits_of(self.model(tokens, **kwargs)))
         return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
 

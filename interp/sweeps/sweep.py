@@ -1,11 +1,11 @@
 """Sweeps: many edited runs of one batch, computed as rows of few forward passes."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -71,43 +71,65 @@ def sweep(
     if isinstance(tokens, Pairs):
         if attention_mask is not None:
             raise ValueError("pairs have their own mask; got another")
-        metric = tokens.metric() if metric is None else metric
+        metric = tokens.metric if metric is None else metric
         attention_mask, tokens = tokens.attention_mask, tokens.clean
     if metric is None:
         raise ValueError("a metric must be given, or pairs with answers; got neither")
-    if not edits:
-        raise ValueError("a sweep needs at least one edit; got none")
+    _check_edits(edits)
     if exact not in ("resume", "rerun"):
         raise ValueError(f"exact must be 'resume' or 'rerun'; got {exact!r}")
-    runner, n_pos = runner_of(model), tokens.shape[1]
     batch = Batch(tokens, attention_mask, metric)
+    with batch.reading():
+        base, values = _measured(model, batch, edits, max_bytes, exact == "rerun")
+    effects = values - base
+    if effects.isnan().any():
+        wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
+        warnings.warn(
+            f"{len(wrong)} of {len(edits)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
+            stacklevel=3,
+        )
+    unit, about = getattr(metric, "unit", ""), {"metric": repr(metric)}
+    return Result(effects, ("edit", "example"), base, unit=unit, about=about)
+
+
+def _measured(
+    model: nn.Module, batch: Batch, edits: Sequence[Hooks], max_bytes: int, rerun: bool
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
+    """The metric of the unedited run, and of each edited one."""
+    runner, (size, n_pos) = runner_of(model), batch.tokens.shape
     jobs = [Job(index, runner.edits(given)) for index, given in enumerate(edits)]
     for job in jobs:
         job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     # Hooks that act already may depend on which rows are which.
-    alone = exact == "rerun" or is_listened_to(model)
+    alone = rerun or is_listened_to(model)
     unedited = Unedited(runner, batch, jobs)
-    base = evaluate(metric, unedited.logits, len(tokens))
+    base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns
     if alone or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
     else:
         runs = Resumed(unedited, jobs, max_bytes)
-    values = base.new_empty(len(jobs), len(base))
+    values = base.new_empty(len(jobs), size)
     title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"
     with tqdm(total=runs.forwards, desc=title, leave=False, delay=1, disable=None) as bar:
         for job, edited in runs.run(bar.update):
             values[job.index] = edited
             job.require_fired()
-    effects = values - base
-    if effects.isnan().any():
-        wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
-        warnings.warn(
-            f"{len(wrong)} of {len(jobs)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
-            stacklevel=3,
+    return base, values
+
+
+def _check_edits(edits: Sequence[Hooks]) -> None:
+    if isinstance(edits, Mapping):
+        raise TypeError(
+            "edits must be a list, with an entry for each run; got one mapping: [edits]"
         )
-    unit, about = getattr(metric, "unit", ""), {"metric": repr(metric)}
-    return Result(effects, ("edit", "example"), base, unit=unit, about=about)
+    for entry in edits:
+        if callable(entry):
+            raise TypeError(
+                f"an entry of edits must say where, as {{'blocks.*.attn.z': {entry!r}}}; got {entry!r}"
+            )
+    if not edits:
+        raise ValueError("a sweep needs at least one edit; got none")
 
 
 def _first(edited: EditedPoint, n_pos: int) -> int:

@@ -14,7 +14,7 @@ from hooks.session import Session
 from hooks.transfer import to_device
 from interp.edits import Edit
 from interp.protocol import logits_of, of
-from interp.sweeps.rows import Batch, Job, has_rows
+from interp.sweeps.rows import Batch, Job
 
 
 class Unedited:
@@ -75,11 +75,12 @@ class Unedited:
             job.fired = set()
 
     def _try(self, module: nn.Module, edits: list[EditedPoint], output: Any) -> None:
-        value = first_tensor(output, edits[0].point)
+        point, value = edits[0].point, first_tensor(output, edits[0].point)
+        self.batch.note(point, value)
         self.stages.setdefault(module, set()).add(self._stage)
         # Before and after the blocks each edited run is computed alone.
         inside = self._stage in range(len(self._calls))
-        self._by_rows &= not inside or has_rows(value, len(self.batch.tokens))
+        self._by_rows &= not inside or self.batch.axes[point.module] is not None
         for edited in edits:
             # Functions may have a state, and must not run once more.
             if all(isinstance(hook, Edit) for hook in edited.hooks):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import HookPoint, starting_at
+from hooks import HookPoint, start_of_piece, starting_at
 from hooks.point import tensors_in, with_first_tensor
 from hooks.session import Wire, is_listened_to
 from models.attached.norms import Norm
@@ -156,6 +156,8 @@ class Forward:
         self.replaced = vars(model).get("forward")
         self._inner = model.forward
         self.__signature__ = inspect.signature(model.forward)
+        names = [*self.__signature__.parameters, "attention_mask"]
+        self._mask = names.index("attention_mask")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model's own forward."""
@@ -166,10 +168,14 @@ class Forward:
         token = _texts.set(texts)
         cache = next(filter(is_cache, (*args, *kwargs.values())), None)
         try:
-            if cache is None and not kwargs.get("use_cache"):
-                return self._inner(*args, **kwargs)
+            mask = kwargs.get(
+                "attention_mask", args[self._mask] if len(args) > self._mask else None
+            )
+            real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
             # A model that is told to cache may make the cache itself, for the first piece of a text.
-            with starting_at(0 if cache is None else int(cache.get_seq_length())):
+            start = 0 if kwargs.get("use_cache") else start_of_piece()
+            start = start if cache is None else int(cache.get_seq_length())
+            with starting_at(start, real):
                 return self._inner(*args, **kwargs)
         finally:
             _texts.reset(token)

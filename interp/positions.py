@@ -1,0 +1,156 @@
+"""Selection: which places along an axis, above all which positions of texts, in every form users give."""
+
+import itertools
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from hooks import SelectionError
+from hooks.pieces import real_columns
+from hooks.point import is_mask, places, plain_index
+
+Index = SupportsIndex | slice | Sequence[Any] | Tensor
+"""An integer, slice, list or mask along one axis, the same in every example. Along positions also those of each
+example's own: a list of lists, or a tensor [batch, n], of integers or booleans."""
+
+Rows = Sequence[Sequence[int]]
+"""Places of each example; one row may stand for all."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Places along an axis. Negative ones count from its end: along positions from a text's last real token.
+
+    From 0 on positions count columns, padding included, and one that is padding is an error. A slice with a
+    negative end has the real tokens between its ends.
+
+    Attributes:
+        index: the places, in Python's own integers, slices and lists.
+
+    Raises:
+        TypeError: if the index has none of the forms.
+
+    >>> Selection(torch.tensor([2, 0])), Selection([[True, False, True], [-1]]).rows(3, "pos", 2)
+    ([2, 0], [[0, 2], [2]])
+    >>> Selection(-1).rows(5, "pos", 2, real=[[0, 1, 2], [2, 3, 4]])
+    [[2], [4]]
+    """
+
+    index: Any
+
+    def __init__(self, index: "Index | Selection") -> None:
+        plain = index.index if isinstance(index, Selection) else plain_index(index, 2)
+        object.__setattr__(self, "index", plain)
+
+    @classmethod
+    def one_each(cls, index: Index) -> "Selection":
+        """One place for all examples or, in a list, one for each.
+
+        Raises:
+            TypeError: if it is something else.
+        """
+        chosen = cls(index)
+        listed = chosen.index if isinstance(chosen.index, list) else [chosen.index]
+        if not listed or not all(type(place) is int for place in listed):
+            raise TypeError(
+                f"pos must be an integer, or a list of one for each example; got {index!r}"
+            )
+        return chosen if chosen.is_one else cls([[place] for place in listed])
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one place, by an integer."""
+        return isinstance(self.index, int)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The index of each example, or one for all."""
+        own = isinstance(self.index, list) and self.index and isinstance(self.index[0], list)
+        return self.index if own else [self.index]
+
+    def rows(
+        self,
+        size: int,
+        what: str,
+        batch: int | None = None,
+        real: Rows | None = None,
+        whole: bool = True,
+    ) -> list[list[int]]:
+        """The places of each example, counted from the start of the axis; one row if all have the same.
+
+        Args:
+            size: the axis has the places 0 to `size - 1`.
+            what: the axis, for errors.
+            batch: the number of examples, if it is known.
+            real: the real columns of each text; None if there is no padding.
+            whole: whether places outside are errors; otherwise they stay in the rows.
+
+        Raises:
+            SelectionError: if there are rows for another number of examples, a place is outside or padding, a
+                mask has another length or no booleans, or nothing is selected.
+        """
+        parts, batch = self.parts, len(real) if real is not None else batch
+        if batch is not None and len(parts) not in (1, batch):
+            raise SelectionError(
+                f"{what} must be given for each of {batch} examples, or for all; got {len(parts)}"
+            )
+        if real is None:
+            rows = [places(part, size, what, whole) for part in parts]
+        else:
+            each = enumerate(zip(itertools.cycle(parts), real))  # parts may be one for all
+            rows = [
+                _real(part, size, f"{what} of example {n}", own, whole) for n, (part, own) in each
+            ]
+            rows = rows[:1] if all(row == rows[0] for row in rows) else rows
+        if whole and not any(rows):
+            raise SelectionError(f"{what} must be some of {size} places; got nothing")
+        return rows
+
+    def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
+        """Where the places are in texts whose real tokens are True in `real`. For errors see `rows`."""
+        rows = self.rows(real.shape[1], what, len(real), real_columns(real))
+        chosen = torch.zeros_like(real)
+        for row, columns in zip(chosen, itertools.cycle(rows)):  # one row may be for all
+            row[columns] = True
+        return chosen
+
+    def __repr__(self) -> str:
+        if isinstance(self.index, slice):
+            ends = [self.index.start, self.index.stop, self.index.step]
+            return f"slice({', '.join(map(str, ends[: 2 + (ends[2] is not None)]))})"
+        many = len(self.parts) > 1 or self.parts[0] is not self.index
+        return (
+            f"Tensor[{len(self.parts)}, {len(self.parts[0])}]" if many else reprlib.repr(self.index)
+        )
+
+
+def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
+    """The places of one text with padding."""
+    if isinstance(part, slice):
+        return _between(part, size, real)
+    chosen = places(part, size, what, whole)
+    asked = [part] if isinstance(part, int) else chosen if is_mask(part) else part
+    for n, number in enumerate(asked):
+        if number < -len(real) and whole:
+            raise SelectionError(f"{what} has {len(real)} real tokens; got {number}")
+        if number < 0:
+            chosen[n] = real[number] if number >= -len(real) else -1
+        elif number < size and number not in real:
+            raise SelectionError(f"{what} must be a column of a real token; got {number}, padding")
+    return chosen
+
+
+def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
+    """The columns of a slice: only real ones if an end counts from the last of them."""
+    ends = part.start, part.stop
+    if all(end is None or end >= 0 for end in ends):
+        return list(range(size)[part])
+    start, stop = (
+        end if end is None or end >= 0 else real[end] if end >= -len(real) else 0 for end in ends
+    )
+    return [n for n in range(size)[slice(start, stop, part.step)] if n in real]
