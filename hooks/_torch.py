@@ -7,7 +7,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # A plan runs the model on tensors without numbers, and PyTorch documents no other kind.
@@ -30,13 +29,8 @@ from torch.nn.modules.module import (
 # PyTorch has no function that says whether activation checkpointing runs; its file on the stack does.
 from torch.utils import checkpoint
 
-# A counter of operations, for instance, must not miss those that oneDNN does. And tensors that hold other
-# tensors have no memory of their own.
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_in_torch_dispatch_mode,
-    is_traceable_wrapper_subclass,
-)
+# Tensors that hold other tensors have no memory of their own.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Result = TypeVar("Result")
 
@@ -207,67 +201,22 @@ def memory_of(tensor: Tensor) -> int:
 def has_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is plain strided memory.
 
-    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors.
+    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. A
+    compiler does not know.
     """
     return not (
-        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        torch.compiler.is_compiling()
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         or tensor.layout is not torch.strided
         or tensor.is_nested
         or (type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor))
     )
 
 
-def extent(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors that share memory agree on if they are equal."""
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def is_shared(tensor: Tensor, ours: int = 1) -> bool:
-    """Whether more than `ours` tensors use this tensor's memory, or a NumPy array does.
-
-    `ours` counts `tensor` itself.
-    """
-    storage = tensor.untyped_storage()  # which counts itself
-    return not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) - 1 > ours
-
-
 def is_unwatched(tensor: Tensor) -> bool:
     """Whether neither autograd (reverse or forward mode) nor vmap tracks operations on `tensor`."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (tensor.requires_grad or transformed)
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether these are ordinary float32 tensors on the CPU, and nothing tracks operations on them.
-
-    Autograd, vmap, autocast, compilers, tracers and dispatch modes all do.
-    """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    followed = (
-        torch.is_autocast_enabled("cpu")
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or is_in_torch_dispatch_mode()
-    )
-    return not followed and all(map(_is_ordinary, tensors))
-
-
-def _is_ordinary(tensor: Tensor) -> bool:
-    kind = type(tensor)
-    return kind in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.dtype is torch.float32
-
-
-def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of plain tensors, by oneDNN where available: on some processors in half the time.
-
-    torch.compile uses this operator; `F.linear` never does.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def is_checkpointed() -> bool:

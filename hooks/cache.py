@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import names, storage
+from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.modes import Options
 from hooks.origin import Origin
@@ -223,9 +224,9 @@ class ActivationCache(Mapping[str, Tensor]):
             ValueError: if the dtype is not a floating one.
         """
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
-        options = Options(**cast(Any, {kind: target}))
-        moved = self._mapped(lambda name, value: options.placement(value), self._axes)
-        options.placement.wait()
+        placement, copies = Options(**cast(Any, {kind: target})).placement, Copies()
+        moved = self._mapped(lambda name, value: copies(value, placement), self._axes)
+        placement.wait()
         return moved
 
     @property

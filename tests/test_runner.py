@@ -91,6 +91,13 @@ def test_a_selector_that_matches_nothing_is_an_error(runner, tokens, selector, c
             foreign.run_with_cache(tokens, mode=mode)
 
 
+@pytest.mark.parametrize("name", [("q", 3), torch.ones(2), 7, None])
+def test_whatever_is_unknown_is_named(name):
+    error = errors.unknown_name(name, ["a", "b"], "thing")
+    assert repr(name) in str(error)
+    assert error.close_matches == ()
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_a_name_is_found_without_a_scan_of_all():
     class Unscanned(dict):
@@ -282,18 +289,6 @@ def test_a_cached_weight_is_a_copy():
     with torch.no_grad():
         weight.mul_(5)
     assert cache["0"].tolist() == [1, 1]
-
-
-def test_a_value_that_the_model_overwrites_in_place_is_an_error():
-    model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)).eval(), torch.ones(2, 3)
-    runner = HookedRunner(model)
-    with pytest.raises(errors.HookError, match="0"):
-        runner.run_with_cache(x, names=["0", "1"])
-    _, cache = runner.run_with_cache(x, names="0", dtype=torch.float64)
-    assert torch.equal(cache["0"], model[0](x).double())
-    with torch.inference_mode():
-        _, cache = runner.run_with_cache(x, names="0")
-    assert torch.equal(cache["0"], model[0](x))
 
 
 def test_the_model_writes_into_no_tensor_of_the_users():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from hooks import HookedRunner, HookPoint
 from models import Transformer
 from models.checkpoints import load
 from models.kvcache import LayerCache
-from models.verification import VerificationError, verify
+from models.verification import VerificationError, random_tokens, verify
 from tests.test_processing import built
 
 ROTARY = dict(positions="rotary", n_kv_heads=2)
@@ -41,9 +42,34 @@ def refused(model, *said):
     assert all(part in str(caught.value) for part in said), str(caught.value)
 
 
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10 * theirs.abs().max().item())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_sound_models_pass(form):
     assert verify(built(torch.float32, **FORMS[form])) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_branches_are_what_forward_adds(form):
+    model = built(torch.float64, **FORMS[form])
+    tokens = random_tokens(model)
+    context = model.context(tokens)
+    _, cache = HookedRunner(model).run_with_cache(tokens)
+    for n, block in enumerate(model.blocks):
+        points = {point: cache[f"blocks.{n}.{name}"] for name, point in block.named_children() if isinstance(point, HookPoint)}  # fmt: skip
+        stream = pre = points[block.resid_pre]
+        attention, *others = block.branches
+        q, k, v = attention.sublayer.project(attention.norm(pre))
+        close(attention.finished(attention.sublayer.mix(q, k, v, context)), points[block.attn_out])
+        for branch in (attention, *others):
+            read = pre if branch.reads is block.resid_pre else stream
+            close(read, points[branch.reads])
+            added = branch(read, *([] if others and branch is others[0] else [context]))
+            close(added, points[branch.added])
+            stream = branch.joined(stream + added)
+        close(stream, points[block.resid_post])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

@@ -6,16 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hooks import HookError
 from hooks.errors import unknown_name
-from hooks.session import is_listened_to
 from interp.gradients.backward import Gradients
 from interp.gradients.edge_paths import Found, Paths
 from interp.gradients.edge_scores import Scores, positions
 from interp.gradients.trapezoid import Steps, check_steps
 from interp.graph import Graph
 from interp.pairs import Direction, Pairs
-from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.sites import two_runs
 
@@ -85,9 +82,8 @@ def edge_attribution(
     if method not in METHODS:
         raise unknown_name(method, METHODS, "method")
     check_steps(steps)
-    if is_listened_to(model):
-        raise HookError("edges are of the plain model: no hook must act on it")
-    runner, graph = runner_of(model), Graph(model, apart)
+    graph = Graph(model, apart)
+    runner = graph.runner()
     runs = two_runs(runner, pairs, direction, graph.needed)
     edited, metric, target = runs.edited, runs.metric, runs.target
     where = positions(over, edited, runs.source)

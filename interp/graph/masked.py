@@ -8,15 +8,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookError
-from hooks.session import Session, is_listened_to
+from hooks import ActivationCache
+from hooks.session import Session
 from hooks.transfer import all_to_device, to_device
 from interp.columns import real_of
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.metrics import evaluate
 from interp.pairs import Direction, Pairs, require_pairs
-from interp.protocol import runner_of
 from interp.sweeps.rows import Batch
 from interp.texts import Text, are_aligned
 
@@ -86,10 +85,9 @@ class MaskedRuns:
         apart: bool = False,
         max_bytes: int = 2**30,
     ) -> None:
-        self._runner = runner_of(model)
-        self._model: Any = model
         self._max_bytes = max_bytes
         self.graph = Graph(model, apart)
+        self._runner, self._model = self.graph.runner(), self.graph.model
         self._pairs = require_pairs(pairs)
         self._other: Text | None = None
         if pairs.corrupted is None and direction == "noising":
@@ -166,10 +164,7 @@ class MaskedRuns:
         self, circuit: Mask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
         """What is read of the stream that the logits see, from some examples at a time."""
-        if is_listened_to(self._model):
-            raise HookError(
-                "a masked run computes a value once for each reader: no hook must act on the model"
-            )
+        self.graph.runner()
         mask, found = self._mask(circuit), []
         size, each = len(self.text.tokens), self._bytes_of_one()
         fit = size if mask.requires_grad else self._max_bytes // each
@@ -237,16 +232,15 @@ def _after(
     layer: Layer, before: Tensor, context: Any, readers: "_Readers", values: dict[nn.Module, Tensor]
 ) -> Tensor:
     """The stream after a block."""
-    block = layer.block
+    attention, mlp = layer.attention, layer.mlp
     q, k, v = readers.projected(layer, before)
-    after = before + block.ln1_post(block.attn.mix(q, k, v, context))
+    after = before + attention.finished(attention.sublayer.mix(q, k, v, context))
     for part in layer.added(values.__getitem__):
         readers.wrote(part)
-    if layer.mlp is None:
+    if mlp is None:
         return after
-    at = layer.mlp[1]
-    read = readers.seen(before if layer.is_parallel else after, slice(at, at + 1))[0]
-    mlp_out = block.ln2_post(block.mlp(block.ln2(read)))
+    stream = before if layer.is_parallel else after
+    mlp_out = mlp.branch(readers.seen(stream, slice(mlp.reader, mlp.reader + 1))[0])
     readers.wrote(mlp_out[None])
     return after + mlp_out
 
@@ -290,10 +284,10 @@ class _Readers:
 
     def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
         """The queries, keys and values, each head from the stream as it sees it."""
-        block, attn = layer.block, layer.block.attn
+        attn = layer.attention.sublayer
         # All at once: the matrix product is bound by reading the differences.
         seen = self.seen(stream, slice(layer.q.start, layer.v.stop))
-        read = block.ln1(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
+        read = layer.attention.norm(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
         weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
         sizes = [len(bias) for _, bias in weights]
         for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):

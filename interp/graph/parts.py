@@ -127,11 +127,11 @@ class Parts:
         inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
         yield Part(writers[: len(inputs)], inputs.movedim(0, 2))
         for n, layer in enumerate(layers[:before]):
-            at, attn = f"blocks.{n}", layer.block.attn
+            at, attn = f"blocks.{n}", layer.attention.sublayer
             heads, z = writers[layer.heads], self.at(f"{at}.attn.z")
             yield from self._written(heads, z, attn.W_O, attn.b_O, f"{at}.ln1_post", f"a{n}.bias")
             if layer.mlp is not None and neurons:
-                hidden, mlp = self.at(f"{at}.mlp.post")[..., None], layer.block.mlp
+                hidden, mlp = self.at(f"{at}.mlp.post")[..., None], layer.mlp.branch.sublayer
                 names = [f"m{n}.n{neuron}" for neuron in range(hidden.shape[2])]
                 weight, norm = mlp.W_out[:, None], f"{at}.ln2_post"
                 yield from self._written(names, hidden, weight, mlp.b_out, norm, f"m{n}.bias")
