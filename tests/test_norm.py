@@ -95,7 +95,6 @@ def test_equals_torchs_modules_by_default(hooks):
         torch.testing.assert_close(run(ours, x, hooks), theirs(x), atol=1e-6, rtol=1e-6)
 
 
-@FORMS
 @NORMS
 @FORMS
 def test_tiny_values_are_stable(make, hooks):
