@@ -25,7 +25,7 @@ except KeyboardInterrupt:
         _sys.exit(130)
     raise
 
-from interp import edits, graph
+from interp import edits, graph, spectral
 from interp.causal.attribution import attribution_patching
 from interp.causal.comparison import compare
 from interp.causal.edges import edge_attribution
@@ -67,37 +67,10 @@ from interp.reading.weights import (
     token_directions,
 )
 from interp.results.result import Result
-from interp.spectral.cyclic import answer_power, fourier_basis, frequency_power
-from interp.spectral.factored import FactoredMatrix
-from interp.spectral.singular import (
-    SVD,
-    condition_number,
-    effective_rank,
-    randomized_svd,
-    spectral_gap,
-    stable_rank,
-    svd,
-)
-from interp.spectral.subspaces import (
-    alignment,
-    drift,
-    principal_angles,
-    subspace_angles,
-    subspace_overlap,
-    subspace_projection,
-)
-from interp.spectral.targets import (
-    ResidualStream,
-    SVDTargets,
-    residual_stream,
-    spectra,
-    svd_targets,
-    wvwo,
-)
+from interp.spectral import FactoredMatrix, SVDTargets, residual_stream, spectra, svd_targets
 from interp.sweeps.sweep import sweep
 
 __all__ = [
-    "SVD",
     "Activation",
     "Circuit",
     "Curve",
@@ -109,7 +82,6 @@ __all__ = [
     "LensReadout",
     "Metric",
     "Pairs",
-    "ResidualStream",
     "Result",
     "SVDTargets",
     "SingularTokens",
@@ -117,28 +89,21 @@ __all__ = [
     "accumulated",
     "accuracy",
     "activation_patching",
-    "alignment",
-    "answer_power",
     "attribution_patching",
     "auroc",
     "circuits",
     "compare",
     "completeness",
     "composition_scores",
-    "condition_number",
     "copying_scores",
     "cross_entropy",
     "curve",
     "decompose",
     "direct_logit_attribution",
-    "drift",
     "edge_attribution",
     "edge_patching",
     "edits",
-    "effective_rank",
     "faithfulness",
-    "fourier_basis",
-    "frequency_power",
     "full_circuits",
     "graph",
     "head_scores",
@@ -153,9 +118,7 @@ __all__ = [
     "ov_circuit",
     "path_patching",
     "positional_scores",
-    "principal_angles",
     "qk_circuit",
-    "randomized_svd",
     "rank",
     "repeated_tokens",
     "residual_stream",
@@ -163,17 +126,11 @@ __all__ = [
     "run_with_cache",
     "singular_tokens",
     "spectra",
-    "spectral_gap",
-    "stable_rank",
-    "subspace_angles",
-    "subspace_overlap",
-    "subspace_projection",
-    "svd",
+    "spectral",
     "svd_targets",
     "sweep",
     "token_directions",
     "top_attributions",
     "tuned_lens",
     "verified_top",
-    "wvwo",
 ]

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import random
+import warnings
 from functools import partial
 
 import pytest
@@ -16,7 +17,9 @@ from interp import (
     accuracy,
     activation_patching,
     attribution_patching,
+    edge_attribution,
     integrated_gradients,
+    kl_divergence,
     logit_diff,
     top_attributions,
 )
@@ -264,6 +267,22 @@ def test_a_point_that_the_metric_does_not_read_has_no_effect(analysis):
     assert found.values[0].abs().min() > 0
     assert not found.values[1].any()
     assert found.about.get("steps", [1, 0])[1] == 0
+
+
+@pytest.mark.parametrize("model", [variant("pre"), variant("pre").float()], ids=["64", "32"])
+@pytest.mark.parametrize("analysis", [attribution_patching, top_attributions, edge_attribution])
+def test_a_metric_without_a_gradient_at_the_base_run_is_told(analysis, model):
+    divergence = kl_divergence(model(BASE).detach(), pos=None)
+    direction = "noising" if analysis is edge_attribution else "denoising"
+    pairs = paired(metric=divergence)
+    pairs = Pairs(BASE, TARGET, metric=divergence) if direction == "noising" else pairs
+    with pytest.warns(UserWarning, match="no gradient at the base run"):
+        found = analysis(model, pairs, direction=direction)
+    assert found.values.abs().max() < 1e-5 * found.target.mean()
+    # At the other run, and along the way, there is one.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        analysis(model, Pairs(pairs.corrupted, pairs.clean, metric=divergence), direction=direction)
 
 
 def nan_gradient(logits):

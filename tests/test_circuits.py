@@ -16,6 +16,7 @@ from interp.graph.circuits import above, greedy, random, read_mib, top, write_mi
 from tests.reference import variant
 
 GRAPH = Graph(variant("grouped"))  # 2 layers, 6 heads, 3 or 2 key heads
+WIDER = Graph(variant("grouped", d_mlp=11))
 EDGES = GRAPH.edges
 
 
@@ -144,8 +145,9 @@ def test_a_file_gives_back_the_circuit(tmp_path):
     assert again == circuit
     assert again.found_on == {"ab", "cd"}
     assert torch.equal(again.scores[GRAPH.allowed], scores.mean().double())
-    with pytest.raises(ValueError, match="of this graph"):
-        Circuit.load(tmp_path / "circuit", Graph(variant("pre")))
+    for other in (Graph(variant("pre")), WIDER):
+        with pytest.raises(ValueError, match="of this graph"):
+            Circuit.load(tmp_path / "circuit", other)
 
 
 def test_the_format_of_mib(tmp_path):
@@ -214,14 +216,21 @@ def test_pairs_are_recognised_by_their_real_tokens():
         (lambda: Circuit(GRAPH, []).without("m7"), UnknownNameError, "m1"),
         (lambda: Circuit(GRAPH, torch.ones(2, 3).bool()), ValueError, "writer, reader"),
         (lambda: Circuit(GRAPH, [], GRAPH.allowed / 0), ValueError, "finite"),
-        (lambda: Circuit(GRAPH, []) | Circuit(Graph(variant("pre")), []), ValueError, "one graph"),
+        (
+            lambda: Circuit(GRAPH, []) | Circuit(Graph(variant("pre")), []),
+            ValueError,
+            "other nodes",
+        ),
         (lambda: top(GRAPH, scored(), len(EDGES) + 1), ValueError, str(len(EDGES))),
         (lambda: random(GRAPH, -1), ValueError, str(len(EDGES))),
         (lambda: Circuit(GRAPH, GRAPH.allowed.float()), ValueError, "boolean"),
         (lambda: greedy(GRAPH, scored(), len(EDGES) + 1), ValueError, str(len(EDGES))),
         (lambda: top(Graph(variant("pre")), scored(), 3), ValueError, "of this graph"),
+        (lambda: top(GRAPH, scored().values, 3), TypeError, "Graph and Tensor"),
+        (lambda: Circuit(GRAPH, []) - Circuit(WIDER, []), ValueError, "another config"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_input_is_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()

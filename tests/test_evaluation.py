@@ -185,7 +185,7 @@ def test_shares_must_rise_to_at_most_1(shares):
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="of this model"):
+    with pytest.raises(ValueError, match="other nodes"):
         faithfulness(variant("grouped", n_layers=3), PAIRS, Circuit(GRAPH, KEPT))
     same = Pairs(PAIRS.clean, PAIRS.clean, ANSWERS)
     with pytest.raises(ValueError, match="must differ"):

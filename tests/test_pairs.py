@@ -134,6 +134,27 @@ def test_parts_of_pairs(tokens, corrupted):
         pairs.split(share=0.1)
 
 
+def test_clean_texts_alone(tokens):
+    pairs = Pairs(tokens, spans={"a": [[1]] * 4})
+    assert (pairs.corrupted, pairs.corrupted_spans) == (None, {})
+    part = pairs[1:].to("cpu")
+    assert torch.equal(part.clean, tokens[1:])
+    assert len({*pairs.digests(), *Pairs(tokens, tokens).digests()}) == 8
+    assert "corrupted" not in repr(pairs)
+    for direction in ("noising", "denoising"):
+        with pytest.raises(ValueError, match="corrupted"):
+            pairs.texts(direction)
+
+
+def test_a_metric_of_ones_own_goes_with_the_pairs(model, tokens, corrupted):
+    metric = log_prob(3)
+    pairs = Pairs(tokens, corrupted, torch.arange(4), metric=metric)
+    assert pairs.metric is pairs[1:].metric is pairs.to("cpu").metric is metric
+    other = pairs.measured_by(lambda logits: logits[:, -1, 5])
+    assert other.metric(model(tokens)).shape == (4,)
+    assert torch.equal(other.answers, pairs.answers)
+
+
 def test_pairs_move_to_a_device(tokens, corrupted):
     pairs = Pairs(tokens, corrupted, torch.arange(4), torch.ones_like(tokens), {"a": [[1]] * 4})
     moved = pairs.to("cpu")

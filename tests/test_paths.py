@@ -126,6 +126,14 @@ def test_paths_are_two_runs_with_hooks(form, receivers, mlps):
         close(effect, answer(two_runs(model, sender, receivers, mlps)) - answer(model(CLEAN)))
 
 
+def test_one_name_stands_for_itself():
+    model, edge = made(n_layers=1), "input->m0"
+    one, several = (edge_patching(model, PAIRS, edges) for edges in (edge, [edge]))
+    assert torch.equal(one.values, several.values)
+    one, several = (path_patching(model, PAIRS, *n) for n in (("m0", "input"), (["m0"], ["input"])))
+    assert torch.equal(one.values, several.values)
+
+
 def test_senders_are_by_default_all_before_a_receiver():
     found = path_patching(made(), PAIRS, ["m0", "a1.h0<q>"])
     assert found.labels["sender"] == ("input", *(f"a0.h{h}" for h in range(6)), "m0")
@@ -151,6 +159,8 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("a1.h3<q>", lambda: edge_patching(model, PAIRS, ["input->a1.h7<q>"])),
         ("later", lambda: edge_patching(model, PAIRS, ["m1->a1.h0<q>"])),
         ("at least one", lambda: edge_patching(model, PAIRS, [])),
+        ("must be names.*Pairs", lambda: edge_patching(model, PAIRS, answer)),
+        ("must be names.*Pairs", lambda: path_patching(model, PAIRS, answer)),
         ("a2.h1", lambda: path_patching(model, PAIRS, ["a2.h1q"])),
         ("writer|sender", lambda: path_patching(model, PAIRS, senders=["a9.h1"])),
         ("before", lambda: path_patching(model, PAIRS, ["m1"], ["m1"])),
@@ -158,7 +168,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("correspond", lambda: path_patching(model, apart)),
         ("mlps", lambda: path_patching(model, PAIRS, mlps="kept")),
     ):  # fmt: skip
-        with pytest.raises((ValueError, UnknownNameError), match=error):
+        with pytest.raises((ValueError, TypeError, UnknownNameError), match=error):
             call()
     with HookedRunner(model).hooks({"*.z": lambda z, point: z}), pytest.raises(HookError):
         path_patching(model, PAIRS)

@@ -11,7 +11,15 @@ from hooks.names import layers as by_layer
 from hooks.session import Session
 from interp.gradients.attention import Attention, OtherKeys, OtherQueries
 from interp.gradients.backward import Gradients
-from interp.gradients.estimates import Contrast, contrast, effects, joined, others, summed
+from interp.gradients.estimates import (
+    Contrast,
+    contrast,
+    effects,
+    joined,
+    others,
+    summed,
+    warn_of_flat,
+)
 from interp.pairs import Direction, Pairs
 from interp.results.result import Result
 from interp.sites import Choice, Some
@@ -34,9 +42,7 @@ def attribution_patching(
 
     All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
     Patching"). The estimate is exact where the metric is linear in the value. It can be far off
-    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`. A metric
-    that is smallest at the base run, such as `kl_divergence` from that run, has no gradient there: every
-    estimate is 0. Use `integrated_gradients` then.
+    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`.
 
     Two options are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing
     LLM behaviour to components").
@@ -66,7 +72,8 @@ def attribution_patching(
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: where the metric does not depend on a point at all. Effects there are 0.
+        UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if the metric is
+            smallest at the base run, as `kl_divergence` from that run is: it has no gradient there.
     """
     if qk_correction and site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
@@ -101,6 +108,7 @@ def attribution_patching(
 
     for n, without in enumerate(dropped, 1):
         run.backward(receive, without, last=n == len(dropped))
+    warn_of_flat(run, 3)
     options = {"qk_correction": qk_correction, "grad_drop": grad_drop}
     parts = ["attribution", *(option for option, on in options.items() if on)]
     about: dict[str, Any] = {"estimate": " with ".join(parts)}

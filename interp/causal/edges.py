@@ -10,6 +10,7 @@ from hooks.errors import unknown_name
 from interp.gradients.backward import Gradients
 from interp.gradients.edge_paths import Found, Paths
 from interp.gradients.edge_scores import Scores, positions
+from interp.gradients.estimates import warn_of_flat
 from interp.gradients.trapezoid import Steps, check_steps
 from interp.graph import Graph
 from interp.pairs import Direction, Pairs
@@ -91,6 +92,8 @@ def edge_attribution(
     start = Gradients(runner, edited, metric, scores.names)
     scores.base, base = start.values, start.base
     found = Found(scores.of_all(start))
+    if method == "eap":
+        warn_of_flat(start, 4)
     del start
     if method != "eap":
         size = (target - base).abs().mean()

@@ -253,9 +253,6 @@ class _Runs:
         graph = circuit.graph
         apart = "input" not in graph.writers
         self._masked = MaskedRuns(model, pairs, source, apart=apart, max_bytes=max_bytes)
-        own = self._masked.graph
-        if (own.writers, own.readers) != (graph.writers, graph.readers):
-            raise ValueError("the circuit must be of this model; it has other nodes")
         whole = _whole(circuit)
         self.none, self.whole = self(whole - whole), self(whole)
         gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())

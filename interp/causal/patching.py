@@ -81,7 +81,11 @@ def activation_patching(
         return replace(effects, about={**effects.about, "site": site, "edit": repr(edit)})
     runs = two_runs(runner, pairs, direction, names.values())
     effects = patched(model, runs.edited, runs.source, runs.cache, runs.metric, choice, **limits)
-    return replace(effects, target=runs.target, about={**effects.about, "direction": direction})
+    return replace(
+        effects,
+        target=runs.target,
+        about={**effects.about, "direction": direction, "texts": pairs.digests()},
+    )
 
 
 def patched(

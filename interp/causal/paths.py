@@ -1,6 +1,7 @@
 """Edge and path patching: how the metric changes when a value of one run is carried along some paths only."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from hooks.errors import unknown_name
 from interp.graph.carried import Carrier
+from interp.graph.nodes import listed
 from interp.pairs import Direction, Pairs
 from interp.results.result import Result
 
@@ -16,7 +18,7 @@ from interp.results.result import Result
 def edge_patching(
     model: nn.Module,
     pairs: Pairs,
-    edges: Iterable[str] | None = None,
+    edges: str | Iterable[str] | None = None,
     *,
     direction: Direction = "noising",
     apart: bool = False,
@@ -33,7 +35,7 @@ def edge_patching(
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: see `activation_patching`.
-        edges: the names of the edges; all by default, which is many runs: see `edge_attribution`.
+        edges: the name of one edge, or of several; all by default, which is many runs: see `edge_attribution`.
         direction: noising edits the clean run, as circuits do; denoising the corrupted one.
         apart: whether token and position embeddings are writers of their own; see `Graph`.
         max_bytes: bounds the memory beyond the model, two runs and what their writers add.
@@ -50,7 +52,7 @@ def edge_patching(
     """
     runs = Carrier(model, pairs, direction, max_bytes, apart)
     graph = runs.graph
-    names = graph.edges if edges is None else tuple(edges)
+    names = graph.edges if edges is None else listed(edges, "edges")
     if not names:
         raise ValueError("edges must be at least one; got none")
     places = [graph.index(name) for name in names]
@@ -67,8 +69,8 @@ def edge_patching(
 def path_patching(
     model: nn.Module,
     pairs: Pairs,
-    receivers: Sequence[str] = ("logits",),
-    senders: Sequence[str] | None = None,
+    receivers: str | Iterable[str] = "logits",
+    senders: str | Iterable[str] | None = None,
     *,
     mlps: Literal["recomputed", "frozen"] = "recomputed",
     direction: Direction = "noising",
@@ -102,6 +104,8 @@ def path_patching(
         raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")
     runs = Carrier(model, pairs, direction, max_bytes, apart)
     graph = runs.graph
+    receivers = listed(receivers, "receivers")
+    senders = None if senders is None else listed(senders, "senders")
     for what, given, known in (
         ("receiver", receivers, graph.readers),
         ("sender", senders or (), graph.writers),
@@ -114,9 +118,7 @@ def path_patching(
     at = {graph.readers.index(name) for name in receivers}
     reached = graph.allowed[:, [*at]].any(1)
     if senders is None:
-        senders = [
-            name for name, is_reached in zip(graph.writers, reached, strict=True) if is_reached
-        ]
+        senders = tuple(itertools.compress(graph.writers, reached.tolist()))
     places = [graph.writers.index(name) for name in senders]
     unread = [graph.writers[place] for place in places if not reached[place]]
     if unread or not places:

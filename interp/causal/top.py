@@ -11,7 +11,7 @@ from hooks.names import layers as by_layer
 from hooks.transfer import to_device
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
-from interp.gradients.estimates import require_numbers, warn_of_unread
+from interp.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
 from interp.pairs import Direction, Pairs
 from interp.protocol import runner_of
 from interp.results.result import Result
@@ -49,7 +49,7 @@ def top_attributions(
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: where the metric does not depend on a point at all. Effects there are 0.
+        UserWarning: as `attribution_patching` does.
     """
     runner = runner_of(model)
     if k < 1:
@@ -82,6 +82,7 @@ def top_attributions(
         read.add(name)
 
     run.backward(receive)
+    warn_of_flat(run, 3)
     warn_of_unread([name for name in names if name not in read], 3)
     return Result(
         kept.values,

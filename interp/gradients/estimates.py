@@ -13,6 +13,7 @@ from hooks import ActivationCache, HookedRunner, Point
 from hooks.transfer import to_device
 from interp import edits
 from interp.columns import at_least_float32
+from interp.gradients.backward import Gradients
 from interp.metrics import Metric
 from interp.pairs import Direction, Pairs
 from interp.protocol import runner_of
@@ -91,6 +92,16 @@ def warn_of_unread(names: Sequence[str], stacklevel: int) -> None:
         warnings.warn(without, stacklevel=stacklevel)
 
 
+def warn_of_flat(run: Gradients, stacklevel: int) -> None:
+    """Warns if the metric has no gradient at the base run; `stacklevel` as in `warnings.warn`, called here."""
+    if run.is_flat():
+        warnings.warn(
+            "the metric has no gradient at the base run, where it is smallest or largest: these estimates are "
+            "rounding. integrated_gradients, or method='eap_ig_inputs' of edges, takes gradients along the way",
+            stacklevel=stacklevel,
+        )
+
+
 def contrast(
     model: nn.Module,
     pairs: Pairs,
@@ -117,6 +128,7 @@ def contrast(
         "metric": repr(runs.metric),
         "site": choice.site,
         "direction": direction,
+        "texts": pairs.digests(),
     }
     if "layer" not in places:
         about["layer"] = next(iter(names))

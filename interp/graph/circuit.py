@@ -91,7 +91,9 @@ class Circuit:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Circuit):
             return NotImplemented
-        return _nodes(self) == _nodes(other) and torch.equal(self.kept, other.kept)
+        ours, theirs = self.graph, other.graph
+        same = (ours.writers, ours.readers) == (theirs.writers, theirs.readers)
+        return same and torch.equal(self.kept, other.kept)
 
     __hash__ = None  # type: ignore[assignment]  # as of other sets
 
@@ -179,7 +181,7 @@ class Circuit:
         Raises:
             FileNotFoundError: if there is no such directory.
         """
-        facts = {"nodes": _nodes(self), "found_on": sorted(self.found_on)}
+        facts = {"graph": self.graph.identity, "found_on": sorted(self.found_on)}
         storage.save(Path(path), _FORMAT, {"kept": self.kept, "scores": self.scores}, facts)
 
     @classmethod
@@ -192,17 +194,15 @@ class Circuit:
             ValueError: if it is of another graph.
         """
         with storage.opened(Path(path), _FORMAT) as (tensors, facts):
-            nodes, found_on = facts["nodes"], frozenset(facts["found_on"])
-        if nodes != [[*graph.writers], [*graph.readers]]:
-            raise ValueError(f"the circuit in {path} must be of this graph; it has other nodes")
+            identity, found_on = facts["graph"], frozenset(facts["found_on"])
+        graph.require(identity)
         return cls(graph, tensors["kept"], tensors["scores"], found_on)
 
     def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
         return Circuit(self.graph, kept, self.scores, self.found_on.union(found_on))
 
     def _table_of(self, other: "Circuit") -> Tensor:
-        if _nodes(self) != _nodes(other):
-            raise ValueError("both circuits must be of one graph; these have other nodes")
+        self.graph.require(other.graph.identity)
         return other.kept
 
     def __repr__(self) -> str:
@@ -211,10 +211,6 @@ class Circuit:
             f"Circuit: {len(self)} of {int(self.graph.allowed.sum())} edges, "
             f"{len(self.nodes)} of {every} nodes"
         )
-
-
-def _nodes(circuit: Circuit) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return circuit.graph.writers, circuit.graph.readers
 
 
 def largest(

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from hooks import CacheError, HookedRunner, HookError
+from hooks import ActivationCache, CacheError, HookedRunner, HookError, storage
 from hooks.errors import unknown_name
 from hooks.session import is_listened_to
 from interp.columns import like, real_of
@@ -154,6 +154,23 @@ class Graph:
             mask[self.index(edge)] = 0
         return mask
 
+    @cached_property
+    def identity(self) -> list[Any]:
+        """What two graphs of equal models share: the nodes, and the hash of the configuration."""
+        return [[*self.writers], [*self.readers], storage.config_hash(self.model)]
+
+    def require(self, identity: list[Any]) -> None:
+        """Refuses the identity of another graph.
+
+        Raises:
+            ValueError: if its nodes are others, or the configuration of its model.
+        """
+        if identity != self.identity:
+            what = (
+                "other nodes" if identity[:2] != self.identity[:2] else "a model of another config"
+            )
+            raise ValueError(f"a circuit must be of this graph; got one of {what}")
+
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
@@ -163,8 +180,11 @@ class Graph:
             cache: values of a run at the points `needed`, eager or lazy.
 
         Raises:
-            CacheError: if the cache lacks a point, or the contributions do not add up to its stream.
+            CacheError: if the cache lacks a point, is of another model, or the contributions do not add up to
+                its stream.
         """
+        if isinstance(cache, ActivationCache):
+            cache.require_weights_of(self.model)
         lacking = [name for name in self.needed if name not in cache]
         if lacking:
             raise CacheError(

@@ -12,6 +12,7 @@ from hooks import ActivationCache
 from hooks.session import Session
 from hooks.transfer import all_to_device, to_device
 from interp.columns import real_of
+from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.metrics import evaluate
@@ -20,7 +21,8 @@ from interp.sweeps.rows import Batch
 from interp.texts import Text, are_aligned
 
 Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
-"""For each edge how much of it is replaced: 0 none, 1 all. Entries that are no edge do not count."""
+"""For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no edge do not
+count."""
 
 Source = Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
 """Where replaced values come from: the other text of each pair, another run of texts with the same positions,
@@ -49,8 +51,8 @@ def run_circuit(
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts. Corrupted ones are needed if the source is `pair`.
-        circuit: the edges to keep, by name, or a mask of the edges to replace. Gradients flow to a mask; freeze
-            the model's weights if theirs are not wanted.
+        circuit: the edges to keep, as a `Circuit` or by name, or a mask of the edges to replace. Gradients flow
+            to a mask; freeze the model's weights if theirs are not wanted.
         source: where replaced values come from; see `Source`.
         direction: noising runs the clean texts, denoising the corrupted ones.
         apart: see `Graph`.
@@ -58,7 +60,7 @@ def run_circuit(
             recorded. Examples that do not fit together run one after another.
 
     Raises:
-        ValueError: if mask or source do not fit, a source for all examples meets padding on the left, or
+        ValueError: if circuit, mask or source do not fit, a source for all examples meets padding on the left, or
             `max_bytes` is too small for one example.
         UnknownNameError: if the circuit has a node that the model lacks.
         HookError: if hooks act on the model, because a value is not computed once here.
@@ -146,6 +148,8 @@ class MaskedRuns:
 
     def _mask(self, circuit: Mask | Iterable[str]) -> Tensor:
         """The mask of what is replaced, 0 where there is no edge."""
+        if isinstance(circuit, Circuit):
+            self.graph.require(circuit.graph.identity)
         mask = circuit if isinstance(circuit, Tensor) else self.graph.mask(circuit)
         shape, n_pos = self.graph.allowed.shape, self.text.tokens.shape[1]
         if mask.shape not in (shape, (*shape, n_pos)):
@@ -153,8 +157,12 @@ class MaskedRuns:
                 f"a mask must be [writer, reader], {[*shape]}, or with a last axis of {n_pos} positions; "
                 f"got {[*mask.shape]}"
             )
-        if not mask.isfinite().all():
-            raise ValueError("a mask must be of finite numbers; got others")
+        if mask.dtype == torch.bool:
+            raise ValueError(
+                "a mask must be of numbers, 1 where an edge is replaced; got booleans: give the Circuit itself"
+            )
+        if not ((mask >= 0) & (mask <= 1)).all():
+            raise ValueError("a mask must be of numbers from 0 to 1; got others")
         weight = self._model.blocks[0].attn.W_O
         mask = to_device(mask, weight.device).to(weight.dtype)
         allowed = to_device(self.graph.allowed, weight.device)

@@ -127,6 +127,18 @@ def layer_of(n: int, block: Any, writers: dict[str, int], readers: dict[str, int
     return Layer(attention, heads, bias, q, k, v, mlp)
 
 
+def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
+    """Names of nodes or edges; one stands for itself.
+
+    Raises:
+        TypeError: if they are something else.
+    """
+    several = (names,) if isinstance(names, str) else names
+    if not isinstance(several, Iterable):
+        raise TypeError(f"{what} must be names; got {names!r} (a metric belongs into Pairs)")
+    return tuple(several)
+
+
 def add(nodes: dict[str, int], time: int, names: Iterable[str]) -> slice:
     """Adds nodes that write or read at a time, and returns their places."""
     start = len(nodes)
