@@ -9,7 +9,7 @@ walks, in a window that slides by one token:
 - events: how far it turns, and how much the singular values change, from one window to the next. Windows
   with their newest token in an event window, [jumper, jumper + delay + buffer], are compared with others.
 
-Differences have 95% intervals from a bootstrap over walks. They are also shown for the untrained model:
+Differences have 95% intervals over walks. They are also shown for the untrained model:
 effects that it shows too do not come from training.
 
 With the default sizes it takes two minutes. The graph has four regions of --vertices together, the model reads
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         "--vertices", type=int, default=120, help="of the graph, which are the tokens (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=3000, help="training steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="for graph, walks, model and bootstrap")
+    parser.add_argument("--seed", type=int, default=0, help="for graph, walks and model")
     parser.add_argument(
         "--walks", type=int, default=48, help=f"held-out walks, at least {FEWEST} (%(default)s)"
     )
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> None:
     checkpoints = train_with_checkpoints(model, training, config, out, options.resume)
 
     width = model.config.d_model
-    setting = Setting(graph, options.window, options.delay, BUFFER, width, TOP, seed)
+    setting = Setting(graph, options.window, options.delay, BUFFER, width, TOP)
     try:
         look(setting, checkpoints, held_out, out, f"{name}, {options.steps} steps, seed {seed}")
     except KeyboardInterrupt:

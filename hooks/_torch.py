@@ -1,10 +1,11 @@
 """The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,10 @@ from torch.nn.modules.module import (
 # PyTorch has no function that says whether activation checkpointing runs; its file on the stack does.
 from torch.utils import checkpoint
 
-# Tensors that hold other tensors have no memory of their own.
+# To count the bytes of tensors. And tensors that hold other tensors have no memory of their own.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
@@ -243,12 +245,38 @@ def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]
     return function
 
 
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside this `with` that are alive at the same time.
+def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
+    """A function that runs with gradients off, like one under `torch.no_grad()`.
 
-    Attributes:
-        peak: the largest number so far.
+    An interrupt cannot leave them off: nothing comes between these calls and the `try`. In the `with` of
+    `no_grad` much does, and no public function that switches is a single step.
     """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
+
+
+def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
+    """What `run()` returns, and the most bytes of tensors made there that were alive at the same time."""
+    mode = PeakBytes()
+    # Not `with mode`: an interrupt could come while it begins or ends, and the mode would stay.
+    try:
+        torch._C._push_on_torch_dispatch_stack(mode)
+        return run(), mode.peak
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts bytes; `peak` is the largest number so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no annotation there

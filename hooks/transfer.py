@@ -1,20 +1,19 @@
 """Copies between the CPU and an accelerator, and checks of values there, that do not stop the host."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hooks.point import mapped
+from hooks.scoped import Scoped
 
-_TRUSTED = ContextVar("trusted", default=False)
+_TRUSTED = Scoped("trusted", False)
 
 
-@contextmanager
-def trusted() -> Iterator[None]:
+def trusted() -> AbstractContextManager[None]:
     """Skips checks that read the numbers of tokens and masks; shapes and types are still checked.
 
     On an accelerator each such check waits for the device. This is for callers whose tokens and masks
@@ -26,11 +25,7 @@ def trusted() -> Iterator[None]:
     ...     model(torch.tensor([[3, 0, 6]]), attention_mask=torch.tensor([[0, 1, 1]])).shape
     torch.Size([1, 3, 7])
     """
-    token = _TRUSTED.set(True)
-    try:
-        yield
-    finally:
-        _TRUSTED.reset(token)
+    return _TRUSTED.set(True)
 
 
 def is_trusted() -> bool:

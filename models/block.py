@@ -111,10 +111,9 @@ class Block(ByConfig):
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
-        resid = self.resid_mid(resid + attn_out)
-        mlp_out = self.mlp_out(self.ln2_post(self.mlp(self.ln2(resid))))
-        return self.resid_post(resid + mlp_out)
+        attention, mlp = self.branches
+        resid = self.resid_mid(resid + attention(resid, context))
+        return self.resid_post(resid + mlp(resid))
 
 
 class PostNormBlock(Block, when=lambda config: config.norm_place == "post"):
@@ -139,8 +138,9 @@ class PostNormBlock(Block, when=lambda config: config.norm_place == "post"):
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        resid = self.resid_mid(self.ln1(resid + self.attn_out(self.attn(resid, context))))
-        return self.resid_post(self.ln2(resid + self.mlp_out(self.mlp(resid))))
+        attention, mlp = self.branches
+        resid = self.resid_mid(self.ln1(resid + attention(resid, context)))
+        return self.resid_post(self.ln2(resid + mlp(resid)))
 
 
 class ParallelBlock(Block, when=lambda config: config.parallel):
@@ -156,9 +156,8 @@ class ParallelBlock(Block, when=lambda config: config.parallel):
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
-        mlp_out = self.mlp_out(self.ln2_post(self.mlp(self.ln2(resid))))
-        return self.resid_post(resid + attn_out + mlp_out)
+        attention, mlp = self.branches
+        return self.resid_post(resid + attention(resid, context) + mlp(resid))
 
 
 class AttentionBlock(Block, when=lambda config: config.mlp == "none"):
@@ -174,5 +173,5 @@ class AttentionBlock(Block, when=lambda config: config.mlp == "none"):
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
-        return self.resid_post(resid + attn_out)
+        (attention,) = self.branches
+        return self.resid_post(resid + attention(resid, context))

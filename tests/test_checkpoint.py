@@ -149,11 +149,7 @@ def test_weights_are_of_a_type_that_models_run_in(saved, dtype):
 
 def test_damaged_weights_are_errors(saved):
     path = saved / "model.safetensors"
-    whole, weights = path.read_bytes(), load_file(path)
-    for length in (0, 100, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="model.safetensors"):
-            load(saved)
+    weights = load_file(path)
     for shape in ((2, 3), (10, 30), (300,)):
         save_file(weights | {"blocks.0.attn.qkv.weight": torch.zeros(shape)}, path)
         with pytest.raises(ValueError, match=r"\[30, 10\] .*blocks.0.attn.qkv.weight") as caught:
@@ -279,7 +275,7 @@ def test_a_bin_file_runs_nothing(saved, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # of torch.load, about damage
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_a_flipped_bit_is_refused_or_changes_no_weight(form, tmp_path):
+def test_damage_is_refused_or_changes_no_weight(form, tmp_path):
     sizes = dict(vocab_size=2, n_ctx=2, n_layers=1, n_heads=1, d_model=2, d_mlp=1)
     model = randomised(TransformerConfig(**sizes, norm="none", final_norm=False))
     save(tmp_path, model)
@@ -291,26 +287,23 @@ def test_a_flipped_bit_is_refused_or_changes_no_weight(form, tmp_path):
     whole, refused, draw = path.read_bytes(), 0, random.Random(0)
     attributes = whole.find(b"PK\1\2", whole.find(b"data/0PK")) + 38  # of a record of weights
     places = {(draw.randrange(len(whole)), draw.randrange(8)) for _ in range(400)}
-    for at, bit in places | ({(attributes, 4)} if form == "bin" else set()):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+    places |= {(attributes, 4)} if form == "bin" else set()
+    flipped = (whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :] for at, bit in places)
+    cut = (b"", whole[:50], whole[:-900], whole[:-1], b"no file of weights at all")
+    for content in (*flipped, *cut):
+        path.write_bytes(content)
         try:
             loaded = load(tmp_path).state_dict()
-        except ValueError:
-            refused += 1
+        except ValueError as error:
+            refused += path.name in str(error)
         else:
             assert all(torch.equal(loaded[name], value) for name, value in expected.items())
     assert refused > 100
 
 
-def test_damaged_bin_files_are_errors(saved):
+def test_bin_files_hold_tensors_by_names(saved):
     (saved / "model.safetensors").unlink()
     path = saved / "pytorch_model.bin"
-    torch.save({"ln_final.bias": torch.zeros(1000)}, path)
-    whole = path.read_bytes()
-    for content in (b"", whole[:50], whole[:-1000], b"no pickle at all"):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="pytorch_model.bin"):
-            load(saved)
     for other in ([torch.zeros(1)], {5: torch.zeros(1)}, {"ln_final.bias": "text"}):
         torch.save(other, path)
         with pytest.raises(ValueError, match="pytorch_model.bin .*list|5|ln_final.bias"):

@@ -96,11 +96,6 @@ def test_every_field_has_an_effect(name):
     assert first_difference(randomised(base), randomised(base.replace(**{name: value}))) == what
 
 
-def test_equal_configs_differ_in_nothing():
-    base = TransformerConfig(**SIZES)
-    assert first_difference(randomised(base), randomised(base)) == "nothing"
-
-
 # --- errors
 
 

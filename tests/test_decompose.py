@@ -284,6 +284,18 @@ def test_tokens_and_directions_of_all_examples_of_each_and_of_each_position():
     torch.testing.assert_close(found.values.sum(0), logit.T.detach())
 
 
+def test_the_last_position_is_the_last_real_token(model, tokens):
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = mask[2, -3:] = 0
+    last = torch.tensor([6, 6, 3, 6][: len(tokens)])
+    _, cache = run_with_cache(model, tokens, attention_mask=mask)
+    whole = direct_logit_attribution(model, cache, right=3).values
+    found = direct_logit_attribution(model, cache, right=3, pos=-1).values
+    torch.testing.assert_close(found, whole[:, last, range(len(tokens))])
+    with pytest.raises(ValueError, match="padding"):
+        direct_logit_attribution(model, cache, right=3, pos=5)
+
+
 def test_some_positions_and_inference_mode_give_the_same(model, tokens):
     _, cache = run_with_cache(model, tokens)
     whole = direct_logit_attribution(model, cache, right=3).values
@@ -375,8 +387,6 @@ def test_a_cache_of_another_run_is_refused(model, tokens, unchecked):
     for wrong in (-1, VOCAB):
         with pytest.raises(ValueError, match=f"targets.*{wrong}"):
             logit_lens(model, cache, targets=torch.full_like(tokens, wrong))
-    with pytest.raises(ValueError, match="tokens must have"):
-        decompose(model, cache, tokens[:, 1:])
     for part in ({"batch": 0}, {"pos": -1}):
         with pytest.raises(CacheError, match="batch, pos, d_model"):
             decompose(model, cache.at(**part))

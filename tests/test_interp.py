@@ -76,7 +76,7 @@ def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, mo
     unembed, sizes = model.unembed, []
     monkeypatch.setattr(model, "unembed", lambda x: sizes.append(x.shape) or unembed(x))
     targets = tokens.roll(-1, 1)
-    lens = logit_lens(model, cache, tokens, targets=targets, top_k=4)
+    lens = logit_lens(model, cache, targets=targets, top_k=4)
     # Five positions at most, though batch and pos make 28.
     assert {size[:2] for size in sizes} == {(4, 5), (4, 3)}
     expected = predictions(model, tokens)

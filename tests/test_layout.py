@@ -113,18 +113,17 @@ PUBLIC = {
         center config_of evaluate fold_norms from_hf generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
         stream train trusted verify""",
-    "interp": """Activation Circuit Curve Decomposition FactoredMatrix FullCircuits JacobianLens LanguageModel
-        LensReadout Metric Pairs ResidualStream Result SVD SVDTargets SingularTokens TunedLens
-        accumulated accuracy activation_patching alignment answer_power attribution_patching auroc
-        circuits compare completeness composition_scores condition_number copying_scores
-        cross_entropy curve decompose direct_logit_attribution drift edge_attribution edge_patching
-        edits effective_rank faithfulness fourier_basis frequency_power full_circuits graph
-        head_scores integrated_gradients jacobian_lens kl_divergence log_prob logit_diff logit_lens
-        max_activating minimality ov_circuit path_patching positional_scores principal_angles
-        qk_circuit randomized_svd rank repeated_tokens residual_stream run_circuit run_with_cache
-        singular_tokens spectra spectral_gap stable_rank subspace_angles subspace_overlap
-        subspace_projection svd svd_targets sweep token_directions top_attributions tuned_lens
-        verified_top wvwo""",
+    "interp": """Activation Circuit Curve Decomposition FactoredMatrix FullCircuits
+        JacobianLens LanguageModel LensReadout Metric Pairs Result SVDTargets
+        SingularTokens TunedLens accumulated accuracy activation_patching
+        attribution_patching auroc circuits compare completeness composition_scores
+        copying_scores cross_entropy curve decompose direct_logit_attribution
+        edge_attribution edge_patching edits faithfulness full_circuits graph head_scores
+        integrated_gradients jacobian_lens kl_divergence log_prob logit_diff logit_lens
+        max_activating minimality ov_circuit path_patching positional_scores qk_circuit
+        rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
+        spectra spectral svd_targets sweep token_directions top_attributions tuned_lens
+        verified_top""",
 }
 
 

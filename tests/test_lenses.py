@@ -202,7 +202,7 @@ def test_each_text_is_read_before_any_is_read_again():
 
 def kl_of(model, tokens, lens=None):
     _, cache = run_with_cache(model, tokens, names=["*.resid_pre", "*.resid_post"])
-    return logit_lens(model, cache, tokens, lens=lens, top_k=1).kl.mean((1, 2))
+    return logit_lens(model, cache, lens=lens, top_k=1).kl.mean((1, 2))
 
 
 def test_both_lenses_find_a_planted_map():

@@ -9,21 +9,18 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, CacheError
-from interp import (
+from interp import residual_stream, run_with_cache, spectra, svd_targets
+from interp.spectral import (
     alignment,
     condition_number,
     drift,
     effective_rank,
     principal_angles,
     randomized_svd,
-    residual_stream,
-    run_with_cache,
-    spectra,
     spectral_gap,
     stable_rank,
     subspace_angles,
     svd,
-    svd_targets,
     wvwo,
 )
 
@@ -130,18 +127,14 @@ def test_targets_are_detached_and_training_has_wvwo_only(model, tokens):
     torch.testing.assert_close(wvwo(model)[1], 3 * targets.wvwo[1])
 
 
-def test_any_module_with_the_two_weights_will_do(model, tokens):
-    """And products are taken in the wider type, here that of the weights."""
-    own = nn.Module()
-    own.W_V = nn.Parameter(randn(3, 1, 10, 5))
-    own.W_O = nn.Parameter(randn(3, 2, 5, 10))
+def test_products_are_taken_in_the_wider_type(model, tokens):
     _, cache = run_with_cache(model, tokens, mode="svd_targets")
-    targets = svd_targets(own, cache)
+    targets = svd_targets(model.double(), cache)
     assert (targets.qkt.dtype, targets.avwo.dtype) == (torch.float32, torch.float64)
-    w_v, w_o = own.W_V.detach()[2, 0], own.W_O.detach()[2, 1]
-    torch.testing.assert_close(targets.wvwo[2, 1], w_v @ w_o)
-    written = cache["pattern", 2][:, 1].double() @ cache["v", 2][:, :, 1].double() @ w_o
-    torch.testing.assert_close(targets.avwo[:, 2, 1], written)
+    w_v, w_o = model.W_V.detach()[2, -1], model.W_O.detach()[2, -1]
+    torch.testing.assert_close(targets.wvwo[2, -1], w_v @ w_o)
+    written = cache["pattern", 2][:, -1].double() @ cache["v", 2][:, :, -1].double() @ w_o
+    torch.testing.assert_close(targets.avwo[:, 2, -1], written)
 
 
 def test_caches_and_models_that_do_not_do(model, tokens):

@@ -7,15 +7,18 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner
+from hooks.pieces import real_columns
 from hooks.transfer import to_device
 from interp.columns import at_least_float32, like
 from interp.graph.graph import Graph
 from interp.linear.norms import LinearPart, is_identity, linear_part
+from interp.positions import Index, Selection
 from interp.protocol import plain
+from interp.texts import text_of
 
 # What is read of a run, but for neurons.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
@@ -66,20 +69,18 @@ class Parts:
     Args:
         model: the model of the run.
         cache: its cache.
-        tokens: its tokens; only their shape is read, for a check.
-        pos: read one column of each text: the same, or one for each. None for all columns.
+        pos: read one position of each text: the same, or one for each. None for all columns.
 
     Raises:
         CacheError: if the cache is of another model, or lost an axis.
-        ValueError: if tokens have another shape, or there is no such column.
+        SelectionError: if there is no such position, or it is padding.
     """
 
     def __init__(
         self,
         model: nn.Module,
         cache: ActivationCache,
-        tokens: Int[Tensor, "batch pos"] | None = None,
-        pos: int | Int[Tensor, " batch"] | None = None,
+        pos: Index | None = None,
     ) -> None:
         self.model: Any = plain(model, "blocks")
         self._cache, self._columns = cache, None
@@ -89,15 +90,15 @@ class Parts:
         self.dtype = cache[self.last].dtype
         if len(axes) != 1:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
-        if tokens is not None and tokens.shape != (batch, n_pos):
-            raise ValueError(
-                f"tokens must have the cache's shape, {[batch, n_pos]}; got {list(tokens.shape)}"
-            )
         if pos is not None:
-            columns = torch.as_tensor(pos, device="cpu").expand(batch)
-            if not ((columns >= -n_pos) & (columns < n_pos)).all():
-                raise ValueError(f"pos must be {-n_pos} to {n_pos - 1}; got {pos}")
-            self._columns = columns
+            text = text_of(cache)
+            mask = None if text is None else text.mask
+            # A cache of some positions has others than its mask.
+            if mask is not None and mask.shape != (batch, n_pos):
+                mask = None
+            real = None if mask is None else real_columns(mask)
+            rows = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
+            self._columns = torch.tensor(rows).expand(batch, 1)[:, 0]
 
     @cached_property
     def graph(self) -> Graph:

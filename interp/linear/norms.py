@@ -82,17 +82,18 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
 
 
 def _measured(norm: nn.Module, shape: tuple[int, ...]) -> LinearPart:
-    hooks = {
-        id(v): type(v)() for m in norm.modules() for n, v in vars(m).items() if n.endswith("hooks")
-    }
-    twin = copy.deepcopy(norm, hooks).double()  # without its hooks
-    device = next((value.device for value in twin.state_dict().values()), None)
+    # A copy in float64 and without its hooks: an interrupt cannot leave its own weights changed.
+    precise = {id(value): value.double() for value in norm.state_dict(keep_vars=True).values()}
+    attributes = [item for module in norm.modules() for item in vars(module).items()]
+    hooks = {id(held): type(held)() for name, held in attributes if name.endswith("hooks")}
+    twin = copy.deepcopy(norm, {**precise, **hooks})
+    device = next((value.device for value in precise.values()), None)
     signs = torch.ones(shape, dtype=torch.float64, device=device)
     signs[..., 1::2] = -1
     wave = torch.arange(shape[-1], dtype=torch.float64, device=device).cos().expand(shape)
     probes = torch.stack([signs, signs + 3, wave])
     # Vectors so long that the epsilon has no effect.
-    ends = twin(1e12 * torch.stack([probes, -probes])).detach().double()
+    ends = twin(1e12 * torch.stack([probes, -probes])).double()
     (shown, moved, waved), bias = (ends[0] - ends[1]) / 2, (ends[0, 0] + ends[1, 0]) / 2
     centres = torch.allclose(moved, shown, rtol=1e-4, atol=0, equal_nan=True)
     signs, wave = (x - x.mean() if centres else x for x in (signs, wave))

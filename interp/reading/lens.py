@@ -41,7 +41,6 @@ class LensReadout:
 def logit_lens(
     model: nn.Module,
     cache: ActivationCache,
-    tokens: Int[Tensor, "batch pos"] | None = None,
     *,
     lens: AffineLens | None = None,
     targets: Int[Tensor, "batch pos"] | None = None,
@@ -54,7 +53,6 @@ def logit_lens(
     Args:
         model: the model of the run, with `unembed` and `config`.
         cache: the cache of a run that kept every `resid_pre` and the last `resid_post`.
-        tokens: the tokens of the run; only their shape is read, for a check.
         lens: a map of each layer's stream before the unembedding, from `tuned_lens` or `jacobian_lens`;
             None for the stream as it is.
         targets: tokens to follow through the layers; by default those that the model predicts.
@@ -63,7 +61,7 @@ def logit_lens(
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
         CacheError: if the cache is of another model, or lacks the stream of some layer.
-        ValueError: if tokens or targets do not have the cache's shape, a target is not in the vocabulary, or
+        ValueError: if targets do not have the cache's shape, one is not in the vocabulary, or
             the lens is of another model.
     """
     vocab = of(model, "unembed", "config").config.vocab_size
@@ -71,11 +69,10 @@ def logit_lens(
         lens.check(model)
     streams = _streams(model, cache)
     shape = streams.shape[1:3]
-    for name, given in (("tokens", tokens), ("targets", targets)):
-        if given is not None and given.shape != shape:
-            raise ValueError(
-                f"{name} must have the cache's shape, {list(shape)}; got {list(given.shape)}"
-            )
+    if targets is not None and targets.shape != shape:
+        raise ValueError(
+            f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"
+        )
     followed = None if targets is None else targets.flatten()
     if followed is not None and followed.numel():
         least, most = followed.aminmax()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
@@ -84,9 +84,7 @@ def wvwo(model: nn.Module) -> Float[Tensor, "layer head d_model d_model"]:
 
 
 @torch.no_grad()
-def svd_targets(
-    model: nn.Module, cache: ActivationCache, tokens: Int[Tensor, "batch pos"] | None = None
-) -> SVDTargets:
+def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
     Products have the wider dtype of cache and weights, and are computed on the cache's device.
@@ -94,7 +92,6 @@ def svd_targets(
     Args:
         model: the model of that run.
         cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
-        tokens: the tokens of the run; not read here.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import PeakBytes
+from hooks._torch import peak_bytes
 from hooks.point import inside
 from hooks.session import Edits
 from hooks.transfer import to_device, trusted
@@ -99,15 +99,15 @@ class Resumed:
         # One block stands for all: the one with the most edits.
         layer = max(range(len(self._inside)), key=lambda n: len(self._inside[n] & edited))
         copying: Edits = [(module, copied) for module in edited]
-        with PeakBytes() as block, acting(copying):
-            self.model.run_block(layer, base.streams[layer], base.contexts[layer])
+        with acting(copying):
+            _, block = peak_bytes(
+                lambda: self.model.run_block(layer, base.streams[layer], base.contexts[layer])
+            )
         stream = base.streams[-1]
-        whole = any(job.late for job in jobs)
-        with PeakBytes() as unembed:
-            self.model.unembed(stream if whole else self.batch.read(stream))
-        with PeakBytes() as metric:
-            self.batch.measure(base.logits)
-        return block.peak, unembed.peak + base.logits.nbytes, metric.peak
+        stream = stream if any(job.late for job in jobs) else self.batch.read(stream)
+        _, unembed = peak_bytes(lambda: self.model.unembed(stream))
+        _, metric = peak_bytes(lambda: self.batch.measure(base.logits))
+        return block, unembed + base.logits.nbytes, metric
 
     def _together(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """The runs that begin at the same position, by layer. Small groups begin earlier, with another."""
