@@ -114,7 +114,7 @@ def attribution_patching(
     about: dict[str, Any] = {"estimate": " with ".join(parts)}
     if grad_drop:
         about["signed"] = False
-    return runs.joined(found, run.base, **about)
+    return runs.of_layers(found, run.base, **about)
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:

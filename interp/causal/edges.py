@@ -11,7 +11,7 @@ from interp.gradients.backward import Gradients
 from interp.gradients.edge_paths import Found, Paths
 from interp.gradients.edge_scores import Scores, positions
 from interp.gradients.estimates import warn_of_flat
-from interp.gradients.trapezoid import Steps, check_steps
+from interp.gradients.trapezoid import Steps
 from interp.graph import Graph
 from interp.pairs import Direction, Pairs
 from interp.results.result import Result
@@ -82,7 +82,6 @@ def edge_attribution(
     """
     if method not in METHODS:
         raise unknown_name(method, METHODS, "method")
-    check_steps(steps)
     graph = Graph(model, apart)
     runner = graph.runner()
     runs = two_runs(runner, pairs, direction, graph.needed)

@@ -14,7 +14,7 @@ from interp import edits
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
 from interp.gradients.estimates import Contrast, contrast, effects
-from interp.gradients.trapezoid import Steps, averaged, check_steps
+from interp.gradients.trapezoid import Steps, averaged
 from interp.pairs import Direction, Pairs
 from interp.protocol import runner_of
 from interp.results.result import Result
@@ -63,7 +63,6 @@ def integrated_gradients(
     Warns:
         UserWarning: if a gap is larger than the tolerance.
     """
-    check_steps(steps)
     names = None
     if site == "embed":
         over, names = ("pos",) if over is None else over, _embeddings(model, layers)
@@ -84,7 +83,7 @@ def integrated_gradients(
         found[name] = path.effects
         taken.append(path.steps)
         gaps.append(path.gap)
-    result = runs.joined(
+    result = runs.of_layers(
         found,
         start.base,
         estimate="integrated gradients",

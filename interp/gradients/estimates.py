@@ -32,7 +32,7 @@ class Contrast(TwoRuns):
     names: Mapping[int, str]
     places: Mapping[str, list[Place]]
 
-    def joined(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
+    def of_layers(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
         """The effects of all layers together.
 
         Args:

@@ -85,8 +85,7 @@ class Circuit:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Circuit):
             return NotImplemented
-        ours, theirs = self.graph, other.graph
-        same = (ours.writers, ours.readers) == (theirs.writers, theirs.readers)
+        same = self.graph.identity == other.graph.identity
         return same and torch.equal(self.kept, other.kept)
 
     __hash__ = None  # type: ignore[assignment]  # as of other sets
