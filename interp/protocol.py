@@ -24,7 +24,7 @@ class LanguageModel(Protocol):
     Your own model needs only the parts that the analysis uses. Weights multiply row vectors, `x @ W`.
     Several heads may share the key and value weights of one `kv_head`.
 
-    A graph (`interp.graph`, circuits) also needs blocks that declare their `branches`, as `models.Block` does:
+    A graph (`interp.graph`, circuits) also needs blocks that declare their `branches` (see `models.block.Branch`):
     attention, and then the MLP if there is one. Each adds `added(after(sublayer(norm(stream))))` to the stream,
     which it reads at the point `reads`, before or after what attention adds; `added` is a point too.
 

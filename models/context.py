@@ -60,7 +60,7 @@ class Context(NamedTuple):
             return self.kv_cache.layers[layer].extended(self.start, k, v)
         if self.past is not None:
             old_k, old_v = self.past[layer]
-            return _joined(old_k, k), _joined(old_v, v)
+            return joined(old_k, k), joined(old_v, v)
         return k, v
 
     def to(self, device: torch.device) -> "Context":
@@ -217,7 +217,7 @@ def _tiled(value: Tensor, n: int) -> Tensor:
     return value if value.shape[0] == 1 else value.repeat(n, *[1] * (value.ndim - 1))
 
 
-def _joined(old: Tensor, new: Tensor) -> Tensor:
+def joined(old: Tensor, new: Tensor) -> Tensor:
     """Past and new keys or values, joined. The new ones may have several copies of the past's batch."""
     copies = len(new) // len(old)
     old = old.expand(copies, *old.shape)

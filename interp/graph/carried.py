@@ -58,7 +58,7 @@ class Carrier:
         )
         self.base = measure(self.metric, logits_of(output), self.text.mask)
         self.cache = cache
-        self.moved = self.graph.contributions(runs.cache) - self.graph.contributions(cache)
+        self.moved = self.graph.wrote(runs.cache) - self.graph.wrote(cache)
         context = self.model.context(self.text.tokens, **self.text.kwargs)
         self.contexts = {n.device: all_to_device(context, n.device) for n in layers}
         self.batch = Batch(self.text.tokens, self.text.mask, self.metric)

@@ -184,15 +184,19 @@ class Graph:
                 its stream.
         """
         if isinstance(cache, ActivationCache):
-            cache.require_weights_of(self.model)
-        lacking = [name for name in self.needed if name not in cache]
+            cache.require_weights_of(self._whole)
+        return self.wrote(cache)
+
+    def wrote(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
+        """The same as `contributions`, from values of a run of the `model` whose parts are used."""
+        lacking = [name for name in self.needed if name not in values]
         if lacking:
             raise CacheError(
                 f"a graph needs names=graph.needed in a cache; got none of {lacking[0]}"
             )
 
         def at(point: nn.Module) -> Tensor:
-            return cache[self.names[point]]
+            return values[self.names[point]]
 
         stream = at(self.points[-1])
         found = stream.new_empty(len(self.writers), *stream.shape)

@@ -213,7 +213,7 @@ class MaskedRuns:
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
         text = self._other.rows(rows)
-        return self.graph.contributions(
+        return self.graph.wrote(
             self._runner.capture(text.tokens, names=self.graph.needed, **text.kwargs)
         )
 
