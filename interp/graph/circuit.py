@@ -240,5 +240,5 @@ def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
             for n, head in enumerate(range(layer.heads.start, layer.heads.stop)):
                 feeds[head, part.start + n // each] = True
         if layer.mlp is not None:
-            feeds[layer.mlp] = True
+            feeds[layer.mlp.writer, layer.mlp.reader] = True
     return feeds
