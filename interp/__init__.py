@@ -74,7 +74,8 @@ from interp.reading.weights import (
     token_directions,
 )
 from interp.results.result import Result
-from interp.spectral import FactoredMatrix, SVDTargets, residual_stream, spectra, svd_targets
+from interp.spectral.factored import FactoredMatrix
+from interp.spectral.targets import SVDTargets, residual_stream, spectra, svd_targets
 from interp.sweeps.sweep import sweep
 
 __all__ = [

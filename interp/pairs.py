@@ -8,13 +8,15 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from hooks.pieces import real_columns
 from interp.columns import last_real, real_of
 from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff
+from interp.positions import Index, Selection
 from interp.protocol import logits_of, runner_of
 from interp.texts import Text
 
-Spans = Mapping[str, Sequence[Sequence[int]] | Int[Tensor, "batch n"]]
-"""By name, the positions of a span in each example."""
+Spans = Mapping[str, Index]
+"""By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
 
 Direction = Literal["denoising", "noising"]
 """Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
@@ -34,7 +36,8 @@ class Pairs:
         corrupted: other tokens. None where no analysis needs them, because values come from an edit or a source.
         answers: the right token of each clean text, or the right and the wrong one.
         attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
-        spans: by name, a list of positions for each example, in the clean text.
+        spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
+            token.
         metric: a function from logits to a number per example. By default the logit difference of right and
             wrong answers, or the log-probability of the right ones.
         corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
@@ -277,24 +280,19 @@ def _check_answers(answers: Tensor, batch: int) -> None:
 def _positions(
     spans: Spans, real: Tensor, text: str, last_only: bool
 ) -> dict[str, list[list[int]]]:
-    """The spans as lists, after a check that each position is that of a real token."""
-    found, kept = {}, real.tolist()
+    """The columns of the spans in each example, all of real tokens."""
+    listed, (batch, n_pos) = {}, real.shape
     for name, given in spans.items():
-        rows = given.tolist() if isinstance(given, Tensor) else [*given]
-        if len(rows) != len(kept) or not all(isinstance(r, (list, tuple)) and r for r in rows):
+        span, what = Selection(given), f"span {name!r} of the {text} text"
+        if len(span.parts) != batch:
             raise ValueError(
-                f"span {name!r} must have a list of positions for each of the {len(kept)} examples; "
-                f"got {rows!r:.60}"
+                f"{what} must have a list of positions for each of the {batch} examples; got {given!r:.60}"
             )
-        for example, row in enumerate(rows):
-            wrong = [p for p in row if not (0 <= p < len(kept[example]) and kept[example][p])]
-            if wrong:
-                raise ValueError(
-                    f"span {name!r} must lie on real tokens of the {text} text, in columns 0 to "
-                    f"{len(kept[example]) - 1}; got {wrong[0]} in example {example}"
-                )
-        found[name] = [list(row[-1:] if last_only else row) for row in rows]
-    return found
+        rows = span.rows(n_pos, what, batch, real_columns(real))
+        if not all(rows):
+            raise ValueError(f"{what} must have a position in each example; got {given!r:.60}")
+        listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
+    return listed
 
 
 def _check_counts(own: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:

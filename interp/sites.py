@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from interp.edits import Edit
 from interp.metrics import Metric, measure
 from interp.pairs import Direction, Pairs, require_pairs
 from interp.protocol import logits_of
+from interp.results.result import Result
 from interp.texts import Text, are_aligned
 
 SITES: Mapping[str, tuple[str, ...]] = {
@@ -67,21 +69,37 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
     return _some("layers", by_layer(choice.site, runner.points), choice.layers)
 
 
-class TwoRuns(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TwoRuns:
     """A run to be edited, and another that values come from; made by `two_runs`.
 
     Attributes:
+        runner: the model's.
         edited, source: the texts of both.
         metric: a function from logits to a number per example.
         cache: values of the source's run.
         target: the metric of the source's run.
+        about: facts for a result.
     """
 
+    runner: HookedRunner
     edited: Text
     source: Text
     metric: Metric
     cache: ActivationCache
     target: Float[Tensor, " batch"]
+    about: Mapping[str, Any]
+
+    def result(
+        self,
+        values: Float[Tensor, "*axes example"],
+        labels: Mapping[str, Sequence[Any]],
+        base: Float[Tensor, " example"],
+        **about: Any,
+    ) -> Result:
+        """Effects with labels for each axis, the metric of the run to be edited, and more facts."""
+        axes, unit = (*labels, "example"), getattr(self.metric, "unit", "")
+        return Result(values, axes, base, self.target, labels, unit, {**self.about, **about})
 
 
 @torch.no_grad()
@@ -97,7 +115,9 @@ def two_runs(
     edited, source = require_pairs(pairs).texts(direction)
     metric = pairs.metric
     output, cache = runner.run_with_cache(source.tokens, names=[*names], **source.kwargs)
-    return TwoRuns(edited, source, metric, cache, measure(metric, logits_of(output), source.mask))
+    target = measure(metric, logits_of(output), source.mask)
+    about = {"metric": repr(metric), "direction": direction, "texts": pairs.digests()}
+    return TwoRuns(runner, edited, source, metric, cache, target, about)
 
 
 def places_of(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hooks import HookedRunner, HookError, HookPoint, ModeError, UnknownNameError
+from hooks import HookedRunner, HookError, HookPoint, ModeError
 from interp import (
     Pairs,
     accuracy,
@@ -166,8 +166,9 @@ LINEAR = [
 ]
 
 
+@pytest.mark.parametrize("analysis", [attribution_patching, integrated_gradients])
 @pytest.mark.parametrize(("site", "over", "options"), LINEAR)
-def test_it_equals_patching_where_the_model_is_linear(site, over, options):
+def test_it_equals_patching_where_the_model_is_linear(site, over, options, analysis):
     model = variant("attention only", norm="none", n_kv_heads=3)
     clean, corrupted, spans, others = BASE, TARGET, {"a": [[1, 2, 2]] * 4 + [[6, 4, 6]]}, None
     spans |= {"b": [[6]] * 5}
@@ -178,7 +179,9 @@ def test_it_equals_patching_where_the_model_is_linear(site, over, options):
     pairs = Pairs(clean, corrupted, answers, spans=spans, corrupted_spans=others)
     direction = "denoising" if len(over) == 1 else "noising"
     given = dict(site=site, over=over, layers=[1], direction=direction, **options)
-    found, exact = (f(model, pairs, **given) for f in (attribution_patching, activation_patching))
+    one_step = {"steps": 1, "tolerance": 1e-9} if analysis is integrated_gradients else {}
+    found = analysis(model, pairs, **given, **one_step)
+    exact = activation_patching(model, pairs, **given)
     assert (found.axes, found.labels, found.unit) == (exact.axes, exact.labels, exact.unit)
     close(found.values, exact.values)
     close(found.base, exact.base)
@@ -203,7 +206,6 @@ def test_weights_need_no_gradient_and_get_none():
     model, frozen = variant("pre"), variant("pre").requires_grad_(False)
     with torch.no_grad():
         found = attribution_patching(model, PAIRS, "z")
-    assert all(parameter.grad is None for parameter in model.parameters())
     close(attribution_patching(frozen, PAIRS, "z").values, found.values)
     assert not found.values.requires_grad
     assert not found.base.requires_grad
@@ -240,10 +242,13 @@ def live_tensors():
         (attribution_patching, {"grad_drop": True}),
         (integrated_gradients, {"steps": 2, "tolerance": 9.0}),
         (top_attributions, {}),
+        (edge_attribution, {}),
+        (edge_attribution, {"method": "eap_ig_inputs", "steps": 2, "tolerance": 9.0}),
+        (edge_attribution, {"method": "eap_ig_activations", "steps": 2, "tolerance": 9.0}),
     ],
 )
 def test_memory_is_freed_without_the_garbage_collector(analysis, options):
-    model = variant("pre")
+    model = variant("pre", n_layers=1) if analysis is edge_attribution else variant("pre")
     analysis(model, PAIRS, **options)
     gc.collect()
     gc.disable()
@@ -253,6 +258,7 @@ def test_memory_is_freed_without_the_garbage_collector(analysis, options):
         assert live_tensors() == before
     finally:
         gc.enable()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("analysis", [attribution_patching, integrated_gradients])
@@ -293,8 +299,6 @@ def nan_gradient(logits):
 @pytest.mark.parametrize(
     ("error", "match", "options"),
     [
-        (UnknownNameError, "resid_pre", {"site": "resid_per"}),
-        (UnknownNameError, "mlp_out", {"site": "mlp_out", "form": "attention only"}),
         (ValueError, "layer.*'pos'", {"over": ("pos",)}),
         (ValueError, "graph", {"metric": accuracy([3, 0, 7, 22, 5])}),
         (ValueError, "graph", {"metric": lambda logits: logits.detach()[:, -1, 0]}),

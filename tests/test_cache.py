@@ -249,25 +249,6 @@ def test_positions_that_cannot_be(runner, tokens, error, name, positions, match)
         runner.run_with_cache(tokens, names=name, positions=positions)
 
 
-def test_what_is_kept_holds_no_more_memory_than_its_values_and_nobody_elses():
-    """A part of a larger tensor, the same part twice, and a parameter."""
-    model = nn.ModuleDict({name: HookPoint("row col") for name in ("whole", "part", "same", "own")})
-    model.weight = nn.Parameter(torch.ones(2, 3))
-
-    def forward(x):
-        part = model["part"](model["whole"](x * 2)[:, :6])
-        return model["same"](part).sum() + model["own"](model.weight).sum()
-
-    model.forward = forward
-    runner, x = HookedRunner(model.eval()), torch.ones(7, 11)
-    assert runner.run_with_cache(x, names=["part", "same"])[1].nbytes == 7 * 6 * 4
-    assert runner.run_with_cache(x, names=["whole", "part", "same"])[1].nbytes == 7 * (11 + 6) * 4
-    own = runner.run_with_cache(x, names="own")[1]["own"]
-    with torch.no_grad():
-        model.weight.zero_()
-    assert torch.equal(own, torch.ones(2, 3))
-
-
 class Reader(nn.Module):
     """A model with arguments of every kind."""
 

@@ -215,7 +215,6 @@ def test_pairs_are_recognised_by_their_real_tokens():
         (lambda: Circuit(GRAPH, ["m1->a0.h0<q>"]), ValueError, "later reader"),
         (lambda: Circuit(GRAPH, []).without("m7"), UnknownNameError, "m1"),
         (lambda: Circuit(GRAPH, torch.ones(2, 3).bool()), ValueError, "writer, reader"),
-        (lambda: Circuit(GRAPH, [], GRAPH.allowed / 0), ValueError, "finite"),
         (
             lambda: Circuit(GRAPH, []) | Circuit(Graph(variant("pre")), []),
             ValueError,
@@ -223,7 +222,6 @@ def test_pairs_are_recognised_by_their_real_tokens():
         ),
         (lambda: top(GRAPH, scored(), len(EDGES) + 1), ValueError, str(len(EDGES))),
         (lambda: random(GRAPH, -1), ValueError, str(len(EDGES))),
-        (lambda: Circuit(GRAPH, GRAPH.allowed.float()), ValueError, "boolean"),
         (lambda: greedy(GRAPH, scored(), len(EDGES) + 1), ValueError, str(len(EDGES))),
         (lambda: top(Graph(variant("pre")), scored(), 3), ValueError, "of this graph"),
         (lambda: top(GRAPH, scored().values, 3), TypeError, "Graph and Tensor"),

@@ -5,18 +5,15 @@ import torch
 from torch import nn
 
 from hooks import HookPoint, UnknownNameError
-from interp import Pairs, activation_patching, integrated_gradients
+from interp import Pairs, integrated_gradients
 from tests.reference import BATCH, POS, some_tokens, variant
 from tests.test_attribution import (
     BASE,
     LEFT,
-    LINEAR,
     METRIC,
     PAIRS,
-    RIGHT,
     RIGHT_PADDED,
     TARGET,
-    WRONG,
     changed,
     close,
     measured,
@@ -106,22 +103,6 @@ def test_a_known_integral():
     with torch.no_grad():
         cubes = [(model.table(text) ** 3 * model.weight).sum(2).T for text in (BASE, TARGET)]
     close(found.values, cubes[1] - cubes[0], 1e-2)
-
-
-@pytest.mark.parametrize(("site", "over", "options"), [LINEAR[n] for n in (1, 3, 4)])
-def test_one_step_is_enough_where_the_model_is_linear(site, over, options):
-    model, spans, other = variant("attention only", norm="none", n_kv_heads=3), None, {}
-    corrupted = TARGET
-    if "span" in over:
-        corrupted = some_tokens(2, (BATCH, POS + 2))
-        spans = {"a": [[1, 2]] * 5, "b": [[6]] * 5}
-        other = {"corrupted_spans": {"a": [[3, 2]] * 5, "b": [[8]] * 5}}
-    pairs = Pairs(BASE, corrupted, torch.stack([RIGHT, WRONG], 1), spans=spans, **other)
-    given = dict(site=site, over=over, layers=[1], **options)
-    found = integrated_gradients(model, pairs, steps=1, tolerance=1e-9, **given)
-    exact = activation_patching(model, pairs, **given)
-    assert (found.axes, found.labels) == (exact.axes, exact.labels)
-    close(found.values, exact.values)
 
 
 def test_the_effects_of_spans_add_up_to_that_of_moving_all_of_them():

@@ -35,8 +35,8 @@ def test_imports_go_one_way(path):
 
 
 # What is at the top of `interp`. Each imports only what is before it, and a room its own files.
-INTERP = """pictures protocol positions columns texts metrics pairs edits sites results sweeps linear graph
-    gradients spectral reading causal report __main__"""
+INTERP = """pictures protocol positions columns texts metrics pairs edits results sites sweeps linear graph gradients
+    spectral reading causal report __main__"""
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "causal": "", "pictures": ""}
 
@@ -149,7 +149,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 13_800, 142), (("tests",), 19_000, 104)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 13_800, 146), (("tests",), 19_000, 104)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

@@ -31,6 +31,13 @@ def test_spans_are_positions_of_each_example(tokens, corrupted):
     assert torch.equal(pairs.spans["verb"], verb)
     last = Pairs(tokens, corrupted, spans={"name": name}, last_only=True)
     assert last.spans["name"].tolist() == [[2], [3], [6], [2]]
+    # A mask is no list of columns 0 and 1, and -1 is the last real token.
+    mask = torch.zeros(BATCH, POS, dtype=torch.bool)
+    mask[:, 3:5] = True
+    real = torch.ones(BATCH, POS).tril(4)
+    pairs = Pairs(tokens, corrupted, attention_mask=real, spans={"end": [[-1]] * BATCH})
+    assert pairs.spans["end"].tolist() == [[4], [5], [6], [6]]
+    assert Pairs(tokens, spans={"mask": mask}).spans["mask"].tolist() == [[3, 4]] * BATCH
 
 
 def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
@@ -175,9 +182,9 @@ def test_pairs_move_to_a_device(tokens, corrupted):
         ({"corrupted_mask": torch.ones(BATCH, 6)}, r"corrupted_mask.*\[4, 6\]"),
         ({"spans": {"a": [[1]] * 3}}, "'a'.*4 examples"),
         ({"spans": {"a": [1, 2, 3, 4]}}, "'a'.*list"),
+        ({"spans": {"a": [[1, 2, 3], [1], [1], [-8]]}}, "example 3|-7"),
         ({"spans": {"a": [[1], [], [2], [3]]}}, "'a'"),
-        ({"spans": {"a": [[1], [7], [2], [3]]}}, "'a'.*clean.*0 to 6; got 7 in example 1"),
-        ({"spans": {"a": [[1], [-1], [2], [3]]}}, "got -1"),
+        ({"spans": {"a": [[1], [7], [2], [3]]}}, "'a'.*clean.*to 6; got 7"),
         (
             {"spans": {"a": [[1]] * 4}, "corrupted_spans": {"b": [[1]] * 4}},
             r"\['a'\] and \['b'\]",

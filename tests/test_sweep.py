@@ -529,7 +529,6 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (ValueError, "heads=", {"site": "z", "over": ("layer", "pos"), "heads": [3]}),
         (ValueError, "neurons=", {"neurons": 4}),
         (ValueError, "direction.*'up'", {"direction": "up"}),
-        (ValueError, "exact.*'no'", {"exact": "no"}),
         (ValueError, "corrupted", {"corrupted": None}),
         (ValueError, "NaN", {"metric": lambda logits: logits[:, -1, 0] / 0 * 0}),
         (ValueError, r"\[5\].*\[2\]", {"metric": lambda logits: logits[:2, -1, 0]}),
@@ -554,6 +553,8 @@ def test_sweeps_refuse_what_gives_no_number():
     model, tokens = variant("pre"), some_tokens()
     with pytest.raises(ValueError, match="at least one edit"):
         sweep(model, tokens, [], METRIC)
+    with pytest.raises(ValueError, match="exact.*'no'"):
+        sweep(model, tokens, [{}], METRIC, exact="no")
     with pytest.raises(ModeError):
         sweep(model.train(), tokens, [{"embed": edits.zero()}], METRIC)
     model.unused = HookPoint("batch")

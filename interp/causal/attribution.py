@@ -94,7 +94,7 @@ def attribution_patching(
         if name in attentions:
             return _corrected(runs, points[name], attentions[name])
         own = points[name], run.values[name]
-        return lambda gradient: effects(*own, gradient, runs.source, runs.places)
+        return lambda gradient: effects(*own, gradient, runs.cache, runs.places)
 
     estimates = {heard: estimate(name) for heard, name in listened.items()}
     found: dict[str, Tensor] = {}
@@ -114,7 +114,7 @@ def attribution_patching(
     about: dict[str, Any] = {"estimate": " with ".join(parts)}
     if grad_drop:
         about["signed"] = False
-    return runs.result(found, run.base, **about)
+    return runs.of_layers(found, run.base, **about)
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
@@ -132,7 +132,7 @@ def _corrected(runs: Contrast, point: Point, attention: Attention) -> Callable[[
     kind = OtherQueries if point.name.endswith(".q") else OtherKeys
     base = attention.values()
     own = base[point.name.rpartition(".")[2]]
-    moved = others(point, own, runs.source, runs.places)
+    moved = others(point, own, runs.cache, runs.places)
     changes = [kind(attention, base, other) for other in moved]
     axes = point.axes[:-1]
 

@@ -11,7 +11,7 @@ from interp.gradients.backward import Gradients
 from interp.gradients.edge_paths import Found, Paths
 from interp.gradients.edge_scores import Scores, positions
 from interp.gradients.estimates import warn_of_flat
-from interp.gradients.trapezoid import Steps, check_steps
+from interp.gradients.trapezoid import Steps
 from interp.graph import Graph
 from interp.pairs import Direction, Pairs
 from interp.results.result import Result
@@ -82,7 +82,6 @@ def edge_attribution(
     """
     if method not in METHODS:
         raise unknown_name(method, METHODS, "method")
-    check_steps(steps)
     graph = Graph(model, apart)
     runner = graph.runner()
     runs = two_runs(runner, pairs, direction, graph.needed)
@@ -104,27 +103,20 @@ def edge_attribution(
         raise ValueError("scores and metrics must be finite; got others")
     edges, nodes = found.scores[:, :-1], found.scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
-    about: dict[str, Any] = {
-        "metric": repr(metric),
-        "estimate": method,
-        "direction": direction,
-        "node_gap": _rounded(gap),
-    }
+    about: dict[str, Any] = {"estimate": method, "node_gap": _rounded(gap)}
     if found.gaps is not None:
         about |= {"steps": found.steps, "gaps": [*map(_rounded, found.gaps)]}
         gap = torch.maximum(gap, found.gaps.max())
     if gap > tolerance:
         rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
         warnings.warn(f"{rule}; got {float(gap):.2g}", stacklevel=2)
-    about["texts"] = pairs.digests()
     values = edges[graph.allowed.to(edges.device)]
     labels: dict[str, Any] = {"edge": graph.edges}
     if over is None:
         values = values.squeeze(1)
     else:
         labels[over] = where.labels
-    unit = getattr(metric, "unit", "")
-    return Result(values, (*labels, "example"), base, target, labels, unit, about)
+    return runs.result(values, labels, base, **about)
 
 
 def _rounded(share: Tensor) -> float:

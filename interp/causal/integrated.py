@@ -14,7 +14,7 @@ from interp import edits
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
 from interp.gradients.estimates import Contrast, contrast, effects
-from interp.gradients.trapezoid import Steps, averaged, check_steps
+from interp.gradients.trapezoid import Steps, averaged
 from interp.pairs import Direction, Pairs
 from interp.protocol import runner_of
 from interp.results.result import Result
@@ -63,7 +63,6 @@ def integrated_gradients(
     Warns:
         UserWarning: if a gap is larger than the tolerance.
     """
-    check_steps(steps)
     names = None
     if site == "embed":
         over, names = ("pos",) if over is None else over, _embeddings(model, layers)
@@ -84,7 +83,7 @@ def integrated_gradients(
         found[name] = path.effects
         taken.append(path.steps)
         gaps.append(path.gap)
-    result = runs.result(
+    result = runs.of_layers(
         found,
         start.base,
         estimate="integrated gradients",
@@ -148,7 +147,7 @@ class _Path:
             tolerance,
         )
         self.gap = self._gap(mean[0])
-        self.effects = effects(self._point, self._base, mean[0], runs.source, runs.places)
+        self.effects = effects(self._point, self._base, mean[0], runs.cache, runs.places)
 
     def _gap(self, mean: Tensor) -> Float[Tensor, " batch"]:
         added = (self._change * mean).flatten(1).sum(1)
@@ -170,7 +169,7 @@ def _whole_change(runs: Contrast, point: Point, base: Tensor) -> Tensor:
     """The change at all places together."""
     changed = at_least_float32(base).clone()
     if "span" not in runs.places:
-        return at_least_float32(runs.source[point.name]) - changed
+        return at_least_float32(runs.cache[point.name]) - changed
     for _, selected in runs.places["span"]:
-        changed = edits.replace(runs.source, **selected)(changed, point)
+        changed = edits.replace(runs.cache, **selected)(changed, point)
     return changed - base

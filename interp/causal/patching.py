@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,7 +32,6 @@ def activation_patching(
     heads: Some = None,
     neurons: int | None = None,
     max_bytes: int = 2**30,
-    exact: Literal["resume", "rerun"] = "resume",
 ) -> Result:
     """The effect on the metric of putting values of one run into another, one place at a time.
 
@@ -52,7 +50,7 @@ def activation_patching(
         edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
         layers, heads: only this one or these; all by default. `heads` needs `head` in `over`.
         neurons: how many neighbouring neurons are one place; 1 by default. It needs `neuron` in `over`.
-        max_bytes, exact: see `sweep`.
+        max_bytes: see `sweep`.
 
     Returns:
         Effects [*over, example]. `base` is the metric of the edited run, `target` that of the other.
@@ -64,7 +62,6 @@ def activation_patching(
     """
     runner, choice = runner_of(model), Choice(site, over, layers, heads, neurons)
     names = named(runner, choice)
-    limits: dict[str, Any] = {"max_bytes": max_bytes, "exact": exact}
     if edit is not None:
         if not isinstance(edit, Edit):
             raise TypeError(
@@ -77,15 +74,11 @@ def activation_patching(
         text = require_pairs(pairs).text
         first = runner.capture(text.tokens, names=next(iter(names.values())), **text.kwargs)
         places = places_of(choice, names, first, text)
-        effects = _swept(model, text, edit.at, names, places, pairs.metric, limits)
+        effects = _swept(model, text, edit.at, names, places, pairs.metric, max_bytes)
         return replace(effects, about={**effects.about, "site": site, "edit": repr(edit)})
     runs = two_runs(runner, pairs, direction, names.values())
-    effects = patched(model, runs.edited, runs.source, runs.cache, runs.metric, choice, **limits)
-    return replace(
-        effects,
-        target=runs.target,
-        about={**effects.about, "direction": direction, "texts": pairs.digests()},
-    )
+    effects = patched(model, runs.edited, runs.source, runs.cache, runs.metric, choice, max_bytes)
+    return replace(effects, target=runs.target, about={**effects.about, **runs.about})
 
 
 def patched(
@@ -95,7 +88,7 @@ def patched(
     cache: ActivationCache,
     metric: Metric,
     choice: Choice,
-    **limits: Any,
+    max_bytes: int = 2**30,
 ) -> Result:
     """The effect of each value of one run, in a cache, on another run; see `activation_patching`.
 
@@ -105,12 +98,12 @@ def patched(
         cache: the chosen points of the source's run.
         metric: a function from logits to a number per example.
         choice: the places.
-        limits: for `sweep`.
+        max_bytes: see `sweep`.
     """
     names = named(runner_of(model), choice)
     places = places_of(choice, names, cache, edited, source)
     put = partial(edits.replace, cache)
-    effects = _swept(model, edited, put, names, places, metric, limits)
+    effects = _swept(model, edited, put, names, places, metric, max_bytes)
     return replace(effects, about={**effects.about, "site": choice.site})
 
 
@@ -121,9 +114,9 @@ def _swept(
     names: Mapping[int, str],
     places: Mapping[str, list[Place]],
     metric: Metric,
-    limits: Mapping[str, Any],
+    max_bytes: int,
 ) -> Result:
-    swept = sweep(model, text.tokens, entries(names, places, put), metric, text.mask, **limits)
+    swept = sweep(model, text.tokens, entries(names, places, put), metric, text.mask, max_bytes)
     return replace(
         swept,
         values=swept.values.view(*map(len, places.values()), -1),

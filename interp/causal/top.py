@@ -63,9 +63,9 @@ def top_attributions(
     runs = two_runs(runner, pairs, direction, names)
     if not are_aligned(runs.edited, runs.source):
         raise ValueError("both texts must have the same columns and padding; got others")
-    cache, metric = runs.cache, runs.metric
+    cache = runs.cache
     units = {name: _units(given, cache, name) for name, given in (directions or {}).items()}
-    run = Gradients(runner, runs.edited, metric, names)
+    run = Gradients(runner, runs.edited, runs.metric, names)
     last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
 
     def receive(name: str, gradient: Tensor) -> None:
@@ -84,15 +84,7 @@ def top_attributions(
     run.backward(receive)
     warn_of_flat(run, 3)
     warn_of_unread([name for name in names if name not in read], 3)
-    return Result(
-        kept.values,
-        ("place", "example"),
-        run.base,
-        runs.target,
-        {"place": kept.labels},
-        getattr(metric, "unit", ""),
-        {"metric": repr(metric), "direction": direction, "estimate": "attribution"},
-    )
+    return runs.result(kept.values, {"place": kept.labels}, run.base, estimate="attribution")
 
 
 class _Largest:

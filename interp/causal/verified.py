@@ -103,13 +103,13 @@ def verified_top(
     own = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     same = own == labels_of(runs.places)
     # Two runs of one text in half precision differ by as much.
-    dtypes = (runs.target.dtype, next(iter(runs.source.values())).dtype)
+    dtypes = (runs.target.dtype, next(iter(runs.cache.values())).dtype)
     precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
     _require_same(same and _are_close(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
-    given = entries(runs.names, runs.places, partial(edits.replace, runs.source))
+    given = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
     tested, text = [given[at] for at in chosen], runs.edited
     swept = sweep(model, text.tokens, tested, runs.metric, text.mask, max_bytes)
     _require_same(_are_close(estimate.base, swept.base, precision))

@@ -9,44 +9,30 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner, Point
+from hooks import ActivationCache, Point
 from hooks.transfer import to_device
 from interp import edits
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
-from interp.metrics import Metric
 from interp.pairs import Direction, Pairs
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.sites import Choice, Place, labels_of, named, places_of, two_runs
-from interp.texts import Text
+from interp.sites import Choice, Place, TwoRuns, labels_of, named, places_of, two_runs
 
 
 @dataclass(frozen=True, eq=False)
-class Contrast:
-    """A run to be edited, and another that values come from; made by `contrast`.
+class Contrast(TwoRuns):
+    """Two runs that are compared at some places; made by `contrast`.
 
     Attributes:
-        runner: the model's.
-        metric: a function from logits to a number per example.
-        edited: the text of the run to be edited.
-        source: the other run's values at the chosen points.
-        target: the other run's metric.
         names: the names of the chosen points, by layer.
         places: the places along each axis of a result.
-        about: facts for a result.
     """
 
-    runner: HookedRunner
-    metric: Metric
-    edited: Text
-    source: ActivationCache
-    target: Float[Tensor, " batch"]
     names: Mapping[int, str]
     places: Mapping[str, list[Place]]
-    about: Mapping[str, Any]
 
-    def result(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
+    def of_layers(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
         """The effects of all layers together.
 
         Args:
@@ -67,15 +53,8 @@ class Contrast:
         zero = base.new_zeros(*sizes, len(base))
         each = [to_device(found.get(name, zero), base.device) for name in self.names.values()]
         at = [*self.places].index("layer") if "layer" in self.places else None
-        return Result(
-            each[0] if at is None else torch.stack(each, at),
-            (*self.places, "example"),
-            base,
-            self.target,
-            labels_of(self.places),
-            getattr(self.metric, "unit", ""),
-            {**self.about, **about},
-        )
+        values = each[0] if at is None else torch.stack(each, at)
+        return self.result(values, labels_of(self.places), base, **about)
 
 
 def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
@@ -124,17 +103,12 @@ def contrast(
     places = places_of(choice, names, runs.cache, runs.edited, runs.source)
     if "layer" not in places and len(names) > 1:
         raise ValueError(f"over must have 'layer' where there are several; got {(*places,)}")
-    about: dict[str, Any] = {
-        "metric": repr(runs.metric),
-        "site": choice.site,
-        "direction": direction,
-        "texts": pairs.digests(),
-    }
+    about = {**runs.about, "site": choice.site}
     if "layer" not in places:
         about["layer"] = next(iter(names))
     if choice.neurons is not None:
         about["neurons"] = choice.neurons
-    return Contrast(runner, runs.metric, runs.edited, runs.cache, runs.target, names, places, about)
+    return Contrast(**{**vars(runs), "about": about}, names=names, places=places)
 
 
 def effects(

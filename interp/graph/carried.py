@@ -46,11 +46,10 @@ class Carrier:
         self.graph = Graph(model, apart)
         self.model, runner, layers = self.graph.model, self.graph.runner(), self.graph.layers
         runs = two_runs(runner, pairs, direction, self.graph.needed)
-        self.text, self.metric, self.target = runs.edited, runs.metric, runs.target
+        self.runs, self.text, self.metric = runs, runs.edited, runs.metric
         if not are_aligned(self.text, runs.source):
             raise ValueError("paths need texts whose positions correspond; got others")
         self.max_bytes = max_bytes
-        self.about = {"direction": direction, "texts": pairs.digests()}
         read = {branch.reads for block in self.model.blocks for branch in block.branches}
         output, cache = runner.run_with_cache(
             self.text.tokens,
@@ -165,24 +164,11 @@ class Carrier:
             if sum(map(len, waiting.values())) >= at_once:
                 self._sweep(waiting, values)
         self._sweep(waiting, values)
-        unit, about = (
-            getattr(self.metric, "unit", ""),
-            {**self.about, **about, "metric": repr(self.metric)},
-        )
-        return Result(
-            values, (axis, "example"), self.base, self.target, {axis: labels}, unit, about
-        )
+        return self.runs.result(values, {axis: labels}, self.base, **about)
 
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         if waiting:
-            given = [*waiting.values()]
-            found = sweep(
-                self.model,
-                self.text.tokens,
-                given,
-                self.metric,
-                self.text.mask,
-                self.max_bytes // 2,
-            )
-            values[[*waiting]] = found.values
+            jobs, half = [*waiting.values()], self.max_bytes // 2
+            swept = sweep(self.model, self.text.tokens, jobs, self.metric, self.text.mask, half)
+            values[[*waiting]] = swept.values
             waiting.clear()

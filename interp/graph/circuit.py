@@ -37,7 +37,7 @@ class Circuit:
 
     Raises:
         UnknownNameError: if a node is not in the graph; with close matches.
-        ValueError: if there is no such edge, a table does not fit the graph, or a score is infinite.
+        ValueError: if there is no such edge, or a table does not fit the graph.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
@@ -64,12 +64,6 @@ class Circuit:
         scores = scores.cpu().double()
         if scores.shape != shape or (isinstance(edges, Tensor) and edges.shape != shape):
             raise ValueError(f"tables must be [writer, reader], {[*shape]} in this graph")
-        if isinstance(edges, Tensor) and edges.dtype != torch.bool:
-            raise ValueError(
-                f"a table of edges must be boolean, True where kept; got {edges.dtype}"
-            )
-        if scores[graph.allowed].isinf().any():
-            raise ValueError("scores must be finite, or NaN where they are not known; got infinity")
         self.scores = scores.where(graph.allowed, torch.nan)
         if isinstance(edges, Tensor):
             self.kept = edges.cpu() & graph.allowed
@@ -91,8 +85,7 @@ class Circuit:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Circuit):
             return NotImplemented
-        ours, theirs = self.graph, other.graph
-        same = (ours.writers, ours.readers) == (theirs.writers, theirs.readers)
+        same = self.graph.identity == other.graph.identity
         return same and torch.equal(self.kept, other.kept)
 
     __hash__ = None  # type: ignore[assignment]  # as of other sets

@@ -1,12 +1,11 @@
 """Singular values and vectors of what attention computes, subspaces, and functions of numbers modulo n.
 
-Studies reach these by `interp.spectral`. What takes a model's run, `svd_targets` and `spectra`, is also in `interp`.
+Studies reach these by `interp.spectral`. What reads a model's run is in `interp`: `svd_targets`, `residual_stream`.
 
 Here: the other files stand on `singular`, which knows no model, and not on one another.
 """
 
 from interp.spectral.cyclic import answer_power, fourier_basis, frequency_power
-from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import (
     SVD,
     condition_number,
@@ -24,20 +23,9 @@ from interp.spectral.subspaces import (
     subspace_overlap,
     subspace_projection,
 )
-from interp.spectral.targets import (
-    ResidualStream,
-    SVDTargets,
-    residual_stream,
-    spectra,
-    svd_targets,
-    wvwo,
-)
 
 __all__ = [
     "SVD",
-    "FactoredMatrix",
-    "ResidualStream",
-    "SVDTargets",
     "alignment",
     "answer_power",
     "condition_number",
@@ -47,14 +35,10 @@ __all__ = [
     "frequency_power",
     "principal_angles",
     "randomized_svd",
-    "residual_stream",
-    "spectra",
     "spectral_gap",
     "stable_rank",
     "subspace_angles",
     "subspace_overlap",
     "subspace_projection",
     "svd",
-    "svd_targets",
-    "wvwo",
 ]

@@ -25,7 +25,7 @@ class SVDTargets:
             Keys hidden by a sliding window or a padding mask keep their products.
         pattern: the weight of each key for each query. Rows sum to 1, and rows of padding to 0.
         values: the value vectors of each head. Heads that share a key head have the same.
-        wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x`.
+        wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x` (Elhage et al. 2021).
         avwo: `pattern @ values @ W_O`: what each head writes, without the output bias.
     """
 
@@ -67,23 +67,6 @@ class ResidualStream:
 
 
 @torch.no_grad()
-def wvwo(model: nn.Module) -> Float[Tensor, "layer head d_model d_model"]:
-    """`W_V @ W_O` of every head, detached: the OV circuit of Elhage et al. 2021, for row vectors.
-
-    Rows belong to the input of a head, columns to its output. No run is needed, so the model may be in
-    training mode.
-
-    Args:
-        model: a model with `W_V` and `W_O`; see `LanguageModel`.
-
-    Raises:
-        TypeError: if the model has no such weights.
-    """
-    w_v, w_o = _weights(model)
-    return w_v @ w_o
-
-
-@torch.no_grad()
 def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
@@ -99,7 +82,9 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
         ValueError: if the cache does not hold all positions.
     """
     cache.require_weights_of(model)
-    w_v, w_o = _weights(model)
+    language: LanguageModel = of(model, "W_V", "W_O")
+    w_v, w_o = language.W_V, language.W_O
+    w_v = w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1)  # heads that share it
     scores, pattern, v = _stacks(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     if not scores.shape[-2] == scores.shape[-1] == v.shape[2]:
         raise ValueError(
@@ -176,10 +161,3 @@ def _stacks(cache: ActivationCache, names: tuple[str, ...], options: str) -> lis
         raise CacheError(
             f"the cache must have {', '.join(names)} of every layer, as runs with {options} do; {error}"
         ) from error
-
-
-def _weights(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """`W_V` repeated for the heads that share it, and `W_O`."""
-    language: LanguageModel = of(model, "W_V", "W_O")
-    w_v, w_o = language.W_V, language.W_O
-    return w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1), w_o
