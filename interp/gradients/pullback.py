@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hooks._torch import without_gradients
 from hooks.replay import replay
 from hooks.transfer import all_to_device, to_device
 from interp.columns import at_least_float32
@@ -61,6 +62,7 @@ class Pullback:
         device: where the results are wanted.
     """
 
+    @without_gradients
     def __init__(
         self,
         reading: Reading,
@@ -75,12 +77,11 @@ class Pullback:
         if not is_identity(reading.norm):
             scale, slope = _scale(reading.norm, stream)
             gradient, slope = gradient / scale, slope / scale
-        with torch.no_grad():
-            linear = linear_part(reading.norm, stream.shape[-1])
-            if reading.weight is None:
-                gradient = linear.before(gradient)
-            else:
-                weight = at_least_float32(linear.before(reading.weight))
+        linear = linear_part(reading.norm, stream.shape[-1])
+        if reading.weight is None:
+            gradient = linear.before(gradient)
+        else:
+            weight = at_least_float32(linear.before(reading.weight))
         self.stream, self.gradient = all_to_device((stream, gradient), device)
         self.weight, self.slope = all_to_device((weight, slope), device)
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from hooks._torch import without_gradients
 from hooks.session import Session
 from hooks.transfer import all_to_device, to_device
 from interp.columns import real_of
@@ -177,12 +178,10 @@ class MaskedRuns:
         size, each = len(self.text.tokens), self._bytes_of_one()
         fit = size if mask.requires_grad else self._max_bytes // each
         if self._held is None and fit >= size:
-            with torch.no_grad():
-                self._held = self._source_of(slice(None))
+            self._held = self._source_of(slice(None))
         n = size if mask.requires_grad else max(1, min(fit, _QUICK // each))
         for rows in (slice(start, start + n) for start in range(0, size, n)):
-            with torch.no_grad():
-                source = self._source_of(rows) if self._held is None else _rows(self._held, rows)
+            source = self._source_of(rows) if self._held is None else _rows(self._held, rows)
             with torch.set_grad_enabled(mask.requires_grad):
                 found.append(read(self._stream(rows, source, mask)))
         return torch.cat(found)
@@ -205,6 +204,7 @@ class MaskedRuns:
             )
         return int(each)
 
+    @without_gradients
     def _source_of(self, rows: slice) -> Tensor:
         """What the writers add in the other run."""
         if isinstance(self._source, Tensor):

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import storage
+from hooks._torch import without_gradients
 from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
@@ -102,8 +103,7 @@ def tuned_lens(
     for step in range(steps):
         numbers = list(itertools.islice(order, batch))
         text = padded([texts[number] for number in numbers], model, numbers)
-        with torch.no_grad():
-            cache = runner.capture(text.tokens, names=names, **text.kwargs)
+        cache = without_gradients(runner.capture)(text.tokens, names=names, **text.kwargs)
         real = slice(None) if text.mask is None else text.mask.flatten()
         streams = stacked(cache[name].flatten(0, 1)[real] for name in names)
         optimizer.zero_grad()
@@ -125,8 +125,7 @@ def _backward(
     losses = torch.zeros_like(bias[:, 0])
     for rows in split_rows(model, streams):
         x, final = rows[:-1], rows[-1:]
-        with torch.no_grad():
-            expected = unembedded(model, final)[0].log_softmax(-1)
+        expected = without_gradients(unembedded)(model, final)[0].log_softmax(-1)
         with torch.enable_grad():
             added = x.to(weight.dtype) @ weight.mT + bias[:, None]
             found = unembedded(model, x + added.to(x.dtype)).log_softmax(-1)
