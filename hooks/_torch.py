@@ -207,29 +207,16 @@ def memory_of(tensor: Tensor) -> int:
 def has_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is plain strided memory.
 
-    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors.
+    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. A
+    compiler does not know.
     """
     return not (
-        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        torch.compiler.is_compiling()
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         or tensor.layout is not torch.strided
         or tensor.is_nested
         or (type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor))
     )
-
-
-def extent(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors that share memory agree on if they are equal."""
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def is_shared(tensor: Tensor, ours: int = 1) -> bool:
-    """Whether more than `ours` tensors use this tensor's memory, or a NumPy array does.
-
-    `ours` counts `tensor` itself.
-    """
-    storage = tensor.untyped_storage()  # which counts itself
-    return not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) - 1 > ours
 
 
 def is_unwatched(tensor: Tensor) -> bool:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hooks import names, storage
+from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.modes import Options
+from hooks.origin import Origin
 from hooks.point import Index, index_by_axis
 from hooks.replay import LazyValues
 from hooks.transfer import stacked
@@ -27,8 +29,7 @@ class ActivationCache(Mapping[str, Tensor]):
     Args:
         values: the tensors by name.
         axes: the axis names of each value.
-        known: the names of all points of the model, in order. Short forms count layers among these.
-        config_hash: the hash of the configuration that the values came from.
+        origin: the run and the model that the values came from. Short forms count the layers of its points.
         grads: gradients by name; None where the run did not ask for them.
         skipped: why chosen points have no value, by name.
 
@@ -50,16 +51,14 @@ class ActivationCache(Mapping[str, Tensor]):
         self,
         values: dict[str, Tensor] | LazyValues,
         axes: Mapping[str, tuple[str, ...]],
-        known: tuple[str, ...],
-        config_hash: str,
+        origin: Origin | None = None,
         grads: Mapping[str, Tensor] | None = None,
         skipped: Mapping[str, str] | None = None,
     ) -> None:
         self._values = values
         self._axes = axes
-        self._known = known
+        self._origin = origin or Origin()
         self._grads = grads
-        self.config_hash = config_hash
         self.skipped = dict(skipped or {})
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
@@ -100,7 +99,32 @@ class ActivationCache(Mapping[str, Tensor]):
         return found[at]
 
     def _all_names(self) -> list[str]:
-        return list(dict.fromkeys([*self._known, *self._values]))
+        return list(dict.fromkeys([*self._origin.known, *self._values]))
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """The arguments of the model's run, by the names of its `forward`.
+
+        Masks and tensors that are not of floating-point numbers are copies; other tensors are left out, and
+        so is all but None, numbers and strings. `at` does not slice them. Empty for a run by `run=`.
+        """
+        return self._origin.inputs
+
+    @property
+    def config_hash(self) -> str:
+        """The hash of the configuration that the values came from."""
+        return self._origin.config_hash
+
+    def require_weights_of(self, model: nn.Module) -> None:
+        """Refuses a model that is known to have another configuration or other weights than this cache's.
+
+        The model that ran is accepted as it is. Of another, or for a cache from a file, some numbers of
+        each weight are compared. If the model that ran is gone, only the configuration is.
+
+        Raises:
+            CacheError: if it has others.
+        """
+        self._origin.require(model)
 
     # Mapping compares item by item, and comparing tensors does not give one truth value.
     __eq__ = object.__eq__
@@ -135,7 +159,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if not self._grads:
             raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
-        return type(self)(arrived, self._axes, self._known, self.config_hash, None, self.skipped)
+        return type(self)(arrived, self._axes, self._origin, None, self.skipped)
 
     def stack(self, short: str) -> Tensor:
         """The values of all layers whose names end in `short`, stacked: [layer, ...].
@@ -196,9 +220,9 @@ class ActivationCache(Mapping[str, Tensor]):
             ValueError: if the dtype is not a floating one.
         """
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
-        options = Options(**cast(Any, {kind: target}))
-        moved = self._mapped(lambda name, value: options.placement(value), self._axes)
-        options.placement.wait()
+        placement, copies = Options(**cast(Any, {kind: target})).placement, Copies()
+        moved = self._mapped(lambda name, value: copies(value, placement), self._axes)
+        placement.wait()
         return moved
 
     @property
@@ -229,8 +253,13 @@ class ActivationCache(Mapping[str, Tensor]):
         grads = self.grads if self._grads else {}
         tensors = dict(self) | {storage.GRAD + name: grad for name, grad in grads.items()}
         axes = {name: self._axes[name] for name in self}
-        about = {"axes": axes, "known": self._known, "config_hash": self.config_hash}
-        storage.save(Path(path), tensors, about | {"skipped": self.skipped})
+        kept = {name: v for name, v in self.inputs.items() if isinstance(v, Tensor)}
+        tensors |= {storage.INPUT + name: value for name, value in kept.items()}
+        inputs = {name: value for name, value in self.inputs.items() if name not in kept}
+        origin = self._origin
+        about = {"axes": axes, "known": origin.known, "config_hash": origin.config_hash}
+        about |= {"weights_hash": origin.weights_hash(), "inputs": inputs, "skipped": self.skipped}
+        storage.save(Path(path), tensors, about)
 
     @classmethod
     def load(
@@ -240,26 +269,26 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Args:
             path: the file.
-            model: if given, the cache must come from a model with the same configuration.
+            model: if given, the cache must come from a model with its configuration and weights.
 
         Raises:
-            CacheError: if the file is truncated, is no cache, or came from another configuration.
+            CacheError: if the file is truncated, is no cache, or came from another model.
         """
         values, described = storage.load(Path(path))
-        hashed = described["config_hash"]
-        if model is not None and storage.config_hash(model) != hashed:
-            raise CacheError(
-                f"{path} must come from a model with this model's config hash, "
-                f"{storage.config_hash(model)[:12]}; got {hashed[:12]}"
-            )
-        return cls(values, **described)
+        origin = Origin(
+            *(described.pop(k) for k in ("known", "config_hash", "inputs", "weights_hash"))
+        )
+        cache = cls(values, origin=origin, **described)
+        if model is not None:
+            cache.require_weights_of(model)
+        return cache
 
     def _mapped(
         self, change: Callable[[str, Tensor], Tensor], axes: Mapping[str, tuple[str, ...]]
     ) -> "ActivationCache":
         values = {name: change(name, value) for name, value in self.items()}
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
-        return type(self)(values, axes, self._known, self.config_hash, grads or None, self.skipped)
+        return type(self)(values, axes, self._origin, grads or None, self.skipped)
 
     def __repr__(self) -> str:
         table = names.aligned({name: self._describe(name) for name in self})

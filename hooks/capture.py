@@ -7,13 +7,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from hooks import _torch
+from hooks.copies import Copies, private
 from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
 from hooks.modes import Options
-from hooks.point import POSITION_AXES, Point, as_node, first_tensor, tensors_in, with_first_tensor
+from hooks.point import POSITION_AXES, Point, as_node, first_tensor, with_first_tensor
 from hooks.session import Session
 
 
@@ -53,7 +54,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._versions: dict[str, int] = {}
-        self._in_graph: set[str] = set()
+        self._copies = Copies()
         self._parts: dict[str, list[Tensor]] = {}
 
     def listen(self, session: Session) -> None:
@@ -94,29 +95,26 @@ class Recorder:
             raise error
         self.skipped[point.name] = str(error)
 
-    def finish(self, outside: Any = (), reason: str = NEVER_FIRED) -> None:
-        """Puts values in the model's order. Checks that all are present and none was overwritten.
-
-        Values that others can still write into are copied, unless they carry their graph.
+    def finish(self, reason: str = NEVER_FIRED) -> None:
+        """Puts values in the model's order. Checks that all are present.
 
         Args:
-            outside: the model, its arguments and its output.
             reason: why a point may not have been reached, for the error.
 
         Raises:
             NeverFiredError: if the run did not reach a point that is not optional; the message
                 includes `reason`.
-            CacheError: if a later module overwrote a value in place.
+            CacheError: with `detach=False`, if a later module overwrote a value in place.
         """
         self.options.placement.wait()
+        self._copies = Copies()
         if self.joined:
             parts = self._parts.items()
             self.values = {name: join(each, name, self.points[name].axes) for name, each in parts}
         for name, before in self._versions.items():
             if _torch.version(self.values[name]) != before:
                 changed = (
-                    f"the model changed the value of {name} in place after its capture; "
-                    "select the module that changed it, or switch its in-place option off"
+                    f"the model wrote over the value of {name} later; detach=True keeps a copy"
                 )
                 self.skip(self.points[name], CacheError(changed))
         if len(self.fired) < len(self.points):
@@ -125,29 +123,6 @@ class Recorder:
             require_fired(missing, self.skipped, reason)
         self.axes = {name: p.axes for name, p in self.points.items() if name not in self.skipped}
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
-        self._own(outside)
-
-    def _own(self, outside: Any) -> None:
-        """Copies values whose memory others hold too, or of which they use only a part.
-
-        Queries, for instance, may be a view of one tensor that holds queries, keys and values.
-        """
-        groups: dict[torch.UntypedStorage, list[str]] = {}
-        for name, value in self.values.items():
-            if not value.requires_grad and (name in self._versions or _torch.has_storage(value)):
-                groups.setdefault(value.untyped_storage(), []).append(name)
-        reachable = _reachable(outside) if self._in_graph else set()
-        for storage, names in groups.items():
-            if self._in_graph.issuperset(names):
-                shared = storage in reachable
-            else:
-                shared = _torch.is_shared(self.values[names[0]], len(names))
-            if len(names) == 1 and not shared and self.values[names[0]].nbytes == storage.nbytes():
-                continue  # most values
-            parts = {_torch.extent(self.values[name]): self.values[name] for name in names}
-            if shared or sum(part.nbytes for part in parts.values()) < storage.nbytes():
-                copies = {extent: private(part) for extent, part in parts.items()}
-                self.values |= {name: copies[_torch.extent(self.values[name])] for name in names}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         value = as_node(value, point)
@@ -162,24 +137,26 @@ class Recorder:
         return value
 
     def _keep(self, value: Tensor, point: Point) -> None:
-        if value.requires_grad and self.options.detach:
-            # The graph may use this memory too, so `is_shared` could not tell whether others do.
-            self._in_graph.add(point.name)
-        if self.options.detach or not value.requires_grad:
-            value = value.detach()
-        name, kept = point.name, self.options.kept(value, point)
-        # A copy on another device may not be complete yet.
-        moved = kept.device != value.device
-        if self.joined:
-            # A later run may overwrite this memory, a key/value cache for instance.
-            self._parts.setdefault(name, []).append(kept if moved else kept.clone())
-        elif torch.compiler.is_compiling():
-            self.values[name] = kept
-        elif not moved and (kept.is_inference() or not _torch.has_storage(kept)):
-            # These have no count that would reveal later writes.
-            self.values[name] = kept.clone()
+        name = point.name
+        if value.requires_grad and not self.options.detach:
+            kept = self.options.kept(value, point)
+            if self.joined or not _torch.has_storage(kept):
+                kept = (
+                    kept.clone()
+                )  # a later run may write there: into a key/value cache, for instance
+            else:
+                self._versions[name] = _torch.version(kept)
         else:
-            self.values[name], self._versions[name] = kept, _torch.version(kept)
+            kept = self._copies(value, functools.partial(self._copied, point), point.axes)
+        if self.joined:
+            self._parts.setdefault(name, []).append(kept)
+        else:
+            self.values[name] = kept
+
+    def _copied(self, point: Point, value: Tensor) -> Tensor:
+        value = value.detach()
+        kept = self.options.kept(value, point)
+        return private(kept) if kept is value else kept
 
 
 def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
@@ -202,19 +179,3 @@ def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
             for part, end in zip(parts, ends, strict=True)
         ]
     return torch.cat(list(parts), at)
-
-
-def _reachable(outside: Any) -> set[torch.UntypedStorage]:
-    """The memory of all tensors in modules, arguments and outputs."""
-    found: list[Tensor] = []
-    for part in outside:
-        found += _torch.state_of(part) if isinstance(part, nn.Module) else tensors_in(part)
-    return {tensor.untyped_storage() for tensor in found if _torch.has_storage(tensor)}
-
-
-def private(value: Tensor) -> Tensor:
-    """A copy without a graph. The copy of an expanded tensor is expanded too, so it takes no more memory."""
-    if not _torch.has_storage(value) or 0 not in value.stride():
-        return value.detach().clone()
-    tight = value.detach()[tuple(slice(None if stride else 1) for stride in value.stride())]
-    return tight.clone().expand(value.shape)

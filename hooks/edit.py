@@ -1,6 +1,5 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import has_storage, is_checkpointed, is_shared
+from hooks._torch import is_checkpointed
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import resolve
 from hooks.point import Hook, Point, as_node, first_tensor, with_first_tensor
@@ -38,7 +37,7 @@ class EditedPoint:
     hooks: tuple[Hook, ...]
 
     def apply(self, value: Tensor) -> Tensor:
-        """What the hooks make of `value`, one after another, on one copy of it. No hooks act inside.
+        """What the hooks make of `value`, one after another, each on a copy of its own. No hooks act inside.
 
         Raises:
             EditError: if a hook returns no tensor, or another shape, dtype or device.
@@ -49,23 +48,17 @@ class EditedPoint:
         for hook in self.hooks:
             # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
             with nullcontext() if torch.compiler.is_compiling() else muted():
-                given = hook(new, self.point)
+                changed = hook(new, self.point)
             # A hook that returns nothing may have reshaped its copy in place.
-            if given is not None:
-                new = given
-            del given  # it would count as a reference below
+            new = new if changed is None else changed
             if not isinstance(new, Tensor):
                 raise EditError(f"a hook at {self.point} must return a tensor or None; got {new!r}")
             for what in ("shape", "dtype", "device"):
                 if (got := getattr(new, what)) != (expected := getattr(value, what)):
                     rule = f"must keep the {what} {expected}"
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
-            # The next hook or the model may write into it, so nobody else may hold it: the hook may
-            # have it in a list.
-            if not torch.compiler.is_compiling() and (
-                sys.getrefcount(new) > _ALONE or (has_storage(new) and is_shared(new))
-            ):
-                new = new.clone()
+            # The next hook or the model may write into it, and the hook may have kept it.
+            new = new.clone()
         return new
 
 
@@ -194,12 +187,3 @@ def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Out
         return with_first_tensor(output, value)
 
     return edit
-
-
-def _count_alone() -> int:
-    alone = object()
-    return sys.getrefcount(alone)
-
-
-# The count for an object that only one variable holds: 2, and 1 from Python 3.14 on.
-_ALONE = _count_alone()

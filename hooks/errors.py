@@ -117,7 +117,7 @@ class CacheError(HookError):
     """A cache, or its file, that does not have what was asked for.
 
     >>> from hooks import ActivationCache
-    >>> ActivationCache({}, {}, (), "").drop()
+    >>> ActivationCache({}, {}).drop()
     Traceback (most recent call last):
     hooks.errors.CacheError: only a lazy cache can drop values and compute them again
     """

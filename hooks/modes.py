@@ -105,6 +105,8 @@ class Options:
     def kept(self, value: Tensor, point: Point) -> Tensor:
         """What to keep of `value`: at the chosen positions of its axes `pos` and `query`, and placed.
 
+        It is `value` itself or a new tensor, never a view.
+
         Raises:
             HookError: if it has no named axes, or the positions select nothing.
             SelectionError: if it does not have them.
@@ -116,15 +118,12 @@ class Options:
         for at, size in enumerate(value.shape):
             if point.axes[at] not in POSITION_AXES:
                 continue
-            if isinstance(self.positions, slice):
-                value = value[(*[slice(None)] * at, self.positions)].clone()
-            else:
-                key = size, value.device
-                if key not in self._indices:
-                    chosen = places(self.positions, size, f"positions= of {point}")
-                    index = torch.tensor(chosen, dtype=torch.int64)
-                    self._indices[key] = to_device(index, value.device)
-                value = value.index_select(at, self._indices[key])
+            key = size, value.device
+            if key not in self._indices:
+                chosen = places(self.positions, size, f"positions= of {point}")
+                index = torch.tensor(chosen, dtype=torch.int64)
+                self._indices[key] = to_device(index, value.device)
+            value = value.index_select(at, self._indices[key])
             if value.shape[at] == 0:
                 rule = f"select some of the {size} of {point}"
                 raise HookError(f"positions must {rule}; got {self.positions}")

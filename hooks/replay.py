@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hooks import _torch
-from hooks.capture import Recorder, private
+from hooks.capture import Recorder
+from hooks.copies import Copies
 from hooks.errors import CacheError, HookError
+from hooks.modes import Options
 from hooks.names import Blocks
 from hooks.pieces import piece_read, reading
 from hooks.point import Point, inside, mapped
@@ -67,10 +68,6 @@ def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
     return plain(leaf)
 
 
-Copies = dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]]
-"""Tensors and the copies made of them, by the `id` and the version of the tensor."""
-
-
 @dataclasses.dataclass(eq=False)
 class BlockCall:
     """One call of a block: copies of its arguments, and enough to detect later changes of the block.
@@ -117,7 +114,7 @@ class BlockCall:
     def _stored(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return plain_argument(self.block, leaf, self.name)
-        self._inputs.append(_copied(leaf, self.copies))
+        self._inputs.append(self.copies(leaf))
         return self._inputs[-1]
 
     def _sample(self, output: Any) -> None:
@@ -142,18 +139,23 @@ class BlockCall:
         return self._inputs + self._given
 
     @torch.no_grad()
-    def read(self, points: Mapping[str, Point], edits: Edits, run: Recorder) -> Recorder:
+    def read(
+        self, points: Mapping[str, Point], edits: Edits, options: Options
+    ) -> Mapping[str, Tensor]:
         """Runs the block on its stored arguments, under the edits of the first run.
 
         Args:
             points: the block's points to record.
             edits: the edits of the first run, anywhere in the model.
-            run: the recorder of the first run, which says how to keep values and which are optional.
+            options: how to keep them.
+
+        Returns:
+            Their values, by name.
 
         Raises:
-            CacheError: if the block changed since, or a value was overwritten that is not optional.
+            CacheError: if the block changed since.
         """
-        recorder, again = (Recorder(points, run.options, run.optional) for _ in range(2))
+        recorder, again = (Recorder(points, options) for _ in range(2))
         planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
         # During a plan, an edit may read the cache of a real run.
         with nullcontext() if planned else _torch.unset_fake_temporarily():
@@ -174,13 +176,15 @@ class BlockCall:
                     "would give other values; read a lazy cache before changing the model"
                 )
             recorder.finish()
-        return recorder
+        return recorder.values
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
         """A sample of what the block gives now."""
         # New containers and tensors, because the block may write into them.
-        copies: Copies = {}
-        args, kwargs = mapped(self._arguments, lambda leaf: _copied(leaf, copies))
+        copies = Copies()
+        args, kwargs = mapped(
+            self._arguments, lambda leaf: copies(leaf) if isinstance(leaf, Tensor) else leaf
+        )
         with self._autocast(), reading(self._piece):
             return sampled(replay(self.block, args, kwargs, edits, recorder))
 
@@ -204,9 +208,7 @@ class LazyValues(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if not self.is_held(name):
-            skipped = self.fill(n for n in self._calls_by_name[name].points if n in self)
-            if name in skipped:
-                raise CacheError(skipped[name])
+            self.fill(n for n in self._calls_by_name[name].points if n in self)
         return self._run.values[name] if name in self._run.values else self._recomputed[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -225,23 +227,15 @@ class LazyValues(Mapping[str, Tensor]):
         """Whether the value is in memory."""
         return name in self._run.values or name in self._recomputed
 
-    def fill(self, names: Iterable[str]) -> dict[str, str]:
-        """Recomputes the values of `names` that are not in memory, and nothing else.
-
-        Returns:
-            Why optional points have no value, by name.
-        """
-        skipped: dict[str, str] = {}
+    def fill(self, names: Iterable[str]) -> None:
+        """Recomputes the values of `names` that are not in memory, and nothing else."""
         missing: dict[BlockCall, dict[str, Point]] = {}
         for name in names:
             if not self.is_held(name):
                 call = self._calls_by_name[name]
                 missing.setdefault(call, {})[name] = call.points[name]
         for call, points in missing.items():
-            read = call.read(points, self._edits, self._run)
-            self._recomputed |= read.values
-            skipped |= read.skipped
-        return skipped
+            self._recomputed |= call.read(points, self._edits, self._run.options)
 
     def drop(self) -> None:
         """Frees the recomputed values."""
@@ -266,17 +260,5 @@ def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:
     for block, names in itertools.groupby(points, blocks.get):
         if block is not None:
             inside.setdefault(block, {}).update({name: points[name] for name in names})
-    copies: Copies = {}
+    copies = Copies()
     return [BlockCall(*block, chosen, copies) for block, chosen in inside.items()]
-
-
-def _copied(leaf: Any, copies: Copies) -> Any:
-    """A copy of a tensor, the same one if nothing was written since; any other leaf itself."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    key = id(leaf), _torch.version(leaf)
-    found = copies.get(key)
-    # Inference tensors do not record in-place writes.
-    if found is None or found[0]() is not leaf or leaf.is_inference():
-        copies[key] = found = weakref.ref(leaf), private(leaf)
-    return found[1]

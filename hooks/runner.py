@@ -1,6 +1,8 @@
 """HookedRunner: runs a model, keeps what was asked for, and applies edits."""
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -16,6 +18,7 @@ from hooks.edit import EditedPoint, HookContext, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
+from hooks.origin import Origin, bound, signature_of
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.replay import LazyValues, divided
@@ -218,6 +221,10 @@ class HookedRunner:
         return blocks_of(self.model)
 
     @functools.cached_property
+    def _signature(self) -> inspect.Signature | None:
+        return signature_of(self.model)
+
+    @functools.cached_property
     def config_hash(self) -> str:
         """A hash of the model's configuration; caches carry it."""
         return storage.config_hash(self.model)
@@ -258,6 +265,8 @@ class HookedRunner:
             points, options, optional, stops, run is not None, self._blocks if lazy else ()
         )
         edits = edits_in_force()
+        # Before the run, which may write into its arguments.
+        inputs = bound(self._signature, args, kwargs) if run is None else {}
         with Session() as session:
             recorder.listen(session)
             for call in calls:
@@ -272,10 +281,10 @@ class HookedRunner:
             call.report(recorder)
         unread = "run= returned an iterator, which may run the model only when it is read"
         reason = unread if isinstance(output, Iterator) else NEVER_FIRED
-        recorder.finish((self.model, args, kwargs, output), reason)
+        recorder.finish(reason)
         if recorder.skipped and not recorder.axes:
             raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values
         grads = recorder.grads if options.grads else None
-        about = recorder.axes, tuple(self._known), self.config_hash, grads, recorder.skipped
-        return output, ActivationCache(values, *about)
+        origin = Origin(tuple(self._known), self.config_hash, inputs, model=weakref.ref(self.model))
+        return output, ActivationCache(values, recorder.axes, origin, grads, recorder.skipped)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from hooks._torch import has_storage, memory_of
 from hooks.errors import CacheError
 
-_FORMAT = "hookscope-cache-2"
-GRAD = ".grad."  # before the name of a gradient; no module's name starts with a dot
+_FORMAT = "hookscope-cache-3"
+# Before the name of a gradient or an input; no module's name starts with a dot.
+GRAD, INPUT = ".grad.", ".input."
 
 
 def config_hash(model: nn.Module) -> str:
@@ -44,6 +45,18 @@ def _described(value: object) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     return getattr(value, "__qualname__", None) or str(value)
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A hash of the name, the shape and at most 16 numbers of each parameter."""
+    hashed = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        numbers: Any = None
+        if has_storage(weight) and not weight.is_meta:
+            flat = weight.detach().flatten()
+            numbers = flat[:: max(1, -(-len(flat) // 16))].tolist()
+        hashed.update(repr((name, tuple(weight.shape), numbers)).encode())
+    return hashed.hexdigest()
 
 
 def nbytes(tensors: Collection[Tensor]) -> int:
@@ -101,17 +114,20 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         values, found = read(path, _FORMAT)
         axes = {name: tuple(map(str, own)) for name, own in found["axes"].items()}
-        known, hashed = tuple(map(str, found["known"])), str(found["config_hash"])
-        skipped = {name: str(reason) for name, reason in found["skipped"].items()}
-        described = {"axes": axes, "known": known, "config_hash": hashed, "skipped": skipped}
+        described = {"axes": axes, "known": tuple(map(str, found["known"]))}
+        described |= {key: str(found[key]) for key in ("config_hash", "weights_hash")}
+        described["skipped"] = {name: str(reason) for name, reason in found["skipped"].items()}
+        inputs = dict(found.pop("inputs"))
         if json.loads(json.dumps(described)) != found:
             raise TypeError("names, axes and reasons must be text")
         ordered = {name: values.pop(name) for name in axes}
         grads = {name: values.pop(GRAD + name) for name in axes if GRAD + name in values}
+        held = [name for name in values if name.startswith(INPUT)]
+        inputs |= {name.removeprefix(INPUT): values.pop(name) for name in held}
         if values:
             raise ValueError(f"all values must have axes; got none for {', '.join(values)}")
     except FileNotFoundError:
         raise
     except Exception as error:
         raise CacheError(f"{path} must be a complete cache that `save` wrote: {error!r}") from None
-    return ordered, described | {"grads": grads or None}
+    return ordered, described | {"grads": grads or None, "inputs": inputs}

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from hooks import _torch
 from hooks.point import mapped
 
 _TRUSTED = ContextVar("trusted", default=False)
@@ -96,7 +94,7 @@ def later(value: Tensor) -> Callable[[], Any]:
 
 
 class Placement:
-    """Puts values on a device and in a dtype: each once, and without a wait before the last.
+    """Puts values on a device and in a dtype, without a wait before the last.
 
     Args:
         device, dtype: where to, and as what; None for no change. Integers keep their dtype.
@@ -109,29 +107,10 @@ class Placement:
         self._device = None if device is None else torch.device(device)
         self._dtype = dtype
         self._waits = waits
-        # Two points that share a value fire one after the other. What was copied is held weakly, so
-        # that the accelerator can use its memory again.
-        self._last: tuple[object, StorageWeakRef, Tensor] | None = None
         self._sources: dict[torch.device, Tensor] = {}
 
     def __call__(self, value: Tensor) -> Tensor:
         """`value`, or a copy of it that may not be complete yet."""
-        if self._device is None and self._dtype is None:
-            return value
-        # The numbers of inference tensors may change without a sign, and a graph has its own nodes.
-        if (
-            torch.compiler.is_compiling()
-            or value.requires_grad
-            or value.is_inference()
-            or not _torch.has_storage(value)
-        ):
-            return self._copy(value)
-        key = _torch.version(value), _torch.memory_of(value), _torch.extent(value)
-        if self._last is None or self._last[0] != key or self._last[1].expired():
-            self._last = key, StorageWeakRef(value.untyped_storage()), self._copy(value)
-        return self._last[2]
-
-    def _copy(self, value: Tensor) -> Tensor:
         # The cast comes first, because fewer bytes are copied then.
         if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
@@ -146,4 +125,4 @@ class Placement:
         """Waits until all copies are complete."""
         for source in self._sources.values():
             arrival(source)()
-        self._last, self._sources = None, {}
+        self._sources = {}

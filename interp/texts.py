@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from hooks import ActivationCache
+
 Tokens = Sequence[int] | Int[Tensor, " pos"]
 """The tokens of one text."""
 
@@ -32,6 +34,23 @@ def are_aligned(one: Text, other: Text) -> bool:
     """Whether two texts have the same columns and padding."""
     full = [torch.ones_like(t.tokens) if t.mask is None else t.mask.long() for t in (one, other)]
     return torch.equal(*full)
+
+
+def text_of(cache: ActivationCache) -> Text | None:
+    """The texts of a cache's run; None where it was given no `tokens` or `input_ids`.
+
+    >>> from interp.protocol import run_with_cache
+    >>> from models import Transformer, TransformerConfig
+    >>> model = Transformer(TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4))
+    >>> _, cache = run_with_cache(model.eval(), torch.tensor([[3, 1]]))
+    >>> text_of(cache).tokens
+    tensor([[3, 1]])
+    """
+    tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
+    mask = cache.inputs.get("attention_mask")
+    if not isinstance(tokens, Tensor):
+        return None
+    return Text(tokens, mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
 
 def padded(texts: Texts, model: nn.Module, numbers: Sequence[int]) -> Text:

@@ -1,6 +1,8 @@
 """ActivationCache: names, slices, options at capture time, and files."""
 
+import copy
 import json
+import pickle
 from collections import OrderedDict
 
 import numpy as np
@@ -10,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
-from hooks.storage import config_hash
+from hooks.storage import config_hash, weights_hash
+from interp.texts import text_of
 
 
 @pytest.fixture
@@ -188,14 +191,17 @@ def test_files_that_are_not_whole_caches(cache, tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(CacheError, match=str(path)):
             ActivationCache.load(path)
-    ours = {"format": "hookscope-cache-2"}
-    good = {"axes": {"b": ["pos"]}, "known": ["b"], "config_hash": "0", "skipped": {}}
+    ours = {"format": "hookscope-cache-3"}
+    good = {"axes": {"b": ["pos"]}, "known": ["b"], "skipped": {}, "inputs": {}}
+    good |= {"config_hash": "0", "weights_hash": ""}
     save_file({"b": torch.zeros(2)}, path, metadata=ours | {"cache": json.dumps(good)})
     assert ActivationCache.load(path).axes("b") == ("pos",)
     wrong = {
         "axes": ({}, {"a": []}, {"b": 3}, {"b": "pos"}, {"b": [3]}, [1], "b", None),
         "known": (None, 3, "b", {"b": 1}, [[]]),
         "config_hash": (None, 0, []),
+        "weights_hash": (None, 3),
+        "inputs": (None, 3),
         "skipped": (None, [], {"b": 3}),
     }
     changed = [good | {field: value} for field, values in wrong.items() for value in values]
@@ -303,8 +309,109 @@ def test_what_is_kept_holds_no_more_memory_than_its_values_and_nobody_elses():
     model.forward = forward
     runner, x = HookedRunner(model.eval()), torch.ones(7, 11)
     assert runner.run_with_cache(x, names=["part", "same"])[1].nbytes == 7 * 6 * 4
-    assert runner.run_with_cache(x, names=["whole", "part", "same"])[1].nbytes == 7 * 11 * 4
+    assert runner.run_with_cache(x, names=["whole", "part", "same"])[1].nbytes == 7 * (11 + 6) * 4
     own = runner.run_with_cache(x, names="own")[1]["own"]
     with torch.no_grad():
         model.weight.zero_()
     assert torch.equal(own, torch.ones(2, 3))
+
+
+class Reader(nn.Module):
+    """A model with arguments of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, attention_mask=None, *rest, scale=1.0, **others):
+        x.zero_()
+        if isinstance(others.get("ids"), torch.Tensor):
+            others["ids"].zero_()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_cache_knows_what_its_run_was_given(model, tokens, lazy, tmp_path):
+    mask = torch.ones(4, 7, dtype=torch.bool)
+    mask[1, 5:] = False
+    _, cache = HookedRunner(model).run_with_cache(tokens, attention_mask=mask, lazy=lazy)
+    expected = tokens.clone(), mask.clone()
+    tokens.zero_(), mask.zero_()
+    cache.save(tmp_path / "a")
+    copied = pickle.loads(pickle.dumps(cache))
+    for one in (
+        cache,
+        cache.at(pos=0),
+        copied,
+        copy.deepcopy(cache),
+        ActivationCache.load(tmp_path / "a"),
+    ):
+        assert torch.equal(one.inputs["tokens"], expected[0])
+        assert torch.equal(one.inputs["attention_mask"], expected[1])
+        text = text_of(one)
+        assert all(map(torch.equal, (text.tokens, text.mask), expected))
+
+
+def test_inputs_are_bound_by_name_and_copied(tmp_path):
+    runner, ids, mask = HookedRunner(Reader().eval()), torch.tensor([4, 2]), torch.zeros(2, 1)
+    given = {"ids": ids, "kind": "a", "n": 3, "none": None, "half": 0.5, "many": [1], "real": True}
+    _, cache = runner.run_with_cache(torch.ones(1, 3), mask, "rest", scale=2, **given)
+    mask += 1
+    cache.save(tmp_path / "a")
+    for inputs in (cache.inputs, ActivationCache.load(tmp_path / "a").inputs):
+        plain = {
+            name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)
+        }
+        assert plain == {"scale": 2, "kind": "a", "n": 3, "none": None, "half": 0.5, "real": True}
+        assert inputs["ids"].tolist() == [4, 2]
+        assert inputs["attention_mask"].tolist() == [[0], [0]]
+        assert inputs.keys() == plain.keys() | {"ids", "attention_mask"}
+    assert text_of(cache) is None
+    _, cache = runner.run_with_cache(mode="none", run=lambda: runner.model(torch.ones(1, 3)))
+    assert cache.inputs == {}
+    with pytest.raises(TypeError, match="missing.*'x'"):
+        runner.run_with_cache(lacking=3)
+
+
+def test_a_cache_refuses_a_model_of_other_weights(tmp_path):
+    def linear(by=0.0):
+        made = nn.Sequential(nn.Linear(5, 7).requires_grad_(False)).eval()
+        made[0].weight.copy_(torch.arange(35.0).view(7, 5))
+        made[0].bias.fill_(1)
+        made[0].weight[3] += by
+        return made
+
+    model = linear()
+    _, cache = HookedRunner(model).run_with_cache(torch.ones(2, 5))
+    cache.save(tmp_path / "a")
+    copies = cache, pickle.loads(pickle.dumps(cache)), ActivationCache.load(tmp_path / "a")
+    for one in copies:
+        for same in (model, linear(), copy.deepcopy(model)):
+            one.require_weights_of(same)
+        ActivationCache.load(tmp_path / "a", linear())
+        with pytest.raises(CacheError, match="weights"):
+            one.require_weights_of(linear(1.0))
+        with pytest.raises(CacheError, match="config"):
+            one.require_weights_of(nn.Sequential(nn.Linear(7, 5)))
+    with pytest.raises(CacheError, match="weights"):
+        ActivationCache.load(tmp_path / "a", linear(1.0))
+    model[0].weight.zero_()  # the same object: what it has now is not asked
+    cache.require_weights_of(model)
+    del model, same
+    cache.require_weights_of(linear(1.0))  # the model is gone: nothing is known
+
+
+def test_the_hash_of_weights_follows_names_shapes_and_numbers():
+    made = nn.ParameterDict({"a": torch.arange(40.0), "b": torch.tensor(2.0), "c": torch.empty(0)})
+    hashes = {
+        weights_hash(made),
+        weights_hash(made.half()),
+        weights_hash(nn.Linear(2, 2).to("meta")),
+    }
+    for name, value in (
+        ("a", made["a"].view(5, 8)),
+        ("b", torch.tensor(3.0)),
+        ("d", made["a"] + 0),
+    ):
+        hashes.add(weights_hash(nn.ParameterDict({**made, name: value})))
+    assert len(hashes) == 5  # half precision holds the same numbers

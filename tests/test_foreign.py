@@ -1,6 +1,7 @@
 """Any module: names of submodules, outputs of any kind, and layers that skip their parts."""
 
 import dataclasses
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -217,12 +218,39 @@ def test_a_capture_with_skipped_points_and_gradients_of_the_others(mixture):
     assert torch.equal(cache.grads["layers.1.first"].sum(0), mixture.layers[1].first.bias.grad)
 
 
-def test_values_overwritten_in_place_are_skipped():
-    model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)).eval(), torch.ones(2, 3)
-    output, cache = HookedRunner(model).run_with_cache(x)
+@pytest.mark.parametrize("names", ["*", "0.0.bn1", ["0.0.bn1", "0.0.relu"]])
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        *(({}, mode) for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad)),
+        ({"dtype": torch.float64}, torch.no_grad),
+        ({"grads": True}, torch.enable_grad),
+        ({"lazy": True}, torch.no_grad),
+    ],
+)
+def test_a_value_that_the_model_overwrites_is_kept_as_it_was(names, options, mode):
+    """As in every ResNet, whose ReLU writes into the output of `bn1`."""
+    parts = OrderedDict(bn1=nn.BatchNorm1d(3), relu=nn.ReLU(inplace=True))
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(parts)])).eval()
+    model.forward = lambda x: model[0][0](x)
+    runner, x = HookedRunner(model), torch.tensor([[-2.0, 3.0, -5.0]])
+    with mode():
+        _, cache = runner.run_with_cache(x, names=names, **options)
+    scaled = x / (1 + 1e-5) ** 0.5
+    assert "0.0.bn1" in cache
+    for name, expected in {"bn1": scaled, "relu": scaled.clamp(min=0)}.items():
+        if (name := "0.0." + name) in cache:
+            torch.testing.assert_close(cache[name].float(), expected)
+
+
+def test_a_value_wanted_with_its_graph_and_overwritten_is_gone():
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)).eval()
+    runner, x = HookedRunner(model), torch.ones(2, 3)
+    with pytest.raises(CacheError, match="0 .*detach=True"):
+        runner.run_with_cache(x, names="0", detach=False)
+    _, cache = runner.run_with_cache(x, detach=False)
     assert list(cache) == ["1"]
-    assert torch.equal(cache["1"], output)
-    assert "in place" in cache.skipped["0"]
+    assert "0" in cache.skipped
 
 
 @pytest.fixture(scope="module")

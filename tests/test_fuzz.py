@@ -30,7 +30,6 @@ from tests.zoo import (
     Edit,
     Experts,
     Fused,
-    InPlace,
     World,
     by_hand,
     opened,
@@ -123,8 +122,9 @@ def kept(s, how):
                 values[name] = [value for at_, value, *_ in fired if block in (None, at_)]
         wrong = [name for name in names if len(values[name]) != 1]
         strict = bool(wrong) and (w.marked or exact or not any(values.values()))
-        # What may be left out: overwritten points, and with `lazy` a module that two blocks share.
-        loose = {*wrong} | overwritten(theirs) | {n for n in names if len(theirs.fired[n]) != 1}
+        # What may be left out: with a graph overwritten points, and with `lazy` a module that two blocks share.
+        spent = set() if options["detach"] else overwritten(theirs)
+        loose = {*wrong} | spent | {n for n in names if len(theirs.fired[n]) != 1}
         try:
             with s.hooks(*edits):
                 if captures:
@@ -132,7 +132,7 @@ def kept(s, how):
                 else:
                     ours, cache = w.runner.run_with_cache(s.x, **given, **options, lazy=lazy)
         except HookError as error:
-            refusable = isinstance(error, CacheError) and overwritten(theirs)
+            refusable = isinstance(error, CacheError) and spent
             if not (strict or refusable or {*names} <= loose):
                 raise
             return w.reset()
@@ -226,8 +226,7 @@ def plan(s):
             plan = w.runner.plan(s.x, lazy=lazy, names=selector)
         except HookError as error:
             unreadable = w.writes and isinstance(error, CacheError)
-            empty = isinstance(error, NeverFiredError) and {Adds, InPlace} & w.kinds  # overwritten
-            if not (unreadable or empty or Experts in w.kinds):  # shapes depend on numbers there
+            if not (unreadable or Experts in w.kinds):  # shapes depend on numbers there
                 raise
             return
         s.check([], "after a plan")

@@ -161,9 +161,8 @@ class Split(nn.Module):
     [
         ("small", 3),
         ("large", 7),
-        (["small", "large"], 10),  # which fill the memory, so nothing is copied
-        (["small", "large", "both"], 10),
-        (["small", "again"], 3),  # two names of a small part do not add up to the whole
+        (["small", "large", "both"], 3 + 7 + 10),
+        (["small", "again"], 3),  # one tensor
         ("spread", 10 / 8),  # an expanded value stays small
         ("part", 2),  # a view of the caller's input
         (["given", "part"], 5 + 2),  # the caller's too, and so a copy of each
@@ -194,14 +193,13 @@ class Sharing(nn.Linear):
         self.w(self.weight[:2])
         keys, room = self.keys.copy_(x.detach()), torch.from_numpy(self.room).copy_(x.detach() * 3)
         inner = self.inner(super().forward(self.given(x) + self.stored(keys) + self.kept(room)))
-        self.seen = inner.data_ptr()
         return self.out(inner * self.more(more))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize(("traced", "detach"), [(True, True), (False, True), (False, False)])
 def test_values_are_the_caches_own(mode, traced, detach):
-    """Also after the caller wrote into all that is left of the run. What nobody else has is not copied."""
+    """Also after the caller wrote into all that is left of the run."""
     model, x = Sharing().eval().requires_grad_(traced), torch.randn(2, 5, requires_grad=traced)
     more = torch.randn(2, 5, requires_grad=traced)
     inner = x @ model.weight.T * 5 + model.bias
@@ -210,8 +208,6 @@ def test_values_are_the_caches_own(mode, traced, detach):
     expected = {name: value.detach().clone() for name, value in expected.items()}
     with mode():
         output, cache = HookedRunner(model).run_with_cache(x, more=more, detach=detach)
-        if mode is not torch.inference_mode:
-            assert cache["inner"].data_ptr() == model.seen
     with torch.no_grad() if mode is torch.enable_grad else mode():
         for tensor in (x, more, output, model.weight, model.keys):
             tensor.zero_()

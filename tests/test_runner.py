@@ -284,18 +284,6 @@ def test_a_cached_weight_is_a_copy():
     assert cache["0"].tolist() == [1, 1]
 
 
-def test_a_value_that_the_model_overwrites_in_place_is_an_error():
-    model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)).eval(), torch.ones(2, 3)
-    runner = HookedRunner(model)
-    with pytest.raises(errors.HookError, match="0"):
-        runner.run_with_cache(x, names=["0", "1"])
-    _, cache = runner.run_with_cache(x, names="0", dtype=torch.float64)
-    assert torch.equal(cache["0"], model[0](x).double())
-    with torch.inference_mode():
-        _, cache = runner.run_with_cache(x, names="0")
-    assert torch.equal(cache["0"], model[0](x))
-
-
 def test_the_model_writes_into_no_tensor_of_the_users():
     model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True)), torch.randn(2, 3)
     array, given = np.full((2, 5), -1, "float32"), []

@@ -184,7 +184,7 @@ def test_windows_that_cannot_be(model, tokens, windows):
 @pytest.mark.parametrize(("dtype", "number"), [(torch.half, 60000.0), (torch.double, 1 + 2**-40)])
 def test_norms_neither_overflow_nor_lose_digits(dtype, number):
     stream, axes = torch.full((1, 1, 4), number, dtype=dtype), ("batch", "pos", "d_model")
-    cache = ActivationCache({"blocks.0.resid_post": stream}, {"blocks.0.resid_post": axes}, (), "")
+    cache = ActivationCache({"blocks.0.resid_post": stream}, {"blocks.0.resid_post": axes})
     norms = residual_stream(cache, torch.zeros(1, 1).bool()).norms
     assert norms.item() == pytest.approx(2 * number, rel=1e-15)
 

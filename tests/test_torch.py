@@ -71,20 +71,6 @@ def test_memory_of():
             assert _torch.memory_of(whole) != _torch.memory_of(other)
 
 
-def test_is_shared():
-    """Each tensor counts, whatever part of the memory it shows, and so does a NumPy array."""
-    for mode in (FakeTensorMode(), torch.inference_mode(), torch.no_grad()):
-        with mode:
-            whole = torch.ones(4) * 2
-            assert not _torch.is_shared(whole)
-            part, _copy = whole[1:].detach(), whole.clone()
-            assert _torch.is_shared(part)
-            assert not _torch.is_shared(part, 2)
-            del whole
-            assert not _torch.is_shared(part)
-    assert _torch.is_shared(torch.from_numpy(np.ones(3)))
-
-
 def test_has_storage_and_is_unwatched():
     x, seen = torch.ones(3), []
 

@@ -10,11 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner
+from hooks.pieces import real_columns
 from hooks.transfer import to_device
 from interp.columns import at_least_float32, like
 from interp.graph.graph import Graph
 from interp.linear.norms import LinearPart, is_identity, linear_part
+from interp.positions import Selection
 from interp.protocol import check_cache, plain
+from interp.texts import text_of
 
 # What is read of a run, but for neurons.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
@@ -66,7 +69,7 @@ class Parts:
         model: the model of the run.
         cache: its cache.
         tokens: its tokens; only their shape is read, for a check.
-        pos: read one column of each text: the same, or one for each. None for all columns.
+        pos: read one column of each text: the same, or one for each; -1 is the last real token. None for all.
 
     Raises:
         CacheError: if the cache is of another model, or lost an axis.
@@ -92,10 +95,10 @@ class Parts:
                 f"tokens must have the cache's shape, {[batch, n_pos]}; got {list(tokens.shape)}"
             )
         if pos is not None:
-            columns = torch.as_tensor(pos, device="cpu").expand(batch)
-            if not ((columns >= -n_pos) & (columns < n_pos)).all():
-                raise ValueError(f"pos must be {-n_pos} to {n_pos - 1}; got {pos}")
-            self._columns = columns
+            text = text_of(cache)
+            real = None if text is None or text.mask is None else real_columns(text.mask)
+            rows = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
+            self._columns = torch.tensor(rows)[:, 0].expand(batch)
 
     @cached_property
     def graph(self) -> Graph:

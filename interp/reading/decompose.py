@@ -122,7 +122,8 @@ def direct_logit_attribution(
         right: the token of the logit.
         wrong: the token of a logit to subtract.
         direction: in place of tokens, a direction of what the unembedding reads, such as a probe's.
-        pos: read one column of each text: the same, or one for each example. None for all positions.
+        pos: read one column of each text: the same, or one for each example; -1 is the last real token.
+            None for all positions.
         neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
 
     Returns:

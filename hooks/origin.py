@@ -1,0 +1,98 @@
+"""Origin: the run and the model that a cache comes from."""
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hooks import storage
+from hooks.copies import private
+from hooks.errors import CacheError
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run and the model that a cache comes from.
+
+    Attributes:
+        known: the names of all points of the model, in order.
+        config_hash: the hash of its configuration.
+        inputs: what the run was given; see `bound`.
+        hashed: `storage.weights_hash` of a model that is no longer at hand; empty where it is not known.
+
+    >>> Origin(("embed",)).known
+    ('embed',)
+    """
+
+    known: tuple[str, ...] = ()
+    config_hash: str = ""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    hashed: str = ""
+    # Weak, because a cache may outlive its model.
+    model: weakref.ref[nn.Module] | None = None
+
+    def weights_hash(self) -> str:
+        """The hash of the model's weights as they are now; empty where nothing is known of them."""
+        model = None if self.model is None else self.model()
+        return self.hashed if model is None else storage.weights_hash(model)
+
+    def require(self, model: nn.Module) -> None:
+        """Refuses a model that is known to have another configuration or other weights.
+
+        Raises:
+            CacheError: if it has.
+        """
+        if self.model is not None and self.model() is model:
+            return
+        for what, ours, theirs in (
+            ("config", self.config_hash, storage.config_hash(model)),
+            ("weights", hashed := self.weights_hash(), hashed and storage.weights_hash(model)),
+        ):
+            if ours != theirs:
+                raise CacheError(
+                    f"the cache must be of a model with this model's {what} hash, {theirs[:12]}; "
+                    f"got {ours[:12]}"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Origin, (self.known, self.config_hash, self.inputs, self.weights_hash())
+
+
+def signature_of(model: nn.Module) -> inspect.Signature | None:
+    """The signature of the model's `forward`; None where Python knows none."""
+    try:
+        return inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
+    """A run's arguments by the names of `forward`; those of its `**kwargs` by their own names.
+
+    Tensors that are masks by name, or not of floating-point numbers, are copied; other tensors are left out.
+    None, numbers and strings are kept. If the arguments do not fit the signature, there are none.
+
+    >>> class Scaled(nn.Module):
+    ...     def forward(self, tokens, scale=1.0): ...
+    >>> bound(signature_of(Scaled()), (3,), {"scale": 0.5})
+    {'tokens': 3, 'scale': 0.5}
+    """
+    try:
+        given = {} if signature is None else signature.bind(*args, **kwargs).arguments
+    except TypeError:  # the run itself says what is wrong
+        return {}
+    for parameter in signature.parameters.values() if signature else ():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, _PLAIN):
+            kept[name] = value
+        elif isinstance(value, Tensor) and (name.endswith("mask") or not value.is_floating_point()):
+            kept[name] = private(value)
+    return kept
