@@ -1,12 +1,19 @@
 """Compares attribution patching with exact patching, and says how far to trust it.
 
-python examples/attribution.py --out out
+The texts name a part and ask for it again; the model copies its last digit (# below). A patch puts one value
+of a run with another digit in place. Exact patching runs the model once for each place; attribution estimates
+all places from one backward pass, and integrated gradients from several. It takes half a minute.
+
+    python examples/attribution.py --out out
 """
 
-import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from commands import attempt, by_character, figures_parser, require_matplotlib
 
 from interp import (
     Pairs,
@@ -22,12 +29,10 @@ TEXT = "The part ZQXJ-KV8{} is sold out; please ask for ZQXJ-KV8"
 RIGHT, WRONG = "01234567", "34567012"
 
 
-def main() -> None:
+def run(out: Path | None) -> None:
     """Estimates the effects of all places of two sites, and patches them exactly."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a directory for figures; without it, none")
-    options = parser.parse_args()
-
+    if out:
+        require_matplotlib(out)
     model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
     clean, corrupted = (
         torch.tensor([tokenizer.encode(TEXT.format(digit)) for digit in digits])
@@ -40,23 +45,25 @@ def main() -> None:
     print(pairs)
 
     for site in ("resid_pre", "z"):
-        exact = activation_patching(model, pairs, site=site, direction="noising")
+        exact = activation_patching(model, pairs, site=site)
         for estimate in (
             attribution_patching(model, pairs, site=site),
             integrated_gradients(model, pairs, site=site, tolerance=0.05),
         ):
+            if "pos" in exact.axes:
+                exact, estimate = (by_character(x, TEXT.format("#")) for x in (exact, estimate))
             found = compare(exact, estimate)
             size = (found.estimate.abs().sum() / found.exact.abs().sum()).item()
             print(f"\n{site}, {estimate.about['estimate']}: {found}")
             print(
                 f"It {verdict(found.rank_correlation)} of the places, and its effects are {size:.0%} of the exact ones."
             )
-            if options.out:
-                options.out.mkdir(parents=True, exist_ok=True)
+            if out:
                 name = f"{site} {estimate.about['estimate']}.png".replace(" ", "_")
-                found.plot().savefig(options.out / name, dpi=150)
+                found.plot().savefig(out / name, dpi=120)
 
-    print("\nWithout exact effects of all places:")
+    at = TEXT.index("{")
+    print(f"\nWithout exact effects of all places (the digit is at position {at}):")
     print(verified_top(model, pairs, estimate=attribution_patching(model, pairs), k=5, budget=60))
 
 
@@ -67,5 +74,10 @@ def verdict(rank_correlation: float) -> str:
     return "finds some" if rank_correlation > 0.7 else "cannot be trusted for the order"
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    return attempt(partial(run, figures_parser(__doc__).parse_args(arguments).out))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,20 +1,43 @@
-"""Shared by the examples that train: common options and their checks, texts, and errors in one line."""
+"""Shared by the examples: options and their checks, texts, figures, and errors in one line."""
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from hooks import UnknownNameError
+from interp import Result
 from models.training.run import CHECKPOINT
 
+VISIBLE = {"\n": "↵", " ": "·"}
 
-def parser(description: str | None, out: str | None, steps: int) -> argparse.ArgumentParser:
+
+class Parser(argparse.ArgumentParser):
+    """Shows the whole docstring as help, and says in one line what is wrong with an option."""
+
+    def __init__(self, description: str | None) -> None:
+        kind = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=kind)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with the status 2."""
+        self.exit(2, f"error: {message}; --help lists the options\n")
+
+
+def figures_parser(description: str | None) -> Parser:
+    """A parser with `--out` for figures."""
+    parser = Parser(description)
+    parser.add_argument("--out", type=Path, help="a directory for figures; without it, none")
+    return parser
+
+
+def parser(description: str | None, out: str | None, steps: int) -> Parser:
     """A parser with the common options of training; `out` and `steps` are defaults."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description)
     parser.add_argument(
         "--out", type=Path, default=out and Path(out), metavar="DIRECTORY", help="for one run only"
     )
@@ -52,10 +75,46 @@ def as_option(reason: str) -> str:
     return reason.replace("resume=True", "--resume")
 
 
-def require_matplotlib() -> None:
-    """Raises ModuleNotFoundError before training, not after it."""
+def require_matplotlib(out: Path | None = None) -> None:
+    """Raises ModuleNotFoundError before the work, not after it, and makes a directory for figures."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[report]"')
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+
+
+class Pace:
+    """Says, from the steps since it was first called, how long the others will take."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.first = steps, (0, 0.0)
+
+    def __call__(self, step: int) -> str:
+        """To be called after every step."""
+        now = time.monotonic()
+        if self.first == (0, 0.0):
+            self.first = step, now
+        done, since = step - self.first[0], now - self.first[1]
+        minutes = since / max(1, done) * (self.steps - step) / 60
+        left = f", about {minutes:.0f} min left" if done and minutes >= 0.5 else ""
+        return f"step {step} of {self.steps}{left}"
+
+
+def by_character(result: Result, text: str) -> Result:
+    """The result with a character beside each number of its axis `pos`: `17 '1'`."""
+    labels = [f"{n} {character!r}" for n, character in enumerate(text)]
+    return replace(result, labels={**result.labels, "pos": labels})
+
+
+def save_figure(result: Result, path: Path, title: str, text: Sequence[str] = ()) -> None:
+    """Draws a result under a title; positions are marked with the characters of `text`, if it is given."""
+    figure = result.plot()
+    figure.suptitle(title, wrap=True)
+    if text:
+        marks = [VISIBLE.get(character, character) for character in text]
+        figure.axes[0].set_xticks(range(len(marks)), marks, rotation=0)
+        figure.axes[0].set_xlabel("character (· is a space)")
+    figure.savefig(path, dpi=120)
 
 
 def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None:

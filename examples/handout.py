@@ -4,22 +4,29 @@ They are computed by the formulas of section 4.2, without a mask and with a caus
 with `models.scaled_dot_product_attention`. In a model, S is the hook point `scores` (before the mask),
 A is `pattern`, and Y is `z`. A causal mask leaves the last row unchanged, not the first as the handout says.
 
-python examples/handout.py --out out
+With --out it also draws the handout's figures: 1 (attention.png), 2 (cost.png), 4 (positions.png) and
+6 (temperature.png). Figures 3 and 5 are those of `tiny_lm.py`, of a trained model. It takes some seconds.
+
+    python examples/handout.py --out out
 """
 
-import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from commands import attempt
+from commands import attempt, figures_parser, require_matplotlib
 from torch import Tensor
 
 from models import causal_mask, scaled_dot_product_attention
+from models.positions import Sinusoidal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 K = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
@@ -45,7 +52,7 @@ def draw(found: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
         row[0].set_ylabel(f"{mask}\nquery")
         for axes, (symbol, matrix) in zip(row, matrices.items(), strict=True):
             largest = max(float(each[symbol].max()) for each in found.values())
-            # The darkest colours would hide the numbers.
+            # The darkest colours would hide the numbers; a masked score has none.
             axes.imshow(matrix.numpy(), cmap="Blues", vmin=0, vmax=1.5 * largest)
             axes.set(title=f"${symbol}$", xlabel="dimension" if symbol == "Y" else "key")
             axes.set(xticks=range(matrix.shape[1]), yticks=range(matrix.shape[0]))
@@ -54,8 +61,47 @@ def draw(found: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def cost(axes: "Axes") -> None:
+    """Figure 2: multiplications of one layer of width d, by the formulas of section 5.2."""
+    length, width = np.arange(16, 2049), 256
+    axes.plot(length, length * width**2, label="RNN: $T d^2$")
+    axes.plot(length, length**2 * width, label="self-attention: $T^2 d$")
+    axes.axvline(width, color="grey", linewidth=0.8, linestyle=":")
+    axes.text(width * 1.05, length[0] ** 2 * width, "T = d", color="grey")
+    axes.set(xscale="log", yscale="log", xlabel="sequence length T", ylabel="multiplications")
+    axes.set_title(f"Cost of one layer, d = {width}: attention's slope is twice an RNN's")
+    axes.legend()
+
+
+def positions(axes: "Axes") -> None:
+    """Figure 4: entries of the sinusoidal encodings over positions. Lower i are faster."""
+    waves = Sinusoidal(64)(torch.arange(64)[None])[0]
+    for entry in (0, 8, 16, 24):
+        length = 2 * math.pi * 10_000 ** (entry / 64)
+        axes.plot(
+            waves[:, entry].numpy(), label=f"i = {entry // 2}: {length:,.0f} positions a wave"
+        )
+    axes.set(xlabel="position", ylabel="$PE_{(pos, 2i)}$", title="Sinusoidal encodings, width 64")
+    axes.set_ylim(-1.1, 1.8)
+    axes.legend(loc="upper center", ncols=2)
+
+
+def temperature(axes: "Axes") -> None:
+    """Figure 6: the probability of the first of two classes at some temperatures."""
+    gap = torch.linspace(-6, 6, 121)
+    for value in (0.5, 1.0, 2.0):
+        share = torch.stack([gap, torch.zeros(121)]).div(value).softmax(0)[0]
+        axes.plot(gap.numpy(), share.numpy(), label=f"$\\tau$ = {value:g}")
+    axes.set(xlabel="logit of class 1 minus logit of class 2", ylabel="probability of class 1")
+    axes.set(title="Softmax of two classes: a low temperature decides", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
 def run(out: Path | None) -> None:
-    """Prints the matrices and, with `out`, draws them."""
+    """Prints the matrices and, with `out`, draws the figures."""
+    if out:
+        require_matplotlib(out)
     found = {name: worked(mask) for name, mask in MASKS.items()}
     for name, matrices in found.items():
         print(f"--- {name} ---")
@@ -64,11 +110,20 @@ def run(out: Path | None) -> None:
         ours = scaled_dot_product_attention(Q, K, V, MASKS[name])
         torch.testing.assert_close(ours, matrices["Y"])
     if out:
-        out.mkdir(parents=True, exist_ok=True)
+        from matplotlib.figure import Figure
+
         draw(found, out / "attention.png")
+        for one in (cost, positions, temperature):
+            figure = Figure(figsize=(7, 4), layout="constrained")
+            one(figure.subplots())
+            figure.savefig(out / f"{one.__name__}.png", dpi=120)
+        print(f"{out} has the handout's figures 1, 2, 4 and 6")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    return attempt(partial(run, figures_parser(__doc__).parse_args(arguments).out))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a directory for the figure; without it, none")
-    sys.exit(attempt(partial(run, parser.parse_args().out)))
+    sys.exit(main())

@@ -7,6 +7,7 @@ activation patching", put them: the logit difference, then what restores it, by 
 by what a head reads (v) and where it looks (pattern).
 
 A model of characters copies a part number instead: its last digit differs between the two texts.
+On the bundled model it takes half a minute, on GPT-2 small with 40 pairs some minutes.
 
     python examples/ioi.py --out out/ioi
     python examples/ioi.py --model gpt2 --pairs 40 --out out/ioi-gpt2
@@ -16,12 +17,11 @@ import argparse
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
 
 import torch
-from commands import attempt, require_least, require_matplotlib
+from commands import attempt, figures_parser, require_least, require_matplotlib, save_figure
 
 from interp import Pairs, Result, activation_patching
 from models import CharTokenizer, Tokenizer, load, load_tokenizer
@@ -42,6 +42,14 @@ PARTS = (
     "Part {name}{digit} of the list is missing. Order another {name}",
 )
 LETTERS = "BCDFGHJKLMNPQRSTVWXZ"
+SITES = {
+    "resid_pre": "the residual stream entering a layer, by word",
+    "attn_out": "what a layer's attention adds to the stream, by word",
+    "mlp_out": "what a layer's MLP adds to the stream, by word",
+    "z": "what a head has read, at all positions",
+    "v": "what a head reads, its values",
+    "pattern": "where a head looks, its attention pattern",
+}
 
 
 class Prompt(NamedTuple):
@@ -129,8 +137,7 @@ def run(options: argparse.Namespace) -> None:
     """Makes the pairs, keeps those that the model solves, and patches them."""
     require_least(options, {"pairs": 2})
     if options.out:
-        require_matplotlib()
-        options.out.mkdir(parents=True, exist_ok=True)
+        require_matplotlib(options.out)
     model, tokenizer = load(options.model), load_tokenizer(options.model)
     draw = random.Random(options.seed)
     if isinstance(tokenizer, CharTokenizer):
@@ -145,27 +152,26 @@ def run(options: argparse.Namespace) -> None:
     def show(name: str, what: str, result: Result) -> None:
         print(f"\n{name}: {what}\n{result.top(5)}")
         if options.out:
-            result.plot().savefig(options.out / f"{name}.png", dpi=150)
+            save_figure(result, options.out / f"{name}.png", f"{name}: {what}")
 
-    for site in ("resid_pre", "attn_out", "mlp_out", "z", "v", "pattern"):
+    for site, what in SITES.items():
         over = ("layer", "span" if site in ("resid_pre", "attn_out", "mlp_out") else "head")
         found = activation_patching(model, pairs, site=site, over=over)
         if site == "resid_pre":
             runs = torch.stack([found.target, found.base])
             texts = {"text": ("clean", "corrupted")}
-            show("logits", "right - wrong", Result(runs, ("text", "example"), labels=texts))
-        show(site, "share of the difference restored", found.normalized())
+            logits = Result(runs, ("text", "example"), labels=texts, unit="logits")
+            show("logits", "of the right answer minus that of the wrong one", logits)
+            print("\nBelow: the share of that difference which one patch restores [95% interval]")
+        show(site, what, found.normalized())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = figures_parser(__doc__)
     parser.add_argument("--model", default="pydoc-4l", help="a name or a path (%(default)s)")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of texts (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a directory for figures; without it, none")
     options = parser.parse_args(arguments)
     return attempt(lambda: run(options))
 

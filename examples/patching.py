@@ -1,49 +1,71 @@
 """Finds the activations that carry a copied name, by patching between two prompts.
 
-python examples/patching.py --out out
+The clean text names a part, and asks for it again up to its last digit, which the model copies. In the
+corrupted text the digit is another one. Each patch puts one value of the run on the clean text into the
+run on the corrupted one: what brings the first digit back carried it. It takes some seconds.
+
+    python examples/patching.py --out out
 """
 
-import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from commands import attempt, by_character, figures_parser, require_matplotlib, save_figure
 
 from hooks import HookedRunner
-from interp import activation_patching, edits, logit_diff
+from interp import Pairs, activation_patching, edits, logit_diff
 from models import load, load_tokenizer
 
 CLEAN = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
 CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
+SITES = {
+    "resid_pre": "the residual stream entering a layer",
+    "attn_out": "what a layer's attention adds to the stream",
+    "mlp_out": "what a layer's MLP adds to the stream",
+    "z": "what one head has read, at all positions",
+}
 
 
 @torch.no_grad()
-def main() -> None:
+def run(out: Path | None) -> None:
     """Patches one place by hand, then every place of every site, and draws the results."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a directory for figures; without it, none")
-    options = parser.parse_args()
-
+    if out:
+        require_matplotlib(out)
     model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
     clean, corrupted = (torch.tensor([tokenizer.encode(text)]) for text in (CLEAN, CORRUPTED))
     metric = logit_diff(*tokenizer.encode("14"))
+    pairs = Pairs(clean, corrupted, metric=metric)
     changed = int((clean != corrupted).nonzero()[0, 1])
 
     runner = HookedRunner(model)
     logits, cache = runner.run_with_cache(clean, names="blocks.0.resid_pre")
     restore = {"blocks.0.resid_pre": edits.replace(cache, pos=changed)}
     patched = runner.run_with_hooks(corrupted, hooks=restore)
-    print(f"logit of '1' minus logit of '4', clean: {metric(logits).item():.2f}")
+    print(f"clean:     {CLEAN!r}\ncorrupted: {CORRUPTED!r}")
+    print("\nThe logit of '1' minus the logit of '4' as the next character")
+    print(f"clean: {metric(logits).item():.2f}")
     print(f"corrupted: {metric(model(corrupted)).item():.2f}")
     print(f"corrupted, with the one changed embedding restored: {metric(patched).item():.2f}")
 
-    print("\nshare of the difference that one patch restores")
-    for site in ("resid_pre", "attn_out", "mlp_out", "z"):
-        result = activation_patching(model, clean, corrupted, metric, site).normalized()
-        print(f"{site}\n{result.top(3)}")
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            result.plot().savefig(options.out / f"{site}.png", dpi=150)
+    print("\nThe share of that difference which one patch restores, at the three largest places")
+    for site, what in SITES.items():
+        result = activation_patching(model, pairs, site).normalized()
+        text = CLEAN if "pos" in result.axes else ""
+        print(f"{site}, {what}\n{(by_character(result, text) if text else result).top(3)}")
+        if out:
+            title = f"Share of the difference restored by {site}, {what}"
+            save_figure(result, out / f"{site}.png", title, text)
+    if out:
+        print(f"{out} has a figure for each")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    return attempt(partial(run, figures_parser(__doc__).parse_args(arguments).out))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,16 +1,30 @@
 """Reads the bundled model: which heads do what, and what each part says about the next character.
 
-python examples/reading.py --out out
+The texts name a part and ask for it again, up to its last digit, which the model copies. Tuned and Jacobian
+lens are fitted on a little text; it takes half a minute. The README's table of lenses is of larger fits,
+which take a minute and a half:
+
+    python examples/reading.py --out out
+    python examples/reading.py --lens-steps 250 --lens-rows 50
 """
 
 import argparse
-from dataclasses import replace
-from pathlib import Path
-from pydoc_data.topics import topics
+import sys
+from collections.abc import Sequence
+from functools import partial
 
 import torch
+from commands import (
+    attempt,
+    figures_parser,
+    pydoc_text,
+    require_least,
+    require_matplotlib,
+    save_figure,
+)
 
 from interp import (
+    Result,
     accumulated,
     direct_logit_attribution,
     head_scores,
@@ -20,28 +34,36 @@ from interp import (
     run_with_cache,
     tuned_lens,
 )
-from models import load, load_tokenizer
+from models import load, load_tokenizer, split
 
 TEXT = "The part ZQXJ-KV8{} is sold out; please ask for ZQXJ-KV8"
 RIGHT, WRONG = "01234567", "34567012"
-KINDS = ("previous_token", "first_token", "duplicate_token", "induction", "entropy", "distance")
+KINDS = {
+    "previous_token": "attention to the character before",
+    "first_token": "attention to the first character",
+    "duplicate_token": "attention to the earlier copy of the character",
+    "induction": "attention to what followed the earlier copy",
+    "entropy": "how widely a head looks",
+    "distance": "how far back a head looks",
+}
 
 
-def main() -> None:
+def run(options: argparse.Namespace) -> None:
     """Prints tables, and draws them where `--out` says."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a directory for figures; without it, none")
-    options = parser.parse_args()
+    require_least(options, {"lens_steps": 1, "lens_rows": 1})
+    if options.out:
+        require_matplotlib(options.out)
     model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
-    figures = {}
+    figures: dict[str, tuple[Result, str]] = {}
 
-    print("Heads, on random characters that are repeated once:")
+    print("Heads, on random characters that are repeated once: the three largest of each kind,")
+    print("with 95% intervals over texts.")
     repeated = repeated_tokens(model.config.vocab_size, period=40, batch=16)
     _, cache = run_with_cache(model, repeated, names="*.pattern")
-    for kind in KINDS:
+    for kind, what in KINDS.items():
         scores = head_scores(model, cache, repeated, kind)
-        print(f"{kind}, in {scores.unit}\n{scores.top(3)}")
-        figures[f"heads_{kind}"] = scores
+        print(f"{kind}, in {scores.unit}: {what}\n{scores.top(3)}")
+        figures[f"heads_{kind}"] = scores, f"{kind}: {what}"
 
     texts = torch.tensor([tokenizer.encode(TEXT.format(digit)) for digit in RIGHT])
     right, wrong = (torch.tensor(tokenizer.encode(digits)) for digits in (RIGHT, WRONG))
@@ -57,22 +79,41 @@ def main() -> None:
         f"The logit of the digit minus that of another one is {difference.mean():+.2f}: the sum of"
     )
     print(parts.top(8))
-    figures["parts"] = parts
+    adds = "to the logit of the right digit minus that of another"
+    figures["parts"] = parts, f"What each part adds {adds}"
     streams = accumulated(model, cache, right=right, wrong=wrong, pos=-1)
-    figures["streams"] = streams
-    trained_on = torch.tensor(tokenizer.encode("\n".join(topics.values()))[: 500 * 128])
-    rows = trained_on.view(-1, 128)
-    lenses = None, tuned_lens(model, rows, steps=60), jacobian_lens(model, rows[::25, :64])
+    figures["streams"] = streams, f"What all parts up to each place add together {adds}"
     print(
-        "up to each layer, beside the probability of the digit by the logit, tuned and Jacobian lens:"
+        f"\nFitting lenses: {options.lens_steps} steps, {options.lens_rows} Jacobians.", flush=True
     )
+    text = torch.tensor(tokenizer.encode(pydoc_text()))
+    trained_on, held_out = (part[: len(part) // 128 * 128].view(-1, 128) for part in split(text))
+    spread = trained_on[:3000, :64]  # a backward pass for each of 128 entries: shorter rows
+    lenses = {
+        "logit": None,
+        "tuned": tuned_lens(model, trained_on[:500], steps=options.lens_steps),
+        "Jacobian": jacobian_lens(
+            model, spread[:: len(spread) // options.lens_rows][: options.lens_rows]
+        ),
+    }
     targets = right[:, None].expand_as(texts)
-    found = [logit_lens(model, cache, lens=lens, targets=targets) for lens in lenses]
-    shares = [lens.target_probabilities[..., -1].mean(1).tolist() for lens in found]
+    readouts = [logit_lens(model, cache, lens=lens, targets=targets) for lens in lenses.values()]
+    shares = [readout.target_probabilities[..., -1].mean(1).tolist() for readout in readouts]
     names = [f"{layer}_pre" for layer in range(len(shares[0]) - 1)] + ["final_post"]
+    heading = "".join(f"{name:>9}" for name in lenses)
+    print("The difference up to each layer, and the probability of the digit by three lenses:")
+    print(f"  {'stream':<10} {'logits':>6}{heading}")
     for name, *each in zip(names, *shares, strict=True):
         difference = streams.select(stream=name).mean().item()
-        print(f"  {name:<10} {difference:+6.2f}" + "".join(f" {share:6.1%}" for share in each))
+        print(f"  {name:<10} {difference:+6.2f}" + "".join(f" {share:8.1%}" for share in each))
+    print(
+        "KL(final ‖ lens) in nats, on 32 rows of 128 characters that the model was not trained on:"
+    )
+    print(f"  {'stream':<10}       {heading}")
+    _, unseen = run_with_cache(model, held_out[::11][:32], names=["*.resid_pre", "*.resid_post"])
+    losses = [logit_lens(model, unseen, lens=lens).kl.mean((1, 2)) for lens in lenses.values()]
+    for name, *each in zip(names[:-1], *losses, strict=False):
+        print(f"  {name:<10}       " + "".join(f" {loss:8.2f}" for loss in each))
 
     print("\nThe characters that each part raises most above the others there, with their logits:")
     every = [
@@ -91,15 +132,27 @@ def main() -> None:
     columns = model.W_U.detach() - model.W_U.detach().mean(1, keepdim=True)
     following = torch.cat([texts[:, 1:], right[:, None]], 1)
     whole = direct_logit_attribution(model, cache, direction=columns.T[following])
-    shown = TEXT.format(RIGHT[0])
-    labels = {**whole.labels, "pos": [f"{n} {text}" for n, text in enumerate(shown)]}
-    figures["text"] = replace(whole, labels=labels).select(example=0)
+    title = "What each part adds, at each character, to the logit of the next one (mean logit: 0)"
+    figures["text"] = whole.select(example=0), title
 
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for name, result in figures.items():
-            result.plot().savefig(options.out / f"{name}.png", dpi=120)
+        for name, (result, title) in figures.items():
+            text = TEXT.format(RIGHT[0]) if "pos" in result.axes else ""
+            save_figure(result, options.out / f"{name}.png", title, text)
+        print(f"\n{options.out} has figures of heads, parts, streams, and a text")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    parser = figures_parser(__doc__)
+    parser.add_argument(
+        "--lens-steps", type=int, default=60, help="steps of the tuned lens (%(default)s)"
+    )
+    parser.add_argument(
+        "--lens-rows", type=int, default=10, help="texts of the Jacobian lens (%(default)s)"
+    )
+    return attempt(partial(run, parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

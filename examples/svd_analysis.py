@@ -25,19 +25,18 @@ from tqdm import tqdm
 from walks import Walks, event_windows, sliding_windows
 
 from hooks import HookedRunner
-from interp import (
+from interp import residual_stream, svd_targets
+from interp import spectra as spectra_of
+from interp.spectral import (
     SVD,
     condition_number,
     drift,
     effective_rank,
-    residual_stream,
     spectral_gap,
     stable_rank,
     subspace_angles,
-    svd_targets,
+    svd,
 )
-from interp import spectra as spectra_of
-from interp.spectral import svd
 from models import Transformer, load, next_token_loss
 
 EVERY = 16  # drift between checkpoints is measured on every 16th window
@@ -81,21 +80,20 @@ def analyse(setting: Setting, checkpoints: Mapping[int, Path], walks: Walks) -> 
             tables.measures.extend(_measures(step, target, s))
         for (target, metric), values in seen.steps.items():
             for layer, each in enumerate(values.unbind(-1)):
-                found = interval(each, newest, setting.seed)
+                found = interval(each, newest)
                 tables.events.append(Event(step, target, layer, metric, *found))
                 if metric == "angle" and step in (steps[0], steps[-1]):
                     # Eight steps before the event, and eight after its window.
                     lags = range(-8, setting.delay + setting.buffer + 9)
                     tables.around_events.extend(
-                        Around(step, target, layer, *row)
-                        for row in locked(each, events, lags, setting.seed)
+                        Around(step, target, layer, *row) for row in locked(each, events, lags)
                     )
         if before is not None:
             tables.drift.extend(_drift(*before, step, seen, setting.top))
         before = step, seen
     for (target, metric), last in seen.steps.items():
         for layer, each in enumerate((last - untrained.steps[target, metric]).unbind(-1)):
-            found = interval(each, newest, setting.seed)
+            found = interval(each, newest)
             tables.beyond_untrained.append(Beyond(target, layer, metric, *found[2:]))
     tables.residual_norms.extend(residual_norms(model, walks, inside, setting))
     return tables
@@ -167,7 +165,7 @@ def residual_norms(
     ranks = effective_rank(svd(stream.vectors.transpose(0, 1), "residual stream").s).tolist()
     norms = stream.norms.unflatten(0, (len(inside), -1)).flatten(1, 2).unbind(-1)
     return [
-        Norm(layer, *interval(each, inside[:, :length], setting.seed), rank)
+        Norm(layer, *interval(each, inside[:, :length]), rank)
         for layer, (each, rank) in enumerate(zip(norms, ranks, strict=True))
     ]
 

@@ -205,7 +205,7 @@ def _summary(tables: Tables, setting: Setting) -> list[str]:
     return [
         f"Of {len(rows)} comparisons beyond the untrained model, {len(clear)} exclude zero: {less} "
         f"less stable inside, {len(clear) - less} more stable. By chance the mean would be "
-        f"{0.05 * len(rows):.1f}. All share the same walks and bootstrap draws, so they tend to exclude "
+        f"{0.05 * len(rows):.1f}. All share the same walks, so they tend to exclude "
         "zero together: this count is not a joint test of all comparisons.",
         "The intervals cover the choice of walks, but not the choice of graph and model: there is one "
         "of each, by its seed. A window may hold other events than its newest token's, so a difference "

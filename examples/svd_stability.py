@@ -9,8 +9,11 @@ walks, in a window that slides by one token:
 - events: how far it turns, and how much the singular values change, from one window to the next. Windows
   with their newest token in an event window, [jumper, jumper + delay + buffer], are compared with others.
 
-Differences have 95% intervals from a bootstrap over walks. They are also shown for the untrained model:
+Differences have 95% intervals over walks. They are also shown for the untrained model:
 effects that it shows too do not come from training.
+
+With the default sizes it takes two minutes. The graph has four regions of --vertices together, the model reads
+--window tokens, and a jump lands --delay steps after its jumper (the document's w and r).
 
 The analysed checkpoints stay in the directory, each a model for `models.load`. --resume continues after
 Ctrl-C. After training is complete, it repeats the analysis, also with other --walks.
@@ -18,27 +21,31 @@ Ctrl-C. After training is complete, it repeats the analysis, also with other --w
     python examples/svd_stability.py --out out/svd_stability
     python examples/svd_stability.py --out out/svd_stability --resume --walks 96
     python examples/svd_stability.py --out out/svd-256-6l --d-model 256 --layers 6
+    python examples/svd_stability.py --out out/long --window 64 --delay 12 --vertices 200
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from commands import attempt, require_least, require_matplotlib, require_own
+from commands import Pace, Parser, attempt, require_least, require_matplotlib, require_own
 from svd_analysis import analyse
 from svd_report import draw_drift, draw_events, draw_spectra, report
 from svd_statistics import FEWEST
 from svd_tables import Setting
 from torch import Tensor
+from tqdm import tqdm
 from walks import Walks, event_windows, random_graph, random_walks
 
 from models import TrainingConfig, Transformer, build, sample_batch, save, train
 
-WIDTH = 32
-TRAINING, LENGTH, DELAY, BUFFER = 500, 160, 6, 5
+TRAINING, LENGTH, BUFFER = 500, 160, 5
+REGIONS, DEGREE, JUMPERS = 4, 4, 2
+SHAPE = ("window", "delay", "vertices")  # what a resumed run must have as it had it before
 TOP = 3  # the dimension of the top singular subspaces
 # Saves per run: a killed run loses at most one part of this many, a second or two.
 SAVES = 60
@@ -64,11 +71,15 @@ def train_with_checkpoints(
 
     def batches(step: int, generator: torch.Generator) -> Tensor:
         # One more than the model reads, because its last position also predicts a token.
-        return sample_batch(walks.tokens, 32, WIDTH + 1, generator)
+        return sample_batch(walks.tokens, 32, model.config.n_ctx + 1, generator)
+
+    pace = Pace(config.steps)
 
     def after_step(step: int, loss: float) -> None:
+        where = pace(step)
         if step in kept:
             save(kept[step], model)
+            tqdm.write(f"{where}: loss {loss:.3f} nats")
 
     if not resume:
         save(kept[0], model)
@@ -78,13 +89,18 @@ def train_with_checkpoints(
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--d-model", type=int, default=64, choices=(64, 128, 256), help="(64)")
     parser.add_argument("--layers", type=int, default=2, choices=(2, 4, 6), help="(2)")
+    parser.add_argument("--window", type=int, default=32, help="tokens of a window (%(default)s)")
+    parser.add_argument(
+        "--delay", type=int, default=6, help="steps from a jumper to the landing (%(default)s)"
+    )
+    parser.add_argument(
+        "--vertices", type=int, default=120, help="of the graph, which are the tokens (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=3000, help="training steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="for graph, walks, model and bootstrap")
+    parser.add_argument("--seed", type=int, default=0, help="for graph, walks and model")
     parser.add_argument(
         "--walks", type=int, default=48, help=f"held-out walks, at least {FEWEST} (%(default)s)"
     )
@@ -100,11 +116,18 @@ def run(options: argparse.Namespace) -> None:
         ValueError, OSError, FloatingPointError: the message says what is wrong.
     """
     require_matplotlib()
-    require_least(options, {"steps": 1, "walks": FEWEST})
+    least = {"steps": 1, "walks": FEWEST, "window": TOP + 1, "delay": 1}
+    require_least(options, least | {"vertices": REGIONS * (DEGREE + 1)})
+    # Else hardly any event and its landing fits behind the first window of a walk.
+    for name, most in {"window": LENGTH - 16, "delay": LENGTH // 3}.items():
+        if getattr(options, name) > most:
+            rule = f"--{name} must be at most {most} for walks of {LENGTH}"
+            raise ValueError(f"{rule}; got {getattr(options, name)}")
     out, seed = options.out, options.seed
     if not 0 <= seed < 2**63:
         raise ValueError(f"--seed must be 0 to 2**63 - 1; got {seed}")
     require_own(out, resume=options.resume)
+    require_shape(options)
     config = TrainingConfig(
         steps=options.steps,
         learning_rate=2e-3,
@@ -112,22 +135,43 @@ def run(options: argparse.Namespace) -> None:
         seed=seed,
         evaluate_every=max(1, options.steps // SAVES),
     )
-    graph = random_graph(n=120, regions=4, degree=4, jumpers=2, seed=seed)
+    graph = random_graph(options.vertices, REGIONS, DEGREE, JUMPERS, seed)
     generator = torch.Generator().manual_seed(seed)
-    training = random_walks(graph, TRAINING, LENGTH, DELAY, generator)
-    held_out = random_walks(graph, options.walks, LENGTH, DELAY, generator)
+    training = random_walks(graph, TRAINING, LENGTH, options.delay, generator)
+    held_out = random_walks(graph, options.walks, LENGTH, options.delay, generator)
     torch.manual_seed(seed)
     name = f"svd-{options.d_model}-{options.layers}l"
-    model = build(name, vocab_size=len(graph.region), n_ctx=WIDTH)
+    model = build(name, vocab_size=len(graph.region), n_ctx=options.window)
+    print(
+        f"{name}: training for {options.steps:,} steps, then {len(kept_steps(options.steps))} checkpoints "
+        f"are analysed on {options.walks} walks",
+        flush=True,
+    )
     checkpoints = train_with_checkpoints(model, training, config, out, options.resume)
 
-    setting = Setting(graph, WIDTH, DELAY, BUFFER, model.config.d_model, TOP, seed)
+    width = model.config.d_model
+    setting = Setting(graph, options.window, options.delay, BUFFER, width, TOP)
     try:
         look(setting, checkpoints, held_out, out, f"{name}, {options.steps} steps, seed {seed}")
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"interrupted; {out} has all checkpoints: --resume analyses them again"
         ) from None
+
+
+def require_shape(options: argparse.Namespace) -> None:
+    """Notes the window, the delay and the graph of a run; refuses to resume it with others.
+
+    Raises:
+        ValueError: it names the options.
+    """
+    noted, asked = options.out / "study.json", {name: getattr(options, name) for name in SHAPE}
+    if not options.resume:
+        options.out.mkdir(parents=True, exist_ok=True)
+        noted.write_text(json.dumps(asked) + "\n")
+    elif (run := json.loads(noted.read_text())) != asked:
+        rules = [f"--{name} must be {run[name]}" for name in SHAPE if run[name] != asked[name]]
+        raise ValueError(f"{', '.join(rules)} in the run that is resumed")
 
 
 def look(

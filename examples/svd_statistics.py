@@ -1,25 +1,20 @@
 """Means inside and outside event windows, and around events, with intervals over walks.
 
-Steps of one walk depend on each other, so the bootstrap draws whole walks with replacement (a cluster
-bootstrap). For few walks its plain percentiles are too narrow, because they use the spread of the sample.
-The percentiles here are further out: by the ratio of Student's t with n - 1 degrees of freedom to the
-normal, and by sqrt(n / (n - 1)). This is the expanded percentile interval of Hesterberg 2015, "What
-teachers should know about the bootstrap".
+Steps of one walk depend on each other, so an interval is over walks. A mean over steps is the sum of a walk's values
+over the count of its steps, both averaged over walks: a ratio, by Fieller's theorem. The difference of two such
+ratios is none; its interval is Student's, of what each walk contributes to the difference (the delta method).
+The ends are NaN below three walks, those of a ratio below four.
 """
 
-import math
 from collections.abc import Iterable
-from statistics import NormalDist
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-# Fewer walks have too few different samples: two have three, three have ten. Without any true difference
-# intervals exclude zero in a quarter of trials with three walks, and in up to an eighth with five.
-FEWEST = 12
-RESAMPLES = 4000
+from interp.results import intervals
+
+FEWEST = 4  # a ratio's interval needs them
 
 
 class Compared(NamedTuple):
@@ -41,38 +36,26 @@ class AtLag(NamedTuple):
     high: float
 
 
-def interval(
-    values: Float[Tensor, "walk step"], inside: Bool[Tensor, "walk step"], seed: int
-) -> Compared:
+def interval(values: Float[Tensor, "walk step"], inside: Bool[Tensor, "walk step"]) -> Compared:
     """Compares the means of steps inside and outside, without NaN.
 
     Args:
         values: the values to compare.
         inside: which steps are inside.
-        seed: the seed of the draws. Comparisons with the same seed and number of walks share them.
-
-    Raises:
-        ValueError: if there are fewer than two walks.
     """
     known = ~values.isnan()
-    sums = torch.stack(
-        [
-            torch.where(known & where, part, 0).sum(1)
-            for where in (inside, ~inside)
-            for part in (values, torch.ones_like(values))
-        ]
-    ).double()
-    total = sums[:, _drawn(len(values), seed)].sum(-1)
-    low, high = _percentiles(total[0] / total[1] - total[2] / total[3], len(values))
-    within, outside = ((sums[at].sum() / sums[at + 1].sum()).item() for at in (0, 2))
-    return Compared(within, outside, within - outside, low, high)
+    means, contributed = [], []
+    for steps in (known & inside, known & ~inside):
+        sums, counts = values.where(steps, 0).sum(1).double(), steps.sum(1).double()
+        means.append((sums.sum() / counts.sum()).item())
+        contributed.append((sums - means[-1] * counts) / counts.mean())
+    difference = means[0] - means[1]
+    ends = intervals.interval((contributed[0] - contributed[1] + difference)[None])
+    return Compared(means[0], means[1], difference, *(end.item() for end in ends))
 
 
 def locked(
-    values: Float[Tensor, "walk step"],
-    events: Bool[Tensor, "walk step"],
-    lags: Iterable[int],
-    seed: int,
+    values: Float[Tensor, "walk step"], events: Bool[Tensor, "walk step"], lags: Iterable[int]
 ) -> list[AtLag]:
     """The mean of values at each lag from an event; negative lags are before it.
 
@@ -80,37 +63,14 @@ def locked(
         values: the values to average; NaN does not count.
         events: where events begin.
         lags: in steps, each shorter than a walk.
-        seed: the seed of the draws.
-
-    Raises:
-        ValueError: if there are fewer than two walks.
     """
-    rows, drawn = [], _drawn(len(values), seed)
+    rows = []
     for lag in lags:
         here = events.roll(lag, 1)
         # Nothing wraps around the ends of a walk.
         here[:, : max(lag, 0)] = here[:, events.shape[1] + min(lag, 0) :] = False
         here = here & ~values.isnan()
-        sums, counts = values.where(here, 0).sum(1).double(), here.sum(1)
-        means = sums[drawn].sum(1) / counts[drawn].sum(1)
-        low, high = _percentiles(means, len(values))
-        rows.append(AtLag(lag, (sums.sum() / counts.sum()).item(), low, high))
+        sums, counts = values.where(here, 0).sum(1).double(), here.sum(1).double()
+        low, high = intervals.interval(sums[None], counts)
+        rows.append(AtLag(lag, (sums.sum() / counts.sum()).item(), low.item(), high.item()))
     return rows
-
-
-def _drawn(walks: int, seed: int) -> Int[Tensor, "resample walk"]:
-    if walks < 2:
-        raise ValueError(f"an interval must be over at least 2 walks; got {walks}")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(walks, (RESAMPLES, walks), generator=generator)
-
-
-def _percentiles(found: Float[Tensor, " resample"], walks: int) -> tuple[float, float]:
-    """The interval's ends, without resamples that are NaN because they have no steps of one kind."""
-    normal, free = NormalDist(), walks - 1
-    z = normal.inv_cdf(0.975)
-    # Student's t to 0.002 from 11 degrees of freedom on (Abramowitz & Stegun 1964, 26.7.5).
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    tail = normal.cdf(-t * math.sqrt(walks / free))
-    low, high = found.nanquantile(torch.tensor([tail, 1 - tail], dtype=found.dtype))
-    return low.item(), high.item()

@@ -23,7 +23,6 @@ class Setting:
         buffer: steps after the landing that still belong to an event window.
         d_model: the model's width.
         top: the dimension of the top singular subspaces.
-        seed: the seed of the bootstrap's draws.
     """
 
     graph: Graph
@@ -32,7 +31,6 @@ class Setting:
     buffer: int
     d_model: int
     top: int
-    seed: int
 
 
 class Spectrum(NamedTuple):

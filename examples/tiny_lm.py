@@ -1,22 +1,26 @@
-"""Trains a small character model, samples from it, and draws what it learned.
+"""Trains a small language model on a text, samples from it, and draws what it learned.
 
 The default is nanoGPT's setting for a CPU (4 layers, 4 heads, width 128, context 64, 2000 batches of 12,
-no dropout) with twice its learning rate. After some minutes it reaches 1.82 nats per character on the
-held-out tenth of Tiny Shakespeare. With nanoGPT's own 1e-3 it is 1.90. nanoGPT's published 1.88 is an
-estimate from 20 random batches, with a standard deviation of 0.016. The text is
-../shared/data/tinyshakespeare.txt if it exists, otherwise Python's own documentation. Options change
-sizes, positions, regularisation and schedule, or choose any registered config.
+no dropout) with twice its learning rate, on the text that --text names or on Python's own documentation.
+It takes some minutes. On Tiny Shakespeare it reaches 1.82 nats per character on the held-out tenth. With
+nanoGPT's own 1e-3 it is 1.90. nanoGPT's published 1.88 is an estimate from 20 random batches, with a standard
+deviation of 0.016. Options change sizes, positions, regularisation and schedule, or choose any registered
+config. Tokens are characters, bytes, or those of a tokenizer whose directory --tokens names, such as that of
+GPT-2's encoder.json and vocab.bpe; their 50,257 tokens make steps slower.
 
 A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's name.
-Give each further experiment its own --out.
+Give each further experiment its own --out. The first line below is a look at everything in less than a minute.
 
+    python examples/tiny_lm.py --steps 100 --validation-windows 50 --length 60 --out out/first-look
     python examples/tiny_lm.py
+    python examples/tiny_lm.py --text mine.txt --tokens bytes --out out/bytes
     python examples/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
     python examples/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1 --validation-windows 4
     python -m interp report --model out/tiny-lm
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -38,6 +42,7 @@ from tqdm import tqdm
 from models import (
     CharTokenizer,
     Sampling,
+    Tokenizer,
     TrainingConfig,
     TrainingResult,
     Transformer,
@@ -45,12 +50,14 @@ from models import (
     available,
     config_of,
     generate,
+    load_tokenizer,
     save,
     split,
     train,
 )
+from models.files import library
+from models.tokenizer import SubwordTokenizer, byte_level
 
-SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 # Options for fields of the model's config. Options that are given replace its values.
 FIELDS = {
     "layers": "n_layers",
@@ -65,6 +72,11 @@ FIELDS = {
 TRAINING = (
     *("steps", "batch_size", "learning_rate", "final_rate", "warmup", "weight_decay", "clip"),
     *("seed", "evaluate_every"),
+)
+# The files of a tokenizer, which go with the model.
+FILES = (
+    *("vocabulary.json", "tokenizer.json", "encoder.json", "vocab.bpe", "vocab.json", "merges.txt"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 MIDWAY = Sampling(temperature=0.8)
 SAMPLINGS = (
@@ -82,20 +94,37 @@ def nano(vocab_size: int) -> TransformerConfig:
     return TransformerConfig(vocab_size=vocab_size, activation="gelu", **sizes, **biases)
 
 
-def text_of(path: Path | None) -> tuple[str, str]:
-    """The text and the name of its source: a path, or Tiny Shakespeare if it exists, otherwise Python's
-    documentation."""
-    if path is not None or SHAKESPEARE.is_file():
-        return text_at(path or SHAKESPEARE), str(path or SHAKESPEARE)
-    return pydoc_text(), "Python's documentation"
+def tokenizer_of(kind: str, text: str, out: Path) -> CharTokenizer | SubwordTokenizer:
+    """The tokenizer of the characters of `text`, of bytes, or of a directory. Its files go to `out`.
+
+    Raises:
+        ImportError, OSError, ValueError: the message says what is missing or wrong.
+    """
+    if kind == "characters":
+        return CharTokenizer.of(text)  # saved with the model
+    if kind == "bytes":
+        tokenizers = library("tokenizers")
+        signs = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {sign: token for token, sign in enumerate(signs)}
+        whole = byte_level(tokenizers.models.BPE(vocabulary, []))
+        out.mkdir(parents=True, exist_ok=True)
+        whole.save(str(out / "tokenizer.json"))
+        return SubwordTokenizer(whole)
+    if not Path(kind).is_dir():
+        raise ValueError(f"--tokens must be characters, bytes, or a directory; got {kind!r}")
+    tokenizer = load_tokenizer(kind)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in filter(Path.is_file, (Path(kind, name) for name in FILES)):
+        shutil.copy(file, out)
+    return tokenizer
 
 
-def prompt_of(given: str | None, text: str, tokenizer: CharTokenizer) -> list[int]:
+def prompt_of(given: str | None, text: str, tokenizer: Tokenizer) -> list[int]:
     """The beginning of samples: by default a new line or, in a text of one line, its first character."""
     if given is None:
         given = "\n" if "\n" in text else text[0]
     if not given:
-        raise ValueError("--prompt must have at least one character of the text; got ''")
+        raise ValueError("--prompt must have at least one character; got ''")
     try:
         return tokenizer.encode(given)
     except ValueError as error:
@@ -130,7 +159,12 @@ def all_options() -> argparse.ArgumentParser:
     """The options."""
     options = parser(__doc__, None, 2000)
     data = options.add_argument_group("text")
-    data.add_argument("--text", type=Path, help="a file in UTF-8")
+    data.add_argument("--text", type=Path, help="a file in UTF-8 (Python's documentation)")
+    data.add_argument(
+        "--tokens",
+        default="characters",
+        help="characters, bytes, or a directory with the files of a tokenizer (%(default)s)",
+    )
     data.add_argument(
         "--validation-windows",
         type=int,
@@ -155,7 +189,7 @@ def all_options() -> argparse.ArgumentParser:
     training.add_argument("--resume", action="store_true", help="continue --out's checkpoint")
     samples = options.add_argument_group("samples")
     samples.add_argument("--prompt", help="how they begin (a new line, or the first character)")
-    samples.add_argument("--length", type=int, default=300, help="characters per sample")
+    samples.add_argument("--length", type=int, default=300, help="tokens per sample")
     return options
 
 
@@ -166,24 +200,29 @@ def run(options: argparse.Namespace) -> None:
     require_matplotlib()
     out = Path("out", options.model or "tiny-lm") if options.out is None else options.out
     require_own(out, resume=options.resume)
-    text, source = text_of(options.text)
-    tokenizer = CharTokenizer.of(text)
+    source = options.text or "Python's documentation"
+    text = text_at(options.text) if options.text else pydoc_text()
+    tokenizer = tokenizer_of(options.tokens, text, out)
     prompt = prompt_of(options.prompt, text, tokenizer)
-    vocab_size = len(tokenizer.characters)
+    vocab_size = tokenizer.vocab_size
     base = config_of(options.model, vocab_size=vocab_size) if options.model else nano(vocab_size)
     given = {field: getattr(options, option) for option, field in FIELDS.items()}
     config = base.replace(**{name: value for name, value in given.items() if value is not None})
-    training = TrainingConfig(
-        **{name: getattr(options, name) for name in TRAINING}, characters_per_token=1.0
-    )
-    learned, held_out = split(torch.tensor(tokenizer.encode(text)))
+    tokens = tokenizer.encode(text)
+    learned, held_out = split(torch.tensor(tokens))
     windows = options.validation_windows or len(held_out)
     held_out = held_out[: windows * config.n_ctx + 1]
+    characters = len(tokenizer.decode(held_out.tolist())) / len(held_out)
+    training = TrainingConfig(
+        **{name: getattr(options, name) for name in TRAINING}, characters_per_token=characters
+    )
     torch.manual_seed(options.seed)
     model = Transformer(config)
     print(
-        f"{model.count_parameters():,} weights; {len(text):,} characters of {source}, "
-        f"{vocab_size} distinct"
+        f"{model.count_parameters():,} weights; {len(text):,} characters of {source} as {len(tokens):,} "
+        f"tokens, {len(set(tokens)):,} distinct; training on {len(learned):,} of them, {options.steps:,} "
+        f"steps of {options.batch_size}, with a sample after every {options.evaluate_every}",
+        flush=True,
     )
 
     def sample(sampling: Sampling, when: str = "") -> str:
@@ -207,11 +246,11 @@ def run(options: argparse.Namespace) -> None:
         after_step=after_step,
     )
     model.eval()
-    save(out, model, tokenizer)
+    save(out, model, tokenizer if isinstance(tokenizer, CharTokenizer) else None)
     for step, found in result.validation.items():
         error = found.standard_error
         print(
-            f"step {step}: validation {found.nats:.4f} nats"
+            f"step {step}: validation {found.nats:.4f} nats per token"
             f"{'' if error is None else f' (standard error {error:.4f})'}, "
             f"{found.bits_per_character:.4f} bits per character, perplexity {found.perplexity:.2f}"
         )
@@ -224,16 +263,15 @@ def run(options: argparse.Namespace) -> None:
 def draw(
     out: Path,
     model: Transformer,
-    tokenizer: CharTokenizer,
+    tokenizer: Tokenizer,
     held_out: torch.Tensor,
     result: TrainingResult,
 ) -> None:
-    """Writes the figures of losses, and of attention on the first held-out characters."""
+    """Writes the figures of losses, and of attention on the first held-out tokens."""
     from tiny_lm_figures import attention_figure, loss_figure
 
-    validation = {step: found.nats for step, found in result.validation.items()}
-    loss_figure(result.losses, validation).savefig(out / "losses.png", dpi=120)
-    passage = tokenizer.decode(held_out[: min(24, model.config.n_ctx)].tolist())
+    loss_figure(result.losses, result.validation).savefig(out / "losses.png", dpi=120)
+    passage = held_out[: min(24, model.config.n_ctx)].tolist()
     attention_figure(model, tokenizer, passage).savefig(out / "attention.png", dpi=110)
 
 

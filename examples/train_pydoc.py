@@ -5,6 +5,8 @@ only prose, and the model learns to attend to the previous character. Then six o
 repeated random characters, and it learns to copy in context within some hundred steps. With such rows
 from the start, both take much longer.
 
+It takes TIMING. It prints a line for every evaluation, and how long the rest will take.
+
 The directory gets a log, checkpoints, and the model with the lowest validation loss among those that
 copy. pydoc-4l itself was trained on rows of one character less, so a run gives other weights. Its losses
 are in its training.json.
@@ -24,7 +26,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from commands import attempt, parser, pydoc_text, require_least, require_own
+from commands import Pace, attempt, parser, pydoc_text, require_least, require_own
+from tqdm import tqdm
 
 from interp import repeated_tokens
 from models import (
@@ -94,15 +97,28 @@ def run(options: argparse.Namespace, command: str) -> None:
     if (options.out / "config.json").exists():  # from this run, which is resumed
         best = evaluate(load(options.out), validation).nats
 
+    pace = Pace(options.steps)
+    print(
+        f"{model.count_parameters():,} weights, {len(training):,} characters to learn from: "
+        f"{options.steps:,} steps, of which the first {options.prose_steps:,} are only prose",
+        flush=True,
+    )
+
     def after_step(step: int, loss: float) -> None:
         nonlocal best
+        where = pace(step)
+        if step == 25:  # soon, so that somebody who waits knows how long
+            tqdm.write(f"{where}: loss {loss:.2f} nats")
         if step % schedule.evaluate_every and step != options.steps:
             return
         validated = evaluate(model, validation).nats
         model.eval()
         first, second = copying(model)
         model.train()
-        print(f"step {step}: validation {validated:.4f}, copies {first:.2f} then {second:.2f} nats")
+        tqdm.write(
+            f"{where}: validation {validated:.4f} nats per character; random characters {first:.2f}, "
+            f"repeated {second:.2f}"
+        )
         if validated < best and second < 0.5 * first:
             best = validated
             save(options.out, model, tokenizer)

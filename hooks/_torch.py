@@ -1,13 +1,13 @@
 """The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # A plan runs the model on tensors without numbers, and PyTorch documents no other kind.
@@ -30,14 +30,10 @@ from torch.nn.modules.module import (
 # PyTorch has no function that says whether activation checkpointing runs; its file on the stack does.
 from torch.utils import checkpoint
 
-# A counter of operations, for instance, must not miss those that oneDNN does. And tensors that hold other
-# tensors have no memory of their own.
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_in_torch_dispatch_mode,
-    is_traceable_wrapper_subclass,
-)
+# To count the bytes of tensors. And tensors that hold other tensors have no memory of their own.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
@@ -225,38 +221,6 @@ def is_unwatched(tensor: Tensor) -> bool:
     return not (tensor.requires_grad or transformed)
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether these are ordinary float32 tensors on the CPU, and nothing tracks operations on them.
-
-    Autograd, vmap, autocast, compilers, tracers and dispatch modes all do.
-    """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    followed = (
-        torch.is_autocast_enabled("cpu")
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or is_in_torch_dispatch_mode()
-    )
-    return not followed and all(map(_is_ordinary, tensors))
-
-
-def _is_ordinary(tensor: Tensor) -> bool:
-    kind = type(tensor)
-    return kind in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.dtype is torch.float32
-
-
-def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of plain tensors, by oneDNN where available: on some processors in half the time.
-
-    torch.compile uses this operator; `F.linear` never does.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
 def is_checkpointed() -> bool:
     """Whether the caller runs inside activation checkpointing, at first or again in a backward pass."""
     frame: FrameType | None = sys._getframe()
@@ -281,12 +245,38 @@ def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]
     return function
 
 
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside this `with` that are alive at the same time.
+def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
+    """A function that runs with gradients off, like one under `torch.no_grad()`.
 
-    Attributes:
-        peak: the largest number so far.
+    An interrupt cannot leave them off: nothing comes between these calls and the `try`. In the `with` of
+    `no_grad` much does, and no public function that switches is a single step.
     """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
+
+
+def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
+    """What `run()` returns, and the most bytes of tensors made there that were alive at the same time."""
+    mode = PeakBytes()
+    # Not `with mode`: an interrupt could come while it begins or ends, and the mode would stay.
+    try:
+        torch._C._push_on_torch_dispatch_stack(mode)
+        return run(), mode.peak
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts bytes; `peak` is the largest number so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no annotation there

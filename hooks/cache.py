@@ -18,6 +18,10 @@ from hooks.point import Index, index_by_axis
 from hooks.replay import LazyValues
 from hooks.transfer import stacked
 
+_FORMAT = "hookscope-cache-4"
+# Before the name of a gradient or an input; no module's name starts with a dot.
+_GRAD, _INPUT = ".grad.", ".input."
+
 
 class ActivationCache(Mapping[str, Tensor]):
     """A read-only mapping from names of points to the values they had in one run.
@@ -250,16 +254,19 @@ class ActivationCache(Mapping[str, Tensor]):
         Raises:
             FileNotFoundError: if there is no such directory.
         """
-        grads = self.grads if self._grads else {}
-        tensors = dict(self) | {storage.GRAD + name: grad for name, grad in grads.items()}
-        axes = {name: self._axes[name] for name in self}
-        kept = {name: v for name, v in self.inputs.items() if isinstance(v, Tensor)}
-        tensors |= {storage.INPUT + name: value for name, value in kept.items()}
-        inputs = {name: value for name, value in self.inputs.items() if name not in kept}
-        origin = self._origin
-        about = {"axes": axes, "known": origin.known, "config_hash": origin.config_hash}
-        about |= {"weights_hash": origin.weights_hash(), "inputs": inputs, "skipped": self.skipped}
-        storage.save(Path(path), tensors, about)
+        inputs = {n: value for n, value in self.inputs.items() if isinstance(value, Tensor)}
+        tensors = dict(self) | {_INPUT + name: value for name, value in inputs.items()}
+        if self._grads:
+            tensors |= {_GRAD + name: grad for name, grad in self.grads.items()}
+        facts = {
+            "axes": {name: self._axes[name] for name in self},
+            "known": self._origin.known,
+            "config_hash": self._origin.config_hash,
+            "inputs": {n: value for n, value in self.inputs.items() if n not in inputs},
+            "hashed": self._origin.weights_hash(),
+            "skipped": self.skipped,
+        }
+        storage.save(Path(path), _FORMAT, tensors, facts)
 
     @classmethod
     def load(
@@ -272,13 +279,18 @@ class ActivationCache(Mapping[str, Tensor]):
             model: if given, the cache must come from a model with its configuration and weights.
 
         Raises:
-            CacheError: if the file is truncated, is no cache, or came from another model.
+            CacheError: if the file is damaged, is no cache, or came from another model.
         """
-        values, described = storage.load(Path(path))
-        origin = Origin(
-            *(described.pop(k) for k in ("known", "config_hash", "inputs", "weights_hash"))
-        )
-        cache = cls(values, origin=origin, **described)
+        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+            axes = {name: tuple(own) for name, own in facts["axes"].items()}
+            values = {name: tensors[name] for name in axes}
+            grads, inputs = (
+                {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
+                for kind in (_GRAD, _INPUT)
+            )
+            inputs |= facts["inputs"]
+            origin = Origin(tuple(facts["known"]), facts["config_hash"], inputs, facts["hashed"])
+            cache = cls(values, axes, origin, grads or None, facts["skipped"])
         if model is not None:
             cache.require_weights_of(model)
         return cache

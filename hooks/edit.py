@@ -1,7 +1,6 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -47,8 +46,8 @@ class EditedPoint:
         new = value.clone()
         for hook in self.hooks:
             # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
-            with nullcontext() if torch.compiler.is_compiling() else muted():
-                changed = hook(new, self.point)
+            is_compiling = torch.compiler.is_compiling()
+            changed = hook(new, self.point) if is_compiling else muted(hook, new, self.point)
             # A hook that returns nothing may have reshaped its copy in place.
             new = new if changed is None else changed
             if not isinstance(new, Tensor):
@@ -110,22 +109,24 @@ class HookContext:
     def __enter__(self) -> "HookContext":
         if self._session is not None:
             raise ContextError("a hook context can be entered once: call hooks() again for another")
-        self._session = Session()
-        self._session.__enter__()
+        session = Session()
         try:
+            session.__enter__()
             for edited, noted in zip_longest(self._edits, self._receipts):
                 again = first = edit_at(edited, self._fired)
                 if noted:
                     noting = EditedPoint(edited.point, tuple(receipt.noting for receipt in noted))
                     first = edit_at(noting, self._fired)
-                self._session.after(edited.point.module, first, again)
+                session.after(edited.point.module, first, again)
             for edited in self._backward:
                 listener = edit_at(edited, self._fired, backward=True)
-                self._session.after(edited.point.module, listener)
-            self._session.note(self._model, self._acted)
+                session.after(edited.point.module, listener)
+            session.note(self._model, self._acted)
         except BaseException:
-            self._session.__exit__()
+            session.__exit__()
             raise
+        # At the end: this context may outlive a `with` that an interrupt has kept from beginning.
+        self._session = session
         return self
 
     def __exit__(

@@ -7,7 +7,7 @@ HookError
 │   └── SelectionError positions or other indices that a value does not have (also a ValueError)
 ├── ModeError          a run that the model's training mode forbids
 ├── ContextError       a hook context used twice
-└── CacheError         a cache, or its file, that does not have what was asked for
+└── CacheError         a cache, or a file, that does not have what was asked for
 """
 
 import difflib
@@ -41,9 +41,9 @@ class UnknownNameError(HookError, KeyError):
     ('attn.q',)
     """
 
-    def __init__(self, message: str, name: str = "", known: Iterable[str] = ()) -> None:
+    def __init__(self, message: str, name: object = "", known: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self._name = name
+        self._name = str(name)
         self._known = list(known)
 
     # Searched for only when asked: `in` and `get` catch this error, and the search is slow.
@@ -114,7 +114,7 @@ class ContextError(HookError):
 
 
 class CacheError(HookError):
-    """A cache, or its file, that does not have what was asked for.
+    """A cache, or a file, that does not have what was asked for.
 
     >>> from hooks import ActivationCache
     >>> ActivationCache({}, {}).drop()
@@ -123,7 +123,7 @@ class CacheError(HookError):
     """
 
 
-def unknown_name(name: str, known: Iterable[str], what: str) -> UnknownNameError:
+def unknown_name(name: object, known: Iterable[str], what: str) -> UnknownNameError:
     """The error for a `name` that no `what` has, with close matches in the message."""
     return UnknownNameError(f"no {what} is named {name!r}", name, known)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hooks._torch import FakeTensor
+from hooks._torch import FakeTensor, without_gradients
 from hooks.point import Hook, Point
 
 
@@ -54,7 +54,7 @@ class Receipt:
             self._add(before, after)
         return new
 
-    @torch.no_grad()
+    @without_gradients
     def _add(self, before: Tensor, after: Tensor) -> None:
         self.calls += 1
         changed = (after != before) & ~(after.isnan() & before.isnan())

@@ -41,13 +41,17 @@ def replay(
     tensor([0., 0.])
     """
     reached = inside(block)
-    with muted(), Session() as session:
-        for module, edit in edits:
-            if module in reached:
-                session.after(module, edit)
-        if recorder is not None:
-            recorder.listen(session)
-        return block(*args, **kwargs)
+
+    def run() -> Any:
+        with Session() as session:
+            for module, edit in edits:
+                if module in reached:
+                    session.after(module, edit)
+            if recorder is not None:
+                recorder.listen(session)
+            return block(*args, **kwargs)
+
+    return muted(run)
 
 
 _PLAIN = (type(None), int, float, str, torch.dtype)
@@ -138,7 +142,7 @@ class BlockCall:
         """The tensors kept of this call: its arguments and a sample of its output."""
         return self._inputs + self._given
 
-    @torch.no_grad()
+    @_torch.without_gradients
     def read(
         self, points: Mapping[str, Point], edits: Edits, options: Options
     ) -> Mapping[str, Tensor]:

@@ -1,11 +1,13 @@
-"""Caches on disk: safetensors with names, axes and a hash of the model's configuration."""
+"""Small files of tensors and facts, written whole and checked when they are read; hashes of models."""
 
 import dataclasses
 import hashlib
 import json
 import os
 import uuid
-from collections.abc import Collection, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,8 @@ from torch import Tensor, nn
 from hooks._torch import has_storage, memory_of
 from hooks.errors import CacheError
 
-_FORMAT = "hookscope-cache-3"
-# Before the name of a gradient or an input; no module's name starts with a dot.
-GRAD, INPUT = ".grad.", ".input."
+CHECKSUMS = "checksums"
+"""The key of the checksums in a file's metadata."""
 
 
 def config_hash(model: nn.Module) -> str:
@@ -66,68 +67,87 @@ def nbytes(tensors: Collection[Tensor]) -> int:
     return sum(shared.values()) + sum(others)
 
 
-def save(
-    path: Path, values: Mapping[str, Tensor], description: dict[str, Any], kind: str = _FORMAT
-) -> None:
-    """Writes values and their description to `path`, completely or not at all."""
+def save(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Writes tensors, and facts as JSON, to one file of a kind, completely or not at all.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+        TypeError: if a fact does not fit JSON.
+    """
     alone: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, value in values.items():
+    for name, value in tensors.items():
         # safetensors refuses tensors that share memory, and writes a slice's whole storage.
         whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
         if not whole or memory_of(value) in seen:
             value = value.clone(memory_format=torch.contiguous_format)
         alone[name] = value
         seen.add(memory_of(value))
+    text = json.dumps(facts)
+    metadata = {"kind": kind, "facts": text, CHECKSUMS: checksums(alone, text)}
+    with replacing(path) as partial:
+        save_file(alone, partial, metadata=metadata)
+
+
+@contextmanager
+def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The tensors and the facts that `save` wrote to a file of this kind.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CacheError: if the file is damaged or another one, or if its content raises anything inside the `with`.
+    """
+    with one_error(path, f"be a complete {kind} that `save` wrote"):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+        text = metadata["facts"]
+        if (metadata["kind"], metadata[CHECKSUMS]) != (kind, checksums(tensors, text)):
+            raise ValueError(f"kind and checksums must be as saved; got {metadata['kind']!r}")
+        yield tensors, json.loads(text)
+
+
+@contextmanager
+def one_error(path: str | os.PathLike[str], rule: str) -> Iterator[None]:
+    """Makes one error, which names the file and the rule, of the many that its content may raise.
+
+    Raises:
+        CacheError: in place of any error but a FileNotFoundError.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise CacheError(f"{path} must {rule}: {error!r}") from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to. That file takes the place of `path` at the end, unless something was raised.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+    """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
-    metadata = {"format": kind, "cache": json.dumps(description)}
+    # In the same directory, because a move between file systems is a copy.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        save_file(alone, partial, metadata=metadata)
-        os.replace(partial, path)
+        yield partial
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The values and the description that `save` wrote to `path` with this `kind`.
-
-    Raises:
-        Exception: of some kind, if the file is another one.
-    """
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-    if metadata.get("format") != kind:
-        raise ValueError(f"the format must be {kind!r}; got {metadata.get('format')!r}")
-    return values, json.loads(metadata["cache"])
+def checksum(name: str, tensor: Tensor) -> int:
+    """A CRC of a tensor's name, dtype, shape and numbers. It finds damage, not forgery."""
+    described = zlib.crc32(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(numbers.numpy().data, described)
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reads the values and the description that `save` wrote to `path`.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        CacheError: if the file is truncated, or `save` did not write it.
-    """
-    try:
-        values, found = read(path, _FORMAT)
-        axes = {name: tuple(map(str, own)) for name, own in found["axes"].items()}
-        described = {"axes": axes, "known": tuple(map(str, found["known"]))}
-        described |= {key: str(found[key]) for key in ("config_hash", "weights_hash")}
-        described["skipped"] = {name: str(reason) for name, reason in found["skipped"].items()}
-        inputs = dict(found.pop("inputs"))
-        if json.loads(json.dumps(described)) != found:
-            raise TypeError("names, axes and reasons must be text")
-        ordered = {name: values.pop(name) for name in axes}
-        grads = {name: values.pop(GRAD + name) for name in axes if GRAD + name in values}
-        held = [name for name in values if name.startswith(INPUT)]
-        inputs |= {name.removeprefix(INPUT): values.pop(name) for name in held}
-        if values:
-            raise ValueError(f"all values must have axes; got none for {', '.join(values)}")
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise CacheError(f"{path} must be a complete cache that `save` wrote: {error!r}") from None
-    return ordered, described | {"grads": grads or None, "inputs": inputs}
+def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
+    """The checksums of tensors, and of a text under the empty name, as JSON."""
+    each = {name: checksum(name, tensor) for name, tensor in tensors.items()}
+    return json.dumps({"": zlib.crc32(text.encode())} | each, sort_keys=True)

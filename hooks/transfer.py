@@ -1,20 +1,19 @@
 """Copies between the CPU and an accelerator, and checks of values there, that do not stop the host."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hooks.point import mapped
+from hooks.scoped import Scoped
 
-_TRUSTED = ContextVar("trusted", default=False)
+_TRUSTED = Scoped("trusted", False)
 
 
-@contextmanager
-def trusted() -> Iterator[None]:
+def trusted() -> AbstractContextManager[None]:
     """Skips checks that read the numbers of tokens and masks; shapes and types are still checked.
 
     On an accelerator each such check waits for the device. This is for callers whose tokens and masks
@@ -26,11 +25,7 @@ def trusted() -> Iterator[None]:
     ...     model(torch.tensor([[3, 0, 6]]), attention_mask=torch.tensor([[0, 1, 1]])).shape
     torch.Size([1, 3, 7])
     """
-    token = _TRUSTED.set(True)
-    try:
-        yield
-    finally:
-        _TRUSTED.reset(token)
+    return _TRUSTED.set(True)
 
 
 def is_trusted() -> bool:
@@ -38,20 +33,12 @@ def is_trusted() -> bool:
     return _TRUSTED.get()
 
 
-# So many bytes of pageable memory CUDA takes at once. Before more it may wait for the device.
-AT_ONCE = 2**16
-
-
 def to_device(value: Tensor, device: torch.device) -> Tensor:
     """`value` on a device. From the CPU, the host does not wait for the device."""
     if value.device == device:
         return value
-    # Pinned memory is read later, when somebody may have written there, but not in a copy of our own.
-    free = value.is_cpu and not value.is_pinned()
-    large = device.type == "cuda" and value.nbytes > AT_ONCE
-    if free and large and type(value) is Tensor and not torch.compiler.is_compiling():
-        value = value.pin_memory()
-    return value.to(device, non_blocking=free)
+    # Pinned memory is read later, when somebody may have written there.
+    return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
 
 
 def all_to_device(tree: Any, device: torch.device) -> Any:

@@ -6,7 +6,18 @@ The analyses are in `causal` (values are changed), `reading` (caches and weights
 them need: the model's parts, texts and their pairs, metrics, and the sites where runs are compared.
 """
 
+import signal as _signal
 import sys as _sys
+from itertools import pairwise as _pairwise
+
+# `python -m interp` imports this before its `main`. Until then Ctrl-C ends the process itself, because an
+# exception inside an import would end in a traceback.
+if (
+    _sys.argv[:1] == ["-m"]
+    and ("-m", "interp") in _pairwise(_sys.orig_argv)
+    and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+):
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 try:
     from hooks import HookedRunner as _HookedRunner  # noqa: F401  # only ours has it
@@ -20,12 +31,8 @@ except ImportError as error:
     if _sys.argv[:1] == ["-m"]:  # `python -m interp`, before its `main` can say it in one line
         _sys.exit(f"error: {_reason}")
     raise ImportError(_reason) from error
-except KeyboardInterrupt:
-    if _sys.argv[:1] == ["-m"]:
-        _sys.exit(130)
-    raise
 
-from interp import edits, graph
+from interp import edits, graph, spectral
 from interp.causal.attribution import attribution_patching
 from interp.causal.comparison import compare
 from interp.causal.edges import edge_attribution
@@ -67,37 +74,11 @@ from interp.reading.weights import (
     token_directions,
 )
 from interp.results.result import Result
-from interp.spectral.cyclic import answer_power, fourier_basis, frequency_power
 from interp.spectral.factored import FactoredMatrix
-from interp.spectral.singular import (
-    SVD,
-    condition_number,
-    effective_rank,
-    randomized_svd,
-    spectral_gap,
-    stable_rank,
-    svd,
-)
-from interp.spectral.subspaces import (
-    alignment,
-    drift,
-    principal_angles,
-    subspace_angles,
-    subspace_overlap,
-    subspace_projection,
-)
-from interp.spectral.targets import (
-    ResidualStream,
-    SVDTargets,
-    residual_stream,
-    spectra,
-    svd_targets,
-    wvwo,
-)
+from interp.spectral.targets import SVDTargets, residual_stream, spectra, svd_targets
 from interp.sweeps.sweep import sweep
 
 __all__ = [
-    "SVD",
     "Activation",
     "Circuit",
     "Curve",
@@ -109,7 +90,6 @@ __all__ = [
     "LensReadout",
     "Metric",
     "Pairs",
-    "ResidualStream",
     "Result",
     "SVDTargets",
     "SingularTokens",
@@ -117,28 +97,21 @@ __all__ = [
     "accumulated",
     "accuracy",
     "activation_patching",
-    "alignment",
-    "answer_power",
     "attribution_patching",
     "auroc",
     "circuits",
     "compare",
     "completeness",
     "composition_scores",
-    "condition_number",
     "copying_scores",
     "cross_entropy",
     "curve",
     "decompose",
     "direct_logit_attribution",
-    "drift",
     "edge_attribution",
     "edge_patching",
     "edits",
-    "effective_rank",
     "faithfulness",
-    "fourier_basis",
-    "frequency_power",
     "full_circuits",
     "graph",
     "head_scores",
@@ -153,9 +126,7 @@ __all__ = [
     "ov_circuit",
     "path_patching",
     "positional_scores",
-    "principal_angles",
     "qk_circuit",
-    "randomized_svd",
     "rank",
     "repeated_tokens",
     "residual_stream",
@@ -163,17 +134,11 @@ __all__ = [
     "run_with_cache",
     "singular_tokens",
     "spectra",
-    "spectral_gap",
-    "stable_rank",
-    "subspace_angles",
-    "subspace_overlap",
-    "subspace_projection",
-    "svd",
+    "spectral",
     "svd_targets",
     "sweep",
     "token_directions",
     "top_attributions",
     "tuned_lens",
     "verified_top",
-    "wvwo",
 ]

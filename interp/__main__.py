@@ -5,6 +5,7 @@ import dataclasses
 import io
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -263,7 +264,15 @@ def _shortened(text: str) -> str:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        # See `interp/__init__.py`. A shell may also have told its background processes to ignore Ctrl-C.
+        if ends := signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = main()
+        if ends:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except KeyboardInterrupt:
+        status = 130
     if status:  # at exit, Python would try again to write what it could not
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

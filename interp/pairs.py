@@ -2,33 +2,44 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from hooks.pieces import real_columns
 from interp.columns import last_real, real_of
 from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff
+from interp.positions import Index, Selection
 from interp.protocol import logits_of, runner_of
+from interp.texts import Text
 
-Spans = Mapping[str, Sequence[Sequence[int]] | Int[Tensor, "batch n"]]
-"""By name, the positions of a span in each example."""
+Spans = Mapping[str, Index]
+"""By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
+
+Direction = Literal["denoising", "noising"]
+"""Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
 
 _TOKENS_AT_ONCE = 2048
 
 
 class Pairs:
-    """Clean and corrupted texts to compare. Analyses take them in place of tokens.
+    """Texts to analyse: clean ones and, where two runs are compared, corrupted ones; and what is measured on them.
 
     Without spans, a position of the clean text corresponds to the same position of the corrupted one, so
     the two have the same shape and padding. With spans, only the positions of a span correspond, and
     lengths may differ.
 
     Args:
-        clean, corrupted: the tokens.
+        clean: the tokens.
+        corrupted: other tokens. None where no analysis needs them, because values come from an edit or a source.
         answers: the right token of each clean text, or the right and the wrong one.
         attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
-        spans: by name, a list of positions for each example, in the clean text.
+        spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
+            token.
+        metric: a function from logits to a number per example. By default the logit difference of right and
+            wrong answers, or the log-probability of the right ones.
         corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
         last_only: keep only the last position of each span. Otherwise a span has as many positions in
             the clean text as in the corrupted one.
@@ -36,7 +47,6 @@ class Pairs:
     Attributes:
         spans, corrupted_spans: by name, positions [batch, n]. Where an example has fewer than n, its
             last one is repeated.
-        aligned: whether the two texts of each pair have the same columns and padding.
         solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
 
     Raises:
@@ -46,30 +56,31 @@ class Pairs:
     >>> pairs = Pairs(clean, corrupted, torch.tensor([[7, 8], [9, 8]]), spans={"name": [[1], [1]]})
     >>> pairs
     Pairs: 2, clean [2, 3], corrupted [2, 3], spans name
-    >>> pairs.metric()
+    >>> pairs.metric
     logit_diff([7, 9], [8, 8], pos=-1)
     """
 
     def __init__(
         self,
         clean: Int[Tensor, "batch pos"],
-        corrupted: Int[Tensor, "batch other"],
+        corrupted: Int[Tensor, "batch other"] | None = None,
         answers: Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | None = None,
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         spans: Spans | None = None,
         *,
+        metric: Metric | None = None,
         corrupted_mask: Shaped[Tensor, "batch other"] | None = None,
         corrupted_spans: Spans | None = None,
         last_only: bool = False,
     ) -> None:
-        if len(clean) != len(corrupted) or not len(clean):
+        if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
+            counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
             raise ValueError(
-                "clean and corrupted texts must be as many, at least one; "
-                f"got {len(clean)} and {len(corrupted)}"
+                f"clean and corrupted texts must be as many, at least one; got {counts}"
             )
         if answers is not None:
             _check_answers(answers, len(clean))
-        if attention_mask is not None and corrupted_mask is None:
+        if attention_mask is not None and corrupted is not None and corrupted_mask is None:
             if clean.shape != corrupted.shape:
                 raise ValueError(
                     "corrupted_mask must be given beside attention_mask where the texts differ in "
@@ -77,41 +88,67 @@ class Pairs:
                 )
             corrupted_mask = attention_mask
         real = real_of(attention_mask, clean.shape)
-        other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
         self.clean, self.corrupted, self.answers = clean, corrupted, answers
         self.attention_mask = None if attention_mask is None else real
-        self.corrupted_mask = None if corrupted_mask is None else other
-        self.aligned = torch.equal(real.cpu(), other.cpu())
+        self.corrupted_mask: Tensor | None = None
+        self.corrupted_spans: dict[str, Tensor] = {}
         self.solved_of: int | None = None
-        if not spans and not self.aligned:
-            raise ValueError(
-                "clean and corrupted tokens must have the same shape and padding, unless spans say "
-                f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
-            )
-        own = _positions(spans or {}, real, "clean")
-        others = spans if corrupted_spans is None else corrupted_spans
-        others = _positions(others or {}, other, "corrupted")
-        if last_only:
-            own, others = (
-                {k: [row[-1:] for row in v] for k, v in s.items()} for s in (own, others)
-            )
-        _check_counts(own, others)
+        self._metric = metric
+        own = _positions(spans or {}, real, "clean", last_only)
         self.spans = {name: _padded(rows, clean) for name, rows in own.items()}
-        self.corrupted_spans = {name: _padded(rows, clean) for name, rows in others.items()}
+        if corrupted is not None:
+            other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
+            self.corrupted_mask = None if corrupted_mask is None else other
+            if not spans and not torch.equal(real.cpu(), other.cpu()):
+                raise ValueError(
+                    "clean and corrupted tokens must have the same shape and padding, unless spans say "
+                    f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
+                )
+            others = spans if corrupted_spans is None else corrupted_spans
+            others = _positions(others or {}, other, "corrupted", last_only)
+            _check_counts(own, others)
+            self.corrupted_spans = {name: _padded(rows, clean) for name, rows in others.items()}
 
+    @property
     def metric(self) -> Metric:
-        """The logit difference of right and wrong answers, or the log-probability of the right ones.
+        """What is measured: the metric that was given, or that of the answers.
 
         Raises:
-            ValueError: if there are no answers.
+            ValueError: if there is neither.
         """
+        if self._metric is not None:
+            return self._metric
         if self.answers is None:
-            raise ValueError(
-                "pairs must have answers to make a metric of; give answers or a metric"
-            )
+            raise ValueError("pairs must have answers or a metric; got neither")
         if self.answers.ndim == 1:
             return log_prob(self.answers)
         return logit_diff(self.answers[:, 0], self.answers[:, 1])
+
+    def measured_by(self, metric: Metric) -> "Pairs":
+        """The same pairs with another metric."""
+        same = self._mapped(lambda value: value)
+        same._metric, same.solved_of = metric, self.solved_of
+        return same
+
+    def texts(self, direction: Direction) -> tuple[Text, Text]:
+        """The text of the run that is edited, and that of the run that values come from.
+
+        Raises:
+            ValueError: if there is no such direction, or there are no corrupted texts.
+        """
+        if direction not in ("denoising", "noising"):
+            raise ValueError(f"direction must be 'denoising' or 'noising'; got {direction!r}")
+        if self.corrupted is None:
+            raise ValueError(
+                "pairs must have corrupted texts to compare with; got clean ones alone"
+            )
+        other = Text(self.corrupted, self.corrupted_mask, self.corrupted_spans)
+        return (self.text, other) if direction == "noising" else (other, self.text)
+
+    @property
+    def text(self) -> Text:
+        """The clean texts."""
+        return Text(self.clean, self.attention_mask, self.spans)
 
     @torch.no_grad()
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
@@ -126,18 +163,17 @@ class Pairs:
             ValueError: if the model gets none right, or there are neither answers nor a metric.
             ModeError: if the model is in training mode.
         """
-        if metric is None:
-            right = self.answers
-            metric = accuracy(right) if right is not None and right.ndim == 1 else self.metric()
+        right = self.answers
+        if metric is None and self._metric is None and right is not None and right.ndim == 1:
+            metric = accuracy(right)
+        metric = self.metric if metric is None else metric
         runner_of(model)  # refuses dropout
         last = last_of(metric, self.attention_mask)
-        found, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
+        logits, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
         for start in range(0, len(self), n_rows):
-            rows = slice(start, start + n_rows)
-            mask = None if self.attention_mask is None else self.attention_mask[rows]
-            masked = {} if mask is None else {"attention_mask": mask}
-            found.append(last_real(logits_of(model(self.clean[rows], **masked)), last, mask))
-        values = evaluate(metric, torch.cat(found), len(self))
+            text = self.text.rows(slice(start, start + n_rows))
+            logits.append(last_real(logits_of(model(text.tokens, **text.kwargs)), last, text.mask))
+        values = evaluate(metric, torch.cat(logits), len(self))
         if not (values > 0).any():
             raise ValueError(
                 f"the model must get a pair right; got none of {len(self)} by {metric!r}"
@@ -161,7 +197,9 @@ class Pairs:
 
     def digests(self) -> list[str]:
         """For each pair a digest of its texts, by which it can be recognised."""
-        texts = [(self.clean, self.attention_mask), (self.corrupted, self.corrupted_mask)]
+        texts = [(self.clean, self.attention_mask)]
+        if self.corrupted is not None:
+            texts.append((self.corrupted, self.corrupted_mask))
         real = [
             [
                 row[keep].tolist()
@@ -195,10 +233,11 @@ class Pairs:
 
         return Pairs(
             change(self.clean),
-            change(self.corrupted),
+            optional(self.corrupted),
             optional(self.answers),
             optional(self.attention_mask),
             {name: change(value) for name, value in self.spans.items()},
+            metric=self._metric,
             corrupted_mask=optional(self.corrupted_mask),
             corrupted_spans={name: change(v) for name, v in self.corrupted_spans.items()},
         )
@@ -207,33 +246,25 @@ class Pairs:
         count = (
             f"{len(self)}" if self.solved_of is None else f"{len(self)} of {self.solved_of} solved"
         )
-        parts = [
-            count,
-            f"clean {list(self.clean.shape)}",
-            f"corrupted {list(self.corrupted.shape)}",
-        ]
-        named = [f"spans {', '.join(self.spans)}"] if self.spans else []
-        return f"Pairs: {', '.join([*parts, *named])}"
+        parts = [count, f"clean {list(self.clean.shape)}"]
+        if self.corrupted is not None:
+            parts.append(f"corrupted {list(self.corrupted.shape)}")
+        if self.spans:
+            parts.append(f"spans {', '.join(self.spans)}")
+        return f"Pairs: {', '.join(parts)}"
 
 
-def as_pairs(
-    clean: Pairs | Int[Tensor, "batch pos"],
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
-) -> Pairs:
-    """The pairs of clean and corrupted tokens, or `clean` itself if it is `Pairs` already.
+def require_pairs(pairs: Pairs) -> Pairs:
+    """The pairs, after a check that they are not something else.
 
     Raises:
-        ValueError: if `Pairs` are given with more tokens or a mask, tokens without corrupted ones, or the
-            two do not fit.
+        TypeError: if they are.
     """
-    if isinstance(clean, Pairs):
-        if corrupted is not None or attention_mask is not None:
-            raise ValueError("pairs must come alone; got corrupted tokens or a mask beside them")
-        return clean
-    if corrupted is None:
-        raise ValueError("clean tokens must come with corrupted ones, or as Pairs; got none")
-    return Pairs(clean, corrupted, attention_mask=attention_mask)
+    if not isinstance(pairs, Pairs):
+        raise TypeError(
+            f"texts must be given as Pairs(clean, corrupted, ...); got {type(pairs).__name__}"
+        )
+    return pairs
 
 
 def _check_answers(answers: Tensor, batch: int) -> None:
@@ -246,25 +277,22 @@ def _check_answers(answers: Tensor, batch: int) -> None:
         raise ValueError(f"answers must be tokens, 0 and up; got {int(answers.min())}")
 
 
-def _positions(spans: Spans, real: Tensor, text: str) -> dict[str, list[list[int]]]:
-    """The spans as lists, after a check that each position is that of a real token."""
-    found, kept = {}, real.tolist()
+def _positions(
+    spans: Spans, real: Tensor, text: str, last_only: bool
+) -> dict[str, list[list[int]]]:
+    """The columns of the spans in each example, all of real tokens."""
+    listed, (batch, n_pos) = {}, real.shape
     for name, given in spans.items():
-        rows = given.tolist() if isinstance(given, Tensor) else [*given]
-        if len(rows) != len(kept) or not all(isinstance(r, (list, tuple)) and r for r in rows):
+        span, what = Selection(given), f"span {name!r} of the {text} text"
+        if len(span.parts) != batch:
             raise ValueError(
-                f"span {name!r} must have a list of positions for each of the {len(kept)} examples; "
-                f"got {rows!r:.60}"
+                f"{what} must have a list of positions for each of the {batch} examples; got {given!r:.60}"
             )
-        for example, row in enumerate(rows):
-            wrong = [p for p in row if not (0 <= p < len(kept[example]) and kept[example][p])]
-            if wrong:
-                raise ValueError(
-                    f"span {name!r} must lie on real tokens of the {text} text, in columns 0 to "
-                    f"{len(kept[example]) - 1}; got {wrong[0]} in example {example}"
-                )
-        found[name] = [list(row) for row in rows]
-    return found
+        rows = span.rows(n_pos, what, batch, real_columns(real))
+        if not all(rows):
+            raise ValueError(f"{what} must have a position in each example; got {given!r:.60}")
+        listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
+    return listed
 
 
 def _check_counts(own: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:

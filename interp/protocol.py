@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError, HookedRunner, ModeError, storage
+from hooks import ActivationCache, HookedRunner, ModeError
 
 
 class Sizes(Protocol):
@@ -24,18 +24,15 @@ class LanguageModel(Protocol):
     Your own model needs only the parts that the analysis uses. Weights multiply row vectors, `x @ W`.
     Several heads may share the key and value weights of one `kv_head`.
 
-    A graph (`interp.graph`, circuits) also needs blocks of this form, with a point for each `point`:
+    A graph (`interp.graph`, circuits) also needs blocks that declare their `branches` (see `models.block.Branch`):
+    attention, and then the MLP if there is one. Each adds `added(after(sublayer(norm(stream))))` to the stream,
+    which it reads at the point `reads`, before or after what attention adds; `added` is a point too.
 
-        resid = resid_pre(resid)                                              # point
-        attn_out = attn_out(ln1_post(attn.mix(*attn.project(ln1(resid)), context)))  # point
-        resid = resid_mid(resid + attn_out)                                   # point
-        mlp_out = mlp_out(ln2_post(mlp(ln2(resid))))                          # point
-        return resid_post(resid + mlp_out)                                    # point
-
-    `attn.project` gives the queries, keys and values of each head, linear in what it reads, by `attn.W_Q`,
-    `attn.b_Q` and their like; `attn.mix` makes of them what attention adds, by a point `attn.z` and by `attn.W_O`
-    and `attn.b_O`. A norm is a LayerNorm or an RMSNorm with a point `scale` of what it divides by, or an
-    identity. A block without `resid_mid` has an MLP that reads what attention reads, or no `mlp`.
+    The `sublayer` of attention is `mix(*project(x), context)`. `project` gives the queries, keys and values of
+    each head, linear in what it reads, by `W_Q`, `b_Q` and their like; `mix` makes of them what attention adds, by
+    a point `z` and by `W_O` and `b_O`. A norm is a LayerNorm or an RMSNorm with a point `scale` of what it
+    divides by, or an identity. If it has `centres`, whether it subtracts the mean, then `weight` and `bias` are its
+    gain and its bias, or None; what other norms do is measured.
     """
 
     config: Sizes
@@ -47,13 +44,18 @@ class LanguageModel(Protocol):
     W_O: Float[Tensor, "layer head d_head d_model"]
     W_U: Float[Tensor, "d_model vocab"]
 
-    def context(self, tokens: Int[Tensor, "batch pos"], attention_mask: Any = None) -> Any:
+    def context(self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None) -> Any:
         """What the blocks read besides the residual stream: masks and positions."""
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Any = None
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that enters the first block."""
+
+    def run_block(
+        self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: Any
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that leaves a block, from the one that enters it."""
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
@@ -103,19 +105,6 @@ def plain(model: nn.Module, *parts: str) -> Any:
     return language if language is model else language.plain()
 
 
-def check_cache(model: nn.Module, cache: ActivationCache) -> None:
-    """Refuses a cache of another model.
-
-    Raises:
-        CacheError: if the configuration of the model that it came from was another.
-    """
-    if cache.config_hash != (own := storage.config_hash(model)):
-        raise CacheError(
-            f"the cache must be of a model with this model's config hash, {own[:12]}; "
-            f"got {cache.config_hash[:12]}"
-        )
-
-
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
     """The logits of a model's output: the output itself, or its attribute `logits`."""
     return output if isinstance(output, Tensor) else output.logits
@@ -135,8 +124,13 @@ def runner_of(model: nn.Module) -> HookedRunner:
     """A runner for comparable runs of a model, without dropout.
 
     Raises:
+        TypeError: if it is no module.
         ModeError: if any part of the model is in training mode.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model must be a module; got {type(model).__name__} (of a runner, give runner.model)"
+        )
     if any(module.training for module in model.modules()):
         raise ModeError("the model must be in evaluation mode: call model.eval() first")
     return HookedRunner(model)

@@ -1,17 +1,22 @@
 """Sites: where runs are compared, over which axes, and which texts belong to which run."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner
 from hooks.errors import unknown_name
 from hooks.names import layers as by_layer
 from interp.edits import Edit
-from interp.metrics import Metric
-from interp.pairs import Pairs, as_pairs
+from interp.metrics import Metric, measure
+from interp.pairs import Direction, Pairs, require_pairs
+from interp.protocol import logits_of
+from interp.results.result import Result
 from interp.texts import Text, are_aligned
 
 SITES: Mapping[str, tuple[str, ...]] = {
@@ -32,7 +37,8 @@ SELECTS = {
 """The axes of a result besides `layer`, each with the axes of a point that it may be."""
 Place = tuple[int | str, dict[str, Any]]
 """A label, and what is selected there: along `layer` a point's name."""
-Direction = Literal["denoising", "noising"]
+Some = int | Sequence[int] | None
+"""One of several, some of them, or all."""
 T = TypeVar("T")
 
 
@@ -41,8 +47,8 @@ class Choice(NamedTuple):
 
     site: str = "resid_pre"
     over: Sequence[str] | None = None
-    layers: Sequence[int] | None = None
-    heads: Sequence[int] | None = None
+    layers: Some = None
+    heads: Some = None
     neurons: int | None = None
 
 
@@ -50,48 +56,68 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
     """The names of a choice's points, by layer.
 
     Raises:
+        TypeError: if the site is no name.
         UnknownNameError: if there is no such site, or the model lacks it.
         ValueError: if a layer is not there.
     """
+    if not isinstance(choice.site, str):
+        raise TypeError(
+            f"site must be a name, such as 'resid_pre'; got {choice.site!r} (a metric belongs into Pairs)"
+        )
     if choice.site not in SITES:
         raise unknown_name(choice.site, SITES, "site")
     return _some("layers", by_layer(choice.site, runner.points), choice.layers)
 
 
-def texts_of(pairs: Pairs) -> tuple[Text, Text]:
-    """The clean and the corrupted texts."""
-    clean = Text(pairs.clean, pairs.attention_mask, pairs.spans)
-    return clean, Text(pairs.corrupted, pairs.corrupted_mask, pairs.corrupted_spans)
+@dataclass(frozen=True, eq=False)
+class TwoRuns:
+    """A run to be edited, and another that values come from; made by `two_runs`.
+
+    Attributes:
+        runner: the model's.
+        edited, source: the texts of both.
+        metric: a function from logits to a number per example.
+        cache: values of the source's run.
+        target: the metric of the source's run.
+        about: facts for a result.
+    """
+
+    runner: HookedRunner
+    edited: Text
+    source: Text
+    metric: Metric
+    cache: ActivationCache
+    target: Float[Tensor, " batch"]
+    about: Mapping[str, Any]
+
+    def result(
+        self,
+        values: Float[Tensor, "*axes example"],
+        labels: Mapping[str, Sequence[Any]],
+        base: Float[Tensor, " example"],
+        **about: Any,
+    ) -> Result:
+        """Effects with labels for each axis, the metric of the run to be edited, and more facts."""
+        axes, unit = (*labels, "example"), getattr(self.metric, "unit", "")
+        return Result(values, axes, base, self.target, labels, unit, {**self.about, **about})
 
 
-def metric_of(clean: Tensor | Pairs, metric: Metric | None) -> Metric:
-    """The metric that was given, or that of the pairs.
+@torch.no_grad()
+def two_runs(
+    runner: HookedRunner, pairs: Pairs, direction: Direction, names: Iterable[str]
+) -> TwoRuns:
+    """Runs the text that values come from, and keeps its values at some points.
 
     Raises:
-        ValueError: if there is neither.
+        TypeError: if the pairs are something else.
+        ValueError: if there is no such direction, no corrupted text or no metric.
     """
-    if metric is not None:
-        return metric
-    if not isinstance(clean, Pairs):
-        raise ValueError("a metric must be given, or pairs with answers; got neither")
-    return clean.metric()
-
-
-def compared(
-    clean: Tensor | Pairs,
-    corrupted: Tensor | None,
-    direction: Direction,
-    attention_mask: Tensor | None,
-) -> tuple[Text, Text]:
-    """The text of the run that is edited, and that of the run that values come from.
-
-    Raises:
-        ValueError: if there is no such direction, or the texts do not fit.
-    """
-    if direction not in ("denoising", "noising"):
-        raise ValueError(f"direction must be 'denoising' or 'noising'; got {direction!r}")
-    first, second = texts_of(as_pairs(clean, corrupted, attention_mask))
-    return (first, second) if direction == "noising" else (second, first)
+    edited, source = require_pairs(pairs).texts(direction)
+    metric = pairs.metric
+    output, cache = runner.run_with_cache(source.tokens, names=[*names], **source.kwargs)
+    target = measure(metric, logits_of(output), source.mask)
+    about = {"metric": repr(metric), "direction": direction, "texts": pairs.digests()}
+    return TwoRuns(runner, edited, source, metric, cache, target, about)
 
 
 def places_of(
@@ -188,10 +214,11 @@ def _label(group: range) -> int | str:
     return group[0] if len(group) == 1 else f"{group[0]}-{group[-1]}"
 
 
-def _some(what: str, known: Mapping[int, T], wanted: Sequence[int] | None) -> dict[int, T]:
+def _some(what: str, known: Mapping[int, T], wanted: Some) -> dict[int, T]:
     """Those of `known` that are wanted; all if nothing is said."""
     if wanted is None:
         return dict(known)
+    wanted = [wanted] if isinstance(wanted, int) else wanted
     if not wanted or not known.keys() >= set(wanted):
         raise ValueError(f"{what} must be of {[*known]}; got {[*wanted]}")
     return {n: known[n] for n in wanted}

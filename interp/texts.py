@@ -29,6 +29,10 @@ class Text(NamedTuple):
         """The model's arguments besides the tokens."""
         return {} if self.mask is None else {"attention_mask": self.mask}
 
+    def rows(self, rows: slice) -> "Text":
+        """Some of the texts, without spans."""
+        return Text(self.tokens[rows], None if self.mask is None else self.mask[rows])
+
 
 def are_aligned(one: Text, other: Text) -> bool:
     """Whether two texts have the same columns and padding."""

@@ -14,7 +14,6 @@ from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
 from models.sampling import Sampling, row_generator
-from models.static_kvcache import StaticKVCache
 from models.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,
@@ -45,7 +44,6 @@ __all__ = [
     "RMSNorm",
     "RotaryScaling",
     "Sampling",
-    "StaticKVCache",
     "Step",
     "Tokenizer",
     "TrainingConfig",

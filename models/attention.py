@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from einops import rearrange
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Real
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import is_unwatched
 from models.config import TransformerConfig
 from models.context import Context, ContextOrMask, place
-from models.kernels import by_blocks, capped_by_flex, fused, takes_flex
+from models.kernels import by_blocks, fused
 from models.linear import Linear
 from models.masks import Mask, dense
 from models.norm import ByConfig, QKNorm, dropout
@@ -73,22 +73,27 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
-def _without_knocked_out(scores: Tensor, mask: Mask) -> Bool[Tensor, "..."]:
-    """The mask, also without keys whose score a hook made -inf: a cap would make that finite again."""
-    return dense(mask, scores.shape[2:], scores.device) & (scores != -torch.inf)
-
-
-def softmax(scores: Real[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """The softmax over keys. Rows of only -inf become zeros."""
-    if not scores.numel():  # `amax` refuses an empty axis
-        return torch.softmax(scores, -1)
-    empty = scores.amax(-1, keepdim=True) == -torch.inf
-    # Such rows are zero before the softmax too, or their gradient would be NaN.
-    return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))
+def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+    """The softmax over keys, where rows of only -inf become zeros. It may write into `scores`."""
+    first = scores[..., :1]
+    unseen = first == -torch.inf
+    # A row without keys would be NaN, and its gradient too. So the first key always has a score, which is
+    # too small to matter beside others, and loses its weight after the softmax.
+    first.masked_fill_(unseen, torch.finfo(scores.dtype).min)
+    if is_unwatched(scores):
+        # Without another matrix of T² numbers this is three times as fast at T = 1024.
+        weights = torch.softmax(scores, -1, out=scores)
+    else:
+        weights = torch.softmax(scores, -1).clone()  # autograd keeps the result
+    weights[..., :1].masked_fill_(unseen, 0)
+    return weights
 
 
 class SoftCap(nn.Module):
-    """`cap * tanh(x / cap)`: close to `x` near zero, and never beyond the cap (Gemma 2)."""
+    """`cap * tanh(x / cap)`: close to `x` near zero, and never beyond the cap (Gemma 2).
+
+    A score of -inf stays -inf: a key that was knocked out.
+    """
 
     def __init__(self, cap: float) -> None:
         super().__init__()
@@ -96,7 +101,7 @@ class SoftCap(nn.Module):
 
     def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
         """The capped values."""
-        return self.cap * torch.tanh(x / self.cap)
+        return torch.where(x == -torch.inf, x, self.cap * torch.tanh(x / self.cap))
 
 
 class Attention(ByConfig):
@@ -133,6 +138,7 @@ class Attention(ByConfig):
         self.q_norm = QKNorm(config.n_heads, config) if normed else Identity()
         self.k_norm = QKNorm(config.n_kv_heads, config) if normed else Identity()
         self.rotary = rotary(config)
+        self.cap = SoftCap(config.attn_cap) if config.attn_cap else Identity()
         self.output = Linear(width, config.d_model, config.out_bias)
         self.pattern_dropout = nn.Dropout(config.dropout)
         self.output_dropout = dropout(config, config.dropout_place == "output")
@@ -201,32 +207,17 @@ class Attention(ByConfig):
         mask: Mask,
     ) -> Float[Tensor, "batch head query d_head"]:
         """The output of each head. Without a mask a query sees all keys up to its own."""
-        # The query heads that share a key head form one taller matrix.
-        tall = (*k.shape[:2], q.shape[1] // k.shape[1] * q.shape[2])
-        products = (q * self.scale).reshape(*tall, q.shape[3]) @ k.transpose(-1, -2)
-        products = products.view(*q.shape[:3], k.shape[2])
-        scores = self.scores(products)
-        if scores is not products:
-            mask = _without_knocked_out(scores, mask)
-        pattern = self.pattern(self.masked_softmax(scores, mask))
-        weights = self.pattern_dropout(pattern) if self.pattern_dropout.training else pattern
-        return (weights.reshape(*tall, k.shape[2]) @ v).view_as(q)
+        # b batch, h heads, i queries, j keys, d d_head; n of the heads share each of g key heads.
+        q = rearrange(self.scale * q, "b (g n) i d -> b g n i d", g=k.shape[1])
+        scores = einsum(q, k, "b g n i d, b g j d -> b g n i j")
+        scores = self.cap(self.scores(scores.flatten(1, 2)))  # [b, h, i, j]
+        seen = dense(mask, scores.shape[2:], scores.device)  # [b or 1, h or 1, i or 1, j]
+        pattern = self.pattern(softmax(torch.where(seen, scores, -torch.inf)))  # [b, h, i, j]
+        weights = self.pattern_dropout(pattern).unflatten(1, q.shape[1:3])  # [b, g, n, i, j]
+        z = einsum(weights, v, "b g n i j, b g j d -> b g n i d")
+        return z.flatten(1, 2)  # [b, h, i, d]
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(_explicit)
-
-    def masked_softmax(
-        self, scores: Float[Tensor, "batch head query key"], mask: Mask
-    ) -> Float[Tensor, "batch head query key"]:
-        """The weight of each key for each query."""
-        if mask is not None:
-            mask = dense(mask, scores.shape[2:], scores.device)
-            return softmax(torch.where(mask, scores, -torch.inf))
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        later = later.triu(1 + scores.shape[-1] - scores.shape[-2])
-        masked = torch.where(later, -torch.inf, scores)
-        # In place where no derivative or vmap needs the scores. Without the extra matrix of T² numbers
-        # this is three times as fast at T = 1024.
-        return torch.softmax(masked, -1, out=masked if is_unwatched(masked) else None)
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
@@ -279,21 +270,7 @@ class Attention(ByConfig):
 class CappedAttention(Attention, when=lambda config: config.attn_cap):
     """Attention with scores capped before the mask (Gemma 2)."""
 
-    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.cap = SoftCap(config.attn_cap)
-
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        dropped = self.pattern_dropout.training and self.pattern_dropout.p
-        if dropped or not takes_flex(q, k):
-            return by_blocks(self._explicit, q, k, v, mask)
-        by_flex = partial(capped_by_flex, self._explicit, scale=self.scale, cap=self.cap.cap)
-        return by_blocks(by_flex, q, k, v, mask)
+        return by_blocks(self._explicit, q, k, v, mask)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(Attention._explicit)
-
-    def masked_softmax(
-        self, scores: Float[Tensor, "batch head query key"], mask: Mask
-    ) -> Float[Tensor, "batch head query key"]:
-        """The weight of each key for each query."""
-        return super().masked_softmax(self.cap(scores), mask)

@@ -1,10 +1,12 @@
 """Transformer blocks: one class for each form, with a forward that reads like its equation."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from hooks import HookPoint
+from hooks import HookPoint, Identity
 from models.attention import Attention
 from models.config import TransformerConfig
 from models.context import ContextOrMask
@@ -12,6 +14,41 @@ from models.mlp import MLP
 from models.norm import ByConfig, norm
 
 ADDED = "what the sublayer adds: the norm of its output"
+
+
+class Branch(NamedTuple):
+    """One sublayer of a block: it adds `added(after(sublayer(norm(stream))))` to the stream.
+
+    A branch that reads at `resid_pre` reads the stream that enters the block, any other that to which all
+    branches before it were added.
+
+    Attributes:
+        reads: the point of the stream that it reads.
+        norm: the norm of that.
+        sublayer: attention or the MLP.
+        after: the norm of what the sublayer gives.
+        added: the point of what is added.
+        joined: the norm of the sum of stream and sublayer, an identity in most forms.
+    """
+
+    reads: HookPoint
+    norm: nn.Module
+    sublayer: nn.Module
+    after: nn.Module
+    added: HookPoint
+    joined: nn.Module = Identity()
+
+    def __call__(
+        self, stream: Float[Tensor, "batch pos d_model"], *context: ContextOrMask
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """What is added, from the stream that it reads."""
+        return self.finished(self.sublayer(self.norm(stream), *context))
+
+    def finished(
+        self, given: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """What is added, from what the sublayer gives."""
+        return self.added(self.after(given))
 
 
 class Block(ByConfig):
@@ -54,6 +91,17 @@ class Block(ByConfig):
         self.resid_post = HookPoint("batch pos d_model", "residual stream leaving the block")
 
     @property
+    def branches(self) -> tuple[Branch, ...]:
+        """What `forward` adds to the stream, in order, for analyses."""
+        return self._attention(), self._mlp(self.resid_mid)
+
+    def _attention(self) -> Branch:
+        return Branch(self.resid_pre, self.ln1, self.attn, self.ln1_post, self.attn_out)
+
+    def _mlp(self, reads: HookPoint) -> Branch:
+        return Branch(reads, self.ln2, self.mlp, self.ln2_post, self.mlp_out)
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.attn.qkv.weight.device
@@ -63,10 +111,9 @@ class Block(ByConfig):
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
-        resid = self.resid_mid(resid + attn_out)
-        mlp_out = self.mlp_out(self.ln2_post(self.mlp(self.ln2(resid))))
-        return self.resid_post(resid + mlp_out)
+        attention, mlp = self.branches
+        resid = self.resid_mid(resid + attention(resid, context))
+        return self.resid_post(resid + mlp(resid))
 
 
 class PostNormBlock(Block, when=lambda config: config.norm_place == "post"):
@@ -77,35 +124,54 @@ class PostNormBlock(Block, when=lambda config: config.norm_place == "post"):
         self.ln1 = norm(config, meaning="the norm of stream and attention's output together")
         self.ln2 = norm(config, meaning="the norm of stream and the MLP's output together")
 
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Each is normed together with the stream."""
+        none = Identity()
+        return (
+            Branch(self.resid_pre, none, self.attn, none, self.attn_out, self.ln1),
+            Branch(self.resid_mid, none, self.mlp, none, self.mlp_out, self.ln2),
+        )
+
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        resid = self.resid_mid(self.ln1(resid + self.attn_out(self.attn(resid, context))))
-        return self.resid_post(self.ln2(resid + self.mlp_out(self.mlp(resid))))
+        attention, mlp = self.branches
+        resid = self.resid_mid(self.ln1(resid + attention(resid, context)))
+        return self.resid_post(self.ln2(resid + mlp(resid)))
 
 
 class ParallelBlock(Block, when=lambda config: config.parallel):
     """Attention and the MLP read the same stream, and both are added to it (GPT-NeoX)."""
 
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Both read the stream that enters the block."""
+        return self._attention(), self._mlp(self.resid_pre)
+
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
-        mlp_out = self.mlp_out(self.ln2_post(self.mlp(self.ln2(resid))))
-        return self.resid_post(resid + attn_out + mlp_out)
+        attention, mlp = self.branches
+        return self.resid_post(resid + attention(resid, context) + mlp(resid))
 
 
 class AttentionBlock(Block, when=lambda config: config.mlp == "none"):
     """Attention without an MLP."""
 
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Attention alone."""
+        return (self._attention(),)
+
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream leaving the block, from the one entering it."""
         resid = self.resid_pre(resid)
-        attn_out = self.attn_out(self.ln1_post(self.attn(self.ln1(resid), context)))
-        return self.resid_post(resid + attn_out)
+        (attention,) = self.branches
+        return self.resid_post(resid + attention(resid, context))

@@ -123,8 +123,8 @@ class TransformerConfig:
         dropout: the dropout probability in training, for embeddings, patterns and sublayers.
         dropout_place: where sublayers have it. `output`: on what both add (GPT-2). `hidden`: only in
             the MLP, after the activation (model-architecture.md).
-        init: how weights start. `gpt2`: N(0, 0.02²), with 0.02 divided by sqrt(2 n_layers) for maps
-            that write to the stream. `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015):
+        init: how weights start. `normal`: N(0, 0.02²) (model-architecture.md). `gpt2`: likewise, with 0.02
+            divided by sqrt(2 n_layers) for maps that write to the stream. `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015):
             uniform, with a range from each matrix's sizes, embeddings included (svd-transformer.md).
         eos_token_ids: the tokens that end a text. Generation stops there.
 
@@ -176,7 +176,7 @@ class TransformerConfig:
     tied_unembed: bool = True
     dropout: float = 0.0
     dropout_place: Literal["output", "hidden"] = "output"
-    init: Literal["gpt2", "xavier", "kaiming"] = "gpt2"
+    init: Literal["gpt2", "normal", "xavier", "kaiming"] = "gpt2"
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -221,9 +221,9 @@ class TransformerConfig:
 
     def _derived(self) -> dict[str, int | float]:
         d_head = self.d_model // self.n_heads
-        return {
+        divides = self.d_model % self.n_heads == 0
+        return ({"d_head": d_head} if divides else {}) | {
             "n_kv_heads": self.n_heads,
-            "d_head": d_head,
             "attn_scale": (self.d_head or d_head) ** -0.5,
             "d_mlp": 0 if self.mlp == "none" else 4 * self.d_model,
         }

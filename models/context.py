@@ -11,10 +11,9 @@ from torch import Tensor
 from hooks import start_of_piece, starting_at
 from hooks.point import mapped
 from hooks.transfer import to_device
-from models.kvcache import KVCache
+from models.kvcache import KVCache, oldest_reached
 from models.masks import Mask, Rule, as_real, as_seen, has_gaps, shared
 from models.positions import Rotation
-from models.static_kvcache import StaticKVCache
 
 Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]]
 """One layer's keys and values, after norm and rotation."""
@@ -33,7 +32,6 @@ class Context(NamedTuple):
         real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
             could be read there.
         past: the keys and values of earlier columns for each layer, read-only.
-        column: the column of the only new token, where a `StaticKVCache` has it as a tensor.
     """
 
     positions: Tensor
@@ -43,7 +41,6 @@ class Context(NamedTuple):
     kv_cache: KVCache | None = None
     real: Tensor | None = None
     past: tuple[Past, ...] | None = None
-    column: Tensor | None = None
 
     def piece(self) -> AbstractContextManager[None]:
         """A `with` in which edits know where this call starts and what is padding. No use while compiling."""
@@ -54,15 +51,16 @@ class Context(NamedTuple):
     def commit(self) -> None:
         """Tells the key/value cache that all blocks have read the new positions."""
         if self.kv_cache is not None:
-            self.kv_cache.commit(self.start + self.positions.shape[1], self.real)
+            self.kv_cache.length = self.start + self.positions.shape[1]
+            self.kv_cache.mask = self.real
 
     def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Earlier and new keys and values of a layer, [batch, kv_head, key, d_head]."""
         if self.kv_cache is not None:
-            return self.kv_cache.extended(layer, self.start, self.column, k, v)
+            return self.kv_cache.layers[layer].extended(self.start, k, v)
         if self.past is not None:
             old_k, old_v = self.past[layer]
-            return _joined(old_k, k), _joined(old_v, v)
+            return joined(old_k, k), joined(old_v, v)
         return k, v
 
     def to(self, device: torch.device) -> "Context":
@@ -75,7 +73,6 @@ class Context(NamedTuple):
             positions=moved(self.positions),
             masks=moved(self.masks),
             rotation=moved(self.rotation),
-            column=moved(self.column),
         )
 
     def repeated(self, n: int) -> "Context":
@@ -167,11 +164,7 @@ def place(
     (batch, new), device = x.shape[:2], x.device
     start, known = (0, None) if kv_cache is None else (kv_cache.length, kv_cache.mask)
     end, real, is_cached = start + new, None, kv_cache is not None
-    if isinstance(kv_cache, StaticKVCache):
-        kv_cache.place(device)
-        if start and new == 1 and attention_mask is None and query_key_mask is None:
-            return _step(kv_cache, windows, rotate)
-    drops_keys = kv_cache is not None and kv_cache.drops_keys and any(windows)
+    drops_keys = is_cached and any(windows)
     if known is not None:
         known = torch.cat([known, known.new_ones(batch, end - known.shape[1])], 1)
     if attention_mask is None:
@@ -196,7 +189,7 @@ def place(
         seen = to_device(query_key_mask, device)
         masks = dict.fromkeys(windows, seen if here is None else seen & here[:, None, None])
     else:
-        first = {w: kv_cache.first_kept(w, start) if kv_cache else 0 for w in windows}
+        first = {w: oldest_reached(w, start) if is_cached else 0 for w in windows}
         rules = {w: _rule(w, first[w], end, here, counted if gaps else None) for w in windows}
         masks = {w: shared(rules[w], (new, end - first[w]), device) for w in windows}
     positions = counted[:, start:]
@@ -215,22 +208,6 @@ def _rule(
     return Rule(window, real[:, first:], positions)
 
 
-def _step(
-    cache: StaticKVCache, windows: Collection[int], rotate: Callable[[Tensor], Rotation | None]
-) -> Context:
-    """The context of one new token, without a number that Python knows."""
-    columns = torch.arange(cache.real.shape[1], device=cache.column.device)
-    counted = (cache.real.long().cumsum(1) - 1).clamp(min=0)
-    positions = counted.index_select(1, cache.column)
-    seen = cache.real & (columns <= cache.column)
-    masks: dict[int, Mask] = {
-        w: (seen & (counted > positions - w) if w else seen)[:, None, None] for w in windows
-    }
-    return Context(
-        positions, masks, rotate(positions), cache.length, cache, cache.mask, column=cache.column
-    )
-
-
 def _mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return mapped(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
@@ -240,7 +217,7 @@ def _tiled(value: Tensor, n: int) -> Tensor:
     return value if value.shape[0] == 1 else value.repeat(n, *[1] * (value.ndim - 1))
 
 
-def _joined(old: Tensor, new: Tensor) -> Tensor:
+def joined(old: Tensor, new: Tensor) -> Tensor:
     """Past and new keys or values, joined. The new ones may have several copies of the past's batch."""
     copies = len(new) // len(old)
     old = old.expand(copies, *old.shape)

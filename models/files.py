@@ -1,10 +1,13 @@
-"""Reads JSON files and imports optional libraries."""
+"""Reads JSON files and those of `torch.save`, and imports optional libraries."""
 
 import importlib
 import json
+import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hooks.errors import unknown_name
 
@@ -45,6 +48,25 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object; got {str(value)[:40]!r}")
     return value
+
+
+def read_saved(path: Path) -> Any:
+    """Reads what `torch.save` wrote, if it holds nothing but tensors and plain values.
+
+    Checksums are compared first, because PyTorch compares none. Files from before PyTorch 1.6 have none.
+
+    Raises:
+        Exception: of many kinds, if it is damaged or another file.
+    """
+    with path.open("rb") as file:
+        if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
+            records = zipfile.ZipFile(file)
+            # PyTorch reads nothing of a record that is marked as a directory.
+            marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
+            if damaged := records.testzip() or "".join(marked[:1]):
+                raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def without(given: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from hooks._torch import has_hooks
-from hooks.transfer import later, to_device, trusted
+from hooks.transfer import to_device, trusted
 from models.checks import check_whole
 from models.kvcache import KVCache
 from models.sampling import Sampling, row_generator
@@ -175,7 +174,7 @@ def stream(
         ValueError: at the call, if a sampling option is out of range, a prompt is empty or too long
             with its continuation, a token is outside the vocabulary, the mask has another shape or
             other values, or the model is in training mode. Later, if the logits of a running row are not
-            finite; on an accelerator without hooks, one step later.
+            finite.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -216,7 +215,7 @@ def _read(
     """The logits after the last token: [batch, vocab]."""
     if model.training:
         raise ValueError(IN_TRAINING)
-    for piece in tokens.split(chunk, 1) if tokens.shape[1] > chunk else [tokens]:
+    for piece in tokens.split(chunk, 1):
         seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
         with trusted():  # `_check` has read the tokens, and the mask was made here
             logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
@@ -235,40 +234,15 @@ def _steps(
     device = model.unembedding.weight.device
     stops = to_device(torch.tensor(stop, dtype=torch.int64), device)
     running = torch.ones(len(tokens), dtype=torch.bool, device=device)
-    modules = list(model.modules())
-    pending: Callable[[], list[float]] | None = None  # what the last step came to
-    alive = [True] * len(tokens)  # `running`, as far as the host knows
-
-    def goes_on() -> bool:
-        nonlocal pending, alive
-        if pending:
-            numbers, pending = pending(), None
-            # NaN in rows that have ended raises no error.
-            largest = [number if row else 0.0 for number, row in zip(numbers, alive, strict=False)]
-            sampling.check(largest)
-            alive = list(map(bool, numbers[len(alive) :])) if stop else alive
-        return any(alive)
-
     for _ in range(count):
-        # An accelerator begins a step while the host still waits to learn whether the last one was the
-        # end. Hooks must not see such a step.
-        ahead = device.type != "cpu" and not any(map(has_hooks, modules))
-        if not ahead and not goes_on():
-            return
         logits = read(tokens)
-        if ahead and not goes_on():
-            return
-        new, numbers = sampling.draw(logits, generators)
-        step = Step(new.clone(), running.clone(), logits)
+        new = sampling.choose(logits, generators, running)
+        yield Step(new.clone(), running.clone(), logits)
         if stop:
             running = running & (new[:, None] != stops).all(1)
-            numbers = torch.cat([numbers, running])
-        pending = later(numbers)
-        if not ahead:
-            goes_on()
-        yield step
+            if not running.any():
+                return
         tokens = new[:, None]
-    goes_on()
 
 
 def _as_lists(
@@ -278,7 +252,7 @@ def _as_lists(
     try:
         texts = [[index(token) for token in row] for row in rows]
     except TypeError:
-        rule = "prompts must be integers [batch, pos] or a list of lists of them"
+        rule = "prompts must be integers [batch, pos] or a list of lists of them, [tokens] for one"
         raise ValueError(f"{rule}; got {prompts!r:.80}") from None
     if attention_mask is None:
         return texts

@@ -31,7 +31,6 @@ class KVCache:
         length: how many positions have been read.
         mask: which of them are not padding: Bool[batch _length]; None if all are. It may lack the last
             ones, which are not.
-        drops_keys: whether it forgets keys that no window can reach again.
 
     Raises:
         ValueError: if `max_context` is not a whole number of at least 1.
@@ -43,8 +42,6 @@ class KVCache:
     >>> torch.allclose(model(tokens[:, 2:], kv_cache=cache)[0, -1], model(tokens)[0, -1], atol=1e-6)
     True
     """
-
-    drops_keys = True
 
     def __init__(self, max_context: int | None = None) -> None:
         if max_context is not None:
@@ -78,7 +75,7 @@ class KVCache:
                 f"cached and new tokens must fit {what} of {limit}; got {self.length} and {new}"
             )
         if not self.length:
-            self.layers = self._made(config, limit, batch)
+            self.layers = [LayerCache(window, limit) for window in config.windows]
             self._config = config
             return
         if config is not self._config:
@@ -91,35 +88,6 @@ class KVCache:
             raise ValueError(
                 f"tokens must have as many rows as the KVCache ({self.layers[0].batch}); got {batch}"
             )
-
-    def extended(
-        self, layer: int, start: int, column: Tensor | None, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values of a layer, and returns all that the new positions may see.
-
-        Args:
-            layer: the index of the block.
-            start: the first new position.
-            column: the same as a tensor, in a step of a `StaticKVCache`.
-            k, v: [batch, kv_head, pos, d_head].
-        """
-        return self.layers[layer].extended(start, k, v)
-
-    def first_kept(self, window: int, start: int) -> int:
-        """The position of the first key that a block with this window gives to queries from `start` on."""
-        return oldest_reached(window, start)
-
-    def _made(self, config: TransformerConfig, limit: int, batch: int) -> list["LayerCache"]:
-        return [LayerCache(window, limit) for window in config.windows]
-
-    def commit(self, length: int, mask: Tensor | None) -> None:
-        """Accepts what a forward pass has written, after it has ended.
-
-        Args:
-            length: how many positions have been read.
-            mask: which of them are not padding: Bool[batch _length]; None if all are.
-        """
-        self.length, self.mask = length, mask
 
 
 class LayerCache:

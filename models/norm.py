@@ -19,7 +19,7 @@ class LayerNorm(Component):
 
     Args:
         d_model: the size of the normalized axis.
-        eps: what is added to the variance, which has the divisor `d_model`.
+        eps: what is added to the variance, which has the divisor `d_model`; 1e-5 by default, as in PyTorch.
         learned: whether there is a gain.
         bias: whether there is a bias besides the gain.
         meaning: what the output is, for the table of points.
@@ -28,6 +28,7 @@ class LayerNorm(Component):
     [[[-0.5, 0.5]]]
     """
 
+    centres = True
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -80,7 +81,7 @@ class RMSNorm(Component):
 
     Args:
         d_model: the size of the normalized axis.
-        eps: what is added to the mean square.
+        eps: what is added to the mean square; 1e-6 by default, as in Llama.
         learned: whether there is a gain.
         meaning: what the output is, for the table of points.
 
@@ -88,6 +89,7 @@ class RMSNorm(Component):
     tensor([[[0.6000, 0.8000]]])
     """
 
+    centres = False
     weight: nn.Parameter | None
 
     def __init__(
@@ -123,6 +125,7 @@ class QKNorm(nn.Module):
         config: says whether heads are normalized separately or as one vector, with which eps and gain.
     """
 
+    centres = False
     weight: nn.Parameter | None
 
     def __init__(self, n_heads: int, config: TransformerConfig) -> None:

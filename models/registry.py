@@ -180,6 +180,7 @@ def _components(positions: Literal["learned", "sinusoidal", "rotary"]) -> Transf
         activation="gelu",
         dropout=0.1,
         dropout_place="hidden",
+        init="normal",
     )
 
 

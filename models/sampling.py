@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import index
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks.transfer import to_device
@@ -87,52 +87,39 @@ class Sampling:
         return logits
 
     def choose(
-        self, logits: Float[Tensor, "batch vocab"], generators: list[torch.Generator]
+        self,
+        logits: Float[Tensor, "batch vocab"],
+        generators: list[torch.Generator],
+        running: Bool[Tensor, " batch"] | None = None,
     ) -> Int[Tensor, " batch"]:
         """One token for each row.
 
         Args:
             logits: the logits of the next token.
-            generators: the generator of each row; not used at temperature 0.
+            generators: the generator of each row, on any device; not used at temperature 0.
+            running: the rows whose tokens count; None for all. The logits of others may be anything.
 
         Raises:
             ValueError: if a row's logits hold NaN or are all -inf, or hold inf when tokens are drawn.
         """
-        chosen, largest = self.draw(logits, generators)
-        self.check(largest.tolist())
-        return chosen
-
-    def draw(
-        self, logits: Float[Tensor, "batch vocab"], generators: list[torch.Generator]
-    ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """One token for each row, and its largest logit for `check`. For arguments see `choose`.
-
-        The host does not wait for an accelerator here. A generator draws on its own device.
-        """
         best = logits.max(-1)  # NaN counts as the largest
-        if self.is_greedy:
-            return best.indices, best.values
-        odds = self.cut(logits).softmax(-1)
-        # What torch.multinomial draws, without its checks, in which the host waits.
-        noise = [
-            torch.empty(odds.shape[1], device=own.device).exponential_(generator=own)
-            for _, own in zip(range(len(odds)), generators, strict=True)
-        ]
-        noise = [to_device(row, odds.device) for row in noise]
-        return (odds / torch.stack(noise)).argmax(-1), best.values
-
-    def check(self, largest: list[float]) -> None:
-        """Refuses the largest logits of rows from which no token can be chosen.
-
-        Raises:
-            ValueError: naming the first such row.
-        """
-        for row, value in enumerate(largest):
+        largest = best.values if running is None else best.values.where(running, 0.0)
+        for row, value in enumerate(largest.tolist()):
             if not (value > -math.inf and (self.is_greedy or value < math.inf)):
                 raise ValueError(
                     f"logits of the next token must be finite; got {value} in row {row}, from the "
                     "weights or from a hook"
                 )
+        if self.is_greedy:
+            return best.indices
+        odds = self.cut(logits).softmax(-1)
+        # What torch.multinomial draws, without its checks, in which the host waits for each row.
+        noise = [
+            torch.empty(odds.shape[1], device=own.device).exponential_(generator=own)
+            for _, own in zip(range(len(odds)), generators, strict=True)
+        ]
+        noise = [to_device(row, odds.device) for row in noise]
+        return (odds / torch.stack(noise)).argmax(-1)
 
 
 def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> torch.Generator:

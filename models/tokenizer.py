@@ -41,6 +41,9 @@ class CharTokenizer:
     Args:
         characters: the vocabulary; a character's index in it is its token.
 
+    Attributes:
+        vocab_size: the number of tokens.
+
     Raises:
         ValueError: if the characters are not single and distinct.
 
@@ -56,6 +59,7 @@ class CharTokenizer:
 
     def __init__(self, characters: Sequence[str]) -> None:
         self.characters = tuple(characters)
+        self.vocab_size = len(self.characters)
         self._token = {character: token for token, character in enumerate(self.characters)}
         if len(self._token) != len(self.characters) or any(len(c) != 1 for c in self.characters):
             raise ValueError(
@@ -96,6 +100,9 @@ class SubwordTokenizer:
     Args:
         tokenizer: the library's tokenizer; its truncation and padding are switched off.
         eos_token_ids: the tokens that end a text, which the library does not know.
+
+    Attributes:
+        vocab_size: the least that a model of its tokens has: the largest token plus 1.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class SubwordTokenizer:
             token: piece.encode() if token in self._added else _bytes_of(piece, signs)
             for piece, token in self._pieces.items()
         }
+        self.vocab_size = max(self._bytes) + 1
         # A BPE model without an unknown token and without all bytes drops characters in silence.
         of_bytes = signs.keys() or {f"<0x{byte:02X}>" for byte in range(256)}
         marks = not isinstance(tokenizer.model, library_.models.BPE) or tokenizer.model.unk_token

@@ -99,6 +99,7 @@ class Transformer(BlockWeights):
     def forward(
         self,
         tokens: Int[Tensor, "batch pos"],
+        *,
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
         last: int = 0,
@@ -124,7 +125,12 @@ class Transformer(BlockWeights):
         """
         if last < 0:
             raise ValueError(f"last must be at least 0; got {last}")
-        context = self.context(tokens, attention_mask, kv_cache, query_key_mask)
+        context = self.context(
+            tokens,
+            attention_mask=attention_mask,
+            kv_cache=kv_cache,
+            query_key_mask=query_key_mask,
+        )
         with context.piece():
             resid = self.input_resid(tokens, context)
             for block in self.blocks:
@@ -139,6 +145,7 @@ class Transformer(BlockWeights):
     def context(
         self,
         tokens: Int[Tensor, "batch pos"],
+        *,
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
         query_key_mask: Tensor | None = None,
@@ -172,6 +179,12 @@ class Transformer(BlockWeights):
         positions = to_device(context.positions, embed.device)
         added = self.position_embedding(positions).to(embed.dtype).expand_as(embed)
         return self.embed_dropout(self.ln_embed(embed + self.pos_embed(added)))
+
+    def run_block(
+        self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: Context
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving a block, from the one entering it. Both are on the block's device."""
+        return self.blocks[layer](resid, context)
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
@@ -236,4 +249,4 @@ def _draw(weight: Tensor, config: TransformerConfig, divisor: float = 1.0) -> No
     elif config.init == "kaiming":
         nn.init.kaiming_uniform_(weight, nonlinearity="relu")
     else:
-        nn.init.normal_(weight, std=0.02 / divisor)
+        nn.init.normal_(weight, std=0.02 / (divisor if config.init == "gpt2" else 1.0))

@@ -12,6 +12,11 @@ from models.checks import can_be_read
 from models.linear import Linear
 
 
+def _stacked(name: str, meaning: str) -> Any:
+    """A property: the weights of a name in each block, stacked."""
+    return property(lambda model: stacked(map(attrgetter(name), model.blocks)), doc=meaning)
+
+
 class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
@@ -25,8 +30,26 @@ class BlockWeights(Component):
     position_embedding: Any
     unembedding: Linear
 
-    def _stack(self, name: str) -> Tensor:
-        return stacked(attrgetter(name)(block) for block in self.blocks)
+    W_Q: Float[Tensor, "layer head d_model d_head"] = _stacked("attn.W_Q", "Query projections.")
+    W_K: Float[Tensor, "layer kv_head d_model d_head"] = _stacked("attn.W_K", "Key projections.")
+    W_V: Float[Tensor, "layer kv_head d_model d_head"] = _stacked("attn.W_V", "Value projections.")
+    W_O: Float[Tensor, "layer head d_head d_model"] = _stacked(
+        "attn.W_O", "Output projections of the heads."
+    )
+    W_gate: Float[Tensor, "layer d_model d_mlp"] = _stacked(
+        "mlp.W_gate", "Gate weights of gated MLPs."
+    )
+    W_in: Float[Tensor, "layer d_model d_mlp"] = _stacked("mlp.W_in", "Input weights of the MLPs.")
+    W_out: Float[Tensor, "layer d_mlp d_model"] = _stacked(
+        "mlp.W_out", "Output weights of the MLPs."
+    )
+    b_Q: Float[Tensor, "layer head d_head"] = _stacked("attn.b_Q", "Query biases.")
+    b_K: Float[Tensor, "layer kv_head d_head"] = _stacked("attn.b_K", "Key biases.")
+    b_V: Float[Tensor, "layer kv_head d_head"] = _stacked("attn.b_V", "Value biases.")
+    b_O: Float[Tensor, "layer d_model"] = _stacked("attn.b_O", "Output biases of attention.")
+    b_gate: Float[Tensor, "layer d_mlp"] = _stacked("mlp.b_gate", "Gate biases of gated MLPs.")
+    b_in: Float[Tensor, "layer d_mlp"] = _stacked("mlp.b_in", "Input biases of the MLPs.")
+    b_out: Float[Tensor, "layer d_model"] = _stacked("mlp.b_out", "Output biases of the MLPs.")
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:
@@ -42,76 +65,6 @@ class BlockWeights(Component):
     def W_U(self) -> Float[Tensor, "d_model vocab"]:
         """The unembedding."""
         return self.unembedding.weight.T
-
-    @property
-    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """Query projections."""
-        return self._stack("attn.W_Q")
-
-    @property
-    def W_K(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
-        """Key projections."""
-        return self._stack("attn.W_K")
-
-    @property
-    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
-        """Value projections."""
-        return self._stack("attn.W_V")
-
-    @property
-    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
-        """Output projections of the heads."""
-        return self._stack("attn.W_O")
-
-    @property
-    def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        """Gate weights of gated MLPs."""
-        return self._stack("mlp.W_gate")
-
-    @property
-    def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        """Input weights of the MLPs."""
-        return self._stack("mlp.W_in")
-
-    @property
-    def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
-        """Output weights of the MLPs."""
-        return self._stack("mlp.W_out")
-
-    @property
-    def b_Q(self) -> Float[Tensor, "layer head d_head"]:
-        """Query biases."""
-        return self._stack("attn.b_Q")
-
-    @property
-    def b_K(self) -> Float[Tensor, "layer kv_head d_head"]:
-        """Key biases."""
-        return self._stack("attn.b_K")
-
-    @property
-    def b_V(self) -> Float[Tensor, "layer kv_head d_head"]:
-        """Value biases."""
-        return self._stack("attn.b_V")
-
-    @property
-    def b_O(self) -> Float[Tensor, "layer d_model"]:
-        """Output biases of attention."""
-        return self._stack("attn.b_O")
-
-    @property
-    def b_gate(self) -> Float[Tensor, "layer d_mlp"]:
-        """Gate biases of gated MLPs."""
-        return self._stack("mlp.b_gate")
-
-    @property
-    def b_in(self) -> Float[Tensor, "layer d_mlp"]:
-        """Input biases of the MLPs."""
-        return self._stack("mlp.b_in")
-
-    @property
-    def b_out(self) -> Float[Tensor, "layer d_model"]:
-        """Output biases of the MLPs."""
-        return self._stack("mlp.b_out")
 
     @property
     def b_U(self) -> Float[Tensor, " vocab"]:

@@ -32,6 +32,8 @@ addEventListener("load", () => {
   seen.patch = tip();
   const paint = (node, x, y) =>
     [...node.getContext("2d").getImageData(x * node.width, y * node.height, 1, 1).data].slice(0, 3);
+  seen.red = ["rows", "columns"].map(side =>
+    [...document.querySelectorAll(`#patch-mlp_out .${side} span`)].flatMap((label, i) => label.className ? i : []));
   seen.paint = [paint(patch, 5.5 / 29, .25), paint(patch, 5.5 / 29, .75), paint(map, 2.5 / 29, 7.5 / 29)];
   const heads = document.querySelector("#patch-z canvas");
   heads.dispatchEvent(new PointerEvent("pointermove", spot(heads, .5, .75)));

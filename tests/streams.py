@@ -75,7 +75,7 @@ def slow_run(model, tokens, mask=None, source=None, real=None, nodes=None):
             total = total + (value if mask is None else value + share * (source[name] - value))
         return total
 
-    current["input"] = model.input_resid(tokens, model.context(tokens, real))
+    current["input"] = model.input_resid(tokens, model.context(tokens, attention_mask=real))
     for n, block in enumerate(model.blocks):
         attn = block.attn
         seen, positions = seen_keys(config, n, real)

@@ -10,15 +10,16 @@ from interp import Pairs, activation_patching, attribution_patching, compare, ed
 from models import Transformer, TransformerConfig
 from tests.reference import BATCH, POS, some_tokens, variant
 from tests.test_attribution import (
-    CLEAN,
-    CORRUPTED,
+    BASE,
     LEFT,
-    METRIC,
+    PAIRS,
     RIGHT,
     RIGHT_PADDED,
+    TARGET,
     WRONG,
     changed,
     close,
+    paired,
     values_and_gradients,
 )
 
@@ -41,16 +42,16 @@ def other_patterns(base, other, site, pos, pattern, cap):
 @pytest.mark.parametrize("site", ["q", "k"])
 def test_the_softmax_is_computed_again_for_one_position_at_a_time(form, mask, site):
     model = variant(form)
-    given = dict(site=site, over=("layer", "pos", "head"), attention_mask=mask)
-    found = attribution_patching(model, CLEAN, CORRUPTED, METRIC, qk_correction=True, **given)
+    given = dict(site=site, over=("layer", "pos", "head"))
+    found = attribution_patching(model, paired(mask), qk_correction=True, **given)
     for layer in range(2):
         own, scores, pattern = (
             f"blocks.{layer}.attn.{part}" for part in (site, "scores", "pattern")
         )
-        base = values_and_gradients(model, [scores, pattern], CLEAN, mask)
-        source = values_and_gradients(model, [own], CORRUPTED, mask)[own][0]
+        base = values_and_gradients(model, [scores, pattern], BASE, mask)
+        source = values_and_gradients(model, [own], TARGET, mask)[own][0]
         with changed(model, {own: lambda output, source=source: source}):
-            other = values_and_gradients(model, [scores], CLEAN, mask)[scores][0]
+            other = values_and_gradients(model, [scores], BASE, mask)[scores][0]
         weights, gradient = base[pattern]
         for pos in range(POS):
             scored = (base[scores][0], other, site, pos, weights, model.config.attn_cap)
@@ -75,11 +76,11 @@ def saturated(gain, **changes):
 @pytest.mark.parametrize("cap", [0.0, 9.0])
 def test_the_correction_is_exact_where_all_else_is_linear(site, mask, dtype, cap):
     model = saturated(40.0, attn_cap=cap).to(dtype)
-    given = dict(site=site, over=("head", "pos"), layers=[1], attention_mask=mask)
-    exact = activation_patching(model, CLEAN, CORRUPTED, METRIC, direction="noising", **given)
-    found = attribution_patching(model, CLEAN, CORRUPTED, METRIC, qk_correction=True, **given)
+    pairs, given = paired(mask), dict(site=site, over=("head", "pos"), layers=[1])
+    exact = activation_patching(model, pairs, **given)
+    found = attribution_patching(model, pairs, qk_correction=True, **given)
     close(found.values, exact.values, 1e-9 if dtype == torch.float64 else 1e-4)
-    plain = attribution_patching(model, CLEAN, CORRUPTED, METRIC, **given)
+    plain = attribution_patching(model, pairs, **given)
     assert (plain.values - exact.values).abs().max() > 0.3 * exact.values.abs().max()
 
 
@@ -88,10 +89,10 @@ def test_spans_are_corrected_one_position_at_a_time():
     corrupted = some_tokens(2, (BATCH, POS + 2))
     spans, others = {"a": [[4]] * 5, "b": [[6]] * 5}, {"a": [[3]] * 5, "b": [[8]] * 5}
     answers = torch.stack([RIGHT, WRONG], 1)
-    pairs = Pairs(CLEAN, corrupted, answers, spans=spans, corrupted_spans=others)
+    pairs = Pairs(BASE, corrupted, answers, spans=spans, corrupted_spans=others)
     for site in ("q", "k"):
         given = dict(site=site, over=("span", "head"), layers=[1])
-        exact = activation_patching(model, pairs, direction="noising", **given)
+        exact = activation_patching(model, pairs, **given)
         found = attribution_patching(model, pairs, qk_correction=True, **given)
         close(found.values, exact.values)
 
@@ -105,8 +106,8 @@ def test_edits_that_act_already_act_in_repeated_attention(site):
     }
     given = dict(site=site, over=("pos", "head"), layers=[1])
     with HookedRunner(model).hooks(outer):
-        found = attribution_patching(model, CLEAN, CORRUPTED, METRIC, qk_correction=True, **given)
-        exact = activation_patching(model, CLEAN, CORRUPTED, METRIC, direction="noising", **given)
+        found = attribution_patching(model, PAIRS, qk_correction=True, **given)
+        exact = activation_patching(model, PAIRS, **given)
     close(found.values, exact.values)
 
 
@@ -148,12 +149,12 @@ def test_a_circuit_by_hand(sharpness, is_saturated):
     clean = torch.tensor([[1, 3, 5, 9, 0], [4, 2, 6, 11, 3]])
     corrupted = clean.clone()
     corrupted[:, -1] = torch.tensor([2, 5])
-    metric = lambda logits: logits[[0, 1], -1, [1, 4]]  # noqa: E731  # the copied token
+    # The copied token.
+    pairs = Pairs(corrupted, clean, metric=lambda logits: logits[[0, 1], -1, [1, 4]])
     given = dict(site="q", over=("head", "pos"))
-    exact = activation_patching(model, clean, corrupted, metric, direction="noising", **given)
+    exact = activation_patching(model, pairs, **given)
     plain, corrected = (
-        attribution_patching(model, clean, corrupted, metric, qk_correction=on, **given)
-        for on in (False, True)
+        attribution_patching(model, pairs, qk_correction=on, **given) for on in (False, True)
     )
     node = {"head": 0, "pos": 4}
     assert exact.top(1)[0].where == node
@@ -173,17 +174,17 @@ def test_grad_drop_is_the_mean_size_without_each_block(form):
     every = list(itertools.chain(*names.values()))
     base, target = (
         {n: v for n, (v, _) in values_and_gradients(model, every, text).items()}
-        for text in (CLEAN, CORRUPTED)
+        for text in (BASE, TARGET)
     )
     gradients = []
     for layer in range(3):
         outs = [f"blocks.{layer}.attn_out", f"blocks.{layer}.mlp_out"]
         outs = outs if form != "attention only" else outs[:1]
         with changed(model, {name: lambda output: output.detach() for name in outs}):
-            found = values_and_gradients(model, [n for n in every if n not in outs], CLEAN)
+            found = values_and_gradients(model, [n for n in every if n not in outs], BASE)
         gradients.append({name: gradient for name, (_, gradient) in found.items()})
     for site, sides in sites.items():
-        found = attribution_patching(model, CLEAN, CORRUPTED, METRIC, site, grad_drop=True)
+        found = attribution_patching(model, PAIRS, site, grad_drop=True)
         for layer, name in enumerate(names[site]):
             each = [
                 torch.einsum(sides, target[name] - base[name], g[name]).abs()
@@ -197,12 +198,8 @@ def test_grad_drop_is_the_mean_size_without_each_block(form):
 def test_both_options_together():
     model = saturated(10.0, n_layers=3)
     given = dict(site="q", over=("layer", "head", "pos"))
-    found = attribution_patching(
-        model, CLEAN, CORRUPTED, METRIC, qk_correction=True, grad_drop=True, **given
-    )
-    exact = activation_patching(
-        model, CLEAN, CORRUPTED, METRIC, direction="noising", layers=[2], **given
-    )
+    found = attribution_patching(model, PAIRS, qk_correction=True, grad_drop=True, **given)
+    exact = activation_patching(model, PAIRS, layers=[2], **given)
     # The last block's queries act through its own output alone, which is dropped once.
     close(found.values[2], exact.values[0].abs())
 
@@ -216,11 +213,11 @@ def test_both_options_together():
 )
 def test_bad_input_is_refused(match, form, options):
     with pytest.raises(ValueError, match=match):
-        attribution_patching(variant("pre", **form), CLEAN, CORRUPTED, METRIC, **options)
+        attribution_patching(variant("pre", **form), PAIRS, **options)
 
 
 def test_patterns_that_are_no_softmax_are_refused():
     model = variant("pre")
     halved = HookedRunner(model).hooks({"blocks.1.attn.pattern": edits.scale(0.5)})
     with halved, pytest.raises(ValueError, match=r"softmax.*blocks.1.attn.pattern"):
-        attribution_patching(model, CLEAN, CORRUPTED, METRIC, "k", qk_correction=True)
+        attribution_patching(model, PAIRS, "k", qk_correction=True)

@@ -7,17 +7,23 @@ import types
 import pytest
 import torch
 
-from hooks import HookedRunner
+from hooks import HookedRunner, HookError
 from interp import (
+    Pairs,
     activation_patching,
     attribution_patching,
+    edge_attribution,
+    edge_patching,
+    graph,
     head_scores,
     logit_diff,
     logit_lens,
     ov_circuit,
+    path_patching,
     positional_scores,
     qk_circuit,
     repeated_tokens,
+    run_circuit,
     singular_tokens,
     token_directions,
 )
@@ -68,7 +74,7 @@ SITES = {"resid_pre": "pos", "z": "head", "pattern": "head", "v": "head", "mlp_o
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patching(name, site):
     w = world(name)
-    given = (w.clean, w.corrupted, w.metric, site, ["layer", SITES[site]])
+    given = (Pairs(w.clean, w.corrupted, metric=w.metric), site, ["layer", SITES[site]])
     check(w, lambda model: activation_patching(model, *given))
     check(w, lambda model: attribution_patching(model, *given))
 
@@ -107,3 +113,25 @@ def test_readings(name):
             assert len(lens.tokens) == 3
     for ours, theirs in zip(found[1], found[0], strict=True):
         close(ours, theirs, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_graphs(name):
+    w, hooks = world(name), {"blocks.1.mlp_out": lambda value, point: value * 0}
+    pairs, edges = Pairs(w.clean, w.corrupted, metric=w.metric), ["a0.h1->a1.h1<q>", "input->m1"]
+    for analysis in (
+        edge_attribution,
+        functools.partial(edge_patching, edges=edges),
+        path_patching,
+    ):
+        check(w, functools.partial(analysis, pairs=pairs))
+    with torch.no_grad(), attach(w.model):
+        logits = [w.model(text, use_cache=False).logits for text in (w.clean, w.corrupted)]
+        nodes = graph.Graph(w.model)
+        cache = HookedRunner(w.model).capture(w.clean, names=[*nodes.needed, "*.attn_out"])
+        wrote = nodes.contributions(cache)[nodes.layers[1].attn].sum(0)
+        close(wrote, cache["attn_out", 1], "the sum over heads")
+        for circuit, expected in ((nodes.edges, logits[0]), ([], logits[1])):
+            close(run_circuit(w.model, pairs, circuit), expected, "a whole or empty circuit")
+        with HookedRunner(w.model).hooks(hooks), pytest.raises(HookError, match="hook"):
+            run_circuit(w.model, pairs, [])

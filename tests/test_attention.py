@@ -285,26 +285,6 @@ def test_every_point_lies_on_the_compute_path(name):
     assert {"scores", "pattern", "z", "q", "k", "v", "attn_out", "resid_post"} <= kinds
 
 
-@pytest.mark.parametrize("name", ["pre", "output", "sandwich", "like llama", "parallel sandwich"])
-def test_the_identities_that_names_promise(name):
-    model, tokens = variant(name), some_tokens()
-    with torch.no_grad():
-        _, cache = HookedRunner(model).run_with_cache(tokens)
-    for layer, block in enumerate(model.blocks):
-        values = {n.rpartition(".")[2]: v for n, v in cache.items() if f"blocks.{layer}." in n}
-        between = values["resid_pre"] + values["attn_out"]
-        if not model.config.parallel:
-            close(values["resid_mid"], between)
-        close(values["resid_post"], between + values["mlp_out"])
-        close(values["pattern"].sum(-1), torch.ones(BATCH, HEADS, POS).double())
-        k = values["k"].repeat_interleave(HEADS // model.config.n_kv_heads, 2)
-        scores = torch.einsum("bqhd,bkhd->bhqk", values["q"], k) * model.config.d_head**-0.5
-        close(values["scores"], scores)
-        if model.config.norm_place == "pre":
-            by_head = torch.einsum("bphd,hdm->bphm", values["z"], block.attn.W_O)
-            close(by_head.sum(2) + block.attn.b_O, values["attn_out"])
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_of_the_pattern_leaves_its_mean(dropout):
     """Explicit and fused attention drop weights with the given probability and scale up the rest."""
@@ -376,7 +356,7 @@ def test_padding_and_a_mask_by_query_act_together(name):
     model, tokens, padded = variant(name), some_tokens(), GIVEN_MASKS["padding"]
     seen = GIVEN_MASKS["4-D"]
     with torch.no_grad():
-        logits = model(tokens, padded, query_key_mask=seen)
+        logits = model(tokens, attention_mask=padded, query_key_mask=seen)
         for row, real in enumerate(padded):
             part = seen[row : row + 1, :, real][..., real]
             alone = model(tokens[row : row + 1, real], query_key_mask=part)
@@ -396,6 +376,14 @@ def test_nothing_passes_through_hooked_attention_too(name, shape):
     assert scaled_dot_product_attention(q, k, k).tolist() == [[0] * D_K] * 3
 
 
+def test_a_mask_is_given_by_name():
+    """By position, one of [query, key] could be taken for padding."""
+    model, tokens = variant("like llama"), torch.zeros(POS, POS).long()
+    for run in (model, model.context):
+        with pytest.raises(TypeError, match="positional"):
+            run(tokens, torch.ones(POS, POS).tril())
+
+
 def test_a_mask_of_zeros_and_ones_may_have_any_type():
     model, tokens = variant("like llama"), some_tokens()
     for mask in (GIVEN_MASKS["padding"], GIVEN_MASKS["3-D"]):
@@ -403,7 +391,7 @@ def test_a_mask_of_zeros_and_ones_may_have_any_type():
             expected = model(tokens, **masked(mask))
             for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.float64):
                 assert torch.equal(model(tokens, **masked(mask.to(dtype))), expected)
-            close(model(tokens, torch.ones(BATCH, POS)), model(tokens), 1e-10)
+            close(model(tokens, attention_mask=torch.ones(BATCH, POS)), model(tokens), 1e-10)
 
 
 PADDING, BY_QUERY = "attention_mask", "query_key_mask"

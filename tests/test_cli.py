@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -285,7 +286,6 @@ def test_output_that_cannot_be_written_is_no_traceback(saved, monkeypatch, outpu
     [
         ("hooks", "", 1, "error: .*{}.*\n"),
         ("models", "1 / 0", 1, "error: .*{}.*\n"),  # it does not even run
-        ("hooks", "raise KeyboardInterrupt", 130, ""),  # as if pressed during imports
     ],
 )
 def test_a_module_that_shadows_ours_is_no_traceback(here, package, text, status, error):
@@ -294,3 +294,24 @@ def test_a_module_that_shadows_ours_is_no_traceback(here, package, text, status,
     done = command_line("points")
     assert (done.returncode, done.stdout) == (status, "")
     assert re.fullmatch(error.format(re.escape(str(file))), done.stderr)
+
+
+PRESSING = """
+import os, signal, sys
+
+class Presses:
+    def find_spec(name, path=None, target=None):
+        if name == {!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Presses)
+"""
+
+
+@pytest.mark.parametrize("module", ["hooks", "torch.nn", "interp.spectral", "models"])
+def test_ctrl_c_during_imports_is_no_traceback(here, monkeypatch, module):
+    (here / "sitecustomize.py").write_text(PRESSING.format(module))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (here, Path(__file__).parents[1]))))
+    done = command_line("points", "--model", "pydoc-4l")
+    assert done.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in done.stderr

@@ -63,12 +63,19 @@ def test_a_constant_has_no_rank_correlation():
         ("labels", Result(drawn(2), AXES, labels={"layer": [0, 1, 5]})),
         ("site.*q and k", result(drawn(2), site="k", direction="noising")),
         ("direction.*noising.*denoising", result(drawn(2), site="q", direction="denoising")),
+        ("metric.*none and f", result(drawn(2), site="q", direction="noising", metric="f")),
+        ("texts", result(drawn(2), site="q", direction="noising", texts=["ab"])),
         ("unit.*nats and bits", result(drawn(2), unit="bits", site="q", direction="noising")),
     ],
 )
 def test_other_places_are_refused(match, other):
     with pytest.raises(ValueError, match=match):
         compare(result(drawn(1), direction="noising", site="q"), other)
+
+
+def test_a_function_is_the_same_in_another_process():
+    here, there = (result(drawn(1), metric=f"<function f at 0x7f{n}>") for n in "ab")
+    assert compare(here, there).rank_correlation == pytest.approx(1)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])

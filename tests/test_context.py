@@ -146,7 +146,7 @@ def test_embeddings_of_a_part_are_those_of_the_whole(mask):
 def test_one_text_in_many_copies_shares_its_masks():
     """Nothing is copied where one row stands for all."""
     model = variant("like llama")
-    context = model.context(some_tokens(shape=(1, POS)), torch.ones(1, POS).long())
+    context = model.context(some_tokens(shape=(1, POS)), attention_mask=torch.ones(1, POS).long())
     repeated = context.repeated(COPIES)
     pairs = zip(tree_leaves(context), tree_leaves(repeated), strict=True)
     assert all(ours is theirs for ours, theirs in pairs)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from interp import (
+from interp.spectral import (
     answer_power,
     fourier_basis,
     frequency_power,

@@ -1,6 +1,7 @@
 """Streams and logits as sums of parts, against the same sums in numpy, vector by vector."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from interp import (
     direct_logit_attribution,
     edits,
     head_scores,
+    logit_lens,
     run_with_cache,
+    svd_targets,
 )
 from models import attach
 from tests.reference import (
@@ -194,6 +197,47 @@ def test_attached_models_without_plain_weights_or_with_a_cap():
                     reading(model, cache, right=3)
 
 
+WIDTHS = {
+    "llama": dict(hidden_size=12, num_attention_heads=3, intermediate_size=20),
+    "gpt2": dict(n_embd=12, n_head=3),
+}
+
+
+@pytest.mark.parametrize("n_layers", [12, 24])
+@pytest.mark.parametrize("family", WIDTHS)
+def test_deep_runs_in_bfloat16_are_right(family, n_layers):
+    """In their default initialisation, where the parts are small beside the rounded stream."""
+    transformers = pytest.importorskip("transformers")
+    sizes = WIDTHS[family] | dict(vocab_size=VOCAB, num_hidden_layers=n_layers)
+    config = transformers.AutoConfig.for_model(family, **sizes, bos_token_id=0, eos_token_id=0)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()
+        with attach(model):
+            logits, cache = run_with_cache(model, TOKENS)
+            parts = decompose(model, cache).values
+            found = direct_logit_attribution(model, cache, right=RIGHT).values
+        stream = cache["resid_post", -1].float()
+        assert (parts.sum(0) - stream).abs().max() < 0.1 * stream.abs().max()
+        wanted = logits.logits.float().gather(-1, RIGHT[..., None])[..., 0].T
+        assert (found.sum(0) - wanted).abs().max() < 0.1 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_attached_models_whose_norms_compute_in_float32(name):
+    pytest.importorskip("transformers")
+    from tests.attachable import made
+
+    model = made(name).double()
+    with attach(model):
+        _, cache = run_with_cache(model, TOKENS)
+        parts, stream = decompose(model, cache), cache["resid_post", -1]
+    assert stream.dtype == torch.float64
+    torch.testing.assert_close(
+        parts.values.sum(0), stream, rtol=0, atol=1e-5 * stream.abs().max().item()
+    )
+
+
 @pytest.mark.parametrize("name", ["pre", "sandwich", "like llama", "embed_norm"])
 def test_parts_of_bfloat16_add_up_to_rounding(name):
     """To 1% of the largest: the stream is rounded after each addition, the parts are not."""
@@ -238,6 +282,18 @@ def test_tokens_and_directions_of_all_examples_of_each_and_of_each_position():
     assert found.unit == ""
     logit = cache["ln_final.normalized"] @ capped.W_U[:, 5]
     torch.testing.assert_close(found.values.sum(0), logit.T.detach())
+
+
+def test_the_last_position_is_the_last_real_token(model, tokens):
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = mask[2, -3:] = 0
+    last = torch.tensor([6, 6, 3, 6][: len(tokens)])
+    _, cache = run_with_cache(model, tokens, attention_mask=mask)
+    whole = direct_logit_attribution(model, cache, right=3).values
+    found = direct_logit_attribution(model, cache, right=3, pos=-1).values
+    torch.testing.assert_close(found, whole[:, last, range(len(tokens))])
+    with pytest.raises(ValueError, match="padding"):
+        direct_logit_attribution(model, cache, right=3, pos=5)
 
 
 def test_some_positions_and_inference_mode_give_the_same(model, tokens):
@@ -317,12 +373,20 @@ def test_a_cache_of_another_run_is_refused(model, tokens, unchecked):
     for reading in (decompose, lambda *given: direct_logit_attribution(*given, right=3)):
         with pytest.raises(CacheError, match="add up"):
             reading(model, cache)
-    other = variant("gated")
-    for reading in (decompose, accumulated, head_scores):
-        with pytest.raises(CacheError, match="config hash"):
-            reading(other, cache)
-    with pytest.raises(ValueError, match="tokens must have"):
-        decompose(model, cache, tokens[:, 1:])
+    with torch.no_grad():
+        model.blocks[0].attn.W_O[1] /= 1.5
+    torch.manual_seed(5)
+    other = type(model)(model.config).eval()
+    lens = partial(logit_lens, targets=tokens)
+    targeted = partial(direct_logit_attribution, right=3), partial(accumulated, right=3)
+    for reading in (decompose, *targeted, head_scores, lens, svd_targets):
+        reading(model, cache)
+        for one, said in ((other, "weights hash"), (variant("gated"), "config hash")):
+            with pytest.raises(CacheError, match=said):
+                reading(one, cache)
+    for wrong in (-1, VOCAB):
+        with pytest.raises(ValueError, match=f"targets.*{wrong}"):
+            logit_lens(model, cache, targets=torch.full_like(tokens, wrong))
     for part in ({"batch": 0}, {"pos": -1}):
         with pytest.raises(CacheError, match="batch, pos, d_model"):
             decompose(model, cache.at(**part))

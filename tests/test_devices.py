@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 import interp
 from hooks import HookedRunner
 from interp import edits, logit_diff, sweep
-from models import KVCache, StaticKVCache, Transformer, TransformerConfig
+from models import KVCache, Transformer, TransformerConfig
 from tests.pretended import DEVICE, SECOND, Devices, split
 from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB, some_tokens, variant
 
@@ -29,7 +29,7 @@ def moves(name, layers, cache, *places):
         for piece, given in ((tokens, mask), (tokens[:, :1], None))[: 1 + (cache is not None)]:
             devices.moves.clear()
             logits, values = HookedRunner(model).run_with_cache(
-                piece, given, cache, names="*.resid_post"
+                piece, attention_mask=given, kv_cache=cache, names="*.resid_post"
             )
             found.append([move for move in devices.moves if move[1].type != "cpu"])
             assert (logits.shape, logits.device) == ((*piece.shape, VOCAB), DEVICE)
@@ -39,7 +39,7 @@ def moves(name, layers, cache, *places):
 
 
 @pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"])  # fmt: skip
-@pytest.mark.parametrize("cache", [None, KVCache, lambda: StaticKVCache(2 * POS)])
+@pytest.mark.parametrize("cache", [None, KVCache])
 def test_stream_and_context_move_once_per_change_of_device(name, cache):
     assert not any(moves(name, 2, cache, DEVICE))
     found = moves(name, 2, cache, DEVICE, SECOND)
@@ -160,7 +160,7 @@ ANALYSES = {
     "paths to logits": effects(interp.path_patching, senders=["a0.h2", "m0"]),
     "circuit": lambda model: interp.run_circuit(model, PAIRS, EDGES),
     "source elsewhere": lambda model: interp.run_circuit(
-        model, CLEAN, EDGES, cached(model, device="cpu")
+        model, interp.Pairs(CLEAN), EDGES, cached(model, device="cpu")
     ),
     "gradient": gradient_of_the_mask,
     "faithfulness": lambda model: (

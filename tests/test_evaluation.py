@@ -16,6 +16,7 @@ from interp import (
 )  # fmt: skip
 from interp.causal.evaluation import completeness, minimality
 from interp.graph import Graph, circuits
+from interp.results.intervals import interval
 from tests.reference import some_tokens, variant
 from tests.streams import made
 from tests.test_circuits import EDGES, GRAPH, by_edge, scored
@@ -29,7 +30,7 @@ KEPT = EDGES[::2]
 
 def metric(edges, pairs=PAIRS, **options):
     with torch.no_grad():
-        return pairs.metric()(run_circuit(GRAPH.model, pairs, [*edges], **options))
+        return pairs.metric(run_circuit(GRAPH.model, pairs, [*edges], **options))
 
 
 def share(values, none, whole):
@@ -88,20 +89,21 @@ def test_a_curve_has_the_areas_of_the_benchmark():
         for kind, order in (("signed", by_help), ("absolute", by_size))
     }
 
-    def area(examples, kind, height):
-        none_, whole_ = (float(x[examples].mean()) for x in (none.numpy(), whole.numpy()))
-        faithful = (runs[kind][:, examples].mean(1) - none_) / (whole_ - none_)
-        heights = height(faithful)
-        return (heights[1:] + heights[:-1]) @ np.diff(SHARES) / 2
-
-    draws = torch.randint(5, (2000, 5), generator=torch.Generator().manual_seed(0)).numpy()
+    gap = (whole - none).double().numpy()
+    faithful = {kind: (run - none.numpy()) / gap.mean() for kind, run in runs.items()}
+    above = np.sign((gap / gap.mean() - faithful["absolute"]).mean(1, keepdims=True))
+    heights = {
+        "signed": faithful["signed"],
+        "absolute": above * (gap / gap.mean() - faithful["absolute"]),
+    }
     for measured, kind, height in (
         (found.cpr, "signed", lambda f: f), (found.cmd, "absolute", lambda f: abs(1 - f)),
     ):  # fmt: skip
-        assert measured.value == pytest.approx(area(range(5), kind, height))
-        samples = [area(examples, kind, height) for examples in draws]
-        low, high = np.quantile(samples, [0.025, 0.975])
-        assert (measured.low, measured.high) == pytest.approx((low, high))
+        expected = np.trapezoid(height(faithful[kind].mean(1)), SHARES)
+        assert measured.value == pytest.approx(expected, rel=1e-5)
+        each = torch.from_numpy(np.trapezoid(heights[kind], SHARES, axis=0))
+        ends = [end.item() for end in interval(each[None], (whole - none) / gap.mean())]
+        assert (measured.low, measured.high) == pytest.approx(ends, rel=1e-4)
     random = [metric(circuits.random(GRAPH, int(p * len(EDGES)), 2)) for p in SHARES]
     expected = torch.stack([share(values, none, whole) for values in random])
     torch.testing.assert_close(found.random.mean(), expected)
@@ -137,18 +139,18 @@ def test_a_circuit_of_embeddings_apart():
     model, pairs = made(embed_norm=True), Pairs(*TEXTS, ANSWERS)
     nodes = Graph(model, apart=True)
     edges = ["embed->a0.h1<v>", "pos_embed->a1.h5<q>", "a0.h3->logits"]
-    found = edge_patching(model, pairs, edges=edges, apart=True)
+    found = edge_patching(model, pairs, edges, apart=True)
     for edge, effect in zip(edges, found.values, strict=True):
         mask = torch.zeros(nodes.allowed.shape)
         mask[nodes.index(edge)] = 1
         with torch.no_grad():
-            exact = pairs.metric()(run_circuit(model, pairs, mask, apart=True)) - found.base
+            exact = pairs.metric(run_circuit(model, pairs, mask, apart=True)) - found.base
         torch.testing.assert_close(effect, exact)
     kept = nodes.edges[::3]
     measured = faithfulness(model, pairs, Circuit(nodes, kept), max_bytes=100_000)
     with torch.no_grad():
         own, none, whole = (
-            pairs.metric()(run_circuit(model, pairs, given, apart=True))
+            pairs.metric(run_circuit(model, pairs, given, apart=True))
             for given in (kept, [], nodes.edges)
         )
     torch.testing.assert_close(measured.mean()[0], share(own, none, whole))
@@ -171,7 +173,7 @@ def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
     assert found.about.get("gaps") == joined.about.get("gaps")
     if method == "eap":
         mask = torch.zeros(nodes.allowed.shape).double().requires_grad_()
-        pairs.metric()(run_circuit(model, pairs, mask, apart=True)).mean().backward()
+        pairs.metric(run_circuit(model, pairs, mask, apart=True)).mean().backward()
         torch.testing.assert_close(found.mean(), mask.grad[nodes.allowed])
 
 
@@ -182,7 +184,7 @@ def test_shares_must_rise_to_at_most_1(shares):
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="of this model"):
+    with pytest.raises(ValueError, match="other nodes"):
         faithfulness(variant("grouped", n_layers=3), PAIRS, Circuit(GRAPH, KEPT))
     same = Pairs(PAIRS.clean, PAIRS.clean, ANSWERS)
     with pytest.raises(ValueError, match="must differ"):

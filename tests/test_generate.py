@@ -115,15 +115,6 @@ def test_prompts_and_options_may_come_in_many_types():
         assert rows == expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [dict(temperature=1e-7), *({"temperature": 9.0} | o for o in (dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)))],
-)  # fmt: skip
-def test_what_leaves_one_token_is_greedy(options):
-    rows = generate(build(), PROMPTS, max_new_tokens=NEW, seed=5, **options)
-    assert rows == [continued(build(), prompt) for prompt in PROMPTS]
-
-
 def test_greedy_is_that_of_transformers():
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     from models.checkpoints import from_hf
@@ -299,16 +290,6 @@ def test_a_step_may_be_written_into():
         step.running.fill_(False)
         step.logits.fill_(torch.nan)
     assert found == expected
-
-
-def test_a_stream_may_leave_inference_mode():
-    model = build("windows")
-    expected = [continued(model, prompt) for prompt in PROMPTS]
-    steps = stream(model, PROMPTS, max_new_tokens=NEW)
-    with torch.inference_mode():
-        found = [next(steps).tokens.tolist()]
-    found += [step.tokens.tolist() for step in steps]
-    assert [list(row) for row in zip(*found, strict=True)] == [row[-NEW:] for row in expected]
 
 
 def test_a_row_that_has_ended_cannot_fail():

@@ -323,6 +323,7 @@ SAID = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
 SCALED = {
     "linear": ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
     "linear by default": ({"rope_type": "linear", "factor": 4.0}, {"factor": 4.0}),
+    "linear, an older name": ({"rope_type": "linear", "factor": 4.0}, {"scale_linear": 4.0}),
     "yarn": (YARN, SAID | {"finetuned": True}),
     "yarn, from the whole context": (
         YARN | {"original_max_position_embeddings": N_CTX},
@@ -348,12 +349,9 @@ def test_scaled_rotation(path, kind):
     rope, said = SCALED[kind]
     reference = scaled(rope)
     metadata = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
+    if "scale_linear" in said:
+        metadata = {"llama.rope.scale_linear": said["scale_linear"]}
     assert_same(load(written(path, reference, metadata)), reference)
-
-
-def test_the_older_name_of_the_factor(path):
-    reference = scaled({"rope_type": "linear", "factor": 4.0})
-    assert_same(load(written(path, reference, {"llama.rope.scale_linear": 4.0})), reference)
 
 
 def test_divisors_of_frequencies(path):

@@ -100,7 +100,7 @@ def test_padding_does_not_count(planted, kind, left):
         tokens[n, where], mask[n, where] = torch.tensor(row), 1
 
     def scored(tokens, mask, mark):
-        _, cache = run_with_cache(planted, tokens, mask, names="*.pattern")
+        _, cache = run_with_cache(planted, tokens, attention_mask=mask, names="*.pattern")
         options = {"span": torch.tensor(mark)} if kind == "span" else {}
         return head_scores(planted, cache, tokens, kind, attention_mask=mask, **options).values
 

@@ -5,20 +5,19 @@ import torch
 from torch import nn
 
 from hooks import HookPoint, UnknownNameError
-from interp import Pairs, activation_patching, integrated_gradients
+from interp import Pairs, integrated_gradients
 from tests.reference import BATCH, POS, some_tokens, variant
 from tests.test_attribution import (
-    CLEAN,
-    CORRUPTED,
+    BASE,
     LEFT,
-    LINEAR,
     METRIC,
-    RIGHT,
+    PAIRS,
     RIGHT_PADDED,
-    WRONG,
+    TARGET,
     changed,
     close,
     measured,
+    paired,
     values_and_gradients,
 )
 
@@ -26,13 +25,13 @@ from tests.test_attribution import (
 def along_the_path(model, name, mask, steps):
     """The mean gradient by the trapezoid rule, the whole change, and the metric at both ends."""
     (base, _), (target, _) = (
-        values_and_gradients(model, [name], text, mask)[name] for text in (CLEAN, CORRUPTED)
+        values_and_gradients(model, [name], text, mask)[name] for text in (BASE, TARGET)
     )
     total, ends = 0, []
     for n in range(steps + 1):
         at = (base + n / steps * (target - base)).requires_grad_()
         with changed(model, {name: lambda output, at=at: at}):
-            found = measured(model, CLEAN, mask)
+            found = measured(model, BASE, mask)
         (gradient,) = torch.autograd.grad(found.sum(), at)
         total = total + gradient * (0.5 if n in (0, steps) else 1) / steps
         if n in (0, steps):
@@ -52,8 +51,7 @@ def along_the_path(model, name, mask, steps):
 def test_fixed_steps_are_the_trapezoid_rule(form, mask, site, name, to, steps):
     model = variant(form)
     mean, change, difference = along_the_path(model, name, mask, steps)
-    given = dict(site=site, steps=steps, attention_mask=mask)
-    found = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, **given)
+    found = integrated_gradients(model, paired(mask), site=site, steps=steps)
     ours = found.values if site == "embed" else found.values[1]
     close(ours, torch.einsum(to, change, mean))
     off = (change * mean).flatten(1).sum(1) - difference
@@ -72,17 +70,17 @@ def counted(model):
 def test_steps_are_doubled_until_the_effects_add_up(tolerance):
     model = variant("pre")
     runs = counted(model)
-    found = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, tolerance=tolerance)
+    found = integrated_gradients(model, PAIRS, tolerance=tolerance)
     (steps,) = found.about["steps"]
     # The run that values come from, and one for each gradient.
     assert len(runs) == 1 + steps + 1
     assert max(found.about["gaps"][0]) <= tolerance
     missing = (found.values.sum(0) - (found.target - found.base)).abs()
     assert (missing <= tolerance * (found.target - found.base).abs().mean()).all()
-    fixed = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, steps=steps, tolerance=tolerance)
+    fixed = integrated_gradients(model, PAIRS, steps=steps, tolerance=tolerance)
     close(found.values, fixed.values)
     with pytest.warns(UserWarning, match=f"after {steps // 2} steps"):
-        integrated_gradients(model, CLEAN, CORRUPTED, METRIC, steps=steps // 2, tolerance=tolerance)
+        integrated_gradients(model, PAIRS, steps=steps // 2, tolerance=tolerance)
 
 
 class Cubic(nn.Module):
@@ -101,35 +99,19 @@ class Cubic(nn.Module):
 
 def test_a_known_integral():
     model = Cubic().eval()
-    found = integrated_gradients(model, CLEAN, CORRUPTED, lambda out: out[:, 0, 0], tolerance=1e-3)
+    found = integrated_gradients(model, paired(metric=lambda out: out[:, 0, 0]), tolerance=1e-3)
     with torch.no_grad():
-        cubes = [(model.table(text) ** 3 * model.weight).sum(2).T for text in (CLEAN, CORRUPTED)]
+        cubes = [(model.table(text) ** 3 * model.weight).sum(2).T for text in (BASE, TARGET)]
     close(found.values, cubes[1] - cubes[0], 1e-2)
-
-
-@pytest.mark.parametrize(("site", "over", "options"), [LINEAR[n] for n in (1, 3, 4)])
-def test_one_step_is_enough_where_the_model_is_linear(site, over, options):
-    model, spans, other = variant("attention only", norm="none", n_kv_heads=3), None, {}
-    corrupted = CORRUPTED
-    if "span" in over:
-        corrupted = some_tokens(2, (BATCH, POS + 2))
-        spans = {"a": [[1, 2]] * 5, "b": [[6]] * 5}
-        other = {"corrupted_spans": {"a": [[3, 2]] * 5, "b": [[8]] * 5}}
-    pairs = Pairs(CLEAN, corrupted, torch.stack([RIGHT, WRONG], 1), spans=spans, **other)
-    given = dict(site=site, over=over, layers=[1], direction="denoising", **options)
-    found = integrated_gradients(model, pairs, steps=1, tolerance=1e-9, **given)
-    exact = activation_patching(model, pairs, **given)
-    assert (found.axes, found.labels) == (exact.axes, exact.labels)
-    close(found.values, exact.values)
 
 
 def test_the_effects_of_spans_add_up_to_that_of_moving_all_of_them():
     model, corrupted = variant("rotary"), some_tokens(2, (BATCH, POS + 2))
     spans = {"a": [[1, 2]] * 5, "b": [[5]] * 5}
     others = {"a": [[3, 2]] * 5, "b": [[8]] * 5}
-    pairs = Pairs(CLEAN, corrupted, spans=spans, corrupted_spans=others)
-    given = dict(over=("layer", "span"), layers=[0], tolerance=0.02)
-    found = integrated_gradients(model, pairs, None, METRIC, "attn_out", **given)
+    pairs = Pairs(BASE, corrupted, spans=spans, corrupted_spans=others, metric=METRIC)
+    given = dict(over=("layer", "span"), layers=[0], tolerance=0.02, direction="noising")
+    found = integrated_gradients(model, pairs, "attn_out", **given)
     name = "blocks.0.attn_out"
     source = values_and_gradients(model, [name], corrupted)[name][0]
 
@@ -139,31 +121,10 @@ def test_the_effects_of_spans_add_up_to_that_of_moving_all_of_them():
         return value
 
     with torch.no_grad(), changed(model, {name: move}):
-        difference = measured(model, CLEAN) - found.base
+        difference = measured(model, BASE) - found.base
     missing = (found.values[0].sum(0) - difference).abs()
     assert (missing <= 0.02 * difference.abs().mean()).all()
     assert found.values[0].abs().mean(1).min() > 0.01
-
-
-def test_a_point_that_the_metric_does_not_read_has_no_effect():
-    model, stream = variant("pre"), {}
-    keep = changed(model, {"blocks.0.mlp_out": lambda out: stream.update(x=out)})
-    with keep, pytest.warns(UserWarning, match=r"blocks\.1\.attn\.z"):
-        found = integrated_gradients(
-            model, CLEAN, CORRUPTED, lambda logits: stream["x"].sum((1, 2)), "z"
-        )
-    assert not found.values[1].any()
-    assert found.values[0].any()
-    assert found.about["steps"][1] == 0
-
-
-def test_half_precision():
-    model = variant("pre")
-    given = dict(steps=8, tolerance=9.0)
-    exact = integrated_gradients(model, CLEAN, CORRUPTED, METRIC, **given).values
-    found = integrated_gradients(model.bfloat16(), CLEAN, CORRUPTED, METRIC, **given).values
-    assert found.dtype == torch.float32
-    close(found.double(), exact, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +132,16 @@ def test_half_precision():
     [
         (ValueError, "steps.*0", {"steps": 0}),
         (ValueError, r"layers.*\[1\]", {"layers": [1]}),
-        (UnknownNameError, "resid_pre", {"site": "resid_per"}),
         (ValueError, "pos.*'head'", {"over": ("head",)}),
         (ValueError, "finite", {"metric": lambda logits: logits[:, -1, 0] + torch.inf}),
     ],
 )
 def test_bad_input_is_refused(error, match, options):
+    pairs = paired(metric=options.pop("metric", METRIC))
     with pytest.raises(error, match=match):
-        integrated_gradients(variant("pre"), CLEAN, CORRUPTED, **{"metric": METRIC} | options)
+        integrated_gradients(variant("pre"), pairs, **options)
 
 
 def test_a_model_without_embeddings_is_refused():
     with pytest.raises(UnknownNameError, match="embed"):
-        integrated_gradients(nn.Sequential(HookPoint("batch")).eval(), CLEAN, CORRUPTED, METRIC)
+        integrated_gradients(nn.Sequential(HookPoint("batch")).eval(), PAIRS)

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import threading
 
 import pytest
 import torch
@@ -436,22 +435,6 @@ def test_a_plan_and_a_call_without_tokens_leave_the_cache_as_it_was(start):
     logits, values = runner.run_with_cache(tokens[:, start:], **given)
     assert plan.nbytes == values.nbytes
     close(logits, expected("window")[:, start:])
-
-
-def test_a_plan_takes_arguments_that_cannot_be_copied():
-    class Locked(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.nn.Identity()
-
-        def forward(self, x, lock):
-            with lock:
-                return self.inner(x * 2)
-
-    assert HookedRunner(Locked().eval()).plan(torch.ones(3), threading.Lock()).nbytes == 12
-
-
-# --- several at once
 
 
 # --- gradients, and where numbers are made otherwise

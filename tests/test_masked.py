@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hooks import HookedRunner, HookError, UnknownNameError
+from hooks import CacheError, HookedRunner, HookError, UnknownNameError
 from hooks._torch import PeakBytes
-from interp import Pairs, graph, run_circuit
+from interp import Circuit, Pairs, graph, run_circuit
 from interp.graph.masked import MaskedRuns
 from tests.streams import FORMS, made, slow_run
 
@@ -43,7 +43,8 @@ def test_nothing_masked_is_the_text_and_everything_masked_the_source(form):
     for circuit, text in (
         (nodes.edges, CLEAN),
         ([], OTHER),
-        (torch.ones_like(nodes.allowed), OTHER),
+        (nodes.allowed.double(), OTHER),
+        (~Circuit(nodes, []), CLEAN),
     ):
         torch.testing.assert_close(run_circuit(model, pairs, circuit), model(text))
     back = run_circuit(model, pairs, [], direction="denoising")
@@ -65,8 +66,9 @@ def test_a_circuit_is_the_same_however_it_is_run(mode):
     if mode == "chunks":
         found = run_circuit(model, pairs, circuit, max_bytes=150_000)
     elif mode == "cache":
+        texts = Pairs(CLEAN, attention_mask=LEFT)
         cache = HookedRunner(model).capture(OTHER, names=nodes.needed, attention_mask=LEFT)
-        found = run_circuit(model, CLEAN, circuit, cache, attention_mask=LEFT, max_bytes=150_000)
+        found = run_circuit(model, texts, circuit, cache, max_bytes=150_000)
     else:
         apart = [
             e.replace("input->", f"{e_}->")
@@ -91,7 +93,7 @@ def test_means_and_zeros_come_from_what_was_asked_for():
     ):
         other = {name: made_of(value)[:1].expand(5, -1, -1) for name, value in wrote.items()}
         expected, _ = slow_run(model, CLEAN, mask, other, nodes=nodes)
-        torch.testing.assert_close(run_circuit(model, CLEAN, mask, source), expected)
+        torch.testing.assert_close(run_circuit(model, Pairs(CLEAN), mask, source), expected)
 
 
 def test_the_metric_reads_the_last_real_position():
@@ -137,22 +139,34 @@ def test_what_does_not_fit_is_refused(unchecked):
     model, pairs = made(), Pairs(CLEAN, OTHER, attention_mask=LEFT)
     nodes = graph.Graph(model)
     contributions = graph.writers(model, HookedRunner(model).run_with_cache(CLEAN)[1])
-    zeros = torch.zeros_like(nodes.allowed)
+    zeros = torch.zeros(nodes.allowed.shape)
+    wider = Circuit(graph.Graph(made(d_mlp=5)), [])
     for error, text, given in (
         ("mask must be", pairs, [torch.zeros(3, 5)]),
-        ("finite", pairs, [zeros / 0.0]),
+        ("from 0 to 1", pairs, [zeros / 0.0]),
+        ("from 0 to 1", pairs, [zeros + 1.5]),
+        ("from 0 to 1", pairs, [zeros - 0.1]),
+        ("Circuit", pairs, [nodes.allowed]),
+        ("another config", pairs, [wider]),
+        ("other nodes", pairs, [Circuit(graph.Graph(made(), apart=True), [])]),
         ("m2", pairs, [["m7->logits"]]),
         ("later", pairs, [["m2->a1.h0<q>"]]),
         ("source must be", pairs, [zeros, contributions[:, :3]]),
         ("source must be", pairs, [zeros, "mean"]),
         ("right", pairs, [zeros, contributions.mean(1, keepdim=True)]),
-        ("Pairs", CLEAN, [zeros]),
+        ("corrupted", Pairs(CLEAN), [zeros]),
         ("correspond", Pairs(CLEAN, OTHER[:, 1:], spans={"a": [[3]] * 5}), [zeros]),
     ):  # fmt: skip
         with pytest.raises((ValueError, UnknownNameError), match=error):
             run_circuit(model, text, *given)
     with pytest.raises(ValueError, match="max_bytes"):
         run_circuit(model, pairs, zeros, max_bytes=1000)
+    other = made()
+    _, cache = HookedRunner(other).run_with_cache(OTHER)
+    with torch.no_grad():
+        model.blocks[0].mlp.W_in.add_(1)
+    with pytest.raises(CacheError, match="weights"):
+        run_circuit(model, pairs, zeros, cache)
     hooks = {"blocks.1.mlp_out": lambda value, point: value * 0}
     with HookedRunner(model).hooks(hooks), pytest.raises(HookError, match="hook"):
         run_circuit(model, pairs, zeros)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner
+from interp.linear.norms import linear_part
 from models import LayerNorm, RMSNorm, TransformerConfig
 from models.norm import QKNorm, norm
 
@@ -92,16 +93,6 @@ def test_equals_torchs_modules_by_default(hooks):
         randomised(ours, torch.float32)
         theirs.load_state_dict(ours.state_dict())
         torch.testing.assert_close(run(ours, x, hooks), theirs(x), atol=1e-6, rtol=1e-6)
-
-
-@FORMS
-def test_hand_computed_numbers(hooks):
-    # Variance ((1-2)² + (3-2)²) / 2 = 1, and 1 + 3 is 2²: the variance divides by d, not by d - 1.
-    out = run(LayerNorm(2, eps=3.0), torch.tensor([[[1.0, 3.0]]]), hooks)
-    assert out.tolist() == [[[-0.5, 0.5]]]
-    # The mean square of 3 and 4 is 12.5, and 12.5 + 12.5 is 5².
-    out = run(RMSNorm(2, eps=12.5), torch.tensor([[[3.0, 4.0]]]), hooks)
-    torch.testing.assert_close(out, torch.tensor([[[0.6, 0.8]]]))
 
 
 @NORMS
@@ -193,3 +184,39 @@ def test_norm_of_queries_and_keys(kind, learned):
         expected = value[at] / np.sqrt((among**2).mean() + 0.1) * gain[at[2]]
         np.testing.assert_allclose(out[at].detach(), expected, rtol=1e-12)
     torch.autograd.gradcheck(module, x[:1, :2])
+
+
+class Shifted(nn.Module):
+    """A norm of somebody else, with one less than its gain as weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(draw(D, dtype=torch.float32))
+
+    def forward(self, x):
+        return torch.rms_norm(x, (D,)) * (1 + self.weight)
+
+
+FOREIGN = {
+    "shifted": Shifted,
+    "torch's": lambda: nn.LayerNorm(D, eps=0.2),
+    "nothing": lambda: nn.Linear(D, D),
+}
+
+
+@pytest.mark.parametrize("make", [*MODULES.values(), *FOREIGN.values()], ids=[*MODULES, *FOREIGN])
+def test_the_linear_part_is_the_norm_without_its_scale(make):
+    """Ours say what they are; those of others are measured, on copies and without their hooks."""
+    module, x = randomised(make()), draw(BATCH, POS, D)
+    module.register_forward_hook(lambda *_: pytest.fail("the norm ran"))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    if isinstance(module, nn.Linear):
+        with pytest.raises(TypeError, match="got another map, Linear"):
+            linear_part(module, D)
+        return
+    part = linear_part(module, D)
+    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+    module._forward_hooks.clear()
+    centred = x - x.mean(-1, keepdim=True) if part.centres else x
+    scale = (centred.square().mean(-1, keepdim=True) + getattr(module, "eps", 0.0)).sqrt()
+    torch.testing.assert_close(part.after(x) / scale + part.bias, module(x), atol=1e-6, rtol=1e-6)

@@ -6,7 +6,6 @@ import torch
 from hooks import ModeError
 from interp import Pairs, cross_entropy, log_prob
 from interp.metrics import measure
-from interp.pairs import as_pairs
 
 BATCH, POS = 4, 7
 
@@ -32,6 +31,13 @@ def test_spans_are_positions_of_each_example(tokens, corrupted):
     assert torch.equal(pairs.spans["verb"], verb)
     last = Pairs(tokens, corrupted, spans={"name": name}, last_only=True)
     assert last.spans["name"].tolist() == [[2], [3], [6], [2]]
+    # A mask is no list of columns 0 and 1, and -1 is the last real token.
+    mask = torch.zeros(BATCH, POS, dtype=torch.bool)
+    mask[:, 3:5] = True
+    real = torch.ones(BATCH, POS).tril(4)
+    pairs = Pairs(tokens, corrupted, attention_mask=real, spans={"end": [[-1]] * BATCH})
+    assert pairs.spans["end"].tolist() == [[4], [5], [6], [6]]
+    assert Pairs(tokens, spans={"mask": mask}).spans["mask"].tolist() == [[3, 4]] * BATCH
 
 
 def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
@@ -40,7 +46,6 @@ def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
     shifted = {"name": [[p + 2 for p in row] for row in own["name"]]}
     pairs = Pairs(tokens, other, spans=own, corrupted_mask=mask, corrupted_spans=shifted)
     assert torch.equal(pairs.corrupted_spans["name"], pairs.spans["name"] + 2)
-    assert not pairs.aligned
     assert pairs.attention_mask is None
     assert torch.equal(pairs.corrupted_mask, mask.bool())
     fewer = {"name": [row[1:] for row in shifted["name"]]}
@@ -58,27 +63,25 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
     pairs = Pairs(tokens, corrupted, attention_mask=mask)
-    assert pairs.aligned
     assert torch.equal(pairs.corrupted_mask, mask.bool())
     other = torch.ones_like(mask)
     with pytest.raises(ValueError, match="same shape and padding"):
         Pairs(tokens, corrupted, attention_mask=mask, corrupted_mask=other)
     spans = {"a": [[1], [4], [1], [2]]}
-    assert not Pairs(
-        tokens, corrupted, spans=spans, attention_mask=mask, corrupted_mask=other
-    ).aligned
+    pairs = Pairs(tokens, corrupted, spans=spans, attention_mask=mask, corrupted_mask=other)
+    assert torch.equal(pairs.corrupted_mask, other.bool())
 
 
 def test_the_metric_of_the_answers(tokens, corrupted):
     logits = torch.randn(BATCH, POS, 23)
     both = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
     rows = range(BATCH)
-    found = Pairs(tokens, corrupted, both).metric()(logits)
+    found = Pairs(tokens, corrupted, both).metric(logits)
     assert torch.equal(found, logits[rows, -1, both[:, 0]] - logits[rows, -1, both[:, 1]])
-    found = Pairs(tokens, corrupted, both[:, 1]).metric()(logits)
+    found = Pairs(tokens, corrupted, both[:, 1]).metric(logits)
     torch.testing.assert_close(found, logits.log_softmax(-1)[rows, -1, both[:, 1]])
     with pytest.raises(ValueError, match="answers"):
-        Pairs(tokens, corrupted).metric()
+        Pairs(tokens, corrupted).metric  # noqa: B018  # reading it raises
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -138,24 +141,32 @@ def test_parts_of_pairs(tokens, corrupted):
         pairs.split(share=0.1)
 
 
+def test_clean_texts_alone(tokens):
+    pairs = Pairs(tokens, spans={"a": [[1]] * 4})
+    assert (pairs.corrupted, pairs.corrupted_spans) == (None, {})
+    part = pairs[1:].to("cpu")
+    assert torch.equal(part.clean, tokens[1:])
+    assert len({*pairs.digests(), *Pairs(tokens, tokens).digests()}) == 8
+    assert "corrupted" not in repr(pairs)
+    for direction in ("noising", "denoising"):
+        with pytest.raises(ValueError, match="corrupted"):
+            pairs.texts(direction)
+
+
+def test_a_metric_of_ones_own_goes_with_the_pairs(model, tokens, corrupted):
+    metric = log_prob(3)
+    pairs = Pairs(tokens, corrupted, torch.arange(4), metric=metric)
+    assert pairs.metric is pairs[1:].metric is pairs.to("cpu").metric is metric
+    other = pairs.measured_by(lambda logits: logits[:, -1, 5])
+    assert other.metric(model(tokens)).shape == (4,)
+    assert torch.equal(other.answers, pairs.answers)
+
+
 def test_pairs_move_to_a_device(tokens, corrupted):
     pairs = Pairs(tokens, corrupted, torch.arange(4), torch.ones_like(tokens), {"a": [[1]] * 4})
     moved = pairs.to("cpu")
     assert torch.equal(moved.clean, tokens)
     assert torch.equal(moved.spans["a"], pairs.spans["a"])
-
-
-def test_tokens_may_be_given_as_pairs(tokens, corrupted):
-    pairs = Pairs(tokens, corrupted)
-    assert as_pairs(pairs) is pairs
-    mask = torch.ones_like(tokens)
-    mask[0, 0] = 0
-    made = as_pairs(tokens, corrupted, mask)
-    assert torch.equal(made.corrupted, corrupted)
-    assert torch.equal(made.attention_mask, mask.bool())
-    for wrong in ((pairs, corrupted), (pairs, None, mask), (tokens,)):
-        with pytest.raises(ValueError, match="pairs|Pairs"):
-            as_pairs(*wrong)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -171,9 +182,9 @@ def test_tokens_may_be_given_as_pairs(tokens, corrupted):
         ({"corrupted_mask": torch.ones(BATCH, 6)}, r"corrupted_mask.*\[4, 6\]"),
         ({"spans": {"a": [[1]] * 3}}, "'a'.*4 examples"),
         ({"spans": {"a": [1, 2, 3, 4]}}, "'a'.*list"),
+        ({"spans": {"a": [[1, 2, 3], [1], [1], [-8]]}}, "example 3|-7"),
         ({"spans": {"a": [[1], [], [2], [3]]}}, "'a'"),
-        ({"spans": {"a": [[1], [7], [2], [3]]}}, "'a'.*clean.*0 to 6; got 7 in example 1"),
-        ({"spans": {"a": [[1], [-1], [2], [3]]}}, "got -1"),
+        ({"spans": {"a": [[1], [7], [2], [3]]}}, "'a'.*clean.*to 6; got 7"),
         (
             {"spans": {"a": [[1]] * 4}, "corrupted_spans": {"b": [[1]] * 4}},
             r"\['a'\] and \['b'\]",
@@ -202,6 +213,6 @@ def test_the_answers_of_padded_texts_are_read_at_their_ends(model, tokens, corru
     clean, mask = padded(tokens, 2, "right")
     other, _ = padded(corrupted, 2, "right")
     pairs = Pairs(clean, other, torch.tensor([[1, 2]] * 4), mask)
-    found = measure(pairs.metric(), model(clean, attention_mask=mask), mask)
+    found = measure(pairs.metric, model(clean, attention_mask=mask), mask)
     alone = model(tokens)[:, -1]
     torch.testing.assert_close(found, alone[:, 1] - alone[:, 2])

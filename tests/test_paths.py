@@ -25,6 +25,9 @@ def answer(logits):
 answer.last = 1
 
 
+PAIRS = Pairs(CLEAN, OTHER, metric=answer)
+
+
 def close(found, expected):
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
@@ -32,10 +35,10 @@ def close(found, expected):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_edge_is_a_run_with_this_edge_alone(form):
-    model, pairs = made(**FORMS[form]), Pairs(CLEAN, OTHER, attention_mask=LEFT)
+    model, pairs = made(**FORMS[form]), Pairs(CLEAN, OTHER, attention_mask=LEFT, metric=answer)
     nodes = graph.Graph(model)
     edges = [edge for edge in EDGES.values() if "m" not in edge or FORMS[form].get("mlp") != "none"]
-    found = edge_patching(model, pairs, metric=answer, edges=edges)
+    found = edge_patching(model, pairs, edges)
     base, _ = slow_run(model, CLEAN, real=LEFT)
     target, source = slow_run(model, OTHER, real=LEFT)
     assert found.axes == ("edge", "example")
@@ -52,11 +55,11 @@ def test_each_edge_is_a_run_with_this_edge_alone(form):
 
 def test_all_edges_in_either_direction_and_in_little_memory():
     model = made(n_layers=2, n_heads=2, n_kv_heads=1)
-    found = edge_patching(model, CLEAN, OTHER, answer)
+    found = edge_patching(model, PAIRS)
     assert found.labels["edge"] == graph.Graph(model).edges
-    small = edge_patching(model, CLEAN, OTHER, answer, max_bytes=200_000)
+    small = edge_patching(model, PAIRS, max_bytes=200_000)
     torch.testing.assert_close(small.values, found.values)
-    back = edge_patching(model, OTHER, CLEAN, answer, direction="denoising")
+    back = edge_patching(model, Pairs(OTHER, CLEAN, metric=answer), direction="denoising")
     torch.testing.assert_close(back.values, found.values)
 
 
@@ -118,20 +121,28 @@ def test_paths_are_two_runs_with_hooks(form, receivers, mlps):
     model = made(**FORMS[form], n_layers=2)
     senders = ["input"] if receivers[0] == "m0" else ["input", "a0.h1", "m0"]
     senders += ["a0.bias"] if form != "pre" and "m0" not in receivers else []
-    found = path_patching(model, CLEAN, OTHER, answer, receivers, senders, mlps=mlps)
+    found = path_patching(model, PAIRS, receivers, senders, mlps=mlps)
     for sender, effect in zip(senders, found.values, strict=True):
         close(effect, answer(two_runs(model, sender, receivers, mlps)) - answer(model(CLEAN)))
 
 
+def test_one_name_stands_for_itself():
+    model, edge = made(n_layers=1), "input->m0"
+    one, several = (edge_patching(model, PAIRS, edges) for edges in (edge, [edge]))
+    assert torch.equal(one.values, several.values)
+    one, several = (path_patching(model, PAIRS, *n) for n in (("m0", "input"), (["m0"], ["input"])))
+    assert torch.equal(one.values, several.values)
+
+
 def test_senders_are_by_default_all_before_a_receiver():
-    found = path_patching(made(), CLEAN, OTHER, answer, ["m0", "a1.h0<q>"])
+    found = path_patching(made(), PAIRS, ["m0", "a1.h0<q>"])
     assert found.labels["sender"] == ("input", *(f"a0.h{h}" for h in range(6)), "m0")
 
 
 def test_frozen_paths_are_edges_unless_a_receiver_is_upstream_of_another():
     model, nodes = made(), graph.Graph(made())
     for receivers, agree in ((["a1.h0<q>", "a1.h2<v>"], True), (["a1.h0<q>", "a2.h2<v>"], False)):
-        found = path_patching(model, CLEAN, OTHER, answer, receivers, ["input"], mlps="frozen")
+        found = path_patching(model, PAIRS, receivers, ["input"], mlps="frozen")
         removed = {f"input->{receiver}" for receiver in receivers}
         logits = run_circuit(
             model, Pairs(CLEAN, OTHER), [e for e in nodes.edges if e not in removed]
@@ -143,20 +154,21 @@ def test_frozen_paths_are_edges_unless_a_receiver_is_upstream_of_another():
 def test_what_does_not_fit_is_refused(unchecked):
     model = made()
     shifted = torch.cat([OTHER[:, :1], OTHER], 1)
-    apart = Pairs(CLEAN, shifted, spans={"a": [[3]] * 5})
+    apart = Pairs(CLEAN, shifted, spans={"a": [[3]] * 5}, metric=answer)
     for error, call in (
-        ("a1.h3<q>", lambda: edge_patching(model, CLEAN, OTHER, answer, ["input->a1.h7<q>"])),
-        ("later", lambda: edge_patching(model, CLEAN, OTHER, answer, ["m1->a1.h0<q>"])),
-        ("at least one", lambda: edge_patching(model, CLEAN, OTHER, answer, [])),
-        ("metric", lambda: edge_patching(model, CLEAN, OTHER, edges=["input->logits"])),
-        ("a2.h1", lambda: path_patching(model, CLEAN, OTHER, answer, ["a2.h1q"])),
-        ("writer|sender", lambda: path_patching(model, CLEAN, OTHER, answer, senders=["a9.h1"])),
-        ("before", lambda: path_patching(model, CLEAN, OTHER, answer, ["m1"], ["m1"])),
-        ("alone", lambda: path_patching(model, CLEAN, OTHER, answer, ["m1", "logits"])),
-        ("correspond", lambda: path_patching(model, apart, metric=answer)),
-        ("mlps", lambda: path_patching(model, CLEAN, OTHER, answer, mlps="kept")),
+        ("a1.h3<q>", lambda: edge_patching(model, PAIRS, ["input->a1.h7<q>"])),
+        ("later", lambda: edge_patching(model, PAIRS, ["m1->a1.h0<q>"])),
+        ("at least one", lambda: edge_patching(model, PAIRS, [])),
+        ("must be names.*Pairs", lambda: edge_patching(model, PAIRS, answer)),
+        ("must be names.*Pairs", lambda: path_patching(model, PAIRS, answer)),
+        ("a2.h1", lambda: path_patching(model, PAIRS, ["a2.h1q"])),
+        ("writer|sender", lambda: path_patching(model, PAIRS, senders=["a9.h1"])),
+        ("before", lambda: path_patching(model, PAIRS, ["m1"], ["m1"])),
+        ("alone", lambda: path_patching(model, PAIRS, ["m1", "logits"])),
+        ("correspond", lambda: path_patching(model, apart)),
+        ("mlps", lambda: path_patching(model, PAIRS, mlps="kept")),
     ):  # fmt: skip
-        with pytest.raises((ValueError, UnknownNameError), match=error):
+        with pytest.raises((ValueError, TypeError, UnknownNameError), match=error):
             call()
     with HookedRunner(model).hooks({"*.z": lambda z, point: z}), pytest.raises(HookError):
-        path_patching(model, CLEAN, OTHER, answer)
+        path_patching(model, PAIRS)

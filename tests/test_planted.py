@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from interp import (
+    Pairs,
     activation_patching,
     edits,
     head_scores,
@@ -82,9 +83,9 @@ def test_patching_names_the_planted_places_and_no_other(planted, changed, places
     pos, token = changed
     corrupted = TEXTS.clone()
     corrupted[:, pos] = token
-    metric = logit_diff(B, C if token == C else W)
+    pairs = Pairs(TEXTS, corrupted, metric=logit_diff(B, C if token == C else W))
     for site in ("resid_pre", "attn_out", "z", "q", "k", "v", "scores", "pattern"):
-        share = activation_patching(planted, TEXTS, corrupted, metric, site).normalized().mean()
+        share = activation_patching(planted, pairs, site).normalized().mean()
         expected = torch.zeros_like(share)
         for layer, place in places.get(site, NOTHING):
             expected[layer, place] = 1
@@ -100,7 +101,7 @@ def test_detectors_and_ablation_name_the_planted_heads(planted):
         return next_token_loss(logits, tokens)[:, 5:].mean(1)
 
     ablation = edits.mean(cache)
-    found = activation_patching(planted, tokens, metric=second_copy, site="z", edit=ablation)
+    found = activation_patching(planted, Pairs(tokens, metric=second_copy), "z", edit=ablation)
     hurt = (found.mean() > 1e-6).nonzero().tolist()
     assert hurt == [[*PREVIOUS], [*INDUCTION]]
 
@@ -115,7 +116,7 @@ def test_ablation_of_induction_heads_costs_the_bundled_model_most():
         return next_token_loss(logits, tokens)[:, period - 1 :].mean(1)
 
     ablation = edits.mean(cache)
-    found = activation_patching(model, tokens, metric=second_copy, site="z", edit=ablation)
+    found = activation_patching(model, Pairs(tokens, metric=second_copy), "z", edit=ablation)
     scores = head_scores(model, cache, tokens, "induction").mean().flatten()
     ranked = [divmod(n, 4) for n in scores.argsort(descending=True)[:3].tolist()]
     first = divmod(int(head_scores(model, cache).mean().argmax()), 4)

@@ -1,12 +1,15 @@
 """The README's code runs, its table of points is the generated one; and the examples run."""
 
+import contextlib
 import random
 import re
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,27 +64,39 @@ def test_the_table_of_points_is_the_generated_one():
 @pytest.fixture
 def printed(monkeypatch, capsys, tmp_path):
     """What an example prints, which writes its figures to `tmp_path`."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "examples")
 
-    def run(name):
-        monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path)])
-        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    def run(name, *options):
+        assert import_module(name).main([*options, "--out", str(tmp_path)]) == 0
         return capsys.readouterr().out
 
     return run
 
 
+@pytest.mark.parametrize("name", ["patching", "attribution", "reading", "induction_circuit", "ioi"])
+def test_a_wrong_option_is_one_line(name, printed, capsys):
+    example = import_module(name)
+    for options in (["--out", __file__], ["--no-such-option"]):
+        with contextlib.suppress(SystemExit):
+            assert example.main(options) == 1
+        assert re.fullmatch("error: .*\n", capsys.readouterr().err)
+
+
 def test_the_patching_example(printed, tmp_path):
-    lines = printed("patching.py").splitlines()
-    clean, corrupted, restored = (float(line.rpartition(" ")[2]) for line in lines[:3])
+    out = printed("patching")
+    numbers = re.findall(r"^(?:clean|corrupted).*: (-?[\d.]+)$", out, re.MULTILINE)
+    clean, corrupted, restored = map(float, numbers)
     assert clean > 1 > -1 > corrupted
     assert abs(restored - clean) < 1e-3
+    assert "layer 0, pos 17 '1'  +1\n" in out
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{site}.png" for site in ("resid_pre", "attn_out", "mlp_out", "z")
     }
 
 
 def test_the_attribution_example(printed, tmp_path):
-    out = printed("attribution.py")
+    out = printed("attribution")
     assert "8 of 8 solved" in out
     ranks = [float(rank) for rank in re.findall(r"rank correlation (\S+),", out)]
     shares = [int(share) for share in re.findall(r"effects are (\d+)%", out)]
@@ -96,7 +111,7 @@ def test_the_attribution_example(printed, tmp_path):
 
 
 def test_the_reading_example(printed, tmp_path):
-    out = printed("reading.py")
+    out = printed("reading")
     assert "in 8 of 8 texts" in out
     best = re.findall(r"^(\w+), in .*\nlayer (\d), head (\d) +\+(\S+)", out, re.MULTILINE)
     heads = {kind: (int(layer), int(head)) for kind, layer, head, _ in best}
@@ -111,13 +126,8 @@ def test_the_reading_example(printed, tmp_path):
     assert {path.stem for path in tmp_path.iterdir()} >= {"parts", "streams", "text"}
 
 
-def test_the_circuit_example(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    import induction_circuit
-
-    assert induction_circuit.main(["--pairs", "16", "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+def test_the_circuit_example(printed, tmp_path):
+    out = printed("induction_circuit", "--pairs", "16")
     assert "16 of 16 solved" in out
     own, random = (
         float(re.search(rf"circuit {kind} +(\S+)", out)[1]) for kind in ("circuit", "random")
@@ -130,17 +140,12 @@ def test_the_circuit_example(monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture
-def ioi(monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    import ioi
-
-    return ioi
+def ioi(printed):
+    return import_module("ioi")
 
 
-def test_the_ioi_example_finds_what_copies_a_digit(ioi, tmp_path, capsys):
-    assert ioi.main(["--pairs", "3", "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+def test_the_ioi_example_finds_what_copies_a_digit(ioi, printed, tmp_path, capsys):
+    out = printed("ioi", "--pairs", "3")
     assert "3 of 3 solved" in out
     found = re.findall(r"^(\w+): .*\n(.*?) +([+-]\S+)", out, re.MULTILINE)
     best, effect = ({name: kind[n] for name, *kind in found} for n in range(2))
@@ -153,7 +158,7 @@ def test_the_ioi_example_finds_what_copies_a_digit(ioi, tmp_path, capsys):
     assert best["resid_pre"] == "layer 0, span digit"
     assert best["attn_out"] == "layer 3, span end"
     assert best["z"] == best["v"] != best["pattern"]
-    for arguments in (["--pairs", "1"], ["--out", __file__], ["--model", str(tmp_path / "no")]):
+    for arguments in (["--pairs", "1"], ["--model", str(tmp_path / "no")]):
         assert ioi.main(arguments) == 1
         assert capsys.readouterr().err.count("\n") == 1
 
@@ -173,7 +178,6 @@ def test_indirect_objects_are_pairs_of_names_of_one_token(ioi):
     tokenizer = models.tokenizer.SubwordTokenizer(words)
     prompts = ioi.names(tokenizer, 11, random.Random(3))
     pairs = ioi.paired(tokenizer, prompts, ("IO", "S1", "S2", "end"))
-    assert pairs.aligned
     orders = set()
     for row, prompt in enumerate(prompts):
         at = {name: int(columns[row, 0]) for name, columns in pairs.spans.items()}
@@ -194,14 +198,11 @@ def test_indirect_objects_are_pairs_of_names_of_one_token(ioi):
     assert orders == {True, False}
 
 
-def test_the_worked_numbers_of_the_handout(tmp_path):
+def test_the_worked_numbers_of_the_handout(printed, tmp_path):
     """By hand, with a = e^(1/√2): the weights of row 0 are a, a and 1 in parts of 2 a + 1."""
-    pytest.importorskip("matplotlib")
-    script = [sys.executable, "examples/handout.py", "--out", str(tmp_path)]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
-    texts = done.stdout.split("--- causal mask ---")
+    texts = printed("handout").split("--- causal mask ---")
+    names = {f"{name}.png" for name in ("attention", "cost", "positions", "temperature")}
+    assert {path.name for path in tmp_path.iterdir()} == names
     whole, causal = ([" ".join(line.split()) for line in text.splitlines()] for text in texts)
     shared = [
         "1.0000 2.0000 1.0000",
@@ -215,6 +216,23 @@ def test_the_worked_numbers_of_the_handout(tmp_path):
     assert {*shared, *masked} <= set(causal)
 
 
+def test_the_curves_of_the_handout(printed):
+    handout, pyplot = import_module("handout"), pytest.importorskip("matplotlib.figure")
+    lines = {}
+    for draw in (handout.cost, handout.positions, handout.temperature):
+        axes = pyplot.Figure().subplots()
+        draw(axes)
+        labelled = [line for line in axes.lines if not line.get_label().startswith("_")]
+        lines |= {line.get_label(): np.asarray(line.get_data()) for line in labelled}
+    for tau in (0.5, 1, 2):
+        gap, share = lines[f"$\\tau$ = {tau:g}"]
+        np.testing.assert_allclose(share, 1 / (1 + np.exp(-gap / tau)), atol=1e-6)
+    pos, wave = lines["i = 8: 63 positions a wave"]
+    np.testing.assert_allclose(wave, np.sin(pos / 10), atol=1e-5)  # 10,000 ** (16 / 64)
+    rnn, attention = lines["RNN: $T d^2$"][1], lines["self-attention: $T^2 d$"][1]
+    assert (rnn[-1], attention[-1]) == (2048 * 256**2, 2048**2 * 256)
+
+
 def test_the_training_example_takes_a_step(tmp_path):
     script = [
         sys.executable,
@@ -225,6 +243,6 @@ def test_the_training_example_takes_a_step(tmp_path):
         str(tmp_path / "m"),
     ]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert "step 1: validation" in done.stdout, done.stderr[-2000:]
+    assert "step 1 of 1: validation" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 1
     assert "the model must copy in context; it does not after 1 steps" in done.stderr

@@ -154,7 +154,7 @@ QK_NORM |= dict(mlp_bias=False, activation="gelu", dropout=0.0, tied_unembed=Tru
 HANDOUT = BARE | PRE | dict(positions="sinusoidal", activation="gelu", mlp_bias=True, unembed_bias=True)
 HANDOUT |= dict(dropout=0.0, tied_unembed=False, final_norm=False)
 COMPONENTS = dict(n_ctx=256, d_model=512, n_heads=8, n_layers=6, d_mlp=2048, dropout=0.1, dropout_place="hidden", activation="gelu")
-COMPONENTS |= dict(norm="rmsnorm", norm_eps=1e-6, embed_norm=True, norm_place="pre", tied_unembed=True)
+COMPONENTS |= dict(norm="rmsnorm", norm_eps=1e-6, embed_norm=True, norm_place="pre", tied_unembed=True, init="normal")
 SVD = BARE | PRE | dict(positions="learned", activation="gelu", tied_unembed=False, unembed_bias=False, n_heads=1)
 DOCUMENTS = {
     **dict.fromkeys(COUNTS, GPT2),

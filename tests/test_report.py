@@ -305,4 +305,5 @@ def test_the_page_answers_the_pointer_in_a_browser(pattern, page, tmp_path):
         share = patches["mlp_out"]["share"][layer][5] / values["limit"]
         assert seen["paint"][layer] == mixed(page, "less" if share < 0 else "more", abs(share))
     assert seen["paint"][2] == mixed(page, "weight", weights[7, 2].item())
+    assert seen["red"] == [[], [0, 18, 22]]
     assert seen["sideways"] is False

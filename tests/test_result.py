@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hooks import CacheError, UnknownNameError
+from hooks import UnknownNameError
 from interp import Result
+from interp.results import intervals
 
 LAYERS, HEADS, EXAMPLES = [4, 5, 7], 2, 13
 
@@ -29,68 +30,71 @@ def result():
     )
 
 
-def drawn_by_numpy(values, gap, confidence):
-    """Percentiles of the means, or of ratios of means, of examples drawn with replacement."""
-    rows = np.random.default_rng(3).integers(len(values), size=(20_000, len(values)))
-    means = values[rows].mean(1) / (1 if gap is None else gap[rows].mean(1))
-    return np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-
-
 @pytest.mark.parametrize("normal", [False, True])
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
-def test_means_and_intervals(result, normal, confidence, monkeypatch):
-    monkeypatch.setattr(
-        "interp.results.bootstrap._MEANS_AT_ONCE", 50_000
-    )  # so that places are in parts
-    given = result.normalized() if normal else result
-    values = result.values.double().numpy()
-    gap = (result.target - result.base).double().numpy() if normal else None
-    expected = values.mean(-1) / (gap.mean() if normal else 1)
-    np.testing.assert_allclose(given.mean(), expected, rtol=1e-5)
-    low, high = given.interval(confidence, n=20_000)
-    assert low.shape == high.shape == (3, 2)
-    for layer, head in ((0, 1), (2, 0)):
-        ends = drawn_by_numpy(values[layer, head], gap, confidence)
-        found = [low[layer, head], high[layer, head]]
-        np.testing.assert_allclose(found, ends, atol=0.03 * (ends[1] - ends[0]))
+def test_ends_solve_fiellers_equation(result, normal, confidence):
+    """With the quantiles and the skewness of SciPy. Where the gap is 1, the equation is Student's."""
+    stats = pytest.importorskip("scipy.stats", reason="an independent distribution of t")
+    measured = result.normalized() if normal else result
+    gap = (result.target - result.base).double().numpy() if normal else np.ones(EXAMPLES)
+    ends = measured.interval(confidence)
+    assert ends.low.shape == ends.high.shape == (3, 2)
+    for at in ((0, 1), (2, 0)):
+        x = result.values[at].double().numpy()
+        share = x.mean() / gap.mean()
+        assert measured.mean()[at] == pytest.approx(share, rel=1e-5)
+        tail = stats.skew(x - share * gap) * 2.5 / math.sqrt(EXAMPLES - 2)
+        for end, sign in zip(ends, (-1, 1), strict=True):
+            rest = x - end[at].item() * gap
+            apart = rest.mean() / stats.sem(rest)
+            t = stats.t.ppf((1 + confidence) / 2, EXAMPLES - 1) * (1 + max(0, sign * tail))
+            assert apart == pytest.approx(-sign * t, rel=1e-4)
 
 
-@pytest.mark.parametrize("normal", [False, True])
-def test_intervals_equal_those_of_scipy(result, normal):
-    stats = pytest.importorskip("scipy.stats", reason="an independent bootstrap")
-    values, gap = result.values[1, 1].numpy(), (result.target - result.base).numpy()
-
-    def ratio(x, y, axis):
-        return x.mean(axis) / (y.mean(axis) if normal else 1)
-
-    found = stats.bootstrap(
-        (values, gap), ratio, paired=True, n_resamples=20_000, method="percentile", rng=5
-    ).confidence_interval
-    low, high = (result.normalized() if normal else result).interval(n=20_000)
-    ends = [low[1, 1], high[1, 1]]
-    np.testing.assert_allclose(ends, [found.low, found.high], atol=0.03 * (found.high - found.low))
+def test_three_examples_by_hand():
+    """Without skewness: mean 2, standard error 1 / √3, t = 4.3027."""
+    low, high = Result(torch.tensor([[3.0, 1.0, 2.0]]), ("head", "example")).interval()
+    assert (low.item(), high.item()) == pytest.approx((2 - 2.4842, 2 + 2.4842), abs=1e-4)
 
 
-def test_draws_follow_from_the_seed_alone(result):
-    before = torch.get_rng_state()
-    first, again, other = (result.interval(seed=seed).low for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("n", [3, 4, 5, 8, 20])
+@pytest.mark.parametrize("kind", ["normal", "log-normal"])
+def test_intervals_cover_as_often_as_they_say(n, kind):
+    """Of means, and of ratios with gaps that differ by 30 or 50%."""
+    z, w = torch.randn(2, 40_000, n, dtype=torch.float64)
+    least, most = (0.93, 0.97) if kind == "normal" else (0.88, 1)
+    noise, gaps = (z, 1 + 0.3 * w) if kind == "normal" else (z.exp() - math.exp(0.5), (w / 2).exp())
+    for effects, gap, truth in ((noise, None, 0), (0.4 * gaps + noise / 2, gaps, 0.4)):
+        if n == 3 and gap is not None:
+            continue
+        low, high = intervals.interval(effects, gap)
+        assert least <= ((low <= truth) & (truth <= high)).double().mean() <= most
 
 
-def test_one_example_has_no_interval(result):
-    assert all(end.isnan().all() for end in result.select(example=3).interval())
-    assert math.isnan(result.select(example=3).top(1)[0].low)
+def test_too_few_examples_have_no_interval(result):
+    for n, normal in ((1, False), (2, False), (3, True)):
+        few = result.select(example=list(range(n)))
+        few = few.normalized() if normal else few
+        assert all(end.isnan().all() for end in few.interval())
+        assert math.isnan(few.top(1)[0].low)
+    assert not result.select(example=[0, 1, 2]).interval().low.isnan().any()
+    assert not result.normalized().select(example=[0, 1, 2, 3]).interval().low.isnan().any()
+
+
+def test_a_ratio_over_an_uncertain_gap_has_no_bound():
+    values, base = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.zeros(4)
+    target = torch.tensor([5.0, -4.0, 6.0, -3.0])
+    low, high = Result(values, ("head", "example"), base, target).normalized().interval()
+    assert (low.item(), high.item()) == (-math.inf, math.inf)
 
 
 def test_shares_of_each_example(result):
     shares = result.normalized(per_example=True)
     torch.testing.assert_close(shares.values, result.values / (result.target - result.base))
-    again = shares.normalized()
-    torch.testing.assert_close(again.mean(), shares.values.mean(-1))
+    for again in (shares.normalized(), result.normalized().normalized(per_example=True)):
+        torch.testing.assert_close(again.values, shares.values)
     twice = result.normalized().normalized()
-    assert torch.equal(twice.mean(), result.normalized().mean())
+    torch.testing.assert_close(twice.values, result.normalized().values)
 
 
 def test_nothing_is_divided_where_base_and_target_agree(result):
@@ -127,11 +131,22 @@ def test_parts_by_label(result):
     assert torch.equal(part.values, result.values[2].flip(0))
     assert part.labels["head"] == (1, 0)
     assert part.about["layer"] == 7
-    few = result.normalized().select(example=[5, 1], layer=[5])
-    expected = result.values[1:2, :, [5, 1]].mean(-1) / (result.target - result.base)[[5, 1]].mean()
-    torch.testing.assert_close(few.mean(), expected)
+    few = result.select(example=[5, 1], layer=[5])
+    assert torch.equal(few.values, result.values[1:2, :, [5, 1]])
     assert torch.equal(few.base, result.base[[5, 1]])
     assert few.labels["layer"] == (5,)
+
+
+def test_shares_are_of_the_mean_difference_of_the_examples_that_are_there(result):
+    for rows in (list(range(EXAMPLES)), [5, 1, 9, 2]):
+        few = result.normalized().select(example=rows)
+        gap = (result.target - result.base)[rows]
+        torch.testing.assert_close(few.values, result.values[..., rows] / gap.mean())
+        torch.testing.assert_close(few.target - few.base, gap / gap.mean())
+        for end, same in zip(
+            few.interval(), result.select(example=rows).normalized().interval(), strict=True
+        ):
+            torch.testing.assert_close(end, same)
 
 
 def test_the_top_places_are_largest_in_absolute_value(result):
@@ -176,7 +191,17 @@ def test_plots(result):
     pytest.importorskip("matplotlib", reason="needs the extra report")
     axes, bar = result.plot().axes
     np.testing.assert_allclose(axes.images[0].get_array(), result.mean())
-    assert -axes.images[0].norm.vmin == axes.images[0].norm.vmax == result.mean().abs().max()
+    # Colours reach the difference of the runs, and have no range below 0 for what is never below.
+    whole = (result.target - result.base).mean().abs()
+    tiny = dataclasses.replace(result, values=result.values * 1e-3)
+    shares = dataclasses.replace(result.normalized(), values=result.values.abs() * 1e-3)
+    for drawn, low, high in (
+        *((result, -1, max(whole, result.mean().abs().max())), (tiny, -1, whole)),
+        (tiny.normalized(), -1, 1),
+        *((shares, 0, 1), (Result(shares.values, result.axes), 0, shares.values.mean(-1).max())),
+    ):
+        norm = drawn.plot().axes[0].images[0].norm
+        assert (norm.vmin, norm.vmax) == pytest.approx((low * float(high), float(high)))
     assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == (
         *("head", "layer"),
         "mean (logits)",
@@ -220,28 +245,12 @@ def test_saved_and_loaded(result, tmp_path, normal):
     given = result.normalized() if normal else dataclasses.replace(result, target=None)
     given.save(tmp_path / "r.safetensors")
     found = Result.load(tmp_path / "r.safetensors")
-    for name in ("values", "base", "target", "gap"):
+    for name in ("values", "base", "target"):
         one, two = getattr(given, name), getattr(found, name)
         assert (one is two is None) or torch.equal(one, two)
-    for name in ("axes", "labels", "unit", "about"):
+    for name in ("axes", "labels", "unit", "about", "is_ratio"):
         assert getattr(given, name) == getattr(found, name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]
-
-
-def test_files_that_are_no_results(result, tmp_path, runner, tokens):
-    path = tmp_path / "r"
-    result.save(path)
-    before = path.read_bytes()
-    with pytest.raises(TypeError):
-        dataclasses.replace(result, about={"site": object()}).save(path)
-    assert path.read_bytes() == before
-    path.write_bytes(before[:-7])
-    for other in (path, tmp_path / "cache"):
-        runner.capture(tokens, names="embed").save(tmp_path / "cache")
-        with pytest.raises(CacheError, match="result"):
-            Result.load(other)
-    with pytest.raises(FileNotFoundError):
-        Result.load(tmp_path / "absent")
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -253,7 +262,7 @@ def test_files_that_are_no_results(result, tmp_path, runner, tokens):
         (lambda r: {"axes": ("head", "head", "example")}, "head"),
         (lambda r: {"base": r.base[:5]}, r"base.*\[13\].*\[5\]"),
         (lambda r: {"target": r.base.mean()}, r"target.*\[\]"),
-        (lambda r: {"gap": r.base[:5]}, "gap"),
+        (lambda r: {"base": None, "is_ratio": True}, "base"),
         (lambda r: {"labels": {"layer": [1, 2]}}, "2 for 'layer'"),
         (lambda r: {"labels": {"pos": [1, 2]}}, "2 for 'pos'"),
         (lambda r: {"labels": {"head": [(0, 1), (2, 3)]}}, r"numbers or text.*\(0, 1\)"),

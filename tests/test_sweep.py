@@ -90,11 +90,12 @@ EVERY = slice(None)
 def test_patching_every_site_equals_whole_runs(form, mask):
     model, mask = variant(form), MASKS[mask]
     clean, corrupted = some_tokens(1), some_tokens(2)
+    pairs = draw_pairs(attention_mask=mask)
     _, cache = HookedRunner(model).run_with_cache(clean, **masked(mask))
     base, target = (brute(model, text, [], mask) for text in (corrupted, clean))
     streams, inside = sites_of(model)
     for site in streams + inside:
-        found = activation_patching(model, clean, corrupted, METRIC, site, attention_mask=mask)
+        found = activation_patching(model, pairs, site)
         axis = "pos" if site in streams else "head"
         assert found.axes == ("layer", axis, "example")
         close(found.base, base)
@@ -201,9 +202,7 @@ def test_any_axes_in_both_directions(site, over, options, index):
         if direction == "noising":
             source, tokens = tokens, source
         _, cache = HookedRunner(model).run_with_cache(source)
-        found = activation_patching(
-            model, pairs, None, None, site, over, direction=direction, **options
-        )
+        found = activation_patching(model, pairs, site, over, direction=direction, **options)
         assert (found.axes, found.about["direction"]) == ((*over, "example"), direction)
         close(found.target, brute(model, source, []))
         layers = options.get("layers", range(2))
@@ -232,7 +231,7 @@ def test_ablation_of_each_head_is_the_same_sweep():
     model, tokens = variant("like llama"), some_tokens(3)
     _, cache = HookedRunner(model).run_with_cache(some_tokens(4))
     ablation = edits.mean(cache)
-    found = activation_patching(model, tokens, metric=METRIC, site="z", edit=ablation)
+    found = activation_patching(model, Pairs(tokens, metric=METRIC), "z", edit=ablation)
     assert found.target is None
     assert "mean" in found.about["edit"]
     for layer, head in itertools.product(range(2), range(6)):
@@ -522,6 +521,7 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (UnknownNameError, "mlp_out", {"site": "mlp_out", "form": "attention only"}),
         (ValueError, r"\[0, 1\].*\[2\]", {"layers": [2]}),
         (ValueError, r"heads.*\[6\]", {"site": "z", "heads": [6]}),
+        (ValueError, r"layers.*\[2\]", {"layers": 2}),
         (ValueError, "neurons.*0", {"site": "mlp.post", "over": ("neuron",), "neurons": 0}),
         (ValueError, "pos.*'head'", {"over": ("layer", "head")}),
         (ValueError, "different", {"over": ("layer", "layer")}),
@@ -530,27 +530,24 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (ValueError, "heads=", {"site": "z", "over": ("layer", "pos"), "heads": [3]}),
         (ValueError, "neurons=", {"neurons": 4}),
         (ValueError, "direction.*'up'", {"direction": "up"}),
-        (ValueError, "exact.*'no'", {"exact": "no"}),
-        (ValueError, "same shape", {"corrupted": some_tokens(2, (BATCH, POS - 1))}),
         (ValueError, "corrupted", {"corrupted": None}),
-        (ValueError, "metric", {"metric": None}),
         (ValueError, "NaN", {"metric": lambda logits: logits[:, -1, 0] / 0 * 0}),
         (ValueError, r"\[5\].*\[2\]", {"metric": lambda logits: logits[:2, -1, 0]}),
-        (ValueError, "clean run alone", {"edit": edits.zero()}),
-        (
-            ValueError,
-            "clean run alone",
-            {"edit": edits.zero(), "corrupted": None, "direction": "noising"},
-        ),
-        (EditError, "pos", {"corrupted": None, "edit": edits.zero(pos=7), "over": ("layer",)}),
-        (EditError, "size 5", {"corrupted": None, "edit": edits.replace(torch.zeros(4, POS, 10))}),
+        (ValueError, "clean run.*'noising'", {"edit": edits.zero(), "direction": "noising"}),
+        (TypeError, "edit must.*sweep", {"edit": lambda value, point: value}),
+        (TypeError, "site must.*Pairs", {"site": METRIC}),
+        (TypeError, "got Tensor", {"pairs": CLEAN}),
+        (TypeError, "runner.model", {"model": HookedRunner(variant("pre"))}),
+        (EditError, "pos", {"edit": edits.zero(pos=7), "over": ("layer",)}),
+        (EditError, "size 5", {"edit": edits.replace(torch.zeros(4, POS, 10))}),
     ],
 )
 def test_bad_input_is_refused(error, match, options):
     model = variant(options.pop("form", "pre"))
-    given = {"corrupted": CORRUPTED, "metric": METRIC} | options
+    texts = CLEAN, options.pop("corrupted", CORRUPTED)
+    given = {"model": model, "pairs": Pairs(*texts, metric=options.pop("metric", METRIC))}
     with pytest.raises(error, match=match):
-        activation_patching(model, CLEAN, **given)
+        activation_patching(**given | options)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -566,6 +563,8 @@ def test_sweeps_refuse_what_gives_no_number():
         sweep(model, tokens, HEADS_OFF, "logit_diff")
     with pytest.raises(ValueError, match="at least one edit"):
         sweep(model, tokens, [], METRIC)
+    with pytest.raises(ValueError, match="exact.*'no'"):
+        sweep(model, tokens, [{}], METRIC, exact="no")
     with pytest.raises(ModeError):
         sweep(model.train(), tokens, [{"embed": edits.zero()}], METRIC)
     model.unused = HookPoint("batch")

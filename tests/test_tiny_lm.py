@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 from functools import partial
@@ -105,10 +106,42 @@ def test_it_writes_a_model_a_log_samples_and_figures(call, tmp_path, text, monke
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses, validation = drawn["loss_figure"]
     assert list(losses) == [line["loss"] for line in lines]
-    assert validation == {step: lines[step - 1]["validation_loss"] for step in (2, 4)}
+    found = {step: evaluation.nats for step, evaluation in validation.items()}
+    assert found == {step: lines[step - 1]["validation_loss"] for step in (2, 4)}
     # The held-out tenth begins after 502 of 558 characters.
-    assert drawn["attention_figure"][2] == text.read_text()[502:518]
+    assert tokenizer.decode(drawn["attention_figure"][2]) == text.read_text()[502:518]
     assert f"step 4: validation {lines[3]['validation_loss']:.4f} nats" in shown
+
+
+def gpt2_files(directory):
+    """GPT-2's two files, of its bytes and one merge."""
+    signs = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel.alphabet()
+    pieces = [*sorted(signs), "be", "<|endoftext|>"]
+    directory.mkdir()
+    encoder = {piece: token for token, piece in enumerate(pieces)}
+    (directory / "encoder.json").write_text(json.dumps(encoder))
+    (directory / "vocab.bpe").write_text("#version: 0.2\nb e\n")
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["bytes", "gpt2"])
+def test_tokens_may_be_bytes_or_those_of_a_directory(call, tmp_path, text, kind):
+    pytest.importorskip("tokenizers")
+    written = "to be or nöt to be,\n床 is the question\n" * 20
+    text.write_text(written, encoding="utf-8")
+    where = "bytes" if kind == "bytes" else str(gpt2_files(tmp_path / "gpt2"))
+    status, shown, complaints = call("--tokens", where, "--length", "6")
+    assert (status, complaints) == (0, "")
+    out = tmp_path / "out"
+    tokenizer, size = load_tokenizer(out), {"bytes": 256, "gpt2": 258}[kind]
+    assert load(out).config.vocab_size == tokenizer.vocab_size == size
+    tokens = tokenizer.encode(written)
+    assert len(tokens) == len(written.encode()) - (40 if kind == "gpt2" else 0)
+    held_out = tokens[round(0.9 * len(tokens)) :]
+    length = len(tokenizer.decode(held_out)) / len(held_out)
+    nats, bits = map(float, re.findall(r"step 4: .* ([\d.]+) nats .* ([\d.]+) bits", shown)[0])
+    assert bits == pytest.approx(nats / math.log(2) / length, rel=2e-2)
+    assert (out / "samples.txt").read_text(encoding="utf-8").startswith("--- greedy ---\n\n")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +228,7 @@ REFUSED = [
     (tiny_lm, ["--resume"], "checkpoint.pt"),
     (tiny_lm, ["--out", __file__], f"--out must be a directory; got the file {__file__}"),
     (tiny_lm, ["--out", str(EXAMPLES.parent / "models/bundled/pydoc-4l")], "already has a model"),
+    (tiny_lm, ["--tokens", "/no/such/directory"], "--tokens must be characters, bytes, or"),
     (tiny_lm, ["--prompt", "Ω"], "--prompt: "),
     (tiny_lm, ["--prompt", ""], "--prompt "),
     (tiny_lm, ["--validation-windows", "-1"], "--validation-windows must be at least 1; got -1"),
@@ -234,10 +268,11 @@ def test_matplotlib_is_asked_for_before_the_training(call, tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("steps", [7, 250])
-def test_the_losses_are_drawn(steps):
+@pytest.mark.parametrize(("steps", "length"), [(7, 1.0), (250, 3.5)])
+def test_the_losses_are_drawn(steps, length):
     losses = torch.rand(steps, dtype=torch.float64).add(1).tolist()
-    figure = figures.loss_figure(losses, {3: 1.25, steps: 0.75})
+    found = {3: Evaluation(1.25, length), steps: Evaluation(0.75, length)}
+    figure = figures.loss_figure(losses, found)
     (axes,) = figure.axes
     *training, validation = [line.get_xydata().tolist() for line in axes.lines]
     assert validation == [[3, 1.25], [steps, 0.75]]
@@ -247,9 +282,10 @@ def test_the_losses_are_drawn(steps):
         torch.testing.assert_close(training[1], means)
     figure.draw_without_rendering()
     (bits,) = axes.child_axes
-    assert axes.get_ylabel() == "loss in nats per character"
+    assert axes.get_ylabel() == f"loss in nats per {'character' if length == 1 else 'token'}"
     assert bits.get_ylabel() == "bits per character"
-    assert bits.get_ylim() == pytest.approx([limit / math.log(2) for limit in axes.get_ylim()])
+    bounds = [limit / math.log(2) / length for limit in axes.get_ylim()]
+    assert bits.get_ylim() == pytest.approx(bounds)
 
 
 def drawn_at_random(config):
@@ -286,7 +322,7 @@ def test_the_attention_maps_are_the_patterns():
     sizes = {"n_ctx": 13, "n_layers": 2, "n_heads": 3, "d_model": 15}
     model = drawn_at_random(tiny_lm.nano(len(tokenizer.characters)).replace(**sizes))
     patterns = scores_by_hand(model, torch.tensor([tokenizer.encode(text)])).softmax(-1)
-    figure = figures.attention_figure(model, tokenizer, text)
+    figure = figures.attention_figure(model, tokenizer, tokenizer.encode(text))
     *maps, _ = figure.axes
     titles = [f"layer {layer}, head {head}" for layer in range(2) for head in range(3)]
     for axes, pattern, title in zip(maps, patterns.flatten(0, 1), titles, strict=True):
@@ -303,8 +339,11 @@ def test_what_the_font_lacks_is_labelled_by_its_code_point():
     text = "床a$\n \t$\x00é"
     labels = ["5E8A", "a", "$", "↵", "·", "0009", "$", "0000", "é"]
     assert figures.labels_of(text) == labels
+    assert figures.labels_of([" is", "\t$"]) == ["·is", "0009$"]
     config = TransformerConfig(vocab_size=8, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
-    figure = figures.attention_figure(drawn_at_random(config), CharTokenizer.of(text), text)
+    tokenizer = CharTokenizer.of(text)
+    tokens = tokenizer.encode(text)
+    figure = figures.attention_figure(drawn_at_random(config), tokenizer, tokens)
     # A missing glyph would be a warning, and so an error.
     figure.savefig(io.BytesIO())
 

@@ -1,6 +1,5 @@
 """The private parts of PyTorch: one test for each, named after it. Components have a file of their own."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -86,18 +85,6 @@ def test_has_storage_and_is_unwatched():
     torch.func.vmap(look)(torch.ones(2, 3))
     torch.func.grad(look)(x)
     assert seen == [(True, True), (True, False), (True, False), *[(False, False)] * 3]
-
-
-@pytest.mark.parametrize("biased", [True, False])
-def test_linear_by_onednn(biased, monkeypatch):
-    x, weight, bias = torch.randn(2, 3, 5), torch.randn(7, 5), torch.randn(7) if biased else None
-    exact = np.einsum("bpi,oi->bpo", x.double().numpy(), weight.double().numpy())
-    exact += bias.double().numpy() if biased else 0
-    given = _torch.linear_by_onednn(x, weight, bias)
-    np.testing.assert_allclose(given.numpy(), exact, atol=1e-5)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    without = _torch.linear_by_onednn(x, weight, bias)
-    np.testing.assert_allclose(without.numpy(), exact, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

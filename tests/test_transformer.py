@@ -273,6 +273,23 @@ def test_a_trace_is_the_model(model, tokens):
     assert torch.equal(traced(tokens.flip(0)), model(tokens.flip(0)))
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("tokens", "advice"),
+    [
+        (torch.tensor([1, 2]), "(2,): use tokens[None]"),
+        ([1, 2], "a list: use torch.tensor([tokens])"),
+        ([[1, 2], [3, 4]], "a list: use torch.tensor(tokens)"),
+        (torch.zeros(2, 3), "torch.float32 of shape (2, 3)"),
+        (7, "a int"),
+    ],
+)
+def test_tokens_of_another_form_are_refused_with_what_to_do(tokens, advice):
+    with pytest.raises(ValueError, match=r"\[batch, pos\]; got ") as caught:
+        Transformer(TransformerConfig(**SIZES))(tokens)
+    assert str(caught.value).endswith(advice)
+
+
 # --- how weights start
 
 WIDE = dict(vocab_size=301, n_ctx=203, n_layers=5, n_heads=4, d_model=128, tied_unembed=False)
@@ -291,10 +308,13 @@ def matrices(model):
             yield name, parameter
 
 
-@pytest.mark.parametrize("sizes", [WIDE, GROUPED])
-def test_initialisation_is_gpt2s(sizes):
-    for name, weight in matrices(Transformer(TransformerConfig(**sizes))):
-        expected = 0.02 / math.sqrt(2 * 5) if name.endswith("output.weight") else 0.02
+@pytest.mark.parametrize(
+    ("sizes", "init"), [(WIDE, "gpt2"), (GROUPED, "gpt2"), (GROUPED, "normal")]
+)
+def test_initialisation_is_normal_and_gpt2s_is_smaller_where_the_stream_is_written(sizes, init):
+    for name, weight in matrices(Transformer(TransformerConfig(**sizes, init=init))):
+        scaled = init == "gpt2" and name.endswith("output.weight")
+        expected = 0.02 / math.sqrt(2 * 5) if scaled else 0.02
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
         assert abs(weight.mean().item()) < 4 * expected / math.sqrt(weight.numel()), name
         # Normal, not uniform: a few of so many are beyond three standard deviations.

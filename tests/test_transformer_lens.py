@@ -14,6 +14,7 @@ import torch
 from hooks import HookedRunner
 from interp import (
     FactoredMatrix,
+    Pairs,
     activation_patching,
     attribution_patching,
     composition_scores,
@@ -125,13 +126,14 @@ def test_logits_and_every_value_agree(models):
 def test_patching_agrees_at_every_site(models):
     ours, theirs = models
     clean, corrupted, metric = some_tokens(1), some_tokens(2), logit_diff(3, 11)
+    pairs = Pairs(clean, corrupted, metric=metric)
     _, cache = theirs.run_with_cache(clean, return_cache_object=False)
     base = metric(theirs(corrupted))
     present = {name.partition(".")[2].partition(".")[2] for name, _ in ours.named_modules()}
     sites = [site for site in SITES if {site, f"attn.{site}"} & present]
     assert len(sites) >= 9
     for site in sites:
-        found = activation_patching(ours, clean, corrupted, metric, site)
+        found = activation_patching(ours, pairs, site)
         by_pos, by_query = found.axes[1] == "pos", site in ("scores", "pattern")
         places = list(itertools.product(*map(range, found.values.shape[:2])))
         for layer, place in places[:: 1 if by_pos else 2]:
@@ -150,6 +152,7 @@ def test_patching_agrees_at_every_site(models):
 def test_attribution_agrees_at_every_site(models):
     ours, theirs = models
     clean, corrupted, metric = some_tokens(1), some_tokens(2), logit_diff(3, 11)
+    pairs = Pairs(clean, corrupted, metric=metric)
     present = {name.partition(".")[2].partition(".")[2] for name, _ in ours.named_modules()}
     sites = [site for site in SITES if {site, f"attn.{site}"} & present]
     _, base = theirs.run_with_cache(clean, return_cache_object=False)
@@ -162,7 +165,7 @@ def test_attribution_agrees_at_every_site(models):
     with theirs.hooks(bwd_hooks=[(lambda name: True, keep)]):
         metric(theirs(clean)).sum().backward()
     for site in sites:
-        found = attribution_patching(ours, clean, corrupted, metric, site)
+        found = attribution_patching(ours, pairs, site, direction="noising")
         for layer in range(LAYERS):
             ending = site if site in present else f"attn.{site}"
             name = theirs_of(f"blocks.{layer}.{ending}", theirs)

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interp import activation_patching, attribution_patching, verified_top
+from interp import Pairs, activation_patching, attribution_patching, verified_top
 from tests.reference import variant
-from tests.test_attribution import CLEAN, CORRUPTED, LEFT, METRIC, close
-
-GIVEN = CLEAN, CORRUPTED, METRIC
+from tests.test_attribution import BASE, LEFT, METRIC, PAIRS, TARGET, close, paired
 
 
 def bound(n, sampled, missed):
@@ -28,16 +26,16 @@ def bound(n, sampled, missed):
     [
         ("resid_pre", ("layer", "pos"), {}, 4, 11),
         ("z", ("head", "layer"), {"heads": [4, 0, 3, 1], "layers": [1, 0]}, 2, 8),
-        ("mlp.post", ("neuron",), {"layers": [1], "neurons": 2, "direction": "denoising"}, 3, 7),
-        ("v", ("layer", "head"), {"attention_mask": LEFT}, 1, 100),
+        ("mlp.post", ("neuron",), {"layers": [1], "neurons": 2, "direction": "noising"}, 3, 7),
+        ("v", ("layer", "head"), {"mask": LEFT}, 1, 100),
     ],
 )
 def test_the_top_and_a_sample_are_patched_exactly(site, over, options, k, budget):
     model = variant("pre")
-    estimate = attribution_patching(model, *GIVEN, site, over, **options)
-    exact = activation_patching(model, *GIVEN, site, over, **{"direction": "noising"} | options)
-    mask = {name: options[name] for name in ("attention_mask",) if name in options}
-    found = verified_top(model, *GIVEN, estimate=estimate, k=k, budget=budget, seed=5, **mask)
+    pairs = paired(options.pop("mask", None))
+    estimate = attribution_patching(model, pairs, site, over, **options)
+    exact = activation_patching(model, pairs, site, over, **options)
+    found = verified_top(model, pairs, estimate=estimate, k=k, budget=budget, seed=5)
     labels = itertools.product(*(exact.labels[axis] for axis in over))
     names = [", ".join(f"{a} {n}" for a, n in zip(over, each, strict=True)) for each in labels]
     truth = dict(zip(names, exact.values.flatten(0, -2), strict=True))
@@ -63,9 +61,9 @@ def test_the_top_and_a_sample_are_patched_exactly(site, over, options, k, budget
 
 def test_a_wrong_estimate_is_found_out():
     model = variant("pre")
-    exact = activation_patching(model, *GIVEN, direction="noising")
+    exact = activation_patching(model, PAIRS)
     wrong = replace(exact, values=1 / exact.values.abs().clamp(min=1e-3))
-    found = verified_top(model, *GIVEN, estimate=wrong, k=4, budget=100)
+    found = verified_top(model, PAIRS, estimate=wrong, k=4, budget=100)
     assert found.missed == found.missed_at_most > 4
     assert found.outside.top(1)[0].effect == pytest.approx(exact.top(1)[0].effect)
     assert found.larger_at_most == 0
@@ -73,13 +71,13 @@ def test_a_wrong_estimate_is_found_out():
 
 def test_the_budget_bounds_the_forward_passes():
     model, rows = variant("pre"), []
-    estimate = attribution_patching(model, *GIVEN)
+    estimate = attribution_patching(model, PAIRS)
     model.blocks[-1].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     samples = set()
     for seed in range(5):
         rows.clear()
-        found = verified_top(model, *GIVEN, estimate=estimate, k=3, budget=9, seed=seed)
-        assert sum(rows) <= 9 * len(CLEAN)
+        found = verified_top(model, PAIRS, estimate=estimate, k=3, budget=9, seed=seed)
+        assert sum(rows) <= 9 * len(BASE)
         samples.add(frozenset(found.outside.labels["place"]))
     assert len(samples) > 1
 
@@ -91,8 +89,8 @@ def test_the_budget_bounds_the_forward_passes():
         ("k must be 1 to 13.*0", {"k": 0}),
         ("budget.* 8 .*7", {"k": 5, "budget": 7}),
         ("another", {"model": variant("pre", n_layers=3)}),
-        ("another", {"corrupted": CLEAN}),
-        ("another", {"clean": CORRUPTED}),
+        ("another", {"pairs": Pairs(BASE, BASE, metric=METRIC)}),
+        ("another", {"pairs": Pairs(TARGET, TARGET, metric=METRIC)}),
         ("another", {"select": {"pos": [1, 2, 3, 4, 5, 6]}}),
         ("site", {"about": {}}),
         ("whole", {"select": {"pos": 3}}),
@@ -100,9 +98,8 @@ def test_the_budget_bounds_the_forward_passes():
 )
 def test_bad_input_is_refused(match, options):
     model = variant("pre")
-    estimate = attribution_patching(model, *GIVEN).select(**options.pop("select", {}))
+    estimate = attribution_patching(model, PAIRS).select(**options.pop("select", {}))
     estimate = replace(estimate, about=options.pop("about", estimate.about))
-    texts = {"clean": CLEAN, "corrupted": CORRUPTED}
-    options = {"k": 3, "budget": 9, "model": model} | texts | options
+    options = {"k": 3, "budget": 9, "model": model, "pairs": PAIRS} | options
     with pytest.raises(ValueError, match=match):
-        verified_top(metric=METRIC, estimate=estimate, **options)
+        verified_top(estimate=estimate, **options)

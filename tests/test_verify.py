@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from hooks import HookedRunner
 from models import Transformer
 from models.checkpoints import load
 from models.kvcache import LayerCache
-from models.verification import VerificationError, verify
+from models.verification import VerificationError, random_tokens, verify
 from tests.test_processing import built
 
 ROTARY = dict(positions="rotary", n_kv_heads=2)
@@ -44,6 +45,19 @@ def refused(model, *said):
 @pytest.mark.parametrize("form", FORMS)
 def test_sound_models_pass(form):
     assert verify(built(torch.float32, **FORMS[form])) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_branches_are_what_forward_adds(form, monkeypatch):
+    model = built(torch.float64, **FORMS[form])
+    runner, tokens = HookedRunner(model), random_tokens(model)
+    _, expected = runner.run_with_cache(tokens)
+    for block in model.blocks:
+        monkeypatch.setattr(block, "forward", adds(block))
+    _, found = runner.run_with_cache(tokens)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10 * value.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -93,25 +107,17 @@ def rolled(self, start, k, v, plain=LayerCache.extended):
     return (k.roll(1, 2), v) if start else (k, v)
 
 
-def adds(block, attention=1.0, mlp=1.0, mlp_reads=None):
-    """A forward of this block that adds multiples of what its points show."""
-
-    def attn(x, context):
-        return block.attn_out(block.ln1_post(block.attn(x, context)))
+def adds(block, attention=1.0, mlp=1.0):
+    """A forward of this block, from its branches, that adds multiples of what its points show."""
 
     def forward(resid, context):
-        resid = block.resid_pre(resid)
-        if not hasattr(block, "mlp"):
-            return block.resid_post(resid + attention * attn(block.ln1(resid), context))
-        if type(block).__name__ == "PostNormBlock":
-            mid = block.resid_mid(block.ln1(resid + attention * attn(resid, context)))
-            return block.resid_post(block.ln2(mid + mlp * block.mlp_out(block.mlp(mid))))
-        mid = resid + attention * attn(block.ln1(resid), context)
-        parallel = not hasattr(block, "resid_mid")
-        read = resid if parallel else (mid := block.resid_mid(mid))
-        return block.resid_post(
-            mid + mlp * block.mlp_out(block.ln2_post(block.mlp(block.ln2(read))))
-        )
+        stream = pre = block.resid_pre(resid)
+        for branch, factor in zip(block.branches, (attention, mlp), strict=False):
+            late = branch.reads is not block.resid_pre
+            read = stream = branch.reads(stream) if late else stream
+            given = (read if late else pre, context)[: 1 + (branch.sublayer is block.attn)]
+            stream = branch.joined(stream + factor * branch(*given))
+        return block.resid_post(stream)
 
     return forward
 

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks import Point
@@ -12,26 +11,30 @@ from hooks.names import layers as by_layer
 from hooks.session import Session
 from interp.gradients.attention import Attention, OtherKeys, OtherQueries
 from interp.gradients.backward import Gradients
-from interp.gradients.estimates import Contrast, contrast, effects, joined, others, summed
-from interp.metrics import Metric
-from interp.pairs import Pairs
+from interp.gradients.estimates import (
+    Contrast,
+    contrast,
+    effects,
+    joined,
+    others,
+    summed,
+    warn_of_flat,
+)
+from interp.pairs import Direction, Pairs
 from interp.results.result import Result
-from interp.sites import Choice, Direction
+from interp.sites import Choice, Some
 
 
 def attribution_patching(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     site: str = "resid_pre",
     over: Sequence[str] | None = None,
     *,
-    direction: Direction = "noising",
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    direction: Direction = "denoising",
+    layers: Some = None,
+    heads: Some = None,
     neurons: int | None = None,
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     qk_correction: bool = False,
     grad_drop: bool = False,
 ) -> Result:
@@ -39,22 +42,20 @@ def attribution_patching(
 
     All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
     Patching"). The estimate is exact where the metric is linear in the value. It can be far off
-    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`. A metric
-    that is smallest at the base run, such as `kl_divergence` from that run, has no gradient there: every
-    estimate is 0. Use `integrated_gradients` then.
+    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`.
 
     Two options are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing
     LLM behaviour to components").
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.
-        clean, corrupted, site: see `activation_patching`.
-        metric: a differentiable function from logits to a number per example; by default that of the pairs.
+        pairs: see `activation_patching`. Their metric is differentiable.
+        site: see `activation_patching`.
         over: see `activation_patching`; with several layers `layer` is one of them. A value changes those of
             later layers, so estimates of several layers do not add up to the effect of patching them
             together.
-        direction: noising edits the clean run, and takes gradients there; denoising the corrupted one.
-        layers, heads, neurons, attention_mask: see `activation_patching`.
+        direction: denoising edits the corrupted run, and takes gradients there; noising the clean one.
+        layers, heads, neurons: see `activation_patching`.
         qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each query, and
             for one key position at a time, and take gradients at the pattern. It costs a few runs of
             the attention alone. Saturated attention has almost no gradient, and needs it.
@@ -71,12 +72,13 @@ def attribution_patching(
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: where the metric does not depend on a point at all. Effects there are 0.
+        UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if the metric is
+            smallest at the base run, as `kl_divergence` from that run is: it has no gradient there.
     """
     if qk_correction and site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
     choice = Choice(site, over, layers, heads, neurons)
-    runs = contrast(model, clean, corrupted, metric, choice, direction, attention_mask)
+    runs = contrast(model, pairs, choice, direction)
     names, points = runs.names.values(), runs.runner.points
     attentions = {name: Attention(runs.runner, name) for name in names} if qk_correction else {}
     # By the point whose gradient counts.
@@ -92,7 +94,7 @@ def attribution_patching(
         if name in attentions:
             return _corrected(runs, points[name], attentions[name])
         own = points[name], run.values[name]
-        return lambda gradient: effects(*own, gradient, runs.source, runs.places)
+        return lambda gradient: effects(*own, gradient, runs.cache, runs.places)
 
     estimates = {heard: estimate(name) for heard, name in listened.items()}
     found: dict[str, Tensor] = {}
@@ -106,12 +108,13 @@ def attribution_patching(
 
     for n, without in enumerate(dropped, 1):
         run.backward(receive, without, last=n == len(dropped))
+    warn_of_flat(run, 3)
     options = {"qk_correction": qk_correction, "grad_drop": grad_drop}
     parts = ["attribution", *(option for option, on in options.items() if on)]
     about: dict[str, Any] = {"estimate": " with ".join(parts)}
     if grad_drop:
         about["signed"] = False
-    return runs.result(found, run.base, **about)
+    return runs.of_layers(found, run.base, **about)
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
@@ -129,7 +132,7 @@ def _corrected(runs: Contrast, point: Point, attention: Attention) -> Callable[[
     kind = OtherQueries if point.name.endswith(".q") else OtherKeys
     base = attention.values()
     own = base[point.name.rpartition(".")[2]]
-    moved = others(point, own, runs.source, runs.places)
+    moved = others(point, own, runs.cache, runs.places)
     changes = [kind(attention, base, other) for other in moved]
     axes = point.axes[:-1]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,9 +26,13 @@ class Miss(NamedTuple):
     exact: float
     estimate: float
 
+    @property
+    def place(self) -> str:
+        """The labels as text."""
+        return ", ".join(f"{axis} {label}" for axis, label in self.where.items())
+
     def __repr__(self) -> str:
-        where = ", ".join(f"{axis} {label}" for axis, label in self.where.items())
-        return f"{where}  exact {self.exact:+.4g}, estimate {self.estimate:+.4g}"
+        return f"{self.place}  exact {self.exact:+.4g}, estimate {self.estimate:+.4g}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +60,9 @@ class Comparison:
         """The estimate over the exact effect, one dot for each place. It needs the extra `report`."""
         from interp.pictures.plots import scatter
 
-        return scatter(self)
+        named = [(miss.exact, miss.estimate, miss.place) for miss in self.misses]
+        title = repr(self).splitlines()[1].strip()
+        return scatter(self.exact, self.estimate, named, self.unit, title)
 
     def __repr__(self) -> str:
         signs = f", the same sign at {self.sign_agreement:.0%}"
@@ -75,7 +82,8 @@ def compare(exact: Result, estimate: Result) -> Comparison:
         estimate: effects at the same places, such as a result of `attribution_patching`.
 
     Raises:
-        ValueError: if the two have other axes, labels, sites, directions or units, or an effect is not finite.
+        ValueError: if the two have other axes, labels, sites, directions, units, metrics or texts, or an effect is not
+            finite.
 
     >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
     >>> estimate = Result(torch.tensor([[1.0, 1.0], [0.0, 0.5], [0.0, 0.2]]), ("head", "example"))
@@ -86,12 +94,10 @@ def compare(exact: Result, estimate: Result) -> Comparison:
       head 1  exact -0.5, estimate +0.25
       head 2  exact +0.1, estimate +0.1
     """
-    for what in ("axes", "labels", "site", "direction", "unit"):
-        ours, theirs = (
-            getattr(result, what, result.about.get(what, "none")) for result in (exact, estimate)
-        )
+    for what in ("axes", "labels", "site", "direction", "unit", "metric", "texts"):
+        ours, theirs = (_fact(result, what) for result in (exact, estimate))
         if ours != theirs:
-            raise ValueError(f"both must have the same {what}; got {ours} and {theirs}")
+            raise ValueError(f"both must have the same {what}; got {ours:.60} and {theirs:.60}")
     signed = estimate.about.get("signed", True)
     if not signed:
         exact = dataclasses.replace(exact, values=exact.values.abs())
@@ -109,6 +115,11 @@ def compare(exact: Result, estimate: Result) -> Comparison:
     ranks = torch.stack([_ranks(true), _ranks(guess)])
     correlation = torch.corrcoef(ranks)[0, 1].item() if len(true) > 1 else math.nan
     return Comparison(true, guess, correlation, agree, tuple(misses), exact.unit)
+
+
+def _fact(result: Result, what: str) -> str:
+    fact = getattr(result, what, result.about.get(what, "none"))
+    return re.sub(" at 0x[0-9a-f]+", "", str(fact))  # the address of a function
 
 
 def _ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:

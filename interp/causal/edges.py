@@ -4,22 +4,18 @@ import warnings
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks import HookError
 from hooks.errors import unknown_name
-from hooks.session import is_listened_to
 from interp.gradients.backward import Gradients
 from interp.gradients.edge_paths import Found, Paths
 from interp.gradients.edge_scores import Scores, positions
-from interp.gradients.trapezoid import Steps, check_steps
+from interp.gradients.estimates import warn_of_flat
+from interp.gradients.trapezoid import Steps
 from interp.graph import Graph
-from interp.metrics import Metric, measure
-from interp.pairs import Pairs, as_pairs
-from interp.protocol import logits_of, runner_of
+from interp.pairs import Direction, Pairs
 from interp.results.result import Result
-from interp.sites import Direction, compared, metric_of
+from interp.sites import two_runs
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
@@ -27,16 +23,13 @@ METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 @torch.no_grad()
 def edge_attribution(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     method: str = "eap",
     over: Literal["pos", "span"] | None = None,
     *,
     steps: Steps = "auto",
     tolerance: float = 0.01,
     direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     apart: bool = False,
 ) -> Result:
     """Estimates the effect of replacing what one reader sees of one writer, for all edges of a `Graph`.
@@ -58,16 +51,14 @@ def edge_attribution(
 
     Args:
         model: a model that has a `Graph`. Its weights need no gradients, and get none.
-        clean, corrupted: pairs of texts; see `activation_patching`.
-        metric: a differentiable function from logits to a number per example; by default that of the pairs.
+        pairs: see `activation_patching`. Their metric is differentiable.
         method: one of these three.
         over: `pos` keeps the positions at which the reader reads apart, `span` those of each named span. By
             default they are summed.
         steps: how many steps each path has; `auto` doubles them until the gap of every example is within
             the tolerance, at most 1024. `eap` has none.
         tolerance: for gaps, as a share of the mean absolute difference of target and base.
-        direction: noising edits the clean run, denoising the corrupted one.
-        attention_mask: see `activation_patching`.
+        direction: noising edits the clean run, as circuits do; denoising the corrupted one.
         apart: whether token and position embeddings are writers of their own; see `Graph`. Together they are
             the input of `eap_ig_inputs`.
 
@@ -91,19 +82,17 @@ def edge_attribution(
     """
     if method not in METHODS:
         raise unknown_name(method, METHODS, "method")
-    check_steps(steps)
-    if is_listened_to(model):
-        raise HookError("edges are of the plain model: no hook must act on it")
-    runner, metric, graph = runner_of(model), metric_of(clean, metric), Graph(model, apart)
-    edited, source = compared(clean, corrupted, direction, attention_mask)
-    where = positions(over, edited, source)
-    output, cache = runner.run_with_cache(source.tokens, names=graph.needed, **source.kwargs)
-    target = measure(metric, logits_of(output), source.mask)
-    del output
-    scores = Scores(graph, where, cache, target.device)
+    graph = Graph(model, apart)
+    runner = graph.runner()
+    runs = two_runs(runner, pairs, direction, graph.needed)
+    edited, metric, target = runs.edited, runs.metric, runs.target
+    where = positions(over, edited, runs.source)
+    scores = Scores(graph, where, runs.cache, target.device)
     start = Gradients(runner, edited, metric, scores.names)
     scores.base, base = start.values, start.base
     found = Found(scores.of_all(start))
+    if method == "eap":
+        warn_of_flat(start, 4)
     del start
     if method != "eap":
         size = (target - base).abs().mean()
@@ -114,27 +103,20 @@ def edge_attribution(
         raise ValueError("scores and metrics must be finite; got others")
     edges, nodes = found.scores[:, :-1], found.scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
-    about: dict[str, Any] = {
-        "metric": repr(metric),
-        "estimate": method,
-        "direction": direction,
-        "node_gap": _rounded(gap),
-    }
+    about: dict[str, Any] = {"estimate": method, "node_gap": _rounded(gap)}
     if found.gaps is not None:
         about |= {"steps": found.steps, "gaps": [*map(_rounded, found.gaps)]}
         gap = torch.maximum(gap, found.gaps.max())
     if gap > tolerance:
         rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
         warnings.warn(f"{rule}; got {float(gap):.2g}", stacklevel=2)
-    about["texts"] = as_pairs(clean, corrupted, attention_mask).digests()
     values = edges[graph.allowed.to(edges.device)]
     labels: dict[str, Any] = {"edge": graph.edges}
     if over is None:
         values = values.squeeze(1)
     else:
         labels[over] = where.labels
-    unit = getattr(metric, "unit", "")
-    return Result(values, (*labels, "example"), base, target, labels, unit, about)
+    return runs.result(values, labels, base, **about)
 
 
 def _rounded(share: Tensor) -> float:

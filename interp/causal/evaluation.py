@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,11 +14,8 @@ from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
 from interp.graph.masked import MaskedRuns, Source
-from interp.metrics import Metric
 from interp.pairs import Pairs
-from interp.results.bootstrap import bootstrap
 from interp.results.result import Result
-from interp.sites import metric_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +28,6 @@ def faithfulness(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     seed: int = 0,
@@ -46,7 +42,6 @@ def faithfulness(
         model: the model of the circuit's graph.
         pairs: other texts than those that the circuit was found on.
         circuit: the edges that stay.
-        metric: a function from logits to a number per example; by default that of the pairs.
         source: where replaced values come from, by default the corrupted texts; see `run_circuit`.
         seed: draws a random circuit of as many edges, to compare with.
         max_bytes: see `run_circuit`.
@@ -60,7 +55,7 @@ def faithfulness(
     Warns:
         UserWarning: if texts are among those that the circuit was found on.
     """
-    runs = _Runs(model, pairs, circuit, metric, source, max_bytes)
+    runs = _Runs(model, pairs, circuit, source, max_bytes)
     found = torch.stack([runs(circuit), runs(random(circuit.graph, len(circuit), seed))])
     return runs.shares(found - runs.none, "circuit", ("circuit", "random"))
 
@@ -69,7 +64,6 @@ def completeness(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     max_bytes: int = 2**30,
@@ -82,7 +76,7 @@ def completeness(
     Returns:
         Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
     """
-    runs, whole = _Runs(model, pairs, circuit, metric, source, max_bytes), _whole(circuit)
+    runs, whole = _Runs(model, pairs, circuit, source, max_bytes), _whole(circuit)
     nodes = _inner(circuit)
     rest = [(whole.without(node), circuit.without(node)) for node in nodes]
     rest.append((whole - circuit, circuit - circuit))
@@ -94,7 +88,6 @@ def minimality(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     max_bytes: int = 2**30,
@@ -106,7 +99,7 @@ def minimality(
     Returns:
         Shares [node, example]. For arguments, errors and the warning see `faithfulness`.
     """
-    runs, nodes = _Runs(model, pairs, circuit, metric, source, max_bytes), _inner(circuit)
+    runs, nodes = _Runs(model, pairs, circuit, source, max_bytes), _inner(circuit)
     own = runs(circuit)
     found = torch.stack([own - runs(circuit.without(node)) for node in nodes])
     return runs.shares(found, "node", nodes)
@@ -140,22 +133,25 @@ class Curve:
     @property
     def cpr(self) -> Area:
         """MIB's circuit performance ratio: the area under `signed`. More is better; it can exceed 1."""
-        return _area(self.signed, lambda faithful: faithful)
+        return _area(self.signed)
 
     @property
     def cmd(self) -> Area:
         """MIB's circuit-model distance: the area between `absolute` and 1. Less is better."""
-        return _area(self.absolute, lambda faithful: (1 - faithful).abs())
+        return _area(self.absolute, from_one=True)
 
     def plot(self) -> "Figure":
         """The three curves with 95% intervals. It needs the extra `report`."""
         from interp.pictures.plots import curves
 
-        return curves(self)
+        kinds = {"signed": self.signed, "absolute": self.absolute, "random": self.random}
+        heights = {name: (kind.mean(), *kind.interval()) for name, kind in kinds.items()}
+        title = "\n".join(repr(self).split("\n  ")[1:])
+        return curves(self.signed.labels["edges"], heights, title)
 
     def __repr__(self) -> str:
-        random = _area(self.random, lambda faithful: faithful)
-        apart = _area(self.random, lambda faithful: (1 - faithful).abs())
+        random = _area(self.random)
+        apart = _area(self.random, from_one=True)
         lines = [
             f"Curve of {len(self.signed.labels['edges'])} circuits",
             f"CPR {self.cpr!r}, of random edges {random!r}",
@@ -169,7 +165,6 @@ def curve(
     pairs: Pairs,
     graph: Graph,
     scores: Result,
-    metric: Metric | None = None,
     source: Source = "pair",
     *,
     shares: Sequence[float] = SHARES,
@@ -181,7 +176,7 @@ def curve(
     For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is connected.
 
     Args:
-        model, pairs, metric, source, max_bytes: see `faithfulness`.
+        model, pairs, source, max_bytes: see `faithfulness`.
         graph: the graph of the scores.
         scores: effects [edge, example], as `edge_attribution` gives them.
         shares: the shares, rising, the last at most 1.
@@ -198,7 +193,7 @@ def curve(
         raise ValueError(f"shares must be at least 2, and rise from above 0 to 1; got {[*shares]}")
     every = int(graph.allowed.sum())
     counts = [int(share * every) for share in shares]
-    runs = _Runs(model, pairs, top(graph, scores, every), metric, source, max_bytes)
+    runs = _Runs(model, pairs, top(graph, scores, every), source, max_bytes)
 
     def measured(chosen: Callable[[int], Circuit]) -> Result:
         found = torch.stack([runs(chosen(n)) - runs.none for n in counts])
@@ -245,7 +240,6 @@ class _Runs:
         model: nn.Module,
         pairs: Pairs,
         circuit: Circuit,
-        metric: Metric | None,
         source: Source,
         max_bytes: int,
     ) -> None:
@@ -255,13 +249,10 @@ class _Runs:
                 f"the circuit was found on {seen} of these {len(pairs)} pairs: others show how good it is",
                 stacklevel=3,
             )
-        self._metric = metric_of(pairs, metric)
+        self._metric = pairs.metric
         graph = circuit.graph
         apart = "input" not in graph.writers
         self._masked = MaskedRuns(model, pairs, source, apart=apart, max_bytes=max_bytes)
-        own = self._masked.graph
-        if (own.writers, own.readers) != (graph.writers, graph.readers):
-            raise ValueError("the circuit must be of this model; it has other nodes")
         whole = _whole(circuit)
         self.none, self.whole = self(whole - whole), self(whole)
         gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
@@ -271,7 +262,7 @@ class _Runs:
     @torch.no_grad()
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
         """The metric of a run in which only the circuit's edges have their own values."""
-        return self._masked.metric(circuit, self._metric)
+        return self._masked.metric(circuit)
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Differences of the metric as shares of the whole scale."""
@@ -290,12 +281,16 @@ def _inner(circuit: Circuit) -> tuple[str, ...]:
     return tuple(node for node in circuit.nodes if node != "logits")
 
 
-def _area(result: Result, height: Callable[[Tensor], Tensor]) -> Area:
-    """The area under a function of faithfulness, by trapezoids over the nominal shares."""
+def _area(result: Result, *, from_one: bool = False) -> Area:
+    """The area under faithfulness, by trapezoids over the nominal shares, or between it and 1.
+
+    It is a mean over examples, as each height is: of the distance to 1 by the sign that the mean distance has.
+    """
     shares = torch.tensor(result.labels["edges"], dtype=torch.float64)
-
-    def area(faithful: Float[Tensor, "edges ..."]) -> Float[Tensor, "1 ..."]:
-        return torch.trapezoid(height(faithful).movedim(0, -1), shares)[None]
-
-    low, high = bootstrap(result.values, result.gap, of=area)
-    return Area(area(result.mean().cpu().double()).item(), low.item(), high.item())
+    heights = result.values.cpu().double()
+    if from_one and result.target is not None:
+        distance = result.target.cpu().double() - heights
+        heights = distance.mean(-1, keepdim=True).sign() * distance
+    each = torch.trapezoid(heights.mT, shares).to(result.values)
+    (area,) = replace(result, values=each[None], axes=("area", "example"), labels={}).top(1)
+    return Area(area.effect, area.low, area.high)

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
@@ -14,29 +14,25 @@ from interp import edits
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
 from interp.gradients.estimates import Contrast, contrast, effects
-from interp.gradients.trapezoid import Steps, averaged, check_steps
-from interp.metrics import Metric
-from interp.pairs import Pairs
+from interp.gradients.trapezoid import Steps, averaged
+from interp.pairs import Direction, Pairs
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.sites import Choice, Direction
+from interp.sites import Choice, Some
 
 
 def integrated_gradients(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     site: str = "embed",
     over: Sequence[str] | None = None,
     *,
     steps: Steps = "auto",
     tolerance: float = 0.01,
-    direction: Direction = "noising",
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    direction: Direction = "denoising",
+    layers: Some = None,
+    heads: Some = None,
     neurons: int | None = None,
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
 ) -> Result:
     """(target - base) times the mean gradient on the straight path from base to target.
 
@@ -47,13 +43,13 @@ def integrated_gradients(
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.
-        clean, corrupted, metric: see `attribution_patching`.
+        pairs: see `attribution_patching`.
         site: the token embeddings, `embed`, or a site of `activation_patching`.
         over: the axes of the result; by default `pos` for `embed`, and as in `activation_patching` elsewhere.
         steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap
             of every example is within the tolerance, at most 1024, and keeps each gradient it has.
         tolerance: for the gap, as a share of the mean absolute change of the metric over examples.
-        direction, layers, heads, neurons, attention_mask: see `attribution_patching`.
+        direction, layers, heads, neurons: see `attribution_patching`.
 
     Returns:
         Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its `gaps`
@@ -67,12 +63,11 @@ def integrated_gradients(
     Warns:
         UserWarning: if a gap is larger than the tolerance.
     """
-    check_steps(steps)
     names = None
     if site == "embed":
         over, names = ("pos",) if over is None else over, _embeddings(model, layers)
     choice = Choice(site, over, layers, heads, neurons)
-    runs = contrast(model, clean, corrupted, metric, choice, direction, attention_mask, names)
+    runs = contrast(model, pairs, choice, direction, names)
     start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
@@ -88,7 +83,7 @@ def integrated_gradients(
         found[name] = path.effects
         taken.append(path.steps)
         gaps.append(path.gap)
-    result = runs.result(
+    result = runs.of_layers(
         found,
         start.base,
         estimate="integrated gradients",
@@ -101,11 +96,11 @@ def integrated_gradients(
     return result
 
 
-def _embeddings(model: nn.Module, layers: Sequence[int] | None) -> dict[int, str]:
+def _embeddings(model: nn.Module, layers: Some) -> dict[int, str]:
     if "embed" not in (points := runner_of(model).points):
         raise unknown_name("embed", points, "point of the model")
     if layers is not None:
-        raise ValueError(f"layers must be None for 'embed', which has none; got {[*layers]}")
+        raise ValueError(f"layers must be None for 'embed', which has none; got {layers}")
     return {0: "embed"}
 
 
@@ -152,7 +147,7 @@ class _Path:
             tolerance,
         )
         self.gap = self._gap(mean[0])
-        self.effects = effects(self._point, self._base, mean[0], runs.source, runs.places)
+        self.effects = effects(self._point, self._base, mean[0], runs.cache, runs.places)
 
     def _gap(self, mean: Tensor) -> Float[Tensor, " batch"]:
         added = (self._change * mean).flatten(1).sum(1)
@@ -174,7 +169,7 @@ def _whole_change(runs: Contrast, point: Point, base: Tensor) -> Tensor:
     """The change at all places together."""
     changed = at_least_float32(base).clone()
     if "span" not in runs.places:
-        return at_least_float32(runs.source[point.name]) - changed
+        return at_least_float32(runs.cache[point.name]) - changed
     for _, selected in runs.places["span"]:
-        changed = edits.replace(runs.source, **selected)(changed, point)
+        changed = edits.replace(runs.cache, **selected)(changed, point)
     return changed - base

@@ -1,30 +1,26 @@
 """Edge and path patching: how the metric changes when a value of one run is carried along some paths only."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from jaxtyping import Int, Shaped
-from torch import Tensor, nn
+from torch import nn
 
 from hooks.errors import unknown_name
-from interp.graph.carried import TwoRuns
-from interp.metrics import Metric
-from interp.pairs import Pairs
+from interp.graph.carried import Carrier
+from interp.graph.nodes import listed
+from interp.pairs import Direction, Pairs
 from interp.results.result import Result
-from interp.sites import Direction
 
 
 @torch.no_grad()
 def edge_patching(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
-    edges: Iterable[str] | None = None,
+    pairs: Pairs,
+    edges: str | Iterable[str] | None = None,
     *,
     direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     apart: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
@@ -38,10 +34,9 @@ def edge_patching(
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
-        clean, corrupted, metric: see `activation_patching`.
-        edges: the names of the edges; all by default, which is many runs: see `edge_attribution`.
-        direction: noising edits the clean run, denoising the corrupted one.
-        attention_mask: which tokens are not padding, in both runs; pairs have their own.
+        pairs: see `activation_patching`.
+        edges: the name of one edge, or of several; all by default, which is many runs: see `edge_attribution`.
+        direction: noising edits the clean run, as circuits do; denoising the corrupted one.
         apart: whether token and position embeddings are writers of their own; see `Graph`.
         max_bytes: bounds the memory beyond the model, two runs and what their writers add.
 
@@ -55,9 +50,9 @@ def edge_patching(
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
     """
-    runs = TwoRuns(model, clean, corrupted, metric, direction, attention_mask, max_bytes, apart)
+    runs = Carrier(model, pairs, direction, max_bytes, apart)
     graph = runs.graph
-    names = graph.edges if edges is None else tuple(edges)
+    names = graph.edges if edges is None else listed(edges, "edges")
     if not names:
         raise ValueError("edges must be at least one; got none")
     places = [graph.index(name) for name in names]
@@ -73,15 +68,12 @@ def edge_patching(
 @torch.no_grad()
 def path_patching(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
-    receivers: Sequence[str] = ("logits",),
-    senders: Sequence[str] | None = None,
+    pairs: Pairs,
+    receivers: str | Iterable[str] = "logits",
+    senders: str | Iterable[str] | None = None,
     *,
     mlps: Literal["recomputed", "frozen"] = "recomputed",
     direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     apart: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
@@ -93,7 +85,7 @@ def path_patching(
     is fixed, also if it is downstream of another one; see `edge_patching`, which fixes none.
 
     Args:
-        model, clean, corrupted, metric, direction, attention_mask, apart, max_bytes: see `edge_patching`.
+        model, pairs, direction, apart, max_bytes: see `edge_patching`.
         receivers: readers, such as `a9.h6<q>` or `m3`, whose values take part together; or `logits` alone.
             Of a head its queries, keys or values at the point `q`, `k` or `v` are taken, of an MLP what it adds.
         senders: writers; by default all that a receiver comes after.
@@ -110,8 +102,10 @@ def path_patching(
     """
     if mlps not in ("recomputed", "frozen"):
         raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")
-    runs = TwoRuns(model, clean, corrupted, metric, direction, attention_mask, max_bytes, apart)
+    runs = Carrier(model, pairs, direction, max_bytes, apart)
     graph = runs.graph
+    receivers = listed(receivers, "receivers")
+    senders = None if senders is None else listed(senders, "senders")
     for what, given, known in (
         ("receiver", receivers, graph.readers),
         ("sender", senders or (), graph.writers),
@@ -124,9 +118,7 @@ def path_patching(
     at = {graph.readers.index(name) for name in receivers}
     reached = graph.allowed[:, [*at]].any(1)
     if senders is None:
-        senders = [
-            name for name, is_reached in zip(graph.writers, reached, strict=True) if is_reached
-        ]
+        senders = tuple(itertools.compress(graph.writers, reached.tolist()))
     places = [graph.writers.index(name) for name in senders]
     unread = [graph.writers[place] for place in places if not reached[place]]
     if unread or not places:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
@@ -11,25 +11,21 @@ from hooks.names import layers as by_layer
 from hooks.transfer import to_device
 from interp.columns import at_least_float32
 from interp.gradients.backward import Gradients
-from interp.gradients.estimates import require_numbers, warn_of_unread
-from interp.metrics import Metric, measure
-from interp.pairs import Pairs
-from interp.protocol import logits_of, runner_of
+from interp.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
+from interp.pairs import Direction, Pairs
+from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.sites import Direction, compared, metric_of
+from interp.sites import two_runs
 from interp.texts import are_aligned
 
 
 def top_attributions(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     directions: Mapping[str, Float[Tensor, "dim _n"]] | None = None,
     *,
     k: int = 100,
-    direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    direction: Direction = "denoising",
 ) -> Result:
     """The `k` largest estimated effects of MLP neurons at single positions, or of directions.
 
@@ -38,8 +34,7 @@ def top_attributions(
     kept, so there is never a table of all places.
 
     Args:
-        model, clean, corrupted, metric, direction, attention_mask: see `attribution_patching`. Both
-            texts must have the same columns.
+        model, pairs, direction: see `attribution_patching`. Both texts must have the same columns.
         directions: by the exact name of any point, vectors of its last axis, as columns. Their lengths do
             not count. None for the neurons of `mlp.post`.
         k: how many places are kept.
@@ -54,9 +49,9 @@ def top_attributions(
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: where the metric does not depend on a point at all. Effects there are 0.
+        UserWarning: as `attribution_patching` does.
     """
-    metric, runner = metric_of(clean, metric), runner_of(model)
+    runner = runner_of(model)
     if k < 1:
         raise ValueError(f"k must be at least 1; got {k}")
     if directions is None:
@@ -65,14 +60,12 @@ def top_attributions(
     else:
         titles = {name: name for name in directions}
     names = [*titles]
-    edited, source = compared(clean, corrupted, direction, attention_mask)
-    if not are_aligned(edited, source):
+    runs = two_runs(runner, pairs, direction, names)
+    if not are_aligned(runs.edited, runs.source):
         raise ValueError("both texts must have the same columns and padding; got others")
-    with torch.no_grad():
-        output, cache = runner.run_with_cache(source.tokens, names=names, **source.kwargs)
-        target = measure(metric, logits_of(output), source.mask)
+    cache = runs.cache
     units = {name: _units(given, cache, name) for name, given in (directions or {}).items()}
-    run = Gradients(runner, edited, metric, names)
+    run = Gradients(runner, runs.edited, runs.metric, names)
     last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
 
     def receive(name: str, gradient: Tensor) -> None:
@@ -89,16 +82,9 @@ def top_attributions(
         read.add(name)
 
     run.backward(receive)
+    warn_of_flat(run, 3)
     warn_of_unread([name for name in names if name not in read], 3)
-    return Result(
-        kept.values,
-        ("place", "example"),
-        run.base,
-        target,
-        {"place": kept.labels},
-        getattr(metric, "unit", ""),
-        {"metric": repr(metric), "direction": direction, "estimate": "attribution"},
-    )
+    return runs.result(kept.values, {"place": kept.labels}, run.base, estimate="attribution")
 
 
 class _Largest:

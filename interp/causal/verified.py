@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from interp import edits
 from interp.gradients.estimates import contrast
-from interp.metrics import Metric
 from interp.pairs import Pairs
 from interp.results.result import Result
 from interp.sites import SELECTS, Choice, entries, labels_of
@@ -64,15 +62,12 @@ class Verified:
 
 def verified_top(
     model: nn.Module,
-    clean: Int[Tensor, "batch pos"] | Pairs,
-    corrupted: Int[Tensor, "batch pos"] | None = None,
-    metric: Metric | None = None,
+    pairs: Pairs,
     *,
     estimate: Result,
     k: int = 10,
     budget: int = 100,
     seed: int = 0,
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     max_bytes: int = 2**30,
 ) -> Verified:
     """Patches the places with the largest estimates, and a random sample of all others.
@@ -81,7 +76,7 @@ def verified_top(
     effects that belong to the top (from the hypergeometric distribution), and shows how large they are.
 
     Args:
-        model, clean, corrupted, metric, attention_mask: those of the estimate.
+        model, pairs: those of the estimate.
         estimate: a result of `attribution_patching` or `integrated_gradients` at a site of `activation_patching`.
         k: how many places are proposed.
         budget: how many forward passes may be used, at most: two for the unedited runs, and one for each
@@ -99,7 +94,7 @@ def verified_top(
             f"estimate must be of a site and a direction, whole; got {dict(estimate.about)}"
         )
     choice, direction = _choice(estimate), estimate.about["direction"]
-    runs = contrast(model, clean, corrupted, metric, choice, direction, attention_mask)
+    runs = contrast(model, pairs, choice, direction)
     guess = estimate.mean().flatten().abs()
     if not 1 <= k < len(guess):
         raise ValueError(f"k must be 1 to {len(guess) - 1}, fewer than there are places; got {k}")
@@ -108,13 +103,13 @@ def verified_top(
     own = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     same = own == labels_of(runs.places)
     # Two runs of one text in half precision differ by as much.
-    dtypes = (runs.target.dtype, next(iter(runs.source.values())).dtype)
+    dtypes = (runs.target.dtype, next(iter(runs.cache.values())).dtype)
     precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
     _require_same(same and _are_close(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
-    given = entries(runs.names, runs.places, partial(edits.replace, runs.source))
+    given = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
     tested, text = [given[at] for at in chosen], runs.edited
     swept = sweep(model, text.tokens, tested, runs.metric, text.mask, max_bytes)
     _require_same(_are_close(estimate.base, swept.base, precision))

@@ -75,7 +75,7 @@ class Source:
             if n > len(left) and n != len(axes):
                 raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
             own = axes if n == len(axes) else tuple(left[len(left) - n :])
-            lacks_batch = n > 0 and "batch" in left and own[0] in TEXT_AXES
+            lacks_batch = n > 0 and "batch" in {*left} - {*own} and own[0] in TEXT_AXES
             if lacks_batch and len(value) == sizes["batch"] == sizes[own[0]] > 1:
                 raise EditError(
                     f"a source at {point} must say whether it has rows or columns: values[:, None] for rows "

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoints, Options
 from hooks.capture import Recorder
@@ -28,6 +28,7 @@ class Attention:
 
     Attributes:
         pattern: the name of its pattern.
+        cap: what its scores pass on the way to the softmax.
 
     Raises:
         UnknownNameError: if there are no queries, keys, scores or pattern beside that point.
@@ -43,6 +44,7 @@ class Attention:
         points = runner.model.get_submodule(path)
         self._module = points.module if isinstance(points, HookPoints) else points
         self.pattern = names["pattern"]
+        self.cap: Any = getattr(self._module, "cap", nn.Identity())
 
     def listen(self, session: Session) -> None:
         """Stores the attention's arguments in the run that follows."""
@@ -66,24 +68,6 @@ class Attention:
         replay(self._module, self._args, self._kwargs, [*edits_in_force(), *edits], recorder)
         recorder.finish()
         return {part: recorder.values[point.name] for part, point in self._points.items()}
-
-
-def capped(
-    attention: Attention, scores: Patterns, seen: Bool[Tensor, "batch head query key"]
-) -> Patterns:
-    """What the softmax is taken of, but for a constant: the scores after a cap, or whatever changes each alone.
-
-    Beside a score of 0, the logarithm of a key's weight shows what became of its own score.
-    """
-
-    def beside(zero: Tensor) -> Tensor:
-        pattern = attention.values(scores=scores.scatter(-1, zero, 0))["pattern"]
-        logs = at_least_float32(pattern).log()
-        return logs - logs.gather(-1, zero)
-
-    first = seen.int().argmax(-1, keepdim=True)
-    last = seen.shape[-1] - 1 - seen.int().flip(-1).argmax(-1, keepdim=True)
-    return beside(first).scatter(-1, first, beside(last).gather(-1, first))
 
 
 class OtherQueries:
@@ -122,7 +106,7 @@ class OtherKeys:
         keys: what takes the place of its keys.
 
     Raises:
-        ValueError: if the pattern is not the softmax of the scores that a query sees, capped or not.
+        ValueError: if the pattern is not the softmax of the scores that a query sees, after the attention's `cap`.
     """
 
     def __init__(
@@ -136,18 +120,14 @@ class OtherKeys:
         equal = attention.values(scores=torch.zeros_like(base["scores"]))["pattern"]
         scores, other = base["scores"], attention.values(k=keys)["scores"]
         self._seen = (equal > 0) & (scores > -torch.inf)
+        scores, other = (at_least_float32(attention.cap(part)) for part in (scores, other))
+        masked = scores.where(self._seen, -torch.inf)
+        self._weights = masked.softmax(-1).where(self._seen, 0)
         precision = max(1e-5, 4 * torch.finfo(base["pattern"].dtype).eps)
-        for is_capped in (False, True):
-            if is_capped:
-                scores, other = (capped(attention, s, self._seen) for s in (scores, other))
-            masked = at_least_float32(scores).where(self._seen, -torch.inf)
-            self._weights = masked.softmax(-1).where(self._seen, 0)
-            if (self._weights - base["pattern"]).abs().max() <= precision:
-                break
-        else:
+        if (self._weights - base["pattern"]).abs().max() > precision:
             raise ValueError(
-                "qk_correction of keys needs patterns that are the softmax of scores, capped or not; got "
-                f"others at {attention.pattern}"
+                "qk_correction of keys needs patterns that are the softmax of scores, or of what `cap` makes of "
+                f"them; got others at {attention.pattern}"
             )
         total = masked.logsumexp(-1, keepdim=True)
         # 1 - p loses its digits where p is almost 1. There it is the sum of the other weights.
@@ -156,7 +136,7 @@ class OtherKeys:
         self._rest = rest.softmax(-1)
         log_others = (-self._weights.clamp(max=0.5)).log1p()
         log_others = log_others.scatter(-1, self._top, rest.logsumexp(-1, keepdim=True) - total)
-        change = at_least_float32(other) - scores
+        change = other - scores
         moved = (masked - total + change - log_others).sigmoid()
         self._change = (moved - self._weights).masked_fill(~self._seen, 0)
         # A key that is the only one has no others.

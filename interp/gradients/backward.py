@@ -14,7 +14,8 @@ from hooks.errors import NEVER_FIRED, require_fired
 from hooks.point import first_tensor, point_at, with_first_tensor
 from hooks.session import Session
 from hooks.transfer import to_device
-from interp.metrics import Metric, measure
+from interp.columns import at_least_float32, last_real
+from interp.metrics import Metric, evaluate, last_of
 from interp.protocol import logits_of
 from interp.texts import Text
 
@@ -61,7 +62,10 @@ class Gradients:
                 session.after(point.module, partial(self._watch, point))
             output = runner.model(text.tokens, **text.kwargs)
             require_fired([point.name for point in points], {*self.values}, NEVER_FIRED)
-            found = measure(metric, logits_of(output), text.mask)
+            read = last_real(logits_of(output), last_of(metric, text.mask), text.mask)
+            if read.requires_grad:
+                read.register_hook(self._way.left)
+            found = evaluate(metric, read, len(read))
             self._total = found.sum()
         if not self._total.requires_grad:
             raise ValueError(
@@ -98,6 +102,13 @@ class Gradients:
             finally:
                 self._way.receive = None
 
+    def is_flat(self) -> bool:
+        """Whether the gradient at the logits, of the last backward pass, was rounding of 0 in all of them."""
+        steepest = self._way.steepest
+        if steepest is None:  # the metric reads something else
+            return False
+        return float(steepest) <= 16 * torch.finfo(at_least_float32(steepest).dtype).eps
+
     def _watch(self, point: Point, output: Any) -> Any:
         value = first_tensor(output, point)
         if not value.is_floating_point():
@@ -124,6 +135,11 @@ class _Way:
 
     receive: Receive | None = None
     dropped: Collection[str] = ()
+    steepest: Tensor | None = None
+
+    def left(self, gradient: Tensor) -> None:
+        """The way back begins at the logits."""
+        self.steepest = gradient.abs().amax()
 
     def passed(self, name: str, gradient: Tensor) -> Tensor:
         if name in self.dropped:

@@ -134,7 +134,7 @@ class Scores:
         found = inputs.new_zeros(size) if space is None else space
         found[: len(inputs)] = inputs
         for layer, written in zip(graph.layers, self._written, strict=True):
-            z, scale = layer.block.attn.z, layer.scale
+            z, scale = layer.attention.sublayer.z, layer.scale
             now, then = source[z], base[z]
             if scale is not None:
                 now, then = now / source[scale][..., None], then / base[scale][..., None]
@@ -145,8 +145,8 @@ class Scores:
             weight = at_least_float32(written.weight)
             torch.bmm(by_head, weight, out=found[layer.heads].flatten(1, 2))
             if layer.mlp is not None:
-                mlp_out = layer.block.mlp_out
-                torch.sub(source[mlp_out], base[mlp_out], out=found[layer.mlp[0]])
+                mlp_out = layer.mlp.branch.added
+                torch.sub(source[mlp_out], base[mlp_out], out=found[layer.mlp.writer])
         return found
 
     def _values(
@@ -253,10 +253,9 @@ def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
 
 def _added(graph: Graph) -> dict[str, range]:
     """The points where writers are added to the stream, with these writers."""
-    found = {"blocks.0.resid_pre": range(graph.layers[0].heads.start)}
-    for n, layer in enumerate(graph.layers):
-        end = layer.heads.stop if layer.bias is None else layer.bias + 1
-        found[f"blocks.{n}.attn_out"] = range(layer.heads.start, end)
+    found = {graph.layers[0].attention.reads: range(graph.layers[0].heads.start)}
+    for layer in graph.layers:
+        found[layer.attention.added] = range(layer.attn.start, layer.attn.stop)
         if layer.mlp is not None:
-            found[f"blocks.{n}.mlp_out"] = range(layer.mlp[0], layer.mlp[0] + 1)
-    return found
+            found[layer.mlp.branch.added] = range(layer.mlp.writer, layer.mlp.writer + 1)
+    return {graph.names[point]: wrote for point, wrote in found.items()}

@@ -9,43 +9,30 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner, Point
+from hooks import ActivationCache, Point
 from hooks.transfer import to_device
 from interp import edits
 from interp.columns import at_least_float32
-from interp.metrics import Metric, measure
-from interp.pairs import Pairs
-from interp.protocol import logits_of, runner_of
+from interp.gradients.backward import Gradients
+from interp.pairs import Direction, Pairs
+from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.sites import Choice, Direction, Place, compared, labels_of, metric_of, named, places_of
-from interp.texts import Text
+from interp.sites import Choice, Place, TwoRuns, labels_of, named, places_of, two_runs
 
 
 @dataclass(frozen=True, eq=False)
-class Contrast:
-    """A run to be edited, and another that values come from; made by `contrast`.
+class Contrast(TwoRuns):
+    """Two runs that are compared at some places; made by `contrast`.
 
     Attributes:
-        runner: the model's.
-        metric: a function from logits to a number per example.
-        edited: the text of the run to be edited.
-        source: the other run's values at the chosen points.
-        target: the other run's metric.
         names: the names of the chosen points, by layer.
         places: the places along each axis of a result.
-        about: facts for a result.
     """
 
-    runner: HookedRunner
-    metric: Metric
-    edited: Text
-    source: ActivationCache
-    target: Float[Tensor, " batch"]
     names: Mapping[int, str]
     places: Mapping[str, list[Place]]
-    about: Mapping[str, Any]
 
-    def result(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
+    def of_layers(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
         """The effects of all layers together.
 
         Args:
@@ -66,15 +53,8 @@ class Contrast:
         zero = base.new_zeros(*sizes, len(base))
         each = [to_device(found.get(name, zero), base.device) for name in self.names.values()]
         at = [*self.places].index("layer") if "layer" in self.places else None
-        return Result(
-            each[0] if at is None else torch.stack(each, at),
-            (*self.places, "example"),
-            base,
-            self.target,
-            labels_of(self.places),
-            getattr(self.metric, "unit", ""),
-            {**self.about, **about},
-        )
+        values = each[0] if at is None else torch.stack(each, at)
+        return self.result(values, labels_of(self.places), base, **about)
 
 
 def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
@@ -91,14 +71,21 @@ def warn_of_unread(names: Sequence[str], stacklevel: int) -> None:
         warnings.warn(without, stacklevel=stacklevel)
 
 
+def warn_of_flat(run: Gradients, stacklevel: int) -> None:
+    """Warns if the metric has no gradient at the base run; `stacklevel` as in `warnings.warn`, called here."""
+    if run.is_flat():
+        warnings.warn(
+            "the metric has no gradient at the base run, where it is smallest or largest: these estimates are "
+            "rounding. integrated_gradients, or method='eap_ig_inputs' of edges, takes gradients along the way",
+            stacklevel=stacklevel,
+        )
+
+
 def contrast(
     model: nn.Module,
-    clean: Tensor | Pairs,
-    corrupted: Tensor | None,
-    metric: Metric | None,
+    pairs: Pairs,
     choice: Choice,
     direction: Direction,
-    attention_mask: Tensor | None,
     names: Mapping[int, str] | None = None,
 ) -> Contrast:
     """Runs the model on the text that values come from; for arguments see `attribution_patching`.
@@ -110,23 +97,18 @@ def contrast(
     Raises:
         ValueError: if there are several layers and no axis for them.
     """
-    metric, runner = metric_of(clean, metric), runner_of(model)
+    runner = runner_of(model)
     names = named(runner, choice) if names is None else names
-    edited, source = compared(clean, corrupted, direction, attention_mask)
-    with torch.no_grad():
-        output, cache = runner.run_with_cache(
-            source.tokens, names=[*names.values()], **source.kwargs
-        )
-        target = measure(metric, logits_of(output), source.mask)
-    places = places_of(choice, names, cache, edited, source)
+    runs = two_runs(runner, pairs, direction, names.values())
+    places = places_of(choice, names, runs.cache, runs.edited, runs.source)
     if "layer" not in places and len(names) > 1:
         raise ValueError(f"over must have 'layer' where there are several; got {(*places,)}")
-    about: dict[str, Any] = {"metric": repr(metric), "site": choice.site, "direction": direction}
+    about = {**runs.about, "site": choice.site}
     if "layer" not in places:
         about["layer"] = next(iter(names))
     if choice.neurons is not None:
         about["neurons"] = choice.neurons
-    return Contrast(runner, metric, edited, cache, target, names, places, about)
+    return Contrast(**{**vars(runs), "about": about}, names=names, places=places)
 
 
 def effects(

@@ -35,17 +35,16 @@ class Reading(NamedTuple):
 def readings(graph: Graph) -> Iterator[Reading]:
     """All readers of a graph, in the order of computation."""
     for n, layer in enumerate(graph.layers):
-        block, name = layer.block, f"blocks.{n}"
-        weight = block.attn.qkv.weight.unflatten(0, (-1, block.attn.W_O.shape[1]))
-        heads = slice(layer.q.start, layer.v.stop)
-        yield Reading(f"{name}.resid_pre", block.ln1, f"{name}.attn.qkv", weight, heads)
+        attention, heads = layer.attention, slice(layer.q.start, layer.v.stop)
+        weight = attention.sublayer.qkv.weight.unflatten(0, (-1, attention.sublayer.W_O.shape[1]))
+        stream = graph.names[attention.reads]
+        yield Reading(stream, attention.norm, f"blocks.{n}.attn.qkv", weight, heads)
         if layer.mlp is not None:
-            stream = f"{name}.{'resid_pre' if layer.is_parallel else 'resid_mid'}"
-            one = slice(layer.mlp[1], layer.mlp[1] + 1)
-            yield Reading(stream, block.ln2, f"{name}.ln2", None, one)
+            branch, one = layer.mlp.branch, slice(layer.mlp.reader, layer.mlp.reader + 1)
+            yield Reading(graph.names[branch.reads], branch.norm, f"blocks.{n}.ln2", None, one)
     last = len(graph.readers) - 1
     norm = graph.model.ln_final
-    yield Reading(f"blocks.{n}.resid_post", norm, "ln_final", None, slice(last, last + 1))
+    yield Reading(graph.needed[-1], norm, "ln_final", None, slice(last, last + 1))
 
 
 class Pullback:

@@ -29,11 +29,16 @@ def averaged(
         gaps: how far the means so far are off.
         tolerance: how far they may be.
 
+    Raises:
+        ValueError: if steps are less than 1.
+
     >>> import torch
     >>> at, ends = lambda paths, share: torch.full((1,), share**2), torch.tensor([[0.0], [1.0]])
     >>> averaged(at, *ends, 4, lambda means: means - 1 / 3, 0.0)
     (tensor([0.3438]), [4])
     """
+    if steps != "auto" and steps < 1:
+        raise ValueError(f"steps must be at least 1, or 'auto'; got {steps}")
     sums, taken = (first + last) / 2, [1] * len(first)
     paths, before, now = [*range(len(first))], 1, _FIRST if steps == "auto" else steps
     while True:
@@ -49,13 +54,3 @@ def averaged(
         paths, before, now = [p for p in paths if off[p] > tolerance], now, 2 * now
         if not paths:
             return means, taken
-
-
-def check_steps(steps: Steps) -> None:
-    """Refuses steps that make no path.
-
-    Raises:
-        ValueError: if they are less than 1.
-    """
-    if steps != "auto" and steps < 1:
-        raise ValueError(f"steps must be at least 1, or 'auto'; got {steps}")

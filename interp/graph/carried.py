@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks import HookError
-from hooks.session import Session, is_listened_to
+from hooks.session import Session
 from hooks.transfer import all_to_device, to_device
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.metrics import Metric, measure
-from interp.pairs import Pairs, as_pairs
-from interp.protocol import logits_of, runner_of
+from interp.metrics import measure
+from interp.pairs import Direction, Pairs
+from interp.protocol import logits_of
 from interp.results.result import Result
-from interp.sites import Direction, compared, metric_of
+from interp.sites import two_runs
 from interp.sweeps.rows import Batch
 from interp.sweeps.sweep import sweep
 from interp.texts import are_aligned
@@ -25,11 +24,11 @@ Carried = dict[str, edits.Edit] | Tensor
 """What one path changes: values at points, by name, or the stream that the logits read."""
 
 
-class TwoRuns:
+class Carrier:
     """A run that is edited, and how much more each writer adds in the other one.
 
     Args:
-        model, clean, corrupted, metric, direction, attention_mask, max_bytes, apart: see `edge_patching`.
+        model, pairs, direction, max_bytes, apart: see `edge_patching`.
 
     Attributes:
         graph: the graph of the model.
@@ -39,125 +38,99 @@ class TwoRuns:
     def __init__(
         self,
         model: nn.Module,
-        clean: Tensor | Pairs,
-        corrupted: Tensor | None,
-        metric: Metric | None,
+        pairs: Pairs,
         direction: Direction,
-        attention_mask: Tensor | None,
         max_bytes: int,
         apart: bool = False,
     ) -> None:
-        runner = runner_of(model)
-        if is_listened_to(model):
-            raise HookError("paths are computed from parts of the model: no hook must act on it")
-        parts: Any = model
-        self.model = parts
         self.graph = Graph(model, apart)
-        self.metric = metric_of(clean, metric)
-        self.text, other = compared(clean, corrupted, direction, attention_mask)
-        if not are_aligned(self.text, other):
+        self.model, runner, layers = self.graph.model, self.graph.runner(), self.graph.layers
+        runs = two_runs(runner, pairs, direction, self.graph.needed)
+        self.runs, self.text, self.metric = runs, runs.edited, runs.metric
+        if not are_aligned(self.text, runs.source):
             raise ValueError("paths need texts whose positions correspond; got others")
         self.max_bytes = max_bytes
-        texts = as_pairs(clean, corrupted, attention_mask).digests()
-        self.about = {"direction": direction, "texts": texts}
-        names = {p.module: name for name, p in runner.points.items()}
-        self.names = names
-        blocks = [layer.block for layer in self.graph.layers]
-        streams = [b.resid_pre for b in blocks] + [
-            b.resid_mid for b in blocks if hasattr(b, "resid_mid")
-        ]
+        read = {branch.reads for block in self.model.blocks for branch in block.branches}
         output, cache = runner.run_with_cache(
             self.text.tokens,
-            names=[*self.graph.needed, *(names[p] for p in streams)],
+            names=[*self.graph.needed, *(self.graph.names[point] for point in read)],
             **self.text.kwargs,
         )
         self.base = measure(self.metric, logits_of(output), self.text.mask)
-        output, source = runner.run_with_cache(
-            other.tokens, names=self.graph.needed, **other.kwargs
-        )
-        self.target = measure(self.metric, logits_of(output), other.mask)
         self.cache = cache
-        self.moved = self.graph.contributions(source) - self.graph.contributions(cache)
+        self.moved = self.graph.wrote(runs.cache) - self.graph.wrote(cache)
         context = self.model.context(self.text.tokens, **self.text.kwargs)
-        self.contexts = {n.device: all_to_device(context, n.device) for n in self.graph.layers}
+        self.contexts = {n.device: all_to_device(context, n.device) for n in layers}
         self.batch = Batch(self.text.tokens, self.text.mask, self.metric)
         # Nothing changes before the first difference of the two texts.
-        differ = (self.text.tokens != other.tokens).any(0).nonzero()
+        differ = (self.text.tokens != runs.source.tokens).any(0).nonzero()
         self.later = slice(int(differ[0]) if len(differ) else 0, None)
 
     def value(self, point: nn.Module) -> Tensor:
         """The value of a point in the edited run."""
-        return self.cache[self.names[point]]
+        return self.cache[self.graph.names[point]]
 
     def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
         """An edit that puts a value in a point's place."""
-        return {self.names[point]: edits.replace(value, pos=self.later, **where)}
+        return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
         """What an edge changes: what its reader's sublayer adds, or the stream that the logits read."""
         moved = self.moved[writer]
         for layer in self.graph.layers:
-            block = layer.block
-            if layer.mlp is not None and reader == layer.mlp[1]:
-                return self.replaced(block.mlp_out, self.mlp(layer, moved))
-            if layer.q.start <= reader < layer.v.stop:
-                own, seen = (
-                    [*block.attn.project(block.ln1(x))]
-                    for x in (self.read(layer), self.read(layer, moved))
-                )
-                for n, at in enumerate((layer.q, layer.k, layer.v)):
-                    if at.start <= reader < at.stop:
-                        own[n] = own[n].clone()
-                        own[n][:, :, reader - at.start] = seen[n][:, :, reader - at.start]
-                return self.replaced(
-                    block.attn_out,
-                    block.ln1_post(block.attn.mix(*own, self.contexts[layer.device])),
-                )
-        return self._sum(self.graph.layers[-1].block.resid_post, moved)
+            attention, mlp = layer.attention, layer.mlp
+            if mlp is not None and reader == mlp.reader:
+                return self.replaced(mlp.branch.added, mlp.branch(self.seen(mlp.branch, moved)))
+            for part, at in enumerate((layer.q, layer.k, layer.v)):
+                if at.start <= reader < at.stop:
+                    heads = [one.clone() for one in self.projected(attention)]
+                    head = (slice(None), slice(None), reader - at.start)
+                    heads[part][head] = self.projected(attention, moved)[part][head]
+                    given = attention.sublayer.mix(*heads, self.contexts[layer.device])
+                    return self.replaced(attention.added, attention.finished(given))
+        return self._sum(self.graph.points[-1], moved)
 
-    def read(self, layer: Layer, moved: Tensor | None = None, mlp: bool = False) -> Tensor:
-        """The stream that a block's heads read, or its MLP, after it has moved."""
-        late = mlp and not layer.is_parallel
-        return self._sum(layer.block.resid_mid if late else layer.block.resid_pre, moved)
+    def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
+        """The stream that a branch reads, after it has moved."""
+        return self._sum(branch.reads, moved)
+
+    def projected(self, attention: Any, moved: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Queries, keys and values of a stream that has moved."""
+        return attention.sublayer.project(attention.norm(self.seen(attention, moved)))
 
     def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
         value = self.value(point)
         return value if moved is None else value + to_device(moved, value.device)
-
-    def mlp(self, layer: Layer, moved: Tensor) -> Tensor:
-        """What an MLP adds where its stream has moved."""
-        block = layer.block
-        return block.ln2_post(block.mlp(block.ln2(self.read(layer, moved, mlp=True))))
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
         """What a sender changes at receivers, by paths that pass no other head."""
         graph, found = self.graph, dict[str, edits.Edit]()
         moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
         for layer in graph.layers:
-            block, before = layer.block, moved
+            before = moved
             if moved is not None:
                 found |= self._heads(layer, moved, receivers)
             if layer.heads.start <= sender < layer.heads.stop or sender == layer.bias:
                 moved = self.moved[sender]
             if layer.mlp is None:
                 continue
-            writer, reader = layer.mlp
+            writer, reader, mlp = layer.mlp
             seen = before if layer.is_parallel else moved
             if seen is not None and (recomputed or reader in receivers):
-                added = self.mlp(layer, seen)
+                added = mlp(self.seen(mlp, seen))
                 if reader in receivers:
-                    found |= self.replaced(block.mlp_out, added)
+                    found |= self.replaced(mlp.added, added)
                 if recomputed and moved is not None:
-                    moved = to_device(moved, added.device) + added - self.value(block.mlp_out)
+                    moved = to_device(moved, added.device) + added - self.value(mlp.added)
             if sender == writer:
                 moved = self.moved[sender]
         if moved is not None and len(graph.readers) - 1 in receivers:
-            return self._sum(graph.layers[-1].block.resid_post, moved)
+            return self._sum(graph.points[-1], moved)
         return found
 
     def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
         """The receivers among the heads of a block, from a stream that has moved."""
-        attn, values = layer.block.attn, dict[str, Tensor]()
+        attn, values = layer.attention.sublayer, dict[str, Tensor]()
         heads = {
             part: [n - at.start for n in range(at.start, at.stop) if n in receivers]
             for part, at in (("q", layer.q), ("k", layer.k), ("v", layer.v))
@@ -167,8 +140,7 @@ class TwoRuns:
         with Session() as session:
             for part in heads:
                 session.after(getattr(attn, part), partial(values.__setitem__, part))
-            projected = attn.project(layer.block.ln1(self.read(layer, moved)))
-            attn.mix(*projected, self.contexts[layer.device])
+            attn.mix(*self.projected(layer.attention, moved), self.contexts[layer.device])
         found: dict[str, edits.Edit] = {}
         for part, chosen in heads.items():
             if chosen:
@@ -192,24 +164,11 @@ class TwoRuns:
             if sum(map(len, waiting.values())) >= at_once:
                 self._sweep(waiting, values)
         self._sweep(waiting, values)
-        unit, about = (
-            getattr(self.metric, "unit", ""),
-            {**self.about, **about, "metric": repr(self.metric)},
-        )
-        return Result(
-            values, (axis, "example"), self.base, self.target, {axis: labels}, unit, about
-        )
+        return self.runs.result(values, {axis: labels}, self.base, **about)
 
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         if waiting:
-            given = [*waiting.values()]
-            found = sweep(
-                self.model,
-                self.text.tokens,
-                given,
-                self.metric,
-                self.text.mask,
-                self.max_bytes // 2,
-            )
-            values[[*waiting]] = found.values
+            jobs, half = [*waiting.values()], self.max_bytes // 2
+            swept = sweep(self.model, self.text.tokens, jobs, self.metric, self.text.mask, half)
+            values[[*waiting]] = swept.values
             waiting.clear()

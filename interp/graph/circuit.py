@@ -1,8 +1,6 @@
 """A circuit: some of the edges of a model's graph, with their scores, as a set that can be saved."""
 
-import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from hooks import storage
 from hooks.errors import unknown_name
 from interp.graph.graph import Graph
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FORMAT = "hookscope-circuit-1"
+_FORMAT = "hookscope-circuit-2"
 
 
 class Circuit:
@@ -38,7 +37,7 @@ class Circuit:
 
     Raises:
         UnknownNameError: if a node is not in the graph; with close matches.
-        ValueError: if there is no such edge, a table does not fit the graph, or a score is infinite.
+        ValueError: if there is no such edge, or a table does not fit the graph.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
@@ -65,12 +64,6 @@ class Circuit:
         scores = scores.cpu().double()
         if scores.shape != shape or (isinstance(edges, Tensor) and edges.shape != shape):
             raise ValueError(f"tables must be [writer, reader], {[*shape]} in this graph")
-        if isinstance(edges, Tensor) and edges.dtype != torch.bool:
-            raise ValueError(
-                f"a table of edges must be boolean, True where kept; got {edges.dtype}"
-            )
-        if scores[graph.allowed].isinf().any():
-            raise ValueError("scores must be finite, or NaN where they are not known; got infinity")
         self.scores = scores.where(graph.allowed, torch.nan)
         if isinstance(edges, Tensor):
             self.kept = edges.cpu() & graph.allowed
@@ -92,7 +85,8 @@ class Circuit:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Circuit):
             return NotImplemented
-        return _nodes(self) == _nodes(other) and torch.equal(self.kept, other.kept)
+        same = self.graph.identity == other.graph.identity
+        return same and torch.equal(self.kept, other.kept)
 
     __hash__ = None  # type: ignore[assignment]  # as of other sets
 
@@ -152,28 +146,36 @@ class Circuit:
             kept = connected
 
     def plot(self) -> "Figure":
-        """Layers upward, heads as boxes, edges as wide as their scores. It needs the extra `report`."""
-        from interp.pictures.circuit import drawn
+        """Layers upward, heads as boxes, edges as wide as their scores. It needs the extra `report`.
 
-        return drawn(self)
+        Only what is connected is drawn. Blue edges help the metric, red ones harm it.
+        """
+        from interp.pictures.circuit import Arrow, drawn
+
+        shown, rows, arrows = self.pruned(), dict[str, list[str]](), []
+        for node in shown.nodes:
+            ends = "logits" if node == "logits" else "input"
+            rows.setdefault(node.partition(".")[0] if node[1:2].isdigit() else ends, []).append(
+                node
+            )
+        writers, readers = self.graph.writers, self.graph.readers
+        scores, feeds = shown.scores.nan_to_num(), feeding(self.graph)
+        for writer, reader in shown.kept.nonzero().tolist():
+            fed = [writers[n] for n in feeds[:, reader].nonzero().flatten().tolist()]
+            part, score = readers[reader].partition("<")[2][:1], scores[writer, reader].item()
+            # A key head that several heads share is drawn at those that are in the circuit.
+            for node in [n for n in fed if n in shown.nodes] or ["logits"]:
+                arrows.append(Arrow(writers[writer], node, part, score))
+        return drawn([*rows.values()], arrows, repr(shown))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes nodes, edges and scores as JSON, completely or not at all.
+        """Writes nodes, edges and scores as safetensors, completely or not at all.
 
         Raises:
             FileNotFoundError: if there is no such directory.
         """
-        table = {
-            "format": _FORMAT,
-            "writers": self.graph.writers,
-            "readers": self.graph.readers,
-            "kept": self.kept.nonzero().tolist(),
-            "scores": [
-                [None if score != score else score for score in row] for row in self.scores.tolist()
-            ],
-            "found_on": sorted(self.found_on),
-        }
-        write_whole(Path(path), json.dumps(table))
+        facts = {"graph": self.graph.identity, "found_on": sorted(self.found_on)}
+        storage.save(Path(path), _FORMAT, {"kept": self.kept, "scores": self.scores}, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], graph: Graph) -> "Circuit":
@@ -181,38 +183,19 @@ class Circuit:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if `save` did not write it, or it is of another graph.
+            CacheError: if the file is damaged, or `save` did not write it.
+            ValueError: if it is of another graph.
         """
-        try:
-            table = json.loads(Path(path).read_text())
-            if table["format"] != _FORMAT:
-                raise ValueError(f"the format must be {_FORMAT!r}; got {table['format']!r}")
-            writers, readers = table["writers"], table["readers"]
-            kept = torch.zeros(len(writers), len(readers), dtype=torch.bool)
-            for writer, reader in table["kept"]:
-                kept[writer, reader] = True
-            numbers = [
-                [torch.nan if score is None else float(score) for score in row]
-                for row in table["scores"]
-            ]
-            scores = torch.tensor(numbers, dtype=torch.float64)
-            found_on = frozenset(map(str, table["found_on"]))
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"{path} must be a complete circuit that `save` wrote: {error!r}"
-            ) from None
-        if [writers, readers] != [[*graph.writers], [*graph.readers]]:
-            raise ValueError(f"the circuit in {path} must be of this graph; it has other nodes")
-        return cls(graph, kept, scores, found_on)
+        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+            identity, found_on = facts["graph"], frozenset(facts["found_on"])
+        graph.require(identity)
+        return cls(graph, tensors["kept"], tensors["scores"], found_on)
 
     def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
         return Circuit(self.graph, kept, self.scores, self.found_on.union(found_on))
 
     def _table_of(self, other: "Circuit") -> Tensor:
-        if _nodes(self) != _nodes(other):
-            raise ValueError("both circuits must be of one graph; these have other nodes")
+        self.graph.require(other.graph.identity)
         return other.kept
 
     def __repr__(self) -> str:
@@ -221,10 +204,6 @@ class Circuit:
             f"Circuit: {len(self)} of {int(self.graph.allowed.sum())} edges, "
             f"{len(self.nodes)} of {every} nodes"
         )
-
-
-def _nodes(circuit: Circuit) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return circuit.graph.writers, circuit.graph.readers
 
 
 def largest(
@@ -254,21 +233,5 @@ def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
             for n, head in enumerate(range(layer.heads.start, layer.heads.stop)):
                 feeds[head, part.start + n // each] = True
         if layer.mlp is not None:
-            feeds[layer.mlp] = True
+            feeds[layer.mlp.writer, layer.mlp.reader] = True
     return feeds
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file, completely or not at all.
-
-    Raises:
-        FileNotFoundError: if there is no such directory.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

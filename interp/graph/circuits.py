@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from interp.graph.circuit import Circuit, feeding, largest, write_whole
+from hooks import storage
+from interp.graph.circuit import Circuit, feeding, largest
 from interp.graph.graph import Graph
 from interp.results.result import Result
 
@@ -27,6 +28,7 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
             towards the other text's, on average. Otherwise those that move it away do too.
 
     Raises:
+        TypeError: if scores are no Result.
         ValueError: if scores are not finite, or not of all edges of this graph; or, with `signed`, if they do
             not tell the metric of both texts.
     """
@@ -88,6 +90,11 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
 
     For arguments and errors see `above`.
     """
+    if not isinstance(graph, Graph) or not isinstance(scores, Result):
+        got = f"{type(graph).__name__} and {type(scores).__name__}"
+        raise TypeError(
+            f"circuits are made of a Graph and a Result with scores of its edges; got {got}"
+        )
     if scores.axes != ("edge", "example") or scores.labels["edge"] != graph.edges:
         raise ValueError(
             f"scores must be [edge, example] of the {len(graph.edges)} edges of this graph; got "
@@ -126,18 +133,15 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> Circuit:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not such a file, or not of this graph.
+        CacheError: if it is not such a file.
+        ValueError: if it is not of this graph.
     """
-    try:
+    with storage.one_error(path, "be a circuit in MIB's JSON format"):
         table = json.loads(Path(path).read_text())
         given = [
             (name, float(edge["score"]), bool(edge["in_graph"]))
             for name, edge in table["edges"].items()
         ]
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path} must be a circuit in MIB's JSON format: {error!r}") from None
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
     if {*places} != {name for name, _, _ in given}:
         odd = next(iter({*places} ^ {name for name, _, _ in given}))
@@ -187,7 +191,8 @@ def write_mib(circuit: Circuit, path: str | os.PathLike[str]) -> None:
         "nodes": {name: {"in_graph": name in kept_nodes} for name in (*_joined(graph), "logits")},
         "edges": edges,
     }
-    write_whole(Path(path), json.dumps(described))
+    with storage.replacing(Path(path)) as partial:
+        partial.write_text(json.dumps(described))
 
 
 def _joined(graph: Graph) -> list[str]:

@@ -12,16 +12,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError, HookedRunner
+from hooks import ActivationCache, CacheError, HookedRunner, HookError, storage
 from hooks.errors import unknown_name
+from hooks.session import is_listened_to
 from interp.columns import like, real_of
 from interp.graph.nodes import At, add, layer_of
 from interp.linear.norms import is_identity, linear_part
-from interp.protocol import of
+from interp.protocol import plain, runner_of
 from interp.texts import text_of
 
-_BLOCK = ("ln1", "attn", "ln1_post", "attn_out", "resid_post")
-_ATTENTION = ("project", "mix", "z", "W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+_STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
 
 
 class Graph:
@@ -38,11 +38,13 @@ class Graph:
     divides `b_O`, because otherwise it is the same in every run.
 
     Args:
-        model: a model with the parts that `interp.protocol` lists for graphs, such as a `models.Transformer`.
+        model: a model with the parts that `interp.protocol` lists for graphs, such as a `models.Transformer`; or
+            an attached one that `models.from_hf` knows, of which the plain one is used.
         apart: whether token and position embeddings are the writers `embed` and `pos_embed`, in place of
             `input`. A norm of their sum divides them likewise, and its bias is the writer `input.bias`.
 
     Attributes:
+        model: the model whose parts are used.
         writers, readers: the names of the nodes, in the order of computation.
         layers: the nodes of each block.
         allowed: which edges exist.
@@ -51,25 +53,28 @@ class Graph:
 
     Raises:
         TypeError: if the model lacks a part.
-        ValueError: if its norms are of the sum of stream and sublayer (`norm_place="post"`): its stream is
-            not a sum of what was written.
+        ValueError: if its norms are of the sum of stream and sublayer (`norm_place="post"`), as its stream is not
+            a sum of what was written; or as for `models.from_hf`.
     """
 
     def __init__(self, model: nn.Module, apart: bool = False) -> None:
-        _check(model)
-        self.model: Any = model
-        self.names = {p.module: name for name, p in HookedRunner(model).points.items()}
-        blocks: Any = self.model.blocks
-        parts = [getattr(model, part, None) for part in (("embed", "pos_embed") if apart else ())]
+        self._whole = model
+        self.model: Any = plain(model, *_STEPS)
+        _check(self.model.blocks)
+        self.names = {p.module: name for name, p in HookedRunner(self.model).points.items()}
+        blocks = self.model.blocks
+        parts = [
+            getattr(self.model, part, None) for part in (("embed", "pos_embed") if apart else ())
+        ]
         # What the first block's stream is a sum of, and the norm of that sum.
         self._inputs = [part for part in parts if part in self.names] or [blocks[0].resid_pre]
-        norm: Any = getattr(model, "ln_embed", None)
+        norm: Any = getattr(self.model, "ln_embed", None)
         self._norm = norm if apart and not is_identity(norm) else None
         # Each node with the time when it writes or reads.
         writers: dict[str, int] = {}
         readers: dict[str, int] = {}
         add(writers, 0, [self.names[point] for point in self._inputs] if apart else ["input"])
-        if linear_part(self._norm, len(blocks[0].attn.b_O)).bias.any():
+        if linear_part(self._norm, self.model.config.d_model).bias.any():
             add(writers, 0, ["input.bias"])
         self.layers = tuple(layer_of(n, block, writers, readers) for n, block in enumerate(blocks))
         add(readers, 2 * len(blocks), ["logits"])
@@ -94,12 +99,24 @@ class Graph:
         if self._norm is not None:
             yield self._norm.scale
         for layer in self.layers:
-            yield layer.block.attn.z
+            yield layer.attention.sublayer.z
             if layer.scale is not None:
                 yield layer.scale
             if layer.mlp is not None:
-                yield layer.block.mlp_out
-        yield self.layers[-1].block.resid_post
+                yield layer.mlp.branch.added
+        yield self.model.blocks[-1].resid_post
+
+    def runner(self) -> HookedRunner:
+        """A runner of the model whose parts are used.
+
+        Raises:
+            HookError: if hooks act on the model that was given, as its values are then computed from parts.
+            ModeError: if that is in training mode.
+        """
+        runner_of(self._whole)
+        if is_listened_to(self._whole):
+            raise HookError("parts of the model are computed alone here: no hook must act on it")
+        return HookedRunner(self.model)
 
     @cached_property
     def edges(self) -> tuple[str, ...]:
@@ -138,6 +155,23 @@ class Graph:
             mask[self.index(edge)] = 0
         return mask
 
+    @cached_property
+    def identity(self) -> list[Any]:
+        """What two graphs of equal models share: the nodes, and the hash of the configuration."""
+        return [[*self.writers], [*self.readers], storage.config_hash(self.model)]
+
+    def require(self, identity: list[Any]) -> None:
+        """Refuses the identity of another graph.
+
+        Raises:
+            ValueError: if its nodes are others, or the configuration of its model.
+        """
+        if identity != self.identity:
+            what = (
+                "other nodes" if identity[:2] != self.identity[:2] else "a model of another config"
+            )
+            raise ValueError(f"a circuit must be of this graph; got one of {what}")
+
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
@@ -147,18 +181,25 @@ class Graph:
             cache: values of a run at the points `needed`, eager or lazy.
 
         Raises:
-            CacheError: if the cache lacks a point, or the contributions do not add up to its stream.
+            CacheError: if the cache lacks a point, is of another model, or the contributions do not add up to
+                its stream.
         """
-        lacking = [name for name in self.needed if name not in cache]
+        if isinstance(cache, ActivationCache):
+            cache.require_weights_of(self._whole)
+        return self.wrote(cache)
+
+    def wrote(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
+        """The same as `contributions`, from values of a run of the `model` whose parts are used."""
+        lacking = [name for name in self.needed if name not in values]
         if lacking:
             raise CacheError(
                 f"a graph needs names=graph.needed in a cache; got none of {lacking[0]}"
             )
 
         def at(point: nn.Module) -> Tensor:
-            return cache[self.names[point]]
+            return values[self.names[point]]
 
-        stream = at(self.layers[-1].block.resid_post)
+        stream = at(self.points[-1])
         found = stream.new_empty(len(self.writers), *stream.shape)
         inputs = self.inputs(at)
         found[: len(inputs)] = inputs
@@ -166,7 +207,7 @@ class Graph:
             for start, part in zip((layer.heads.start, layer.bias), layer.added(at), strict=False):
                 found[start : start + len(part)] = part
             if layer.mlp is not None:
-                found[layer.mlp[0]] = at(layer.block.mlp_out)
+                found[layer.mlp.writer] = at(layer.mlp.branch.added)
         _check_sum(found.detach().sum(0), stream)
         return found
 
@@ -214,25 +255,18 @@ def writers(
     return Graph(model).contributions(cache)
 
 
-def _check(model: Any) -> None:
-    of(model, "config", "blocks", "context", "input_resid", "logits", "unembed")
-    lacking = [part for block in model.blocks for part in _BLOCK if not hasattr(block, part)]
-    lacking = lacking or [
-        f"attn.{part}"
-        for block in model.blocks
-        for part in _ATTENTION
-        if not hasattr(type(block.attn), part) and not hasattr(block.attn, part)
-    ]
-    if lacking:
-        raise TypeError(
-            f"a graph needs blocks with {lacking[0]}; got {type(model).__name__} without it "
-            "(models.from_hf makes a model that has it)"
-        )
-    if getattr(model.config, "norm_place", "pre") == "post":
-        raise ValueError(
-            "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where the stream is "
-            "not a sum of what was written"
-        )
+def _check(blocks: nn.ModuleList) -> None:
+    for block in blocks:
+        if not hasattr(block, "branches"):
+            raise TypeError(
+                f"a graph needs blocks with branches; got a {type(block).__name__} without them "
+                "(models.from_hf makes a model that has them)"
+            )
+        if not all(is_identity(branch.joined) for branch in block.branches):  # type: ignore[union-attr]
+            raise ValueError(
+                "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where the stream is "
+                "not a sum of what was written"
+            )
 
 
 def _check_sum(found: Tensor, stream: Tensor) -> None:

@@ -5,24 +5,24 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookError
-from hooks.session import Session, is_listened_to
+from hooks import ActivationCache
+from hooks.session import Session
 from hooks.transfer import all_to_device, to_device
 from interp.columns import real_of
+from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.metrics import Metric, evaluate
-from interp.pairs import Pairs
-from interp.protocol import runner_of
-from interp.sites import Direction, compared, metric_of
+from interp.metrics import evaluate
+from interp.pairs import Direction, Pairs, require_pairs
 from interp.sweeps.rows import Batch
 from interp.texts import Text, are_aligned
 
 Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
-"""For each edge how much of it is replaced: 0 none, 1 all. Entries that are no edge do not count."""
+"""For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no edge do not
+count."""
 
 Source = Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
 """Where replaced values come from: the other text of each pair, another run of texts with the same positions,
@@ -34,12 +34,11 @@ _QUICK = 2**28
 
 def run_circuit(
     model: nn.Module,
-    clean: Pairs | Int[Tensor, "batch pos"],
+    pairs: Pairs,
     circuit: Mask | Iterable[str],
     source: Source = "pair",
     *,
     direction: Direction = "noising",
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     apart: bool = False,
     max_bytes: int = 2**30,
 ) -> Float[Tensor, "batch pos vocab"]:
@@ -51,24 +50,23 @@ def run_circuit(
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
-        clean: pairs of texts, or the tokens alone if the source is not `pair`.
-        circuit: the edges to keep, by name, or a mask of the edges to replace. Gradients flow to a mask; freeze
-            the model's weights if theirs are not wanted.
+        pairs: the texts. Corrupted ones are needed if the source is `pair`.
+        circuit: the edges to keep, as a `Circuit` or by name, or a mask of the edges to replace. Gradients flow
+            to a mask; freeze the model's weights if theirs are not wanted.
         source: where replaced values come from; see `Source`.
         direction: noising runs the clean texts, denoising the corrupted ones.
-        attention_mask: which tokens are not padding; pairs have their own.
         apart: see `Graph`.
         max_bytes: bounds the memory beyond the model, the source and the result, where no gradient is
             recorded. Examples that do not fit together run one after another.
 
     Raises:
-        ValueError: if mask or source do not fit, a source for all examples meets padding on the left, or
+        ValueError: if circuit, mask or source do not fit, a source for all examples meets padding on the left, or
             `max_bytes` is too small for one example.
         UnknownNameError: if the circuit has a node that the model lacks.
         HookError: if hooks act on the model, because a value is not computed once here.
         ModeError: if the model is in training mode.
     """
-    runs = MaskedRuns(model, clean, source, direction, attention_mask, apart, max_bytes)
+    runs = MaskedRuns(model, pairs, source, direction, apart, max_bytes)
     return runs.logits(circuit)
 
 
@@ -83,23 +81,21 @@ class MaskedRuns:
     def __init__(
         self,
         model: nn.Module,
-        clean: Pairs | Int[Tensor, "batch pos"],
+        pairs: Pairs,
         source: Source = "pair",
         direction: Direction = "noising",
-        attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         apart: bool = False,
         max_bytes: int = 2**30,
     ) -> None:
-        self._runner = runner_of(model)
-        self._model: Any = model
         self._max_bytes = max_bytes
         self.graph = Graph(model, apart)
-        self._given = clean
+        self._runner, self._model = self.graph.runner(), self.graph.model
+        self._pairs = require_pairs(pairs)
         self._other: Text | None = None
-        if isinstance(clean, Pairs):
-            self.text, self._other = compared(clean, None, direction, attention_mask)
+        if pairs.corrupted is None and direction == "noising":
+            self.text = pairs.text
         else:
-            self.text = Text(clean, attention_mask)
+            self.text, self._other = pairs.texts(direction)
         self._source = self._checked(source)
         self._held: Tensor | None = None  # the source of all examples, if these run together
 
@@ -107,19 +103,16 @@ class MaskedRuns:
         """The logits of one circuit."""
         return self._run(circuit, self._model.unembed)
 
-    def metric(
-        self, circuit: Mask | Iterable[str], metric: Metric | None = None
-    ) -> Float[Tensor, " batch"]:
+    def metric(self, circuit: Mask | Iterable[str]) -> Float[Tensor, " batch"]:
         """The metric of one circuit, from logits only where the metric reads them.
 
         Args:
             circuit: see `run_circuit`.
-            metric: a function from logits to a number per example; by default that of the pairs.
 
         Raises:
             ValueError: as for `run_circuit`, or if the metric is not one number per example.
         """
-        metric = metric_of(self._given, metric)
+        metric = self._pairs.metric
         batch = Batch(self.text.tokens, self.text.mask, metric)
         read = batch.read(self._run(circuit, lambda stream: stream))
         with torch.set_grad_enabled(read.requires_grad):
@@ -136,7 +129,7 @@ class MaskedRuns:
                 self._other is None or not are_aligned(self.text, self._other)
             ):
                 raise ValueError(
-                    "source='pair' needs Pairs whose positions correspond: give those, or another source"
+                    "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
                 )
             return source
         found = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
@@ -155,6 +148,8 @@ class MaskedRuns:
 
     def _mask(self, circuit: Mask | Iterable[str]) -> Tensor:
         """The mask of what is replaced, 0 where there is no edge."""
+        if isinstance(circuit, Circuit):
+            self.graph.require(circuit.graph.identity)
         mask = circuit if isinstance(circuit, Tensor) else self.graph.mask(circuit)
         shape, n_pos = self.graph.allowed.shape, self.text.tokens.shape[1]
         if mask.shape not in (shape, (*shape, n_pos)):
@@ -162,8 +157,12 @@ class MaskedRuns:
                 f"a mask must be [writer, reader], {[*shape]}, or with a last axis of {n_pos} positions; "
                 f"got {[*mask.shape]}"
             )
-        if not mask.isfinite().all():
-            raise ValueError("a mask must be of finite numbers; got others")
+        if mask.dtype == torch.bool:
+            raise ValueError(
+                "a mask must be of numbers, 1 where an edge is replaced; got booleans: give the Circuit itself"
+            )
+        if not ((mask >= 0) & (mask <= 1)).all():
+            raise ValueError("a mask must be of numbers from 0 to 1; got others")
         weight = self._model.blocks[0].attn.W_O
         mask = to_device(mask, weight.device).to(weight.dtype)
         allowed = to_device(self.graph.allowed, weight.device)
@@ -173,10 +172,7 @@ class MaskedRuns:
         self, circuit: Mask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
         """What is read of the stream that the logits see, from some examples at a time."""
-        if is_listened_to(self._model):
-            raise HookError(
-                "a masked run computes a value once for each reader: no hook must act on the model"
-            )
+        self.graph.runner()
         mask, found = self._mask(circuit), []
         size, each = len(self.text.tokens), self._bytes_of_one()
         fit = size if mask.requires_grad else self._max_bytes // each
@@ -216,14 +212,14 @@ class MaskedRuns:
         if self._other is None or self._source == "zero":
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
-        text = _part(self._other, rows)
-        return self.graph.contributions(
+        text = self._other.rows(rows)
+        return self.graph.wrote(
             self._runner.capture(text.tokens, names=self.graph.needed, **text.kwargs)
         )
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
         """The stream that the logits read."""
-        text, values = _part(self.text, rows), dict[nn.Module, Tensor]()
+        text, values = self.text.rows(rows), dict[nn.Module, Tensor]()
         context = self._model.context(text.tokens, **text.kwargs)
         with Session() as session:
             for point in self.graph.points:
@@ -244,16 +240,15 @@ def _after(
     layer: Layer, before: Tensor, context: Any, readers: "_Readers", values: dict[nn.Module, Tensor]
 ) -> Tensor:
     """The stream after a block."""
-    block = layer.block
+    attention, mlp = layer.attention, layer.mlp
     q, k, v = readers.projected(layer, before)
-    after = before + block.ln1_post(block.attn.mix(q, k, v, context))
+    after = before + attention.finished(attention.sublayer.mix(q, k, v, context))
     for part in layer.added(values.__getitem__):
         readers.wrote(part)
-    if layer.mlp is None:
+    if mlp is None:
         return after
-    at = layer.mlp[1]
-    read = readers.seen(before if layer.is_parallel else after, slice(at, at + 1))[0]
-    mlp_out = block.ln2_post(block.mlp(block.ln2(read)))
+    stream = before if layer.is_parallel else after
+    mlp_out = mlp.branch(readers.seen(stream, slice(mlp.reader, mlp.reader + 1))[0])
     readers.wrote(mlp_out[None])
     return after + mlp_out
 
@@ -297,10 +292,10 @@ class _Readers:
 
     def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
         """The queries, keys and values, each head from the stream as it sees it."""
-        block, attn = layer.block, layer.block.attn
+        attn = layer.attention.sublayer
         # All at once: the matrix product is bound by reading the differences.
         seen = self.seen(stream, slice(layer.q.start, layer.v.stop))
-        read = block.ln1(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
+        read = layer.attention.norm(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
         weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
         sizes = [len(bias) for _, bias in weights]
         for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):
@@ -310,7 +305,3 @@ class _Readers:
 
 def _rows(source: Tensor, rows: slice) -> Tensor:
     return source if source.shape[1] == 1 else source[:, rows]
-
-
-def _part(text: Text, rows: slice) -> Text:
-    return Text(text.tokens[rows], None if text.mask is None else text.mask[rows])

@@ -33,37 +33,48 @@ class Written(NamedTuple):
     constant: Float[Tensor, " d_model"]
 
 
+class MLP(NamedTuple):
+    """A block's MLP: its places among the writers and among the readers, and its branch."""
+
+    writer: int
+    reader: int
+    branch: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """The nodes of one block, as places among the writers and the readers of a graph.
 
     Attributes:
-        block: the block.
+        attention: the block's branch of attention; see `interp.protocol.LanguageModel`.
         heads: its heads among the writers.
         bias: the writer of what attention adds beside its heads, which is the next one; None if that is zero.
         q, k, v: its heads among the readers; `k` and `v` by key head.
-        mlp: the MLP's places among the writers and among the readers; None without one.
-        is_parallel: whether the MLP reads the stream without what attention adds.
+        mlp: the MLP; None without one.
     """
 
-    block: Any
+    attention: Any
     heads: slice
     bias: int | None
     q: slice
     k: slice
     v: slice
-    mlp: tuple[int, int] | None
-    is_parallel: bool
+    mlp: MLP | None
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the MLP reads the stream without what attention adds."""
+        return self.mlp is not None and self.mlp.branch.reads is self.attention.reads
 
     @property
     def device(self) -> torch.device:
         """Where the block's weights are."""
-        return self.block.attn.W_O.device
+        return self.attention.sublayer.W_O.device
 
     @property
     def scale(self) -> nn.Module | None:
         """The point of the scale that divides what attention adds; None without one."""
-        norm = self.block.ln1_post
+        norm = self.attention.after
         return None if is_identity(norm) else norm.scale
 
     @property
@@ -74,12 +85,11 @@ class Layer:
     @property
     def written(self) -> Written:
         """How attention writes, from the live weights."""
-        attn = self.block.attn
-        return written(self.block.ln1_post, attn.W_O, attn.b_O)
+        return written(self.attention)
 
     def added(self, at: At) -> list[Float[Tensor, "writer batch pos d_model"]]:
         """What the heads add to the stream and, if it is a writer, what the bias adds."""
-        z = at(self.block.attn.z)
+        z = at(self.attention.sublayer.z)
         weight, bias, constant = all_to_device(self.written, z.device)
         if self.scale is not None:
             scale = at(self.scale)
@@ -90,29 +100,43 @@ class Layer:
         return [heads, (bias + constant).to(z.dtype).expand_as(heads[:1])]
 
 
-def written(norm: Any, weight: Tensor, bias: Float[Tensor, " d_model"]) -> Written:
-    """How `values weight + bias` is added where a norm comes between, from the live weights."""
-    linear = linear_part(norm, len(bias))
+def written(attention: Any) -> Written:
+    """How a branch of attention writes, from the live weights."""
+    weight, bias = attention.sublayer.W_O, attention.sublayer.b_O
+    linear = linear_part(attention.after, len(bias))
     bias = linear.after(bias)
     return Written(linear.after(weight), bias, like(linear.bias, bias))
 
 
 def layer_of(n: int, block: Any, writers: dict[str, int], readers: dict[str, int]) -> Layer:
     """Adds the nodes of a block."""
-    queries, keys = range(len(block.attn.W_Q)), range(len(block.attn.W_K))
+    attention, *others = block.branches
+    queries, keys = range(len(attention.sublayer.W_Q)), range(len(attention.sublayer.W_K))
     q, k, v = (
         add(readers, 2 * n, [f"a{n}.h{head}<{part}>" for head in heads])
         for part, heads in (("q", queries), ("k", keys), ("v", keys))
     )
     heads, bias, mlp = add(writers, 2 * n + 1, [f"a{n}.h{head}" for head in queries]), None, None
-    is_parallel = hasattr(block, "mlp") and not hasattr(block, "resid_mid")
-    wrote = written(block.ln1_post, block.attn.W_O, block.attn.b_O)
+    wrote = written(attention)
     if wrote.bias.any() or wrote.constant.any():
         bias = add(writers, 2 * n + 1, [f"a{n}.bias"]).start
-    if hasattr(block, "mlp"):
-        read = add(readers, 2 * n + (not is_parallel), [f"m{n}"]).start
-        mlp = add(writers, 2 * n + 2, [f"m{n}"]).start, read
-    return Layer(block, heads, bias, q, k, v, mlp, is_parallel)
+    for branch in others:
+        time = 2 * n + (branch.reads is not attention.reads)
+        read = add(readers, time, [f"m{n}"]).start
+        mlp = MLP(add(writers, 2 * n + 2, [f"m{n}"]).start, read, branch)
+    return Layer(attention, heads, bias, q, k, v, mlp)
+
+
+def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
+    """Names of nodes or edges; one stands for itself.
+
+    Raises:
+        TypeError: if they are something else.
+    """
+    several = (names,) if isinstance(names, str) else names
+    if not isinstance(several, Iterable):
+        raise TypeError(f"{what} must be names; got {names!r} (a metric belongs into Pairs)")
+    return tuple(several)
 
 
 def add(nodes: dict[str, int], time: int, names: Iterable[str]) -> slice:

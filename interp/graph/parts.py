@@ -1,12 +1,13 @@
 """What the parts of a model wrote to the residual stream in a run, kept as factors."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner
@@ -15,8 +16,8 @@ from hooks.transfer import to_device
 from interp.columns import at_least_float32, like
 from interp.graph.graph import Graph
 from interp.linear.norms import LinearPart, is_identity, linear_part
-from interp.positions import Selection
-from interp.protocol import check_cache, plain
+from interp.positions import Index, Selection
+from interp.protocol import plain
 from interp.texts import text_of
 
 # What is read of a run, but for neurons.
@@ -68,37 +69,36 @@ class Parts:
     Args:
         model: the model of the run.
         cache: its cache.
-        tokens: its tokens; only their shape is read, for a check.
-        pos: read one column of each text: the same, or one for each; -1 is the last real token. None for all.
+        pos: read one position of each text: the same, or one for each. None for all columns.
 
     Raises:
         CacheError: if the cache is of another model, or lost an axis.
-        ValueError: if tokens have another shape, or there is no such column.
+        SelectionError: if there is no such position, or it is padding.
     """
 
     def __init__(
         self,
         model: nn.Module,
         cache: ActivationCache,
-        tokens: Int[Tensor, "batch pos"] | None = None,
-        pos: int | Int[Tensor, " batch"] | None = None,
+        pos: Index | None = None,
     ) -> None:
         self.model: Any = plain(model, "blocks")
         self._cache, self._columns = cache, None
         self.last = f"blocks.{len(self.model.blocks) - 1}.resid_post"
-        check_cache(model, cache)
+        cache.require_weights_of(model)
         batch, n_pos, *axes = self.at(self.last).shape
+        self.dtype = cache[self.last].dtype
         if len(axes) != 1:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
-        if tokens is not None and tokens.shape != (batch, n_pos):
-            raise ValueError(
-                f"tokens must have the cache's shape, {[batch, n_pos]}; got {list(tokens.shape)}"
-            )
         if pos is not None:
             text = text_of(cache)
-            real = None if text is None or text.mask is None else real_columns(text.mask)
+            mask = None if text is None else text.mask
+            # A cache of some positions has others than its mask.
+            if mask is not None and mask.shape != (batch, n_pos):
+                mask = None
+            real = None if mask is None else real_columns(mask)
             rows = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
-            self._columns = torch.tensor(rows)[:, 0].expand(batch)
+            self._columns = torch.tensor(rows).expand(batch, 1)[:, 0]
 
     @cached_property
     def graph(self) -> Graph:
@@ -128,11 +128,11 @@ class Parts:
         inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
         yield Part(writers[: len(inputs)], inputs.movedim(0, 2))
         for n, layer in enumerate(layers[:before]):
-            at, attn = f"blocks.{n}", layer.block.attn
+            at, attn = f"blocks.{n}", layer.attention.sublayer
             heads, z = writers[layer.heads], self.at(f"{at}.attn.z")
             yield from self._written(heads, z, attn.W_O, attn.b_O, f"{at}.ln1_post", f"a{n}.bias")
             if layer.mlp is not None and neurons:
-                hidden, mlp = self.at(f"{at}.mlp.post")[..., None], layer.block.mlp
+                hidden, mlp = self.at(f"{at}.mlp.post")[..., None], layer.mlp.branch.sublayer
                 names = [f"m{n}.n{neuron}" for neuron in range(hidden.shape[2])]
                 weight, norm = mlp.W_out[:, None], f"{at}.ln2_post"
                 yield from self._written(names, hidden, weight, mlp.b_out, norm, f"m{n}.bias")
@@ -161,19 +161,24 @@ class Parts:
             yield Part([rest], bias.expand(*values.shape[:2], -1)[:, :, None])
 
     def check(
-        self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], size: Tensor
+        self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
     ) -> float:
         """How far a sum of parts is from what it should be.
 
+        The stream is rounded after each addition, in the cache's dtype, so that differences grow as the square root
+        of the number of blocks. Apart from that, float32 is allowed for: some norms compute in it always.
+
         Raises:
-            CacheError: if that is more than rounding in the cache's dtype can explain, of `size`.
+            CacheError: if that is more than rounding can explain, of the largest number in `sizes`.
         """
-        gap = (found - to_device(expected, found.device)).abs().max().item()
-        dtype, (least, most) = self._cache[self.last].dtype, torch.aminmax(size)
-        allowed = min(0.03, 1000 * torch.finfo(dtype).eps) * torch.maximum(-least, most).item()
-        if not gap <= allowed:  # NaN is not
-            raise CacheError(
-                f"the parts must add up to within {allowed:.3g}; got a difference of {gap:.3g}: the cache is of "
-                "another model, its run was edited, or its blocks add something else"
-            )
-        return float(f"{gap:.2g}")
+        gap, dtype = (found - to_device(expected, found.device)).abs().max().item(), self.dtype
+        rounding = 4 * torch.finfo(dtype).eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
+        for size in sizes:
+            least, most = torch.aminmax(size)
+            allowed = rounding * torch.maximum(-least, most).item()
+            if gap <= allowed:
+                return float(f"{gap:.2g}")
+        raise CacheError(
+            f"the parts must add up to within {allowed:.3g}, by the rounding of {dtype}; got a difference of "
+            f"{gap:.3g}: was the run edited, were weights changed, or does a block add something else?"
+        )

@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import CacheError, HookedRunner, storage
+from hooks import HookedRunner, storage
 from hooks.names import layers
 from hooks.transfer import to_device
 from interp.columns import at_least_float32
@@ -111,7 +111,7 @@ class AffineLens:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
         others = {name: part for name, part in parts.items() if name not in tensors}
-        storage.save(Path(path), tensors, others, self._format)
+        storage.save(Path(path), self._format, tensors, others)
 
     @classmethod
     def load(cls: type[L], path: str | os.PathLike[str]) -> L:
@@ -119,13 +119,7 @@ class AffineLens:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            CacheError: if the file is truncated, or holds another kind of lens or something else.
+            CacheError: if the file is damaged, or holds another kind of lens or something else.
         """
-        try:
-            tensors, others = storage.read(Path(path), cls._format)
-            parts: dict[str, Any] = {**tensors, **others}
-            return cls(**parts)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise CacheError(f"{path} must be a complete {cls.__name__}: {error!r}") from None
+        with storage.opened(Path(path), cls._format) as (tensors, others):
+            return cls(**tensors, **others)

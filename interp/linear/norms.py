@@ -1,14 +1,15 @@
 """The linear part of a norm: what it does to a vector apart from the division by its scale."""
 
+import copy
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from hooks import Identity
-from hooks.session import muted
 from interp.columns import at_least_float32, like
 
 
@@ -53,7 +54,10 @@ def is_identity(norm: nn.Module | None) -> bool:
 
 
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
-    """The linear part of a LayerNorm, an RMSNorm or an identity, as the module itself shows it.
+    """The linear part of a LayerNorm, an RMSNorm or an identity.
+
+    A norm that has `centres` says itself what it is, by this, `weight` and `bias`; see `LanguageModel`. Any
+    other is run on a few vectors.
 
     Args:
         norm: a module of tensors [batch, pos, *shape]; None is an identity.
@@ -64,15 +68,32 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
     """
     if norm is None or is_identity(norm):
         return LinearPart(None, torch.zeros(shape, dtype=torch.float64), False)
-    state = {name: value.double() for name, value in norm.state_dict(keep_vars=True).items()}
-    device = next((value.device for value in state.values()), None)
+    if not hasattr(norm, "centres"):
+        return _measured(norm, shape)
+
+    def spread(held: Any, default: float) -> Tensor:
+        like = torch.full(shape, default, dtype=torch.float64) if held is None else held.double()
+        # The heads of a norm of queries or keys share its gain, or have a part of it each.
+        return like.view(-1, shape[-1]).expand(math.prod(shape) // shape[-1], -1).reshape(shape)
+
+    parts = (getattr(norm, name, None) for name in ("weight", "bias"))
+    gain, bias = map(spread, parts, (1.0, 0.0))
+    return LinearPart(gain, bias, bool(norm.centres))
+
+
+def _measured(norm: nn.Module, shape: tuple[int, ...]) -> LinearPart:
+    # A copy in float64 and without its hooks: an interrupt cannot leave its own weights changed.
+    precise = {id(value): value.double() for value in norm.state_dict(keep_vars=True).values()}
+    attributes = [item for module in norm.modules() for item in vars(module).items()]
+    hooks = {id(held): type(held)() for name, held in attributes if name.endswith("hooks")}
+    twin = copy.deepcopy(norm, {**precise, **hooks})
+    device = next((value.device for value in precise.values()), None)
     signs = torch.ones(shape, dtype=torch.float64, device=device)
     signs[..., 1::2] = -1
     wave = torch.arange(shape[-1], dtype=torch.float64, device=device).cos().expand(shape)
     probes = torch.stack([signs, signs + 3, wave])
-    with muted():  # open hook contexts do not change weights
-        # Vectors so long that the epsilon has no effect.
-        ends = functional_call(norm, state, (1e12 * torch.stack([probes, -probes]),)).double()
+    # Vectors so long that the epsilon has no effect.
+    ends = twin(1e12 * torch.stack([probes, -probes])).double()
     (shown, moved, waved), bias = (ends[0] - ends[1]) / 2, (ends[0, 0] + ends[1, 0]) / 2
     centres = torch.allclose(moved, shown, rtol=1e-4, atol=0, equal_nan=True)
     signs, wave = (x - x.mean() if centres else x for x in (signs, wave))

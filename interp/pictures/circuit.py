@@ -1,15 +1,11 @@
 """A circuit drawn from the input upward, heads and MLPs as boxes."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
-
-from interp.graph.circuit import feeding
-
-if TYPE_CHECKING:
-    from interp.graph.circuit import Circuit
 
 _WIDTH, _HEIGHT, _STEP = 0.8, 0.4, 1.2
 _COLOURS = {"a": "#fee8c8", "m": "#e0f3db", "": "white"}
@@ -18,35 +14,34 @@ _PORTS = {"q": -0.27, "k": 0.0, "v": 0.27}
 """Where the edges to a head's query, key and value end, from its middle."""
 
 
-def drawn(circuit: "Circuit") -> Figure:
-    """See `Circuit.plot`. Only what is connected is drawn. Blue edges help the metric, red ones harm it."""
-    circuit = circuit.pruned()
-    rows = _rows(circuit)
+class Arrow(NamedTuple):
+    """An edge from one node to another, or to its part `q`, `k` or `v`; blue if its score is negative, which helps."""
+
+    start: str
+    end: str
+    part: str
+    score: float
+
+
+def drawn(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) -> Figure:
+    """Nodes in rows from the bottom upward, as boxes, and arrows as wide as their scores."""
     widest = max((len(row) for row in rows), default=1)
-    size = 1.5 + widest, 0.8 + 0.75 * len(rows)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(1.5 + widest, 0.8 + 0.75 * len(rows)), layout="constrained")
     axes = figure.subplots()
     places = {
         node: (x - (len(row) - 1) / 2, _STEP * y)
         for y, row in enumerate(rows)
         for x, node in enumerate(row)
     }
-    scores = circuit.scores.where(circuit.kept, 0).nan_to_num()
-    largest, feeds = scores.abs().max().item() or 1.0, feeding(circuit.graph)
-    writers, readers = circuit.graph.writers, circuit.graph.readers
-    for writer, reader in circuit.kept.nonzero().tolist():
-        fed = [writers[n] for n in feeds[:, reader].nonzero().flatten().tolist()]
-        part = readers[reader].partition("<")[2][:1]
-        # A key head that several heads share is drawn at those that are in the circuit.
-        for node in [n for n in fed if n in places] or ["logits"]:
-            ends = places[writers[writer]], places[node]
-            _edge(axes, *ends, _PORTS.get(part, 0.0), scores[writer, reader].item() / largest)
+    largest = max((abs(arrow.score) for arrow in arrows), default=0.0) or 1.0
+    for start, end, part, score in arrows:
+        _edge(axes, places[start], places[end], _PORTS.get(part, 0.0), score / largest)
     for node, place in places.items():
         _box(axes, node, *place)
     axes.set_xlim(-widest / 2 - 0.2, widest / 2 + 0.2)
     axes.set_ylim(-0.5, _STEP * (len(rows) - 1) + 0.5)
     axes.axis("off")
-    figure.suptitle(f"{circuit!r}\nblue edges help, red ones harm", fontsize="small")
+    figure.suptitle(f"{title}\nblue edges help, red ones harm", fontsize="small")
     return figure
 
 
@@ -72,7 +67,7 @@ def _edge(
 
 
 def _box(axes: Axes, node: str, x: float, y: float) -> None:
-    kind = node[0] if _layer(node) is not None else ""
+    kind = node[0] if node[1:2].isdigit() else ""
     corner, style = (x - _WIDTH / 2, y - _HEIGHT / 2), "round,pad=0,rounding_size=0.08"
     box = FancyBboxPatch(
         corner, _WIDTH, _HEIGHT, boxstyle=style, fc=_COLOURS[kind], ec="black", lw=0.7
@@ -84,19 +79,3 @@ def _box(axes: Axes, node: str, x: float, y: float) -> None:
     for part, port in _PORTS.items() if is_head else ():
         at = x + port, y - _HEIGHT / 2 + 0.02
         axes.text(*at, part, ha="center", va="bottom", fontsize=5, color="dimgrey", zorder=3)
-
-
-def _rows(circuit: "Circuit") -> list[list[str]]:
-    """The nodes of the circuit: embeddings, a row for each layer's attention and its MLP, the logits."""
-    rows: dict[tuple[int, str], list[str]] = {}
-    for node in circuit.nodes:
-        layer = _layer(node)
-        outer = len(circuit.graph.layers) if node == "logits" else -1
-        key = (outer, "") if layer is None else (layer, node[0])
-        rows.setdefault(key, []).append(node)
-    return [rows[key] for key in sorted(rows)]
-
-
-def _layer(node: str) -> int | None:
-    number = node[1:].partition(".")[0]
-    return int(number) if node[0] in "am" and number.isdigit() else None

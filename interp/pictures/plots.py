@@ -1,106 +1,123 @@
 """Plots of numbers: effects, estimates over exact effects, and faithfulness over the size of a circuit."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jaxtyping import Float
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from interp.causal.comparison import Comparison
-    from interp.causal.evaluation import Curve
-    from interp.results.result import Result
+Labels = Mapping[str, Sequence[Any]]
+"""By the name of an axis, in order, a label for each index."""
 
 _COLOURS = {"signed": "#2166ac", "absolute": "#1b7837", "random": "grey"}
 _NAMED = 5  # of the places where estimates are furthest off
 
 
-def effects(result: "Result") -> Figure:
-    """Mean effects as a heat map, or as bars with intervals; see `Result.plot`."""
-    shown = result.axes[:-1]
-    if len(shown) not in (1, 2):
-        raise ValueError(
-            f"a plot must have one or two axes besides example; got {shown}: use select()"
-        )
-    mean = result.mean().numpy(force=True)
-    unit = f"mean ({result.unit})" if result.unit else "mean"
-    width, height = (min(max(0.3 * size + 2, 4), 16) for size in (mean.shape[-1], mean.shape[0]))
-    figure = Figure(figsize=(width, height if len(shown) == 2 else 4), layout="constrained")
-    axes = figure.subplots()
-    if len(shown) == 2:
-        limit = abs(mean[mean == mean]).max(initial=0) or 1  # NaN differs from itself
-        image = axes.imshow(mean, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-        figure.colorbar(image, label=unit)
-        axes.set_ylabel(shown[0])
-        axes.set_yticks(*_ticks(result.labels[shown[0]]))
-    else:
-        low, high = (end.numpy(force=True) for end in result.interval())
-        axes.bar(range(len(mean)), mean, color="#4393c3")
-        axes.vlines(range(len(mean)), low, high, color="black")
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_ylabel(unit)
-    ticks, texts = _ticks(result.labels[shown[-1]])
-    axes.set_xticks(ticks, texts, rotation=90 if max(map(len, texts), default=0) > 3 else 0)
-    axes.set_xlabel(shown[-1])
-    facts = ", ".join(f"{name}: {value}" for name, value in result.about.items())
-    figure.suptitle(facts, fontsize="small", wrap=True)
+def heat_map(
+    values: Float[Tensor, "row column"], labels: Labels, unit: str, title: str, reach: float = 0.0
+) -> Figure:
+    """A table as colours. White is 0; they reach `reach` at least, and below 0 only where a value is."""
+    table = values.numpy(force=True)
+    known = table[table == table]  # NaN differs from itself
+    limit = max(abs(known).max(initial=0), reach) or 1
+    colours, least = ("RdBu", -limit) if known.min(initial=0) < 0 else ("Blues", 0)
+    width, height = (min(max(0.3 * size + 2, 4.0), 16.0) for size in table.shape[::-1])
+    figure, axes = _framed((width, height), title)
+    image = axes.imshow(table, cmap=colours, vmin=least, vmax=limit, aspect="auto")
+    figure.colorbar(image, label=unit)
+    (rows, of_rows), (columns, of_columns) = labels.items()
+    axes.set_ylabel(rows)
+    axes.set_yticks(*_ticks(of_rows))
+    _label_columns(axes, columns, of_columns)
     return figure
 
 
-def scatter(comparison: "Comparison") -> Figure:
-    """Estimated over exact effects, a dot for each place; see `Comparison.plot`."""
-    exact, estimate = (x.numpy(force=True) for x in (comparison.exact, comparison.estimate))
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.subplots()
+def bars(
+    values: Float[Tensor, " place"],
+    low: Float[Tensor, " place"],
+    high: Float[Tensor, " place"],
+    labels: Labels,
+    unit: str,
+    title: str,
+) -> Figure:
+    """Bars with intervals."""
+    places = range(len(values))
+    figure, axes = _framed((min(max(0.3 * len(values) + 2, 4.0), 16.0), 4.0), title)
+    axes.bar(places, values.numpy(force=True), color="#4393c3")
+    axes.vlines(places, low.numpy(force=True), high.numpy(force=True), color="black")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_ylabel(unit)
+    _label_columns(axes, *next(iter(labels.items())))
+    return figure
+
+
+def scatter(
+    exact: Float[Tensor, " place"],
+    estimate: Float[Tensor, " place"],
+    named: Sequence[tuple[float, float, str]],
+    unit: str,
+    title: str,
+) -> Figure:
+    """Estimated over exact effects, a dot for each place, and names of some."""
+    figure, axes = _framed((5.0, 5.0), title)
     axes.axhline(0, color="lightgrey", linewidth=0.8)
     axes.axvline(0, color="lightgrey", linewidth=0.8)
     axes.axline((0, 0), slope=1, color="grey", linewidth=0.8, linestyle="--")
-    axes.scatter(exact, estimate, s=12, color="#4393c3")
-    middle = (exact.min() + exact.max()) / 2
-    apart = 0.05 * (exact.max() - exact.min()), 0.05 * (estimate.max() - estimate.min())
-    named: list[tuple[float, float]] = []
-    for miss in comparison.misses[:_NAMED]:
-        at = miss.exact, miss.estimate
+    axes.scatter(exact.numpy(force=True), estimate.numpy(force=True), s=12, color="#4393c3")
+    (left, right), (bottom, top) = ([end.item() for end in x.aminmax()] for x in (exact, estimate))
+    apart = 0.05 * (right - left), 0.05 * (top - bottom)
+    written: list[tuple[float, float]] = []
+    for *at, name in named[:_NAMED]:
         # Names of dots that almost coincide could not be read.
-        if any(abs(at[0] - x) < apart[0] and abs(at[1] - y) < apart[1] for x, y in named):
+        if any(abs(at[0] - x) < apart[0] and abs(at[1] - y) < apart[1] for x, y in written):
             continue
-        named.append(at)
+        written.append((at[0], at[1]))
         # Towards the middle, so that no name is cut off.
-        side, shift = ("left", 4) if at[0] < middle else ("right", -4)
+        side, shift = ("left", 4) if at[0] < (left + right) / 2 else ("right", -4)
         axes.annotate(
-            ", ".join(f"{axis} {label}" for axis, label in miss.where.items()),
-            at,
+            name,
+            (at[0], at[1]),
             xytext=(shift, 4),
             textcoords="offset points",
             ha=side,
             fontsize="x-small",
         )
-    unit = f" ({comparison.unit})" if comparison.unit else ""
+    unit = f" ({unit})" if unit else ""
     axes.set_xlabel(f"exact mean effect{unit}")
     axes.set_ylabel(f"estimated mean effect{unit}")
-    figure.suptitle(repr(comparison).splitlines()[1].strip(), fontsize="small")
     return figure
 
 
-def curves(curve: "Curve") -> Figure:
-    """Faithfulness over the share of edges that a circuit keeps; see `Curve.plot`."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+def curves(
+    shares: Sequence[float], heights: Mapping[str, Sequence[Float[Tensor, " share"]]], title: str
+) -> Figure:
+    """Faithfulness over the share of edges that circuits keep: by name, the mean and both ends of its interval."""
+    figure, axes = _framed((6.0, 4.0), title)
     axes.axhline(0, color="lightgrey", linewidth=0.8)
     axes.axhline(1, color="lightgrey", linewidth=0.8)
-    for name, colour in _COLOURS.items():
-        result = getattr(curve, name)
-        shares = result.labels["edges"]
-        low, high = (end.numpy(force=True) for end in result.interval())
-        axes.plot(
-            shares, result.mean().numpy(force=True), "o-", color=colour, label=name, markersize=3
-        )
-        axes.fill_between(shares, low, high, color=colour, alpha=0.15, linewidth=0)
+    for name, numbers in heights.items():
+        mean, low, high = (x.numpy(force=True) for x in numbers)
+        axes.plot(shares, mean, "o-", color=_COLOURS[name], label=name, markersize=3)
+        axes.fill_between(shares, low, high, color=_COLOURS[name], alpha=0.15, linewidth=0)
     axes.set_xscale("log")
     axes.set_xlabel("share of the edges kept")
     axes.set_ylabel("faithfulness")
     axes.legend()
-    figure.suptitle("\n".join(repr(curve).split("\n  ")[1:]), fontsize="small")
     return figure
+
+
+def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize="small", wrap=True)
+    return figure, figure.subplots()
+
+
+def _label_columns(axes: Axes, name: str, labels: Sequence[Any]) -> None:
+    ticks, texts = _ticks(labels)
+    axes.set_xticks(ticks, texts, rotation=90 if max(map(len, texts), default=0) > 3 else 0)
+    axes.set_xlabel(name)
 
 
 def _ticks(labels: Sequence[Any]) -> tuple[list[int], list[str]]:

@@ -13,6 +13,7 @@ from hooks.transfer import stacked, to_device
 from interp.columns import at_least_float32, like, short, tokens_of
 from interp.graph.parts import Parts
 from interp.linear.norms import is_identity, linear_part
+from interp.positions import Index
 from interp.protocol import of
 from interp.results.result import Result
 
@@ -56,7 +57,6 @@ class Decomposition:
 def decompose(
     model: nn.Module,
     cache: ActivationCache,
-    tokens: Int[Tensor, "batch pos"] | None = None,
     *,
     before: int | None = None,
     neurons: bool = False,
@@ -72,7 +72,6 @@ def decompose(
         model: the model of the run, with the parts that a graph needs. An attached one is copied at each
             call, if `models.from_hf` knows its family.
         cache: the cache of a run that kept all points, or `Graph(model, apart=True).needed`.
-        tokens: the tokens of the run; only their shape is read, for a check.
         before: decompose the stream entering this block; None for the stream after the last one.
         neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
 
@@ -80,7 +79,7 @@ def decompose(
         TypeError, ValueError: as for `Graph`; or if there is no such block.
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the stream.
     """
-    parts = Parts(model, cache, tokens)
+    parts = Parts(model, cache)
     n_layers = len(parts.model.blocks)
     if before is not None and not 0 <= before < n_layers:
         raise ValueError(f"before must be 0 to {n_layers - 1}; got {before}")
@@ -92,7 +91,7 @@ def decompose(
         part.write(out)
     # A matrix product is twice as fast as a sum over the first axis.
     total = values.new_ones(len(names)) @ values.flatten(1)
-    parts.check(total.view_as(stream), stream, stream)
+    parts.check(total.view_as(stream), stream, stream, values)
     return Decomposition(names, values)
 
 
@@ -100,12 +99,11 @@ def decompose(
 def direct_logit_attribution(
     model: nn.Module,
     cache: ActivationCache,
-    tokens: Int[Tensor, "batch pos"] | None = None,
     *,
     right: Tokens | None = None,
     wrong: Tokens | None = None,
     direction: Direction | None = None,
-    pos: int | Int[Tensor, " batch"] | None = None,
+    pos: Index | None = None,
     neurons: bool = False,
 ) -> Result:
     """What each part of the model adds to a logit, or to a difference of logits, by itself (Elhage et al. 2021).
@@ -118,12 +116,11 @@ def direct_logit_attribution(
         model: see `decompose`; it also needs `W_U`.
         cache: the cache of a run that kept all points, or `Graph(model, apart=True).needed` and
             `ln_final.scale`.
-        tokens: the tokens of the run; only their shape is read, for a check.
         right: the token of the logit.
         wrong: the token of a logit to subtract.
         direction: in place of tokens, a direction of what the unembedding reads, such as a probe's.
-        pos: read one column of each text: the same, or one for each example; -1 is the last real token.
-            None for all positions.
+        pos: read one position of each text, or one for each example; -1 is the last real token, if the run was
+            given its mask. None for all positions.
         neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
 
     Returns:
@@ -136,7 +133,7 @@ def direct_logit_attribution(
             tokens, direction or position do not fit.
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the logit.
     """
-    reading = _Reading(model, cache, tokens, right, wrong, direction, pos)
+    reading = _Reading(model, cache, right, wrong, direction, pos)
     parts = [*reading.parts(neurons=neurons)]
     sizes = [len(part.names) for part in parts]
     biases = {name: value for name, value in reading.biases.items() if value.any()}
@@ -146,7 +143,8 @@ def direct_logit_attribution(
     for part, out in zip(parts, found.split(sizes, -1), strict=True):
         part.along(reading.direction, out)
     found /= reading.scale
-    gap = reading.parts.check(found.sum(-1), reading.read(stream), found)
+    sizes_of_rounding = reading.spread(stream), found
+    gap = reading.parts.check(found.sum(-1), reading.read(stream), *sizes_of_rounding)
     for n, value in enumerate(biases.values()):
         added[..., n] = value
     names = [name for part in parts for name in part.names]
@@ -157,12 +155,11 @@ def direct_logit_attribution(
 def accumulated(
     model: nn.Module,
     cache: ActivationCache,
-    tokens: Int[Tensor, "batch pos"] | None = None,
     *,
     right: Tokens | None = None,
     wrong: Tokens | None = None,
     direction: Direction | None = None,
-    pos: int | Int[Tensor, " batch"] | None = None,
+    pos: Index | None = None,
 ) -> Result:
     """A logit, or a difference of logits, of the stream up to each layer, with the final norm's scale in the run.
 
@@ -172,7 +169,7 @@ def accumulated(
     Args:
         model: the model of the run, with `W_U`; see `decompose` for attached ones.
         cache: the cache of a run that kept the residual stream and `ln_final.scale`.
-        tokens, right, wrong, direction, pos: see `direct_logit_attribution`.
+        right, wrong, direction, pos: see `direct_logit_attribution`.
 
     Returns:
         A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`; without
@@ -181,7 +178,7 @@ def accumulated(
     Raises:
         TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
     """
-    reading = _Reading(model, cache, tokens, right, wrong, direction, pos)
+    reading = _Reading(model, cache, right, wrong, direction, pos)
     points = {}
     for n, block in enumerate(reading.parts.model.blocks):
         points[f"{n}_pre"] = f"blocks.{n}.resid_pre"
@@ -199,13 +196,12 @@ class _Reading:
         self,
         model: nn.Module,
         cache: ActivationCache,
-        tokens: Tensor | None,
         right: Tokens | None,
         wrong: Tokens | None,
         direction: Direction | None,
-        pos: int | Tensor | None,
+        pos: Index | None,
     ) -> None:
-        self.parts, self._one = Parts(model, cache, tokens, pos), pos is not None
+        self.parts, self._one = Parts(model, cache, pos), pos is not None
         stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
         if direction is not None and right is None and wrong is None:
@@ -251,7 +247,13 @@ class _Reading:
 
     def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """A stream along the direction."""
-        along = (stream * to_device(self.direction, stream.device)).sum(-1)
+        return self._scaled((stream * to_device(self.direction, stream.device)).sum(-1))
+
+    def spread(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
+        """The root of the summed squares of what `read` adds up: errors of random sign add up like that."""
+        return self._scaled((stream * to_device(self.direction, stream.device)).norm(dim=-1))
+
+    def _scaled(self, along: Tensor) -> Tensor:
         return to_device(along, self.scale.device) / self.scale[..., 0]
 
     def result(

@@ -9,7 +9,7 @@ from hooks.errors import unknown_name
 from hooks.transfer import stacked
 from interp.columns import Mask, at_least_float32, like, real_of
 from interp.positions import Index, Selection
-from interp.protocol import check_cache, of
+from interp.protocol import of
 from interp.results.result import Result
 
 _SHARE = "share of attention"
@@ -79,7 +79,7 @@ def head_scores(
     """
     if kind not in _UNITS:
         raise unknown_name(kind, _UNITS, "kind of score")
-    check_cache(model, cache)
+    cache.require_weights_of(model)
     patterns = [cache["pattern", layer] for layer in range(len(of(model, "blocks").blocks))]
     batch, *_, n_queries, n_pos = patterns[0].shape
     if n_queries != n_pos or patterns[0].ndim != 4:

@@ -1,5 +1,6 @@
 """The Jacobian lens: the stream of a layer, carried to the last one by the mean Jacobian between them."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner, storage
-from hooks._torch import PeakBytes
+from hooks._torch import peak_bytes
 from hooks.transfer import stacked
 from interp.columns import at_least_float32
 from interp.linear.affine import AffineLens, for_fit
@@ -116,22 +117,21 @@ def _jacobians(
     max_bytes: int,
 ) -> Float[Tensor, "layer d_model d_model"]:
     """The Jacobians of one text."""
-    with PeakBytes() as forward:
-        *streams, final = _streams(runner, names, tokens)
+    (*streams, final), forward = peak_bytes(lambda: _streams(runner, names, tokens))
     size = final.shape[-1]
     found = at_least_float32(final.new_zeros(len(streams), size, size))
     row, at_once = 0, 1
     while row < size:
         rows = range(row, min(row + at_once, size))
-        with PeakBytes() as backward:
-            found[:, rows] = _rows(streams, final, rows, skip).to(found)
+        some, backward = peak_bytes(functools.partial(_rows, streams, final, rows, skip))
+        found[:, rows] = some.to(found)
         if not row:  # the first one alone says what each of the others takes
-            if (least := forward.peak + backward.peak) > max_bytes:
+            if (least := forward + backward) > max_bytes:
                 raise ValueError(
                     f"max_bytes must be at least {least:,} for a text of {tokens.shape[1]} tokens; "
                     f"got {max_bytes:,}"
                 )
-            at_once = (max_bytes - forward.peak) // backward.peak
+            at_once = (max_bytes - forward) // backward
         row = rows.stop
     return found
 

@@ -10,7 +10,7 @@ from hooks import ActivationCache, CacheError, HookError
 from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
-from interp.protocol import check_cache, of
+from interp.protocol import of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class LensReadout:
 def logit_lens(
     model: nn.Module,
     cache: ActivationCache,
-    tokens: Int[Tensor, "batch pos"] | None = None,
     *,
     lens: AffineLens | None = None,
     targets: Int[Tensor, "batch pos"] | None = None,
@@ -54,7 +53,6 @@ def logit_lens(
     Args:
         model: the model of the run, with `unembed` and `config`.
         cache: the cache of a run that kept every `resid_pre` and the last `resid_post`.
-        tokens: the tokens of the run; only their shape is read, for a check.
         lens: a map of each layer's stream before the unembedding, from `tuned_lens` or `jacobian_lens`;
             None for the stream as it is.
         targets: tokens to follow through the layers; by default those that the model predicts.
@@ -63,19 +61,24 @@ def logit_lens(
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
         CacheError: if the cache is of another model, or lacks the stream of some layer.
-        ValueError: if tokens or targets do not have the cache's shape, or the lens is of another model.
+        ValueError: if targets do not have the cache's shape, one is not in the vocabulary, or
+            the lens is of another model.
     """
-    of(model, "unembed", "config")
+    vocab = of(model, "unembed", "config").config.vocab_size
     if lens is not None:
         lens.check(model)
     streams = _streams(model, cache)
     shape = streams.shape[1:3]
-    for name, given in (("tokens", tokens), ("targets", targets)):
-        if given is not None and given.shape != shape:
-            raise ValueError(
-                f"{name} must have the cache's shape, {list(shape)}; got {list(given.shape)}"
-            )
+    if targets is not None and targets.shape != shape:
+        raise ValueError(
+            f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"
+        )
     followed = None if targets is None else targets.flatten()
+    if followed is not None and followed.numel():
+        least, most = followed.aminmax()
+        if least < 0 or most >= vocab:
+            wrong = int(least if least < 0 else most)
+            raise ValueError(f"targets must be tokens, 0 to {vocab - 1}; got {wrong}")
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
     parts, start = [], 0
@@ -94,7 +97,7 @@ def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream 
     Raises:
         CacheError: if the cache is of another model, or does not hold them whole.
     """
-    check_cache(model, cache)
+    cache.require_weights_of(model)
     try:
         found = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
     except HookError as error:

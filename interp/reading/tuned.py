@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import CacheError, storage
+from hooks import storage
 from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
@@ -42,7 +42,7 @@ class TunedLens(AffineLens):
             FileNotFoundError: if there is no such file.
             CacheError: if it holds anything but the translators.
         """
-        try:
+        with storage.one_error(path, "hold the translators of a tuned lens"):
             held = torch.load(Path(path), map_location="cpu", weights_only=True)
             count = len(held) // 2
             parts = [[held.pop(f"{n}.{part}") for n in range(count)] for part in ("weight", "bias")]
@@ -51,12 +51,6 @@ class TunedLens(AffineLens):
             residual, bias = (torch.stack(part).float() for part in parts)
             weight = residual + torch.eye(residual.shape[-1])
             return cls(weight, bias, "", bias.new_zeros(0, count))
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise CacheError(
-                f"{path} must hold the translators of a tuned lens: {error!r}"
-            ) from None
 
 
 def tuned_lens(

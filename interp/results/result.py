@@ -14,15 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import CacheError, storage
+from hooks import storage
 from hooks.errors import unknown_name
 from interp.columns import short
-from interp.results.bootstrap import Interval, bootstrap
+from interp.results.intervals import Interval, interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FORMAT = "hookscope-result-1"
+_FORMAT = "hookscope-result-2"
 
 
 class Place(NamedTuple):
@@ -58,23 +58,23 @@ class Result:
         base: the metric of the run that is edited; None where there is no such run.
         target: the metric of the run that values come from; None where there is no such run.
         labels: by axis, a label for each index, numbers or text. By default they count from 0.
-        unit: the unit of the metric, such as `logits`.
+        unit: the unit of the metric, such as `logits`; values, base and target are in it.
         about: other facts that fit JSON, such as the metric, the direction and the site.
-        gap: what the mean over examples is divided by the mean of; see `normalized`.
+        is_ratio: whether the unit is the mean of target - base over these same examples; see `normalized`.
 
     Raises:
-        ValueError: if axes, labels, base, target or gap do not fit the values, or there are none.
+        ValueError: if axes, labels, base or target do not fit the values, or there are none.
 
-    >>> values = torch.tensor([[1.0, 3.0], [0.0, -0.5]])  # [layer, example]
-    >>> base, target = torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 2.0])
+    >>> values = torch.tensor([[1.0, 3.0, 2.5, 1.5], [0.0, -0.5, 0.0, -0.5]])  # [layer, example]
+    >>> base, target = torch.tensor([-1.0, -2.0, -1.0, -2.0]), torch.tensor([3.0, 2.0, 2.0, 3.0])
     >>> result = Result(values, ("layer", "example"), base, target, {"layer": [4, 5]}, "logits")
     >>> result.mean(), result.normalized().mean()
     (tensor([ 2.0000, -0.2500]), tensor([ 0.5000, -0.0625]))
     >>> result
-    Result [layer 2, example 2] in logits
+    Result [layer 2, example 4] in logits
       base -1.5, target +2.5
-      layer 4  +2  [+1, +3]
-      layer 5  -0.25  [-0.5, +0]
+      layer 4  +2  [+0.5474, +3.453]
+      layer 5  -0.25  [-0.7093, +0.2093]
     """
 
     values: Float[Tensor, "*axes example"]
@@ -84,7 +84,7 @@ class Result:
     labels: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     unit: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
-    gap: Float[Tensor, " example"] | None = None
+    is_ratio: bool = False
 
     def __post_init__(self) -> None:
         axes, shape = tuple(self.axes), self.values.shape
@@ -94,7 +94,7 @@ class Result:
             )
         if not self.values.numel():
             raise ValueError(f"values must have at least one place and example; got {list(shape)}")
-        for name, given in (("base", self.base), ("target", self.target), ("gap", self.gap)):
+        for name, given in (("base", self.base), ("target", self.target)):
             if given is not None and given.shape != shape[-1:]:
                 raise ValueError(
                     f"{name} must have one number for each example, [{shape[-1]}]; "
@@ -112,38 +112,49 @@ class Result:
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "labels", labels)
         object.__setattr__(self, "about", dict(self.about))
+        if self.is_ratio:
+            self._runs()
 
     def mean(self) -> Float[Tensor, "*axes"]:
-        """The mean effect over examples; where there is a gap, divided by the mean gap."""
-        mean = self.values.mean(-1)
-        return mean if self.gap is None else mean / self.gap.mean()
+        """The mean effect over examples."""
+        return self.values.mean(-1)
 
-    def interval(self, confidence: float = 0.95, *, seed: int = 0, n: int = 2000) -> Interval:
-        """The percentile bootstrap interval of `mean()` over examples (Efron & Tibshirani 1993).
+    def interval(self, confidence: float = 0.95) -> Interval:
+        """The confidence interval of `mean()`: Student's, or Fieller's of a ratio, widened for skewed examples.
 
-        All places share the drawn examples, and so does the gap. With one example the ends are NaN.
+        The ends are NaN below three examples, of `normalized()` below four, where nothing can be said. They are
+        infinite where target - base is so uncertain that a ratio has no bound. See `interp.results.intervals`.
 
         Args:
             confidence: how often such an interval should hold the true mean, between 0 and 1.
-            seed: the seed of the draws.
-            n: how many samples of all examples are drawn.
 
         Raises:
             ValueError: if confidence is not between 0 and 1.
         """
-        rows = self.values.reshape(-1, self.values.shape[-1])
-        ends = bootstrap(rows, self.gap, confidence, seed, n)
+        ends = self._interval(self.values.reshape(-1, self.values.shape[-1]), confidence)
         return Interval(*(end.to(self.values).view(self.values.shape[:-1]) for end in ends))
+
+    def _interval(self, rows: Float[Tensor, "place example"], confidence: float = 0.95) -> Interval:
+        gap = None
+        if self.is_ratio:
+            base, target = self._runs()
+            gap = target - base
+        return interval(rows, gap, confidence)
+
+    def _runs(self) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
+        if self.base is None or self.target is None:
+            raise ValueError("a result must have a base and a target to be normalized; it has not")
+        return self.base, self.target
 
     def normalized(self, per_example: bool = False) -> "Result":
         """The effects as shares of target - base: 0 is the base run and 1 the target run.
 
-        The mean of this result is the mean effect divided by the mean of target - base, and its interval
-        is that of the ratio. A mean of shares would follow the examples where the two runs hardly
-        differ.
+        All values are divided by the mean of target - base. So the mean of this result is the mean effect divided
+        by that mean, and its interval is that of the ratio. A mean of shares of each example's own difference
+        would follow the examples where the two runs hardly differ.
 
         Args:
-            per_example: return a result with the share of each example as its values instead.
+            per_example: divide the effects of each example by its own target - base instead.
 
         Warns:
             UserWarning: if base and target agree up to rounding. If their means do, shares are NaN. Of
@@ -152,21 +163,26 @@ class Result:
         Raises:
             ValueError: if there is no base or no target, or they agree in all examples.
         """
-        if self.base is None or self.target is None:
-            raise ValueError("a result must have a base and a target to be normalized; it has not")
-        gap, size = self.target - self.base, torch.maximum(self.target.abs(), self.base.abs())
-        least, unit = 100 * torch.finfo(gap.dtype).eps, "shares of target - base"
+        base, target = self._runs()
+        gap, size = target - base, torch.maximum(target.abs(), base.abs())
+        scale, size = (gap, size) if per_example else (gap.mean(), size.mean())
+        agree = scale.abs() <= 100 * torch.finfo(gap.dtype).eps * size
+        scale = scale.where(~agree, math.nan)
+        shares = replace(
+            self,
+            values=self.values / scale,
+            base=torch.zeros_like(base),
+            target=gap / scale,
+            unit="shares of target - base",
+            is_ratio=not per_example,
+        )
+        if not agree.any():
+            return shares
         if not per_example:
-            if gap.mean().abs() <= least * size.mean():
-                warnings.warn("base and target agree on average: shares are NaN", stacklevel=2)
-                gap = torch.full_like(gap, math.nan)
-            return replace(self, unit=unit, gap=gap)
-        agree = gap.abs() <= least * size
-        if agree.any():
-            left = f"{int(agree.sum())} of {len(gap)} examples, which are left out"
-            warnings.warn(f"base and target agree in {left}", stacklevel=2)
-        values, base, target = self.values / gap, torch.zeros_like(gap), torch.ones_like(gap)
-        shares = replace(self, values=values, base=base, target=target, unit=unit, gap=None)
+            warnings.warn("base and target agree on average: shares are NaN", stacklevel=2)
+            return shares
+        left = f"{int(agree.sum())} of {len(gap)} examples, which are left out"
+        warnings.warn(f"base and target agree in {left}", stacklevel=2)
         return shares._part("example", (~agree).nonzero().flatten().tolist())
 
     def select(self, **where: Any) -> "Result":
@@ -202,10 +218,12 @@ class Result:
         """The part at some indices of an axis, which stays."""
         values = self.values[(slice(None),) * self.axes.index(axis) + (indices,)]
         labels = {**self.labels, axis: [self.labels[axis][at] for at in indices]}
-        runs: dict[str, Any] = {"base": self.base, "target": self.target, "gap": self.gap}
-        if axis == "example":
-            runs = {name: None if x is None else x[indices] for name, x in runs.items()}
-        return replace(self, values=values, labels=labels, **runs)
+        if axis != "example":
+            return replace(self, values=values, labels=labels)
+        base, target = (x if x is None else x[indices] for x in (self.base, self.target))
+        part = replace(self, values=values, labels=labels, base=base, target=target)
+        # Over fewer examples, the mean of target - base is another one.
+        return part.normalized() if self.is_ratio else part
 
     def _index(self, axis: str, label: Any) -> int:
         labels = self.labels[axis]
@@ -228,7 +246,7 @@ class Result:
     def _places(self, indices: Sequence[int]) -> Places:
         """The entries at some indices, counted over all axes but `example`."""
         rows = self.values.reshape(-1, self.values.shape[-1])[indices]
-        low, high = bootstrap(rows, self.gap)
+        low, high = self._interval(rows)
         labels = list(itertools.product(*(self.labels[axis] for axis in self.axes[:-1])))
         where = [dict(zip(self.axes[:-1], labels[at], strict=True)) for at in indices]
         columns = self.mean().flatten()[indices].tolist(), low.tolist(), high.tolist()
@@ -237,14 +255,28 @@ class Result:
     def plot(self) -> "Figure":
         """The mean effects: a heat map of two axes, or bars with 95% intervals of one.
 
-        White is 0. It needs the extra `report`.
+        White is 0. Colours reach at least the difference of target and base, where there are both, and have
+        no range below 0 where no mean is. It needs the extra `report`.
 
         Raises:
             ValueError: if there are not one or two axes besides `example`.
         """
-        from interp.pictures.plots import effects
+        from interp.pictures import plots
 
-        return effects(self)
+        labels = {axis: self.labels[axis] for axis in self.axes[:-1]}
+        unit = f"mean ({self.unit})" if self.unit else "mean"
+        title = ", ".join(f"{name}: {value}" for name, value in self.about.items())
+        mean = self.mean()
+        if mean.ndim == 1:
+            return plots.bars(mean, *self.interval(), labels, unit, title)
+        if mean.ndim == 2:
+            runs = (self.base, self.target)
+            base, target = (0.0 if x is None else x.mean().item() for x in runs)
+            reach = 0.0 if None in runs else abs(target - base)
+            return plots.heat_map(mean, labels, unit, title, reach)
+        raise ValueError(
+            f"a plot must have one or two axes besides example; got {self.axes[:-1]}: use select()"
+        )
 
     def to_dataframe(self) -> Any:
         """A pandas table with a row for each place: its labels, mean effect and 95% interval.
@@ -266,10 +298,11 @@ class Result:
             FileNotFoundError: if there is no such directory.
             TypeError: if `about` or a label does not fit JSON.
         """
-        tensors = {name: getattr(self, name) for name in ("values", "base", "target", "gap")}
-        described = {name: getattr(self, name) for name in ("axes", "labels", "unit", "about")}
+        tensors = {name: getattr(self, name) for name in ("values", "base", "target")}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
-        storage.save(Path(path), held, described, _FORMAT)
+        names = ("axes", "labels", "unit", "about", "is_ratio")
+        facts = {name: getattr(self, name) for name in names}
+        storage.save(Path(path), _FORMAT, held, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Result":
@@ -277,18 +310,10 @@ class Result:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            CacheError: if the file is truncated, or `save` did not write it.
+            CacheError: if the file is damaged, or `save` did not write it.
         """
-        try:
-            tensors, described = storage.read(Path(path), _FORMAT)
-            options: dict[str, Any] = {**tensors, **described, "axes": tuple(described["axes"])}
-            return cls(**options)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise CacheError(
-                f"{path} must be a complete result that `save` wrote: {error!r}"
-            ) from None
+        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+            return cls(**tensors, **facts | {"axes": tuple(facts["axes"])})
 
     def __repr__(self) -> str:
         sizes = zip(self.axes, self.values.shape, strict=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
@@ -25,7 +25,7 @@ class SVDTargets:
             Keys hidden by a sliding window or a padding mask keep their products.
         pattern: the weight of each key for each query. Rows sum to 1, and rows of padding to 0.
         values: the value vectors of each head. Heads that share a key head have the same.
-        wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x`.
+        wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x` (Elhage et al. 2021).
         avwo: `pattern @ values @ W_O`: what each head writes, without the output bias.
     """
 
@@ -67,41 +67,24 @@ class ResidualStream:
 
 
 @torch.no_grad()
-def wvwo(model: nn.Module) -> Float[Tensor, "layer head d_model d_model"]:
-    """`W_V @ W_O` of every head, detached: the OV circuit of Elhage et al. 2021, for row vectors.
-
-    Rows belong to the input of a head, columns to its output. No run is needed, so the model may be in
-    training mode.
-
-    Args:
-        model: a model with `W_V` and `W_O`; see `LanguageModel`.
-
-    Raises:
-        TypeError: if the model has no such weights.
-    """
-    w_v, w_o = _weights(model)
-    return w_v @ w_o
-
-
-@torch.no_grad()
-def svd_targets(
-    model: nn.Module, cache: ActivationCache, tokens: Int[Tensor, "batch pos"] | None = None
-) -> SVDTargets:
+def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
     Products have the wider dtype of cache and weights, and are computed on the cache's device.
 
     Args:
-        model: the model of that run, with unchanged weights.
+        model: the model of that run.
         cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
-        tokens: the tokens of the run; not read here.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
-        CacheError: if the cache has no scores, patterns or values; it says which mode to run.
+        CacheError: if the cache is of another model, or has no scores, patterns or values; it says which mode to run.
         ValueError: if the cache does not hold all positions.
     """
-    w_v, w_o = _weights(model)
+    cache.require_weights_of(model)
+    language: LanguageModel = of(model, "W_V", "W_O")
+    w_v, w_o = language.W_V, language.W_O
+    w_v = w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1)  # heads that share it
     scores, pattern, v = _stacks(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     if not scores.shape[-2] == scores.shape[-1] == v.shape[2]:
         raise ValueError(
@@ -178,10 +161,3 @@ def _stacks(cache: ActivationCache, names: tuple[str, ...], options: str) -> lis
         raise CacheError(
             f"the cache must have {', '.join(names)} of every layer, as runs with {options} do; {error}"
         ) from error
-
-
-def _weights(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """`W_V` repeated for the heads that share it, and `W_O`."""
-    language: LanguageModel = of(model, "W_V", "W_O")
-    w_v, w_o = language.W_V, language.W_O
-    return w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1), w_o

@@ -8,10 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import Point
-from hooks._torch import PeakBytes
-from hooks.point import first_tensor, inside
-from hooks.replay import replay
+from hooks._torch import peak_bytes
+from hooks.point import inside
 from hooks.session import Edits
 from hooks.transfer import to_device, trusted
 from interp.sweeps.rows import Done, Job, acting, copied, stacked, too_small
@@ -101,15 +99,15 @@ class Resumed:
         # One block stands for all: the one with the most edits.
         layer = max(range(len(self._inside)), key=lambda n: len(self._inside[n] & edited))
         copying: Edits = [(module, copied) for module in edited]
-        with PeakBytes() as block:
-            self._run(layer, base.streams[layer], base.contexts[layer], copying)
+        with acting(copying):
+            _, block = peak_bytes(
+                lambda: self.model.run_block(layer, base.streams[layer], base.contexts[layer])
+            )
         stream = base.streams[-1]
-        whole = any(job.late for job in jobs)
-        with PeakBytes() as unembed:
-            self.model.unembed(stream if whole else self.batch.read(stream))
-        with PeakBytes() as metric:
-            self.batch.measure(base.logits)
-        return block.peak, unembed.peak + base.logits.nbytes, metric.peak
+        stream = stream if any(job.late for job in jobs) else self.batch.read(stream)
+        _, unembed = peak_bytes(lambda: self.model.unembed(stream))
+        _, metric = peak_bytes(lambda: self.batch.measure(base.logits))
+        return block, unembed + base.logits.nbytes, metric
 
     def _together(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """The runs that begin at the same position, by layer. Small groups begin earlier, with another."""
@@ -144,16 +142,10 @@ class Resumed:
                     context = contexts[layer]
                     repeated = context.repeated(len(running))
                 edits = stacked(running, self.batch, self._inside[layer])
-                with self.batch.reading(pos or None):
-                    stream = [self._run(layer, stream[0], repeated, edits)]
+                with self.batch.reading(pos or None), acting(edits):
+                    stream = [self.model.run_block(layer, stream[0], repeated)]
                 done(len(running) / len(blocks) * (self.n_pos - pos) / self.n_pos)
         return stream[0]
-
-    def _run(self, layer: int, stream: Tensor, context: Any, edits: Edits) -> Tensor:
-        """The stream that leaves a block."""
-        own = getattr(context, "arguments", None)
-        args, kwargs = own(layer, stream) if own else ((stream, context), {})
-        return first_tensor(replay(self.model.blocks[layer], args, kwargs, edits), Point("block"))
 
     def _entering(self, job: Job) -> Tensor:
         """The stream that enters the first block of a run, at all positions."""

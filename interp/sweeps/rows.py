@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookError, Point, start_of_piece
-from hooks._torch import PeakBytes
+from hooks._torch import peak_bytes
 from hooks.errors import NEVER_FIRED, require_fired
 from hooks.pieces import Piece, reading
 from hooks.point import first_tensor, with_first_tensor
@@ -180,11 +180,15 @@ class WholeRuns:
         self._at_once = 1
         if max_bytes is not None:
             modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
-            with PeakBytes() as memory, acting([(module, copied) for module in modules]):
-                batch.measure(batch.read(logits_of(model(batch.tokens, **self._kwargs))))
-            if max_bytes < memory.peak:
-                raise too_small(max_bytes, memory.peak)
-            self._at_once = max_bytes // memory.peak
+            with acting([(module, copied) for module in modules]):
+                _, memory = peak_bytes(self._measure_base)
+            if max_bytes < memory:
+                raise too_small(max_bytes, memory)
+            self._at_once = max_bytes // memory
+
+    def _measure_base(self) -> None:
+        logits = logits_of(self.model(self.batch.tokens, **self._kwargs))
+        self.batch.measure(self.batch.read(logits))
 
     def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
         """Each job with its metric."""

@@ -71,7 +71,7 @@ def sweep(
     if isinstance(tokens, Pairs):
         if attention_mask is not None:
             raise ValueError("pairs have their own mask; got another")
-        metric = tokens.metric() if metric is None else metric
+        metric = tokens.metric if metric is None else metric
         attention_mask, tokens = tokens.attention_mask, tokens.clean
     if metric is None:
         raise ValueError("a metric must be given, or pairs with answers; got neither")

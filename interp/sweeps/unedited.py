@@ -121,7 +121,7 @@ class Unedited:
             # No block wrote into the stream that it was given.
             and all(version(stream) == before for _, _, stream, before in calls)
             and all(map(_are_close, outputs, self.streams[1:]))
-            and all(hasattr(language, step) for step in ("input_resid", "unembed"))
+            and all(hasattr(language, step) for step in ("input_resid", "run_block", "unembed"))
             and _are_close(
                 language.input_resid(self.batch.tokens, self.contexts[0]), self.streams[0]
             )

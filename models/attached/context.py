@@ -33,12 +33,12 @@ class AttachedContext(NamedTuple):
     held: tuple[tuple[Tensor, Tensor], ...] = ()
     past: tuple[Any, ...] = ()
 
-    def arguments(self, layer: int, stream: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
-        """What to call a block with."""
+    def arguments(self, layer: int) -> dict[str, Any]:
+        """What to call a block with besides the stream."""
         kwargs = dict(self.calls[layer])
         if self.past:
             kwargs[next(name for name in CACHES if name in kwargs)] = Past(*self.past[layer])
-        return (stream,), kwargs
+        return kwargs
 
     def repeated(self, n: int) -> "AttachedContext":
         """The context of `n` copies of the texts in sequence: row `copy * batch + row`."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.point import inside
+from hooks.point import inside, tensors_in
 from hooks.session import Session, is_listened_to
 from models.attached.configs import text_config
 from models.attached.context import AttachedContext, context_of
@@ -71,7 +71,7 @@ class AttachedLanguage:
             self.unembed = unembed
 
     def context(
-        self, tokens: Int[Tensor, "batch pos"], attention_mask: Any = None
+        self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None
     ) -> AttachedContext:
         """What the blocks read besides the residual stream: the arguments of the model."""
         return AttachedContext({} if attention_mask is None else {"attention_mask": attention_mask})
@@ -91,6 +91,12 @@ class AttachedLanguage:
             except _Reached as reached:
                 return reached.stream
         raise RuntimeError("the model must call its first block")
+
+    def run_block(
+        self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: AttachedContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving a block, from the one entering it. The context is from `context_of`."""
+        return next(tensors_in(self.blocks[layer](resid, **context.arguments(layer))))
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int

@@ -12,6 +12,7 @@ from hooks import HookError, HookPoint, start_of_piece
 from hooks._torch import memory_of
 from hooks.session import Wire, is_listened_to
 from models.attached.wiring import fire, is_cache
+from models.context import joined
 
 # Values may be narrower than keys, and there may be copies of the rows.
 Keys = Float[Tensor, "_rows _kv_head _key _d_head"]
@@ -57,13 +58,7 @@ class Past:
 
     def update(self, keys: Keys, values: Keys, *args: Any, **kwargs: Any) -> tuple[Keys, Keys]:
         """Earlier and new keys and values."""
-        return _joined(self.keys, keys), _joined(self.values, values)
-
-
-def _joined(old: Keys, new: Keys) -> Keys:
-    copies = len(new) // len(old)
-    old = old.expand(copies, *old.shape).flatten(0, 1) if copies > 1 else old
-    return torch.cat([old, new], 2)
+        return joined(self.keys, keys), joined(self.values, values)
 
 
 def past_of(cache: Any, layer: int | None) -> Past | None:

@@ -121,20 +121,24 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
         return BUNDLED / name
     if path.exists():
         return path
-    close = difflib.get_close_matches(name, [*bundled(), *available()], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    missing = f"no file or model is named {name!r}; {hint}available: {', '.join(bundled())}"
+    close = difflib.get_close_matches(name, [n for n in bundled() + available() if n != name], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close and name not in available() else ""
+    missing = f"no file or directory is at {name!r}, and no model that ships is named so{hint}"
+    missing += f" (available: {', '.join(bundled())})"
     if name in available():
-        missing = f"{missing}; {name!r} is a config: models.build({name!r}) gives it fresh weights"
-        if name not in SIZES:  # only those of GPT-2 are on the hub
-            raise FileNotFoundError(missing)
-    if not (isinstance(name_or_path, str) and _HUB_NAME.fullmatch(name)):
+        missing += (
+            f"; it is the name of a config: models.build({name!r}) gives a model with fresh weights"
+        )
+    may_be_on_hub = isinstance(name_or_path, str) and _HUB_NAME.fullmatch(name)
+    # Of our configs, only those of GPT-2 are models on the hub.
+    if not may_be_on_hub or (name in available() and name not in SIZES):
         raise FileNotFoundError(missing)
     try:
         return _download(name, weights)
     except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
-        raise kind(f"{missing}; from the hub: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise kind(f"{missing}; the hub cannot give it either: {reason}") from error
 
 
 def _download(name: str, weights: bool) -> Path:

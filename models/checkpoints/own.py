@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from hooks import storage
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import RotaryScaling, TransformerConfig
@@ -53,7 +54,7 @@ def save(
 ) -> None:
     """Writes a directory that `load` and, with a tokenizer, `load_tokenizer` can read.
 
-    Files in the directory are replaced only after all new ones are complete. Other files there do not
+    The weights have checksums, which `load` compares. Files in the directory are replaced only after all new ones are complete. Other files there do not
     change. For other kinds of tokenizers, copy their own files into the directory.
 
     >>> from models import Transformer, TransformerConfig, load
@@ -72,7 +73,8 @@ def save(
     try:
         # Tied weights are written under their first name only.
         weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-        save_file(weights, staged / WHOLE)
+        checksums = {storage.CHECKSUMS: storage.checksums(weights)}
+        save_file(weights, staged / WHOLE, metadata=checksums)
         _write(staged / CONFIG, dataclasses.asdict(model.config))
         # safetensors makes the file readable by its owner only.
         (staged / WHOLE).chmod((staged / CONFIG).stat().st_mode)

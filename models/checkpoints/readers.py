@@ -1,17 +1,18 @@
 """Readers of weight files: safetensors and .bin, whole or in shards."""
 
+import json
 import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hooks import storage
 from models.checkpoints.assemble import Reader
-from models.files import read_object
+from models.files import read_object, read_saved
 
 WHOLE = "model.safetensors"
 WHOLE_BIN = "pytorch_model.bin"
@@ -45,7 +46,11 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         # read opens it again.
         def read(key: str) -> Tensor:
             with _naming(owners[key]), safe_open(owners[key], "pt") as file:
-                return file.get_tensor(key)
+                tensor = file.get_tensor(key)
+                saved = json.loads((file.metadata() or {}).get(storage.CHECKSUMS, "{}"))
+                if saved and saved.get(key) != storage.checksum(key, tensor):
+                    raise ValueError(f"the checksum of {key} must be as saved; it differs")
+                return tensor
 
         return Reader(owners, read, keep=False), path  # tensors are mapped from the file
     states = ((file, _load(file)) for file in files)
@@ -60,7 +65,7 @@ def _keys(path: Path) -> list[str]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     with _naming(path):
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_saved(path)
         if wrong := [
             k for k, v in state.items() if not isinstance(k, str) or not isinstance(v, Tensor)
         ]:

@@ -5,11 +5,9 @@ import json
 import math
 import os
 import sys
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hooks.transfer import later, stacked
+from models.files import read_saved
 from models.training.data import TrainingConfig, check_learnable, digest, evaluate, row_losses
 from models.transformer import Transformer
 
@@ -211,16 +210,9 @@ class Run:
         self._saved = step
 
     def _load(self, path: Path) -> None:
-        """Loads a checkpoint. The model changes last, so a refused checkpoint leaves it as it was."""
+        """Loads a checkpoint, after a check that it is whole and of this run."""
         try:
-            with path.open("rb") as file:
-                # PyTorch does not compare checksums.
-                if damaged := zipfile.ZipFile(file).testzip():
-                    raise ValueError(
-                        f"the checksum of {damaged} in it must be as saved; it differs"
-                    )
-                file.seek(0)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+            state = read_saved(path)
             theirs = state["run"]
             different = [
                 f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
@@ -229,24 +221,15 @@ class Run:
             ]
             if different:
                 raise ValueError(f"it must be of the same run; {'; '.join(different)}")
-            deepcopy(self.model).load_state_dict(state["model"])  # raises if it does not fit
+            self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            for weight in self._parameters:
-                held = self.optimizer.state[weight]
-                if not held["exp_avg"].shape == held["exp_avg_sq"].shape == weight.shape:
-                    raise ValueError("its optimizer does not fit the model")
-            generators, records = state["generators"], state["records"]
-            steps = [record["step"] for record in records]
-            if len(generators) < 2 or steps != [*range(1, len(steps) + 1)]:
-                raise ValueError("it must have a record of each step, and two generators or more")
             # On another device their number may differ.
-            for generator, saved in zip(self.generators, generators, strict=False):
+            for generator, saved in zip(self.generators, state["generators"], strict=False):
                 generator.set_state(saved)
-            self.records, self._saved = records, len(records)
+            self.records, self._saved = state["records"], len(state["records"])
         except Exception as error:  # from the system, zip, pickle or torch, depending on the damage
             reason = " ".join(str(error).split())[:500]
             raise ValueError(f"{path} cannot be resumed: {reason}") from error
-        self.model.load_state_dict(state["model"])
 
     def _require_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hooks import HookedRunner
 from interp import (
+    Pairs,
     accumulated,
     attribution_patching,
     decompose,
@@ -186,9 +187,10 @@ def attribution() -> Calls:
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=4, pos=64)
     ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
     corrupted = (clean + 1) % shape.vocab
+    pairs = Pairs(clean, corrupted, metric=log_prob(0))
 
     def site(name: str, *over: str) -> timing.Call:
-        return lambda: attribution_patching(ours, clean, corrupted, log_prob(0), name, over)
+        return lambda: attribution_patching(ours, pairs, name, over)
 
     return {
         "two forwards and one backward": differentiated(ours, clean, corrupted),
@@ -228,12 +230,11 @@ def edges() -> Calls:
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
     ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
     corrupted = (clean + 1) % shape.vocab
+    pairs = Pairs(clean, corrupted, metric=log_prob(0))
     return {
         "two forwards and one backward": differentiated(ours, clean, corrupted),
-        "all edges": lambda: edge_attribution(ours, clean, corrupted, log_prob(0)),
-        "all edges, by pos": lambda: edge_attribution(
-            ours, clean, corrupted, log_prob(0), over="pos"
-        ),
+        "all edges": lambda: edge_attribution(ours, pairs),
+        "all edges, by pos": lambda: edge_attribution(ours, pairs, over="pos"),
     }
 
 
@@ -244,10 +245,10 @@ def circuit() -> Calls:
     nodes, seeded = graph.Graph(ours), torch.Generator().manual_seed(0)
     cache = HookedRunner(ours).capture((clean + 1) % shape.vocab, names=nodes.needed)
     source = nodes.contributions(cache)
-    mask = torch.rand(nodes.allowed.shape, generator=seeded) < 0.5
+    mask = torch.rand(nodes.allowed.shape, generator=seeded).round()
     return {
         "plain forward": lambda: ours(clean),
-        "circuit": lambda: run_circuit(ours, clean, mask, source),
+        "circuit": lambda: run_circuit(ours, Pairs(clean), mask, source),
     }
 
 

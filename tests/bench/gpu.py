@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hooks import HookedRunner
-from models import StaticKVCache, Transformer, TransformerConfig, generate, trusted
+from models import Transformer, TransformerConfig, generate
 from tests.bench import peers, timing
 
 Calls = dict[str, timing.Call]
@@ -87,10 +87,8 @@ class Bench:
         """Greedy generation from a cache, from one prompt."""
         ours, prompt = self._placed(peers.ours(self.prompts)), self.prompts.tokens()
         there, new = prompt.to(self.device), self.prompts.new
-        continued = captured_generation(ours, there)
         calls: Calls = {
             "hookscope": lambda: generate(ours, prompt, max_new_tokens=new, stop=()),
-            "hookscope, a captured step": lambda: continued(there, new).tolist(),
         }
         if has_transformers():
             theirs = self._placed(peers.of_transformers(self.prompts, "sdpa"))
@@ -142,55 +140,6 @@ def bare(model: Transformer, tokens: Tensor) -> Tensor:
 
 def normed(norm: torch.nn.Module, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
-
-
-def captured(run: Callable[[], object], device: str) -> Callable[[], object]:
-    """A function that repeats `run`, on CUDA as a captured graph that writes into the same tensors.
-
-    `run` is called several times for that. Its result is kept by the caller.
-    """
-    if torch.device(device).type != "cuda":
-        return run
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries take their memory in the first calls
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def captured_generation(model: Transformer, prompt: Tensor) -> Callable[[Tensor, int], Tensor]:
-    """A function that continues prompts of this shape by the likeliest tokens: [batch, new].
-
-    A step reads its token where the step before has written it, so nothing but the graph runs.
-    """
-    cache, token = StaticKVCache(model.config.n_ctx), prompt[:, -1:].clone()
-
-    def step() -> None:
-        token.copy_(model(token, kv_cache=cache, last=1).argmax(-1))
-
-    def start(tokens: Tensor) -> None:
-        cache.reset()
-        token.copy_(model(tokens, kv_cache=cache, last=1).argmax(-1))
-
-    def continued(tokens: Tensor, new: int) -> Tensor:
-        with torch.no_grad(), trusted():
-            start(tokens)
-            made = token.new_empty(len(prompt), new)
-            for number in range(new):
-                made[:, number : number + 1] = token
-                if number + 1 < new:
-                    repeat()
-        return made
-
-    with torch.no_grad(), trusted():
-        start(prompt)
-        repeat = captured(step, str(prompt.device))
-    return continued
 
 
 def half() -> torch.dtype:

@@ -15,8 +15,7 @@ import torch
 # Run as a script, Python puts this folder on the path, and not the project.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from interp import randomized_svd
-from interp.spectral import svd
+from interp.spectral import randomized_svd, svd
 from tests.bench import timing
 
 SIZES, BATCHES = (32, 64, 128, 256, 512), (1, 16)

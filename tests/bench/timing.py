@@ -60,10 +60,7 @@ def peak_in_this_process(call: Call) -> float:
 
 
 def peak_on_gpu(call: Call) -> float:
-    """How far one call raises the memory of tensors on the GPU at its peak, in MiB.
-
-    What a captured graph took when it was captured does not count.
-    """
+    """How far one call raises the memory of tensors on the GPU at its peak, in MiB."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     kept = call()

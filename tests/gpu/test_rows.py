@@ -1,0 +1,27 @@
+"""The benchmark's rows for a GPU, which must compute the same things."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.bench.gpu import Bench, runnable
+from tests.bench.peers import Shape
+
+TINY = Shape(layers=2, heads=2, d_model=32, vocab=101, batch=3, pos=13)
+ROWS = [*Bench("cpu").rows]
+
+
+@pytest.mark.parametrize("row", ROWS)
+@torch.no_grad()
+def test_rows_of_the_benchmark(where, row):
+    prompts = dataclasses.replace(TINY, batch=1, new=5)
+    calls = Bench(where, torch.float32, trained=TINY, prompts=prompts, long=(41, 64)).rows[row]()
+    results = {name: call() for name, call in runnable(calls).items()}
+    assert results
+    if row == "forward":
+        # Peers have other random weights.
+        base, *ours = (logits for name, logits in results.items() if "transformers" not in name)
+        assert all(torch.allclose(logits, base, atol=1e-5) for logits in ours)
+    elif row == "decode":
+        assert len(results["hookscope"][0]) == 13 + 5
