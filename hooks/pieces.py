@@ -1,13 +1,14 @@
 """Which columns of its texts a run reads, and which are padding. Generation and sweeps run a model on pieces."""
 
 from collections.abc import Sequence
-from contextvars import ContextVar, Token
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks._torch import FakeTensor
+from hooks.scoped import Scoped
 
 Mask = Shaped[Tensor, "batch key"]
 """True or 1 at real tokens, False or 0 at padding."""
@@ -44,24 +45,10 @@ def real_columns(mask: Mask) -> list[list[int]] | None:
 
 
 _WHOLE = Piece()
-_piece: ContextVar[Piece] = ContextVar("piece")
+_piece = Scoped("piece", _WHOLE)
 
 
-class reading:
-    """A `with` in which runs read a piece of their texts."""
-
-    # Not a generator: a small model's step would take one percent longer.
-    def __init__(self, piece: Piece) -> None:
-        self._read = piece
-
-    def __enter__(self) -> None:
-        self._token: Token[Piece] = _piece.set(self._read)
-
-    def __exit__(self, *error: object) -> None:
-        _piece.reset(self._token)
-
-
-def starting_at(column: int | None, real: Mask | None = None) -> reading:
+def starting_at(column: int | None, real: Mask | None = None) -> AbstractContextManager[None]:
     """A `with` in which runs read a piece of their texts: columns `column`, `column + 1` and so on.
 
     Edits count positions from the start of the text, and negative ones from its last real token. Whoever
@@ -85,9 +72,14 @@ def starting_at(column: int | None, real: Mask | None = None) -> reading:
     return reading(Piece(column, real))
 
 
+def reading(piece: Piece) -> AbstractContextManager[None]:
+    """A `with` in which runs read a piece of their texts."""
+    return _piece.set(piece)
+
+
 def piece_read() -> Piece:
     """The piece that runs read here."""
-    return _piece.get(_WHOLE)
+    return _piece.get()
 
 
 def start_of_piece() -> int | None:
@@ -96,4 +88,4 @@ def start_of_piece() -> int | None:
     >>> start_of_piece() is None
     True
     """
-    return _piece.get(_WHOLE).start
+    return _piece.get().start

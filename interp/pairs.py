@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from hooks._torch import without_gradients
 from hooks.pieces import real_columns
 from interp.columns import last_real, real_of
 from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff
@@ -150,7 +151,7 @@ class Pairs:
         """The clean texts."""
         return Text(self.clean, self.attention_mask, self.spans)
 
-    @torch.no_grad()
+    @without_gradients
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
         """The pairs that the model gets right. They print how many they were of, as `17 of 20`.
 

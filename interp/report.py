@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from hooks._torch import without_gradients
 from interp.causal.patching import patched
 from interp.metrics import Metric, log_prob
 from interp.protocol import logits_of, of, runner_of
@@ -118,7 +119,7 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in signed)
 
 
-@torch.no_grad()
+@without_gradients
 def derive_corruption(
     model: nn.Module, clean: Int[Tensor, "1 pos"], metric: Metric
 ) -> Int[Tensor, "1 pos"]:
@@ -150,7 +151,7 @@ def derive_corruption(
     return tried[torch.cat(found).argmin()][None]
 
 
-@torch.no_grad()
+@without_gradients
 def build_report(
     model: nn.Module,
     clean: Int[Tensor, "1 pos"],

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner
+from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.names import layers as by_layer
 from interp.edits import Edit
@@ -102,7 +102,7 @@ class TwoRuns:
         return Result(values, axes, base, self.target, labels, unit, {**self.about, **about})
 
 
-@torch.no_grad()
+@without_gradients
 def two_runs(
     runner: HookedRunner, pairs: Pairs, direction: Direction, names: Iterable[str]
 ) -> TwoRuns:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from hooks._torch import without_gradients
 from hooks.transfer import to_device, trusted
 from models.checks import check_whole
 from models.kvcache import KVCache
@@ -208,7 +209,7 @@ def stream(
 
 
 # Not on the generator below: there it would also act between the steps.
-@torch.no_grad()
+@without_gradients
 def _read(
     model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor
 ) -> Tensor:

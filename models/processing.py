@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hooks._torch import without_gradients
 from models.checkpoints.assemble import without_values
 from models.checks import mode, require
 from models.config import TransformerConfig
@@ -14,7 +15,7 @@ from models.transformer import Transformer
 from models.verification import deviation, random_tokens
 
 
-@torch.no_grad()
+@without_gradients
 def fold_norms(model: Transformer) -> Transformer:
     """A new model with the norms' gains and biases folded into the linear maps that read them.
 
@@ -70,7 +71,7 @@ def fold_norms(model: Transformer) -> Transformer:
     return _proven("fold_norms", model, config.replace(**changes), values)
 
 
-@torch.no_grad()
+@without_gradients
 def center(model: Transformer) -> Transformer:
     """A new model that writes vectors of mean zero to the residual stream, with centred logits.
 

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
+from hooks._torch import without_gradients
 from hooks.transfer import to_device
 from models.attention import SoftCap
 from models.block import Block
@@ -226,7 +227,7 @@ class Transformer(BlockWeights):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
-@torch.no_grad()
+@without_gradients
 def initialise(model: Transformer) -> None:
     """Draws all weights again, as `config.init` says. Biases become 0 and gains 1."""
     config = model.config

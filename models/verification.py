@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hooks import HookedRunner
+from hooks._torch import without_gradients
 from models.block import Block
 from models.checks import mode
 from models.config import TransformerConfig
@@ -30,7 +31,7 @@ class VerificationError(ValueError):
     """A model breaks an identity. The message says which, where, and by how much."""
 
 
-@torch.no_grad()
+@without_gradients
 def verify(model: Transformer) -> None:
     """Checks a model's arithmetic on two short, fixed rows of random tokens, in evaluation mode.
 

@@ -123,7 +123,7 @@ def effects(analysis, **options):
 
 
 def reading(analysis, **options):
-    return lambda model: analysis(model, cached(model), CLEAN, **options).values
+    return lambda model: analysis(model, cached(model), **options).values
 
 
 def through(fit, **options):

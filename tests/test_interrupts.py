@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hooks import HookedRunner, HookPoint
+from hooks import HookedRunner, HookPoint, start_of_piece, starting_at
 from hooks._torch import peak_bytes, without_gradients
 from hooks.scoped import Scoped
 from hooks.session import muted
@@ -68,6 +68,11 @@ def checks(runner):
         assert is_trusted()
 
 
+def piece(runner):
+    with starting_at(5):
+        assert start_of_piece() == 5
+
+
 def edited(runner):
     with runner.hooks({"0.0.1": lambda value, point: value * 2}):
         runner.model(X)
@@ -82,6 +87,7 @@ def read(runner):
 CALLS = {
     "scoped": scoped,
     "trusted": checks,
+    "piece": piece,
     "hooks": edited,
     "lazy": read,
     "muted": lambda runner: muted(runner.model, X),
@@ -107,7 +113,7 @@ def test_an_interrupt_leaves_nothing_behind(kind):
         for place in interrupted(lambda: CALLS[kind](runner), 1 + 12 * (kind == "lazy")):
             assert torch.is_grad_enabled(), place
             assert not _get_current_dispatch_mode_stack(), place
-            assert (SCOPED.get(), is_trusted()) == (0, False), place
+            assert (SCOPED.get(), is_trusted(), start_of_piece()) == (0, False, None), place
             assert {p.dtype for p in made.parameters()} == {torch.float32}, place
             assert torch.equal(made(X), outer), place
     gc.collect()

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from interp.gradients.backward import Gradients
 from interp.gradients.edge_paths import Found, Paths
@@ -20,7 +21,7 @@ from interp.sites import two_runs
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
 
-@torch.no_grad()
+@without_gradients
 def edge_attribution(
     model: nn.Module,
     pairs: Pairs,

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from hooks._torch import without_gradients
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
@@ -259,7 +260,7 @@ class _Runs:
         if gap.mean().abs() <= 100 * torch.finfo(gap.dtype).eps * size.mean():
             raise ValueError("the metric must differ between the whole model and none of it")
 
-    @torch.no_grad()
+    @without_gradients
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
         """The metric of a run in which only the circuit's edges have their own values."""
         return self._masked.metric(circuit)

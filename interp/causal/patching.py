@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from hooks import ActivationCache
+from hooks._torch import without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.metrics import Metric
@@ -19,7 +19,7 @@ from interp.sweeps.sweep import sweep
 from interp.texts import Text
 
 
-@torch.no_grad()
+@without_gradients
 def activation_patching(
     model: nn.Module,
     pairs: Pairs,

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Literal
 
-import torch
 from torch import nn
 
+from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from interp.graph.carried import Carrier
 from interp.graph.nodes import listed
@@ -14,7 +14,7 @@ from interp.pairs import Direction, Pairs
 from interp.results.result import Result
 
 
-@torch.no_grad()
+@without_gradients
 def edge_patching(
     model: nn.Module,
     pairs: Pairs,
@@ -65,7 +65,7 @@ def edge_patching(
     return runs.result(jobs, "edge", names)
 
 
-@torch.no_grad()
+@without_gradients
 def path_patching(
     model: nn.Module,
     pairs: Pairs,

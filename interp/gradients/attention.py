@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoints, Options
+from hooks._torch import without_gradients
 from hooks.capture import Recorder
 from hooks.errors import unknown_name
 from hooks.point import mapped
@@ -57,7 +58,7 @@ class Attention:
 
         self._args, self._kwargs = mapped((args, kwargs), kept)
 
-    @torch.no_grad()
+    @without_gradients
     def values(self, **changed: Tensor) -> dict[str, Tensor]:
         """Queries, keys, scores and pattern, after some of them are replaced."""
         edits = [

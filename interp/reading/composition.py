@@ -6,12 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from hooks._torch import without_gradients
 from interp.linear.folded import Folded
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
 
 
-@torch.no_grad()
+@without_gradients
 def composition_scores(
     model: nn.Module,
     kind: Literal["Q", "K", "V"],

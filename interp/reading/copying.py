@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import Point
+from hooks._torch import without_gradients
 from hooks.transfer import to_device
 from interp.columns import at_least_float32
 from interp.linear.folded import Folded
@@ -12,7 +13,7 @@ from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
 
 
-@torch.no_grad()
+@without_gradients
 def copying_scores(model: nn.Module, fold: bool = True) -> Result:
     """How far each head raises the logits of the tokens that it attends to: -1 to 1, by weights.
 
@@ -45,7 +46,7 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
     return Result(scores[..., None], ("layer", "head", "example"), about={"fold": fold})
 
 
-@torch.no_grad()
+@without_gradients
 def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Result:
     """Attention, 0 to 1, to the position `back` before the query, from positions alone, without a text.
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.transfer import stacked, to_device
 from interp.columns import at_least_float32, like, short, tokens_of
@@ -53,7 +53,7 @@ class Decomposition:
         return self.values[self.names.index(name)]
 
 
-@torch.no_grad()
+@without_gradients
 def decompose(
     model: nn.Module,
     cache: ActivationCache,
@@ -95,7 +95,7 @@ def decompose(
     return Decomposition(names, values)
 
 
-@torch.no_grad()
+@without_gradients
 def direct_logit_attribution(
     model: nn.Module,
     cache: ActivationCache,
@@ -151,7 +151,7 @@ def direct_logit_attribution(
     return reading.result(values.movedim(-1, 0), "component", [*names, *biases], {"gap": gap})
 
 
-@torch.no_grad()
+@without_gradients
 def accumulated(
     model: nn.Module,
     cache: ActivationCache,

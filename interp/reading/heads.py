@@ -5,6 +5,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.transfer import stacked
 from interp.columns import Mask, at_least_float32, like, real_of
@@ -24,7 +25,7 @@ _UNITS = {
 }
 
 
-@torch.no_grad()
+@without_gradients
 def head_scores(
     model: nn.Module,
     cache: ActivationCache,

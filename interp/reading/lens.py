@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
+from hooks._torch import without_gradients
 from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
@@ -37,7 +38,7 @@ class LensReadout:
     kl: Float[Tensor, "layer batch pos"]
 
 
-@torch.no_grad()
+@without_gradients
 def logit_lens(
     model: nn.Module,
     cache: ActivationCache,

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from hooks._torch import without_gradients
 from hooks.point import index_by_axis
 from hooks.transfer import to_device
 from interp.columns import at_least_float32, like, real_of
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     tokens: tuple[int, ...]
 
 
-@torch.no_grad()
+@without_gradients
 def max_activating(
     model: nn.Module,
     texts: Iterable[Tokens] | Texts,

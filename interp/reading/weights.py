@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hooks._torch import without_gradients
 from interp.columns import tokens_of
 from interp.linear.folded import Folded
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import check_k
 
 
-@torch.no_grad()
+@without_gradients
 def ov_circuit(model: nn.Module, fold: bool = True) -> FactoredMatrix:
     """`W_V @ W_O` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
 
@@ -34,7 +35,7 @@ def ov_circuit(model: nn.Module, fold: bool = True) -> FactoredMatrix:
     return FactoredMatrix(folded.values(), folded.written())
 
 
-@torch.no_grad()
+@without_gradients
 def qk_circuit(model: nn.Module, fold: bool = True, distance: int | None = None) -> FactoredMatrix:
     """`W_Q @ W_K^T` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
 
@@ -67,7 +68,7 @@ class FullCircuits(NamedTuple):
     ov: FactoredMatrix
 
 
-@torch.no_grad()
+@without_gradients
 def full_circuits(
     model: nn.Module, layer: int, head: int, fold: bool = True, distance: int | None = None
 ) -> FullCircuits:
@@ -94,7 +95,7 @@ def full_circuits(
     )
 
 
-@torch.no_grad()
+@without_gradients
 def token_directions(
     model: nn.Module, tokens: Int[Tensor, "*axes"], fold: bool = True
 ) -> Float[Tensor, "*axes d_model"]:
@@ -136,7 +137,7 @@ class SingularTokens(NamedTuple):
     written_scores: Float[Tensor, "k end top"]
 
 
-@torch.no_grad()
+@without_gradients
 def singular_tokens(
     model: nn.Module,
     layer: int,

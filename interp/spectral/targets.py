@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
+from hooks._torch import without_gradients
 from hooks.transfer import to_device
 from interp.protocol import LanguageModel, of
 from interp.spectral.singular import SVD, randomized_svd, svd
@@ -66,7 +67,7 @@ class ResidualStream:
     norms: Float[Tensor, "batch pos layer"]
 
 
-@torch.no_grad()
+@without_gradients
 def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
@@ -129,7 +130,7 @@ def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     return {name: randomized_svd(each, k, name=name) for name, each in matrices.items()}
 
 
-@torch.no_grad()
+@without_gradients
 def residual_stream(
     cache: ActivationCache, windows: Bool[Tensor, "batch pos"], point: str = "resid_post"
 ) -> ResidualStream:

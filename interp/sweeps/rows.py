@@ -1,6 +1,7 @@
 """Edited runs of one batch as rows of larger batches."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,7 +80,7 @@ class Batch:
         self.metric = metric
         self.axes: dict[nn.Module, int | None] = {}
 
-    def reading(self, start: int | None = None) -> reading:
+    def reading(self, start: int | None = None) -> AbstractContextManager[None]:
         """A `with` in which edits know which columns of the texts are padding, and where runs start."""
         return reading(self._pieces.setdefault(start, Piece(start, self._mask)))
 

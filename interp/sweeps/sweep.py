@@ -4,12 +4,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from hooks import EditedPoint, Hooks
+from hooks._torch import without_gradients
 from hooks.session import is_listened_to
 from interp.edits import Edit
 from interp.metrics import Metric, evaluate
@@ -21,7 +21,7 @@ from interp.sweeps.rows import Batch, Job, WholeRuns
 from interp.sweeps.unedited import Unedited
 
 
-@torch.no_grad()
+@without_gradients
 def sweep(
     model: nn.Module,
     tokens: Int[Tensor, "batch pos"] | Pairs,

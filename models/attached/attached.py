@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
+from hooks._torch import without_gradients
 from hooks.point import tensors_in
 from models.attached.attention import AttentionPoints, register
 from models.attached.configs import own_configs, text_config
@@ -121,7 +122,7 @@ class Attached:
                 f"hooks must not change the logits; got others from {type(self.model).__name__}"
             )
 
-    @torch.no_grad()
+    @without_gradients
     def _run(self, names: Sequence[str] | None = None) -> tuple[Tensor, ActivationCache]:
         """The logits of a cached run of a few tokens."""
         with evaluating(self.model):
@@ -163,7 +164,7 @@ def attach(model: nn.Module) -> Attached:
     return Attached(model)
 
 
-@torch.no_grad()
+@without_gradients
 def _logits(model: nn.Module) -> Tensor:
     with evaluating(model):
         return next(tensors_in(model(input_ids=tokens_for(model), use_cache=False)))

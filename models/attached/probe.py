@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import version
+from hooks._torch import version, without_gradients
 from hooks.point import tensors_in
 from models.attached.configs import kernel_of
 
@@ -118,7 +118,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-@torch.no_grad()
+@without_gradients
 def probed(model: Any) -> Probe:
     """Runs the model, whose attention must be `hooked_attention`, on `tokens_for` it."""
     probe, handles = Probe(), []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hooks._torch import without_gradients
 from models.config import TransformerConfig
 from models.transformer import Transformer
 from models.weights import differ
@@ -52,7 +53,7 @@ class Reader:
     keep: bool
 
 
-@torch.no_grad()
+@without_gradients
 def assemble(
     config: TransformerConfig,
     table: Mapping[str, Source],

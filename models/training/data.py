@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hooks._torch import without_gradients
 from hooks.transfer import to_device, trusted
 from models.checks import INTEGERS, check_types, check_whole, mode
 from models.norm import widened
@@ -177,7 +178,7 @@ def sample_batch(
     return walks[tuple(to_device(place, walks.device) for place in places)]
 
 
-@torch.no_grad()
+@without_gradients
 def evaluate(
     model: Transformer,
     tokens: Text,
