@@ -141,9 +141,8 @@ class Recorder:
         if value.requires_grad and not self.options.detach:
             kept = self.options.kept(value, point)
             if self.joined or not _torch.has_storage(kept):
-                kept = (
-                    kept.clone()
-                )  # a later run may write there: into a key/value cache, for instance
+                # A later run may write there: into a key/value cache, for instance.
+                kept = kept.clone()
             else:
                 self._versions[name] = _torch.version(kept)
         else:

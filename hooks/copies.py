@@ -19,7 +19,7 @@ def private(value: Tensor) -> Tensor:
 class Copies:
     """One copy for each tensor, as long as nothing is written into the tensor.
 
-    >>> copies, value = Copies(), torch.ones(2)
+    >>> copies, value = Copies(), Tensor([3.0, 5.0])
     >>> first = copies(value)
     >>> copies(value) is first, copies(value.zero_()) is first
     (True, False)
@@ -32,8 +32,8 @@ class Copies:
         self, value: Tensor, copied: Callable[[Tensor], Tensor] = private, how: object = None
     ) -> Tensor:
         """`copied(value)`, the same one for the same `how` if nothing was written since."""
-        # Writes into these tensors are not counted.
-        if value.is_inference() or not _torch.has_storage(value):
+        # Writes into these tensors are not counted, or this is a compiler.
+        if not _torch.has_storage(value) or value.is_inference():
             return copied(value)
         key = id(value), _torch.version(value), how
         made = self._made.get(key)

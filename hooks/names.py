@@ -2,9 +2,10 @@
 
 import fnmatch
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from hooks.errors import UnknownNameError, unknown_name
 from hooks.modes import LAST_PARTS, Mode
@@ -28,10 +29,10 @@ def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
     """
     if isinstance(selector, str) or callable(selector):
         return [selector]
-    if isinstance(selector, Iterable):
+    if isinstance(selector, Iterable) and not isinstance(selector, Tensor):
         return [part for nested in selector for part in flatten(nested)]
     kinds = "a name, a glob, a predicate, a mode or a list of them"
-    raise TypeError(f"a selector must be {kinds}; got {selector!r}")
+    raise TypeError(f"a selector must be {kinds}; got {reprlib.repr(selector)}")
 
 
 def resolve(

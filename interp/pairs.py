@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks._torch import without_gradients
 from hooks.pieces import real_columns
-from interp.columns import last_real, real_of
+from interp.columns import check_tokens, last_real, real_of
 from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff
 from interp.positions import Index, Selection
 from interp.protocol import logits_of, runner_of
@@ -51,7 +51,8 @@ class Pairs:
         solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
 
     Raises:
-        ValueError: if texts, answers, masks or spans do not fit each other.
+        ValueError: if texts are no tensors [batch, pos], or texts, answers, masks or spans do not fit each other.
+        TypeError: if the metric is no function.
 
     >>> clean, corrupted = torch.tensor([[3, 1, 4], [2, 1, 5]]), torch.tensor([[3, 6, 4], [2, 6, 5]])
     >>> pairs = Pairs(clean, corrupted, torch.tensor([[7, 8], [9, 8]]), spans={"name": [[1], [1]]})
@@ -74,6 +75,11 @@ class Pairs:
         corrupted_spans: Spans | None = None,
         last_only: bool = False,
     ) -> None:
+        for what, tokens in (("clean", clean), ("corrupted", corrupted)):
+            if tokens is not None:
+                check_tokens(tokens, what)
+        if metric is not None:
+            last_of(metric)  # refuses what is no function
         if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
             counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
             raise ValueError(

@@ -31,11 +31,11 @@ class Branch(NamedTuple):
         joined: the norm of the sum of stream and sublayer, an identity in most forms.
     """
 
-    reads: HookPoint
+    reads: nn.Module
     norm: nn.Module
     sublayer: nn.Module
     after: nn.Module
-    added: HookPoint
+    added: nn.Module
     joined: nn.Module = Identity()
 
     def __call__(
@@ -98,7 +98,7 @@ class Block(ByConfig):
     def _attention(self) -> Branch:
         return Branch(self.resid_pre, self.ln1, self.attn, self.ln1_post, self.attn_out)
 
-    def _mlp(self, reads: HookPoint) -> Branch:
+    def _mlp(self, reads: nn.Module) -> Branch:
         return Branch(reads, self.ln2, self.mlp, self.ln2_post, self.mlp_out)
 
     @property

@@ -222,10 +222,11 @@ def test_a_mean_leaves_padding_out(wide, texts):
             )
             changed = value.copy()
             changed[np.ix_(*at)] = expected[np.ix_(*at)]
-            edited = edits.mean(padded, over, real, **where)(
-                padded[name, 1].clone(), wide.points[padded.name((name, 1))]
-            )
-            np.testing.assert_allclose(edited.numpy(), changed, atol=1e-13)
+            for mask in (real, None):  # a cache knows its own
+                edited = edits.mean(padded, over, mask, **where)(
+                    padded[name, 1].clone(), wide.points[padded.name((name, 1))]
+                )
+                np.testing.assert_allclose(edited.numpy(), changed, atol=1e-13)
 
 
 def test_a_mean_is_that_of_its_axes_and_always_fresh():
@@ -243,6 +244,11 @@ def test_a_mean_is_that_of_its_axes_and_always_fresh():
     mean = edits.mean(torch.arange(6.0).view(2, 3))
     edited = mean.at(pos=1)(x, point)
     assert torch.equal(edited[:, 1], torch.tensor([[1.5, 2.5, 3.5]] * 2))
+    square = torch.zeros(5, 5, 3)
+    with pytest.raises(EditError, match=r"values\[:, None\].*values\[None\].*\[5, 3\]"):
+        edits.add(torch.ones(5, 3))(square, point)
+    rows = torch.arange(5.0)[:, None, None].expand(5, 1, 3)
+    assert torch.equal(edits.add(rows)(square.clone(), point)[:, 2], rows[:, 0])
     masked = edits.mean(torch.ones(7, 3), attention_mask=torch.ones(7, 5))
     with pytest.raises(EditError, match="batch and pos"):
         masked(torch.ones(2, 3), Point("last", ("batch", "d_model")))
@@ -343,6 +349,14 @@ def test_knockout_equals_the_models_own_mask(form, texts):
         edited = runner.run_with_hooks(texts[0], hooks={"*.scores": edit})
         expected = runner.model(texts[0], query_key_mask=mask)
         torch.testing.assert_close(edited, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("later", [(2, 5), ([0, 2], [3, 6]), (-3, [-1, -2])])
+def test_knockout_of_later_keys_says_that_it_changes_nothing(wide, texts, later):
+    with pytest.warns(UserWarning, match="causal"):
+        edit = edits.knockout(*later)
+    logits = wide.run_with_hooks(texts[0], hooks={"*.scores": edit})
+    torch.testing.assert_close(logits, wide.model(texts[0]), rtol=0, atol=1e-12)
 
 
 def test_knockout_of_each_examples_own_columns():
@@ -580,6 +594,8 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.replace(ONES[None]), "embed", r"\[1, 5, 7, 10\]"),
         (lambda s: edits.replace(ActivationCache({}, {})), "embed", "embed"),
         (lambda s: edits.mean(s, "head"), "embed", "head"),
+        (lambda s: edits.mean(ONES[:1]), "embed", "several.*got one"),
+        (lambda s: edits.add(torch.ones(BATCH, 10).double(), pos=[0, 1]), "embed", "7 along pos.*5"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "7 along pos.*6"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(1, POS)), "embed", "5, 7.*1, 7"),
         (lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)), "embed", "average"),
@@ -614,6 +630,8 @@ def test_what_no_point_takes_is_an_error_at_once(source):
             edits.zero(pos=index)
     with pytest.raises(ValueError, match="over"):
         edits.mean(source, over=())
+    with pytest.raises(TypeError, match="cache; got 2.0"):
+        edits.add(2.0)
     with pytest.raises(ValueError, match="-0.5"):
         edits.noise(-0.5)
     with pytest.raises(TypeError, match="pairs"):

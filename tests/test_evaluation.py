@@ -11,7 +11,6 @@ from interp import (
     edge_attribution,
     edge_patching,
     faithfulness,
-    graph,
     run_circuit,
     run_with_cache,
 )  # fmt: skip
@@ -50,7 +49,7 @@ def test_faithfulness_is_a_share_of_the_whole_effect():
 def test_a_mean_can_take_the_place_of_the_other_text():
     with torch.no_grad():
         _, cache = run_with_cache(GRAPH.model, some_tokens(4), names=GRAPH.needed)
-        source = graph.mean(GRAPH.contributions(cache))
+        source = GRAPH.mean(cache)
     found = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT), source=source)
     ends = metric([], source=source), metric(EDGES, source=source)
     torch.testing.assert_close(found.mean()[0], share(metric(KEPT, source=source), *ends))

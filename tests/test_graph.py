@@ -133,14 +133,15 @@ def test_wrong_edges_are_refused(edge, error):
 
 
 def test_means_are_over_real_tokens():
-    values = torch.randn(3, 2, 5, 7, dtype=torch.float64)
-    real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    found = graph.mean(values, real)
+    model, tokens = made(), torch.arange(10).view(2, 5)
+    nodes, real = graph.Graph(model), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    _, cache = HookedRunner(model).run_with_cache(tokens, attention_mask=real)
+    values, found = nodes.contributions(cache), nodes.mean(cache)
     torch.testing.assert_close(found[:, 0, :3], values[:, :, :3].mean(1))
     torch.testing.assert_close(found[:, 0, 3:], values[:, 0, 3:])
     for wrong in (real.flip(1), torch.tensor([[1, 1, 1, 1, 0]] * 2)):
         with pytest.raises(ValueError, match="mean"):
-            graph.mean(values, wrong)
+            nodes.mean(HookedRunner(model).run_with_cache(tokens, attention_mask=wrong)[1])
 
 
 def test_what_has_no_graph_is_refused():

@@ -86,7 +86,7 @@ def test_means_and_zeros_come_from_what_was_asked_for():
     _, wrote = slow_run(model, many)
     for source, made_of in (
         (
-            graph.mean(graph.writers(model, HookedRunner(model).run_with_cache(many)[1])),
+            nodes.mean(HookedRunner(model).run_with_cache(many)[1]),
             lambda v: v.mean(0, True),
         ),
         ("zero", torch.zeros_like),
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("later", pairs, [["m2->a1.h0<q>"]]),
         ("source must be", pairs, [zeros, contributions[:, :3]]),
         ("source must be", pairs, [zeros, "mean"]),
-        ("right", pairs, [zeros, graph.mean(contributions)]),
+        ("right", pairs, [zeros, contributions.mean(1, keepdim=True)]),
         ("corrupted", Pairs(CLEAN), [zeros]),
         ("correspond", Pairs(CLEAN, OTHER[:, 1:], spans={"a": [[3]] * 5}), [zeros]),
     ):  # fmt: skip

@@ -209,6 +209,17 @@ def test_pairs_that_do_not_fit(tokens, corrupted, options, match):
         Pairs(**{"clean": tokens, "corrupted": corrupted} | options)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_pairs_are_made_of_tensors_and_a_function(tokens, corrupted):
+    for wrong in (tokens[0], tokens.tolist()):
+        with pytest.raises(ValueError, match="clean must be a tensor"):
+            Pairs(wrong, corrupted)
+        with pytest.raises(ValueError, match="corrupted must be a tensor"):
+            Pairs(tokens, wrong)
+    with pytest.raises(TypeError, match="metric must be a function"):
+        Pairs(tokens, corrupted, metric="logit_diff")
+
+
 def test_the_answers_of_padded_texts_are_read_at_their_ends(model, tokens, corrupted):
     clean, mask = padded(tokens, 2, "right")
     other, _ = padded(corrupted, 2, "right")

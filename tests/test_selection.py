@@ -144,9 +144,10 @@ def test_a_source_may_be_longer_than_the_prompt_so_far():
 def test_pieces_of_a_padded_batch_are_edited_as_in_one():
     model, mask, tokens = variant("pre"), MASKS["left"], some_tokens(1, (BATCH, POS))
     with HookedRunner(model).hooks({"blocks.0.mlp_out": edits.zero(pos=[[2, 3], [0, 4], [5]])}):
-        whole, cache = model(tokens, mask), KVCache()
-        first = model(tokens[:, :4], mask[:, :4], cache)
-        pieces = torch.cat([first, model(tokens[:, 4:], mask, cache)], 1)
+        whole, cache = model(tokens, attention_mask=mask), KVCache()
+        first = model(tokens[:, :4], attention_mask=mask[:, :4], kv_cache=cache)
+        rest = model(tokens[:, 4:], attention_mask=mask, kv_cache=cache)
+        pieces = torch.cat([first, rest], 1)
     torch.testing.assert_close(pieces[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-12)
     with starting_at(4, mask):
         assert not edits.zero(pos=-1)(torch.ones(BATCH, 2), Point("any", ("batch", "pos")))[

@@ -135,10 +135,11 @@ def random_edit(draw, caches):
         ]
     )  # fmt: skip
     name, where = place
+    values = cache[name if "*" not in name else name.replace("*", "0")]
     kinds = [
         lambda: edits.zero(**where),
         lambda: edits.mean(cache, **where),
-        lambda: edits.resample(cache, draw.randrange(9), **where),
+        lambda: edits.resample(values, draw.randrange(9), **where),
         lambda: edits.replace(cache, **where),
         lambda: edits.scale(draw.uniform(-2, 2), **where),
         lambda: edits.noise(0.7, draw.randrange(9), **where),
@@ -549,8 +550,17 @@ def test_bad_input_is_refused(error, match, options):
         activation_patching(**given | options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_sweeps_refuse_what_gives_no_number():
     model, tokens = variant("pre"), some_tokens()
+    for wrong in (HEADS_OFF[0], [edits.zero()], [lambda value, point: value]):
+        with pytest.raises(TypeError, match="edits"):
+            sweep(model, tokens, wrong, METRIC)
+    for text in (tokens[0], tokens[0].tolist(), tokens.tolist()):
+        with pytest.raises(ValueError, match="one text is"):
+            sweep(model, text, HEADS_OFF, METRIC)
+    with pytest.raises(TypeError, match="'logit_diff'"):
+        sweep(model, tokens, HEADS_OFF, "logit_diff")
     with pytest.raises(ValueError, match="at least one edit"):
         sweep(model, tokens, [], METRIC)
     with pytest.raises(ValueError, match="exact.*'no'"):

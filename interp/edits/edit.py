@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.errors import unknown_name
+from hooks.pieces import real_columns
 from hooks.point import POSITION_AXES
 from hooks.transfer import to_device
 from interp.edits.places import TEXT_AXES, Place, Where, axes_of, first_column, locate
 from interp.positions import Index, Selection
+from interp.texts import text_of
 
 Values = Shaped[Tensor, "..."] | ActivationCache
 """Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.
@@ -42,23 +45,42 @@ class Source:
     whole: Axes = ()
     columns: Selection | None = None
 
-    def at(self, point: Point, axes: Axes, left: list[str]) -> tuple[Tensor, Axes]:
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, (Tensor, ActivationCache)):
+            raise TypeError(
+                f"values must be a tensor or a cache; got {self.values!r} (torch.tensor makes one number a tensor)"
+            )
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Which columns of a cached run are real, [batch, pos], on the CPU; None if all are, or nobody knows."""
+        text = text_of(self.values) if isinstance(self.values, ActivationCache) else None
+        return None if text is None or text.mask is None else text.mask.bool().cpu()
+
+    def at(self, point: Point, sizes: Mapping[str, int], left: list[str]) -> tuple[Tensor, Axes]:
         """The value for a point, and its axes.
 
         Args:
             point: where it goes.
-            axes: all axes there.
+            sizes: the sizes of all axes there.
             left: those that no integer selects.
 
         Raises:
             UnknownNameError: if a cache lacks the point, or the value an axis of `whole`.
-            EditError: if a tensor has too many axes.
+            EditError: if a tensor has too many axes, or its first may be the batch or the positions.
         """
+        axes = tuple(sizes)
         if isinstance(self.values, Tensor):
             value, n = self.values, self.values.ndim
             if n > len(left) and n != len(axes):
                 raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
             own = axes if n == len(axes) else tuple(left[len(left) - n :])
+            lacks_batch = n > 0 and "batch" in {*left} - {*own} and own[0] in TEXT_AXES
+            if lacks_batch and len(value) == sizes["batch"] == sizes[own[0]] > 1:
+                raise EditError(
+                    f"a source at {point} must say whether it has rows or columns: values[:, None] for rows "
+                    f"of the batch, values[None] for columns along {own[0]}; got {list(value.shape)}"
+                )
         else:
             value = self.values[point.name]
             own = self.values.axes(point.name) or axes
@@ -139,14 +161,17 @@ class Edit:
         self._require_fit(point)
         axes = axes_of(point, activation.ndim)
         left = [axis for axis in axes if axis not in self.where or not self.where[axis].is_one]
-        value, own, columns, n_columns = activation, axes, None, 0
+        value, own, columns, n_columns, real = activation, axes, None, 0, None
         if self.source is not None:
-            value, own = self.source.at(point, axes, left)
+            value, own = self.source.at(point, dict(zip(axes, activation.shape, strict=True)), left)
             n_source = [
                 n for n, axis in zip(value.shape, own, strict=True) if axis in POSITION_AXES
             ]
             columns, n_columns = self.source.columns, max(n_source, default=1)
-        place = locate(activation, point, self.where, columns, n_columns)
+            mask = None if columns is None else self.source.mask
+            fits = mask is not None and mask.shape == (activation.shape[0], n_columns)
+            real = real_columns(mask) if mask is not None and fits else None
+        place = locate(activation, point, self.where, columns, n_columns, real)
         if place is None:
             return activation
         region = activation[place.box]

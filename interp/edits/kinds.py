@@ -1,5 +1,8 @@
 """The kinds of edits: functions that make an `Edit`, and what each does to a value."""
 
+import warnings
+from typing import Any
+
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -106,22 +109,30 @@ def mean(
         reference: the values of reference runs, any number of texts.
         over: the axes to average over: `"batch"`, or `("batch", "pos")`. Where a point declares no axes,
             its first is the batch.
-        attention_mask: which columns of the reference are real, 1 or True. Padding is left out.
+        attention_mask: which columns of the reference are real, 1 or True. Padding is left out. A cache
+            knows its own.
         where: what is replaced.
 
     Raises:
         ValueError: if `over` names no axis.
+        EditError: where the edit acts, if it is a mean of one row.
     """
     dropped = (over,) if isinstance(over, str) else tuple(over)
     if not dropped:
         raise ValueError("over must name at least one axis; got ()")
+    source = Source(reference, dropped)
     # On the CPU, where the check below waits for nothing.
-    real = None if attention_mask is None else attention_mask.bool().cpu()
+    real = source.mask if attention_mask is None else attention_mask.bool().cpu()
 
     def averaged(region: Tensor, value: Tensor, place: Place) -> Tensor:
         dims = [place.axes.index(axis) for axis in dropped]
+        if all(value.shape[dim] == 1 for dim in dims):
+            raise EditError(
+                f"a mean over {' and '.join(dropped)} must be of several at {place.point}; got one "
+                "(edits.replace takes it as it is)"
+            )
         value = value.to(torch.promote_types(value.dtype, torch.float32))
-        if real is None:
+        if real is None or (attention_mask is None and place.positions is None):
             return value.mean(dims, keepdim=True)
         kept = _real_columns(real, dropped, value, place)
         if not kept.any(dims).all():
@@ -133,7 +144,7 @@ def mean(
         return value.where(kept, 0.0).sum(dims, keepdim=True) / kept.sum(dims, keepdim=True)
 
     given = {"0": reference, "over": over, "attention_mask": attention_mask}
-    return Edit("mean", averaged, given, Source(reference, dropped)).at(**where)
+    return Edit("mean", averaged, given, source).at(**where)
 
 
 def resample(
@@ -150,11 +161,13 @@ def resample(
         source: values of as many texts as the batch has, padded alike, such as a cache of the same batch.
             Where a point declares no axes, its first is the batch.
         seed: chooses the donors.
-        attention_mask: which columns of the texts are real, 1 or True. A row then takes from one with the
-            same padding. Without it, padding counts as text.
+        attention_mask: which columns of the texts are real, 1 or True; a cache knows its own. A row takes
+            from one with the same padding.
         where: what is replaced.
     """
-    padding = None if attention_mask is None else attention_mask.bool().tolist()
+    values = Source(source, ("batch",))
+    real = values.mask if attention_mask is None else attention_mask.bool()
+    padding = None if real is None else real.tolist()
 
     def donated(region: Tensor, value: Tensor, place: Place) -> Tensor:
         at = place.axes.index("batch")
@@ -166,7 +179,7 @@ def resample(
         return value.index_select(at, to_device(torch.tensor(chosen), value.device))
 
     given = {"0": source, "seed": seed, "attention_mask": attention_mask}
-    return Edit("resample", donated, given, Source(source, ("batch",))).at(**where)
+    return Edit("resample", donated, given, values).at(**where)
 
 
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
@@ -202,15 +215,33 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
         query, key: columns of the text; None for all.
         where: which heads or rows; None for all.
 
+    Warns:
+        UserWarning: if each key comes after each query.
+
     >>> knockout(query=-1, key=[2, 3], head=5)
     edits.knockout(query=-1, key=[2, 3], head=5)
     """
+    first, last = (Selection(slice(None) if index is None else index) for index in (key, query))
+    if _comes_after(first.index, last.index):
+        warnings.warn(
+            f"a causal model sees no key that comes after its query, as key {first} after query {last}: "
+            "this knockout changes nothing there",
+            stacklevel=2,
+        )
     chosen = {"query": query, "key": key, **where}
     given = {axis: index for axis, index in chosen.items() if index is not None}
     none = Edit(
         "knockout", lambda x, value, place: torch.full_like(x, -torch.inf), only_at="scores"
     )
     return none.at(**given)
+
+
+def _comes_after(key: Any, query: Any) -> bool:
+    """Whether all keys are known to come after all queries."""
+    keys, queries = (i if isinstance(i, list) else [i] for i in (key, query))
+    numbers = [*keys, *queries]
+    same_end = {type(n) for n in numbers} == {int} and len({n < 0 for n in numbers}) == 1
+    return same_end and min(keys) > max(queries)
 
 
 def _source(values: Values, columns: Index | None) -> Source:

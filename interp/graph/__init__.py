@@ -5,6 +5,6 @@ from scores, `masked` runs one, `carried` moves values along single edges, and `
 wrote as factors.
 """
 
-from interp.graph.graph import Graph, mean, writers
+from interp.graph.graph import Graph, writers
 
-__all__ = ["Graph", "mean", "writers"]
+__all__ = ["Graph", "writers"]

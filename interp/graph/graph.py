@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, storage
@@ -19,6 +19,7 @@ from interp.columns import like, real_of
 from interp.graph.nodes import At, add, layer_of
 from interp.linear.norms import is_identity, linear_part
 from interp.protocol import plain, runner_of
+from interp.texts import text_of
 
 _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
 
@@ -210,6 +211,31 @@ class Graph:
         _check_sum(found.detach().sum(0), stream)
         return found
 
+    def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
+        """The mean of contributions at each position, over the texts of a run that have a real token there.
+
+        Args:
+            cache: as for `contributions`. It knows which tokens are padding.
+
+        Raises:
+            CacheError: as for `contributions`.
+            ValueError: if texts have padding before a real token, because their positions are then in
+                different columns; or if no text has a real token in a column.
+        """
+        contributions, text = self.contributions(cache), text_of(cache)
+        mask = None if text is None else text.mask
+        real = real_of(mask, contributions.shape[1:3]).to(contributions.device)
+        if (real[:, 1:] & ~real[:, :-1]).any():
+            raise ValueError(
+                "a mean at each position needs texts padded on the right; got padding before a token"
+            )
+        if not real.any(0).all():
+            raise ValueError(
+                "a mean at each position needs a real token in each column; got a column of padding"
+            )
+        weights = real.to(contributions.dtype) / real.sum(0)
+        return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
+
     def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
         """What the first writers add: the embeddings."""
         parts = torch.stack([at(point) for point in self._inputs])
@@ -227,33 +253,6 @@ def writers(
 ) -> Float[Tensor, "writer batch pos d_model"]:
     """What each writer of `Graph(model)` adds to the stream; see `Graph.contributions`."""
     return Graph(model).contributions(cache)
-
-
-def mean(
-    contributions: Float[Tensor, "writer batch pos d_model"],
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
-) -> Float[Tensor, "writer 1 pos d_model"]:
-    """The mean of contributions at each position, over the texts that have a real token there.
-
-    Args:
-        contributions: what each writer adds.
-        attention_mask: which tokens are not padding.
-
-    Raises:
-        ValueError: if texts have padding before a real token, because their positions are then in different
-            columns; or if no text has a real token in a column.
-    """
-    real = real_of(attention_mask, contributions.shape[1:3]).to(contributions.device)
-    if (real[:, 1:] & ~real[:, :-1]).any():
-        raise ValueError(
-            "a mean at each position needs texts padded on the right; got padding before a token"
-        )
-    if not real.any(0).all():
-        raise ValueError(
-            "a mean at each position needs a real token in each column; got a column of padding"
-        )
-    weights = real.to(contributions.dtype) / real.sum(0)
-    return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
 
 
 def _check(blocks: nn.ModuleList) -> None:
