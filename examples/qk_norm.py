@@ -2,7 +2,7 @@
 
 The model is a small version of d12_post_norm in qk-norm.md. Text, seed and batches are the same for both.
 Without the norm, scores grow with the learning rate, and attention can saturate. With it, they cannot
-exceed sqrt(d_head), because queries and keys have length sqrt(d_head).
+exceed sqrt(d_head), because queries and keys have length sqrt(d_head). It takes some minutes.
 
     python examples/qk_norm.py --out out/qk-norm
 """
@@ -91,6 +91,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     tokens = held_out[: len(held_out) // options.context * options.context]
     tokens = tokens.view(-1, options.context)[:8]
     runs: dict[str, list[Measurement]] = {}
+    print(f"training {2 * len(trainings)} models for {options.steps:,} steps each", flush=True)
     for training in trainings:
         for preset in ("d12_post_norm", "d12_post_norm_qk_norm"):
             torch.manual_seed(options.seed)

@@ -2,7 +2,7 @@
 
 The texts name a part and ask for it again, up to its last digit, which the model copies. Tuned and Jacobian
 lens are fitted on a little text; it takes half a minute. The README's table of lenses is of larger fits,
-which take a minute and a half:
+which take some minutes:
 
     python examples/reading.py --out out
     python examples/reading.py --lens-steps 250 --lens-rows 50
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     spread = trained_on[:3000, :64]  # a backward pass for each of 128 entries: shorter rows
     lenses = {
         "logit": None,
-        "tuned": tuned_lens(model, trained_on[:500], steps=options.lens_steps),
+        "tuned": tuned_lens(model, trained_on, steps=options.lens_steps),
         "Jacobian": jacobian_lens(
             model, spread[:: len(spread) // options.lens_rows][: options.lens_rows]
         ),

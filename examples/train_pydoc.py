@@ -5,7 +5,7 @@ only prose, and the model learns to attend to the previous character. Then six o
 repeated random characters, and it learns to copy in context within some hundred steps. With such rows
 from the start, both take much longer.
 
-It takes TIMING. It prints a line for every evaluation, and how long the rest will take.
+It takes about 25 minutes of one core. It prints a line for every evaluation, and how long the rest will take.
 
 The directory gets a log, checkpoints, and the model with the lowest validation loss among those that
 copy. pydoc-4l itself was trained on rows of one character less, so a run gives other weights. Its losses

@@ -300,10 +300,75 @@ def imports() -> Calls:
     return calls
 
 
+def caching(model: Any, tokens: torch.Tensor) -> Calls:
+    """What caches and edits of every layer cost, beside raw PyTorch hooks that keep the same values."""
+    runner = HookedRunner(model)
+    points = [model.get_submodule(name) for name in runner.run_with_cache(tokens)[1]]
+    changes = {"blocks.*.resid_pre": edits.scale(0.5)}
+
+    def raw() -> None:
+        kept: list[torch.Tensor] = []
+        handles = [p.register_forward_hook(lambda *run: kept.append(run[2])) for p in points]
+        model(tokens)
+        for handle in handles:
+            handle.remove()
+
+    return {
+        "plain forward": lambda: model(tokens),
+        "full, lazy": lambda: runner.run_with_cache(tokens, lazy=True),
+        "full, eager": lambda: runner.run_with_cache(tokens),
+        "raw hooks that keep the same": raw,
+        "cache blocks.*.resid_post": lambda: runner.run_with_cache(
+            tokens, names="blocks.*.resid_post"
+        ),
+        "edit blocks.*.resid_pre": lambda: runner.run_with_hooks(tokens, hooks=changes),
+    }
+
+
+def cached_tiny() -> Calls:
+    """Cached runs, 2 layers d=64, B=8 T=32."""
+    return caching(peers.ours(peers.TINY), peers.TINY.tokens())
+
+
+def cached_deep() -> Calls:
+    """Cached runs, 64 layers of d=8, B=1 T=2: differences to the plain forward, by 64, are those of a layer."""
+    shape = peers.Shape(layers=64, heads=1, d_model=8, vocab=11, batch=1, pos=2)
+    return caching(peers.ours(shape), shape.tokens())
+
+
+class Chain(torch.nn.Module):
+    """Many small layers, one after the other."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The value after the last layer."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def modules() -> Calls:
+    """Runs of 10,000 linear layers of width 8."""
+    model, x = Chain(10_000).eval(), torch.ones(1, 8)
+    runner, changes = HookedRunner(model), {f"layers.{n}": edits.scale(1.0) for n in range(10_000)}
+    return {
+        "plain forward": lambda: model(x),
+        "10,000 edits by exact name": lambda: runner.run_with_hooks(x, hooks=changes),
+        "cache of all points": lambda: runner.run_with_cache(x),
+        "lazy run for one point": lambda: runner.run_with_cache(x, names="layers.5000", lazy=True),
+    }
+
+
 ROWS: dict[str, Callable[[], Calls]] = {
     "forward-small": forward_small,
     "forward-tiny": forward_tiny,
     "cached": cached,
+    "cached-tiny": cached_tiny,
+    "cached-deep": cached_deep,
+    "modules": modules,
     "full": full,
     "attached": attached,
     "attached-patterns": attached_patterns,
