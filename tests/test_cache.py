@@ -233,12 +233,12 @@ def test_positions_are_cut_at_capture(runner, tokens, positions):
 @pytest.mark.parametrize(
     ("error", "name", "positions", "match"),
     [
-        (HookError, "embed", [3, 7], "7 of embed.*3, 7"),
+        (HookError, "embed", [3, 7], "-7 to 6; got 7"),
         (HookError, "embed", [-8], "-8"),
         (HookError, "embed", slice(7, 9), "7 of embed"),
         (HookError, "blocks.0", [0], "blocks.0"),
         (TypeError, "embed", 3, "3"),
-        (HookError, "embed", [True, False], r"7 of embed.*\[True, False\]"),
+        (HookError, "embed", [True, False], "length 7; got 2"),
         (HookError, "embed", np.zeros(7, bool), "7 of embed"),
         (TypeError, "embed", [True, 3], "True"),
         (TypeError, "embed", torch.tensor(True), "True"),

@@ -194,7 +194,7 @@ def test_padding_that_is_seen_is_noticed(monkeypatch):
     model = built(positions="none")
     place = Transformer.context
     # The mask is forgotten: keys that are padding are attended to.
-    monkeypatch.setattr(model, "context", lambda tokens, mask, *rest: place(model, tokens, None, *rest))  # fmt: skip
+    monkeypatch.setattr(model, "context", lambda tokens, **options: place(model, tokens, **options | {"attention_mask": None}))  # fmt: skip
     refused(model, "left-padded", "blocks.0.resid_post")
 
 
@@ -203,8 +203,8 @@ def test_positions_that_padding_changes_are_noticed(positions, monkeypatch):
     model = built(torch.float32, positions=positions)
     place = Transformer.context
 
-    def counting(tokens, mask, *rest):
-        context = place(model, tokens, mask, *rest)
+    def counting(tokens, **options):
+        context, mask = place(model, tokens, **options), options["attention_mask"]
         at = torch.arange(tokens.shape[1])[None] + context.start
         if positions == "rotary":  # only differences matter there, so those are changed
             at = context.positions * (1 if mask is None else 2)
@@ -219,9 +219,9 @@ def test_right_padding_has_a_check_of_its_own(monkeypatch):
     model = built()
     place = Transformer.context
 
-    def shifted(tokens, mask, cache, *rest):
-        context = place(model, tokens, mask, cache, *rest)
-        right = mask is not None and not mask[:, -1].all() and cache is None
+    def shifted(tokens, **options):
+        context, mask = place(model, tokens, **options), options["attention_mask"]
+        right = mask is not None and not mask[:, -1].all() and options["kv_cache"] is None
         return context._replace(positions=context.positions + right)
 
     monkeypatch.setattr(model, "context", shifted)
@@ -243,10 +243,11 @@ def test_a_cache_that_forgets_padding_is_noticed(monkeypatch):
     model = built(positions="none")
     place = Transformer.context
 
-    def forgetful(tokens, mask, cache, *rest):
+    def forgetful(tokens, **options):
+        cache = options["kv_cache"]
         if cache is not None and cache.length:
-            mask = cache.mask = None
-        return place(model, tokens, mask, cache, *rest)
+            options["attention_mask"] = cache.mask = None
+        return place(model, tokens, **options)
 
     monkeypatch.setattr(model, "context", forgetful)
     refused(model, "padded text")

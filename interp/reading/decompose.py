@@ -34,6 +34,7 @@ class Decomposition:
         names: the names of the parts, in the order of computation.
         values: what each of them wrote.
 
+    >>> import torch
     >>> parts = Decomposition(("embed", "a0.h0"), torch.tensor([[[[1.0, 3.0]]], [[[2.0, 0.0]]]]))
     >>> parts["a0.h0"]
     tensor([[[2., 0.]]])

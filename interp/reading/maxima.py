@@ -69,6 +69,7 @@ def max_activating(
             below 1, or there is no text or one is empty.
         ModeError: if the model is in training mode.
 
+    >>> import torch
     >>> from hooks import HookPoint
     >>> model = nn.Sequential(nn.Embedding(7, 2), HookPoint("batch pos d_model")).eval()
     >>> model[0].weight.data = torch.arange(14.0).view(7, 2)
