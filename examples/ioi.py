@@ -130,7 +130,15 @@ def paired(tokenizer: Tokenizer, prompts: list[Prompt], spans: tuple[str, ...]) 
     )
     own, others = ({name: [[row[i][1][name]] for row in rows] for name in spans} for i in range(2))
     answers = torch.tensor([[tokenizer.encode(text)[-1] for text in p.answers] for p in prompts])
-    return Pairs(clean, corrupted, answers, mask, own, corrupted_mask=other, corrupted_spans=others)
+    return Pairs(
+        clean,
+        corrupted,
+        answers,
+        attention_mask=mask,
+        spans=own,
+        corrupted_mask=other,
+        corrupted_spans=others,
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -127,7 +127,9 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     return _of_token("rank", "ranks", token, pos, score)
 
 
-def cross_entropy(tokens: Int[Tensor, "batch pos"], attention_mask: Mask | None = None) -> Metric:
+def cross_entropy(
+    tokens: Int[Tensor, "batch pos"], *, attention_mask: Mask | None = None
+) -> Metric:
     """A metric: the mean negative log-probability of each example's next tokens, in nats.
 
     Args:
@@ -167,6 +169,7 @@ def cross_entropy(tokens: Int[Tensor, "batch pos"], attention_mask: Mask | None 
 def kl_divergence(
     reference: Float[Tensor, "batch pos vocab"],
     pos: Tokens | None = -1,
+    *,
     attention_mask: Mask | None = None,
 ) -> Metric:
     """A metric: KL(reference ‖ model), the divergence of the next-token predictions, in nats.

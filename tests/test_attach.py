@@ -368,7 +368,7 @@ def test_steps_and_sweeps(kind):
     ]
     for given in (None, mask) if kind != "bloom" else (None,):  # its padded rows are NaN in float64
         swept, alone = (
-            sweep(model, TOKENS, changes, log_prob(3), given, exact=how)
+            sweep(model, TOKENS, changes, log_prob(3), attention_mask=given, exact=how)
             for how in ("resume", "rerun")
         )
         torch.testing.assert_close(swept.values, alone.values)

@@ -109,7 +109,7 @@ def test_what_is_read_of_all_layers_is_where_the_first_is(devices):
 
 CLEAN, CORRUPTED = (some_tokens(seed, (2, POS)) for seed in (1, 2))
 ANSWERS, SPANS = torch.tensor([[3, 1], [2, 5]]), {"a": [[3, 4]] * 2, "b": [[6]] * 2}
-PAIRS = interp.Pairs(CLEAN, CORRUPTED, ANSWERS, REAL[:2], SPANS)
+PAIRS = interp.Pairs(CLEAN, CORRUPTED, ANSWERS, attention_mask=REAL[:2], spans=SPANS)
 TEXTS = some_tokens(3).tolist()
 EDGES = ["input->a0.h2<v>", "a0.h2->m0", "m0->a1.h3<q>", "input->a1.h3<q>", "a1.h3->logits"]
 

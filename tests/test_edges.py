@@ -47,7 +47,7 @@ def by_masks(model, real=REAL, texts=(BASE, TARGET)):
 def test_an_edge_is_the_derivative_of_a_masked_run(form):
     model, real = made(**FORMS[form]), PADDED.get(form, REAL)
     expected = by_masks(model, real)
-    pairs = Pairs(BASE, TARGET, ANSWERS, real)
+    pairs = Pairs(BASE, TARGET, ANSWERS, attention_mask=real)
     found = edge_attribution(model, pairs, over="pos")
     together = edge_attribution(model, pairs)
     close(found.values, expected)
@@ -168,7 +168,7 @@ def by_input(model, stream, changes):
 def test_edges_of_a_writer_add_up_to_its_exact_patch(form, tokens, monkeypatch):
     monkeypatch.setattr("interp.gradients.edge_paths._TOKENS", tokens)
     model, real = made(**FORMS[form], n_layers=2), PADDED.get(form, REAL)
-    given = model, Pairs(BASE, TARGET, ANSWERS, real)
+    given = model, Pairs(BASE, TARGET, ANSWERS, attention_mask=real)
     found = edge_attribution(*given, method="eap_ig_activations", tolerance=0.1)
     nodes = Graph(model)
     size = (found.target - found.base).abs().mean()

@@ -223,7 +223,7 @@ def test_a_mean_leaves_padding_out(wide, texts):
             changed = value.copy()
             changed[np.ix_(*at)] = expected[np.ix_(*at)]
             for mask in (real, None):  # a cache knows its own
-                edited = edits.mean(padded, over, mask, **where)(
+                edited = edits.mean(padded, over, attention_mask=mask, **where)(
                     padded[name, 1].clone(), wide.points[padded.name((name, 1))]
                 )
                 np.testing.assert_allclose(edited.numpy(), changed, atol=1e-13)
@@ -264,7 +264,7 @@ def test_a_donor_has_the_same_padding():
     real[[1, 4, 6], 3:] = False
     own = torch.arange(7.0)[:, None].expand(7, 5)
     for seed in range(9):
-        found = edits.resample(own, seed, real, pos=2)(own.clone(), point)
+        found = edits.resample(own, seed, attention_mask=real, pos=2)(own.clone(), point)
         donors = found[:, 2].long()
         assert torch.equal(real[donors], real)
         assert sorted(donors.tolist()) == list(range(7))
@@ -273,9 +273,9 @@ def test_a_donor_has_the_same_padding():
     real[4] = True
     real[6, 2] = False
     with pytest.raises(EditError, match="same padding.*row 1"):
-        edits.resample(own, 0, real)(own.clone(), point)
+        edits.resample(own, 0, attention_mask=real)(own.clone(), point)
     with pytest.raises(EditError, match=r"7.*6"):
-        edits.resample(own, 0, real[:6])(own.clone(), point)
+        edits.resample(own, 0, attention_mask=real[:6])(own.clone(), point)
 
 
 def test_rows_are_the_first_axis_where_none_is_declared():

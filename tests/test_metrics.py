@@ -82,7 +82,7 @@ def test_cross_entropy_is_the_mean_over_real_predictions(logits, mask):
         log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
         pairs = [at for at in range(POS - 1) if own[at] and own[at + 1]]
         expected.append(-np.mean([log_p[at, text[at + 1]] for at in pairs]))
-    found = measure(cross_entropy(tokens, mask), logits, mask)
+    found = measure(cross_entropy(tokens, attention_mask=mask), logits, mask)
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
@@ -104,7 +104,7 @@ def test_kl_divergence_is_from_the_reference(logits, mask, pos):
             p, q = p / p.sum(), q / q.sum()
             each.append(sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a))
         expected.append(np.mean(each))
-    found = measure(kl_divergence(reference, pos, mask), logits, mask)
+    found = measure(kl_divergence(reference, pos, attention_mask=mask), logits, mask)
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
@@ -113,8 +113,10 @@ def test_kl_divergence_is_from_the_reference(logits, mask, pos):
     [
         logit_diff([1, 2, 3], [[4, 5], [6, 7], [8, 9]], pos=[-1, -2, -1]),
         log_prob(3, pos=1),
-        cross_entropy(torch.tensor([[1, 2, 3, 4, 5]] * BATCH), LEFT),
-        kl_divergence(torch.arange(165.0).sin().view(BATCH, POS, VOCAB).double(), None, LEFT),
+        cross_entropy(torch.tensor([[1, 2, 3, 4, 5]] * BATCH), attention_mask=LEFT),
+        kl_divergence(
+            torch.arange(165.0).sin().view(BATCH, POS, VOCAB).double(), None, attention_mask=LEFT
+        ),
     ],
     ids=repr,
 )
@@ -185,7 +187,10 @@ def test_a_metric_prints_as_its_call():
         (lambda x: log_prob(1, pos=-6)(x), "got -6"),
         (lambda x: cross_entropy(torch.ones(BATCH, 1).long()), "example 0"),
         (lambda x: cross_entropy(torch.ones(BATCH, 4).long())(x), r"\(3, 4\)"),
-        (lambda x: cross_entropy(torch.ones(BATCH, POS).long(), LEFT[:2]), r"\[2, 5\]"),
+        (
+            lambda x: cross_entropy(torch.ones(BATCH, POS).long(), attention_mask=LEFT[:2]),
+            r"\[2, 5\]",
+        ),
         (lambda x: kl_divergence(x[:1])(x), "reference"),
         (lambda x: measure(log_prob(1, pos=-4), x, LEFT), "example 0 has 3 real tokens; got -4"),
         (lambda x: measure(log_prob(1), x, LEFT[:, :4]), r"\[3, 4\]"),

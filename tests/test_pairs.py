@@ -93,7 +93,7 @@ def test_the_pairs_that_a_model_gets_right(model, tokens, corrupted, side, at_on
     (clean, mask), (other, _) = padded(tokens, 3, side), padded(corrupted, 3, side)
     spans = {"it": [[3], [4], [5], [6]]}
     for given in (answers, answers[:, 0]):
-        pairs = Pairs(clean, other, given, mask, spans)
+        pairs = Pairs(clean, other, given, attention_mask=mask, spans=spans)
         solved = pairs.solved(model)
         assert torch.equal(solved.clean, clean[[0, 2, 3]])
         assert torch.equal(solved.answers, given[[0, 2, 3]])
@@ -120,7 +120,7 @@ def test_parts_of_pairs(tokens, corrupted):
     mask = torch.ones_like(tokens)
     mask[2, -1] = 0
     spans = {"a": [[0], [1], [2], [3]]}
-    pairs = Pairs(tokens, corrupted, torch.arange(4), mask, spans)
+    pairs = Pairs(tokens, corrupted, torch.arange(4), attention_mask=mask, spans=spans)
     kept = torch.tensor([False, True, False, True])
     for index in (slice(1, None, 2), [1, 3], torch.tensor([1, 3]), kept):
         part = pairs[index]
@@ -163,7 +163,13 @@ def test_a_metric_of_ones_own_goes_with_the_pairs(model, tokens, corrupted):
 
 
 def test_pairs_move_to_a_device(tokens, corrupted):
-    pairs = Pairs(tokens, corrupted, torch.arange(4), torch.ones_like(tokens), {"a": [[1]] * 4})
+    pairs = Pairs(
+        tokens,
+        corrupted,
+        torch.arange(4),
+        attention_mask=torch.ones_like(tokens),
+        spans={"a": [[1]] * 4},
+    )
     moved = pairs.to("cpu")
     assert torch.equal(moved.clean, tokens)
     assert torch.equal(moved.spans["a"], pairs.spans["a"])
@@ -223,7 +229,7 @@ def test_pairs_are_made_of_tensors_and_a_function(tokens, corrupted):
 def test_the_answers_of_padded_texts_are_read_at_their_ends(model, tokens, corrupted):
     clean, mask = padded(tokens, 2, "right")
     other, _ = padded(corrupted, 2, "right")
-    pairs = Pairs(clean, other, torch.tensor([[1, 2]] * 4), mask)
+    pairs = Pairs(clean, other, torch.tensor([[1, 2]] * 4), attention_mask=mask)
     found = measure(pairs.metric, model(clean, attention_mask=mask), mask)
     alone = model(tokens)[:, -1]
     torch.testing.assert_close(found, alone[:, 1] - alone[:, 2])

@@ -58,7 +58,7 @@ def test_negative_positions_count_from_the_last_real_token(mask, form):
         [zero, {name: by_hand}],
         [zero, {name: edits.zero(pos=4, batch=1)}],
     ):
-        found = sweep(model, tokens, entries, read, mask)
+        found = sweep(model, tokens, entries, read, attention_mask=mask)
         torch.testing.assert_close((found.values + found.base)[0], metric, rtol=0, atol=1e-12)
     queries = Selection(form).inside(mask.bool(), "queries")
     assert [np.flatnonzero(row).tolist() for row in queries] == [sorted(row) for row in own]
@@ -80,7 +80,7 @@ class Foreign(nn.Module):
 def test_a_sweep_tells_the_edits_of_any_model_what_is_padding():
     model, tokens, mask = Foreign().eval(), some_tokens(1, (BATCH, POS)), MASKS["right"]
     entries = [{"point": edits.zero(pos=-1)}, {"point": edits.zero(pos=[[3], [5], [4]])}]
-    found = sweep(model, tokens, entries, log_prob(3), mask)
+    found = sweep(model, tokens, entries, log_prob(3), attention_mask=mask)
     torch.testing.assert_close(found.values[0], found.values[1], rtol=0, atol=1e-6)
     assert found.values.abs().min() > 0
 
@@ -107,13 +107,13 @@ def test_a_column_of_padding_is_an_error(wrong):
     with pytest.raises(SelectionError, match="example 0"):
         HookedRunner(model).run_with_hooks(tokens, hooks=hooks, attention_mask=mask)
     with pytest.raises(SelectionError, match="example 0"):
-        sweep(model, tokens, [hooks], log_prob(3), mask)
+        sweep(model, tokens, [hooks], log_prob(3), attention_mask=mask)
 
 
 def test_patching_of_padded_pairs_reaches_every_column():
     model, mask = variant("pre"), MASKS["right"]
     clean, corrupted = some_tokens(1, (BATCH, POS)), some_tokens(2, (BATCH, POS))
-    pairs = Pairs(clean, corrupted, torch.tensor([1, 2, 3]), mask)
+    pairs = Pairs(clean, corrupted, torch.tensor([1, 2, 3]), attention_mask=mask)
     found = activation_patching(model, pairs, site="mlp_out").values
     for row in range(BATCH):
         kept = mask[row].bool()

@@ -170,7 +170,7 @@ def test_random_sweeps_equal_whole_runs(seed):
     entries += [{"blocks.1.attn_out": lambda x, point: -x}]
     entries += [{"blocks.0.attn.scores": edits.knockout(query=-1, key=slice(1, 3))}, {}]
     budget = draw.choice([2**30, 700_000])
-    found = sweep(model, tokens, entries, METRICS[metric], mask, max_bytes=budget)
+    found = sweep(model, tokens, entries, METRICS[metric], attention_mask=mask, max_bytes=budget)
     assert found.axes == ("edit", "example")
     read = measured if metric == "last" else lambda logits, mask: METRICS[metric](logits)
     base = alone(model, tokens, {}, read, mask)

@@ -205,11 +205,11 @@ def columns(kind):
         "holes": (edits.add(torch.ones(12), pos=[1, 4]), log_prob(3, pos=[2, 3, 4, 5])),
         "source": (
             edits.replace(vectors, source_pos=rows, pos=2),
-            cross_entropy(text, FIRST_PADDED),
+            cross_entropy(text, attention_mask=FIRST_PADDED),
         ),
         "mean": (
             edits.mean(vectors, attention_mask=PADDED.to(DEVICE)),
-            kl_divergence(torch.randn(4, 7, 23), None, FIRST_PADDED),
+            kl_divergence(torch.randn(4, 7, 23), None, attention_mask=FIRST_PADDED),
         ),
         "resample": (
             edits.resample(vectors, attention_mask=torch.ones(4, 7)),

@@ -116,7 +116,8 @@ def _swept(
     metric: Metric,
     max_bytes: int,
 ) -> Result:
-    swept = sweep(model, text.tokens, entries(names, places, put), metric, text.mask, max_bytes)
+    jobs = entries(names, places, put)
+    swept = sweep(model, text.tokens, jobs, metric, attention_mask=text.mask, max_bytes=max_bytes)
     return replace(
         swept,
         values=swept.values.view(*map(len, places.values()), -1),

@@ -111,7 +111,9 @@ def verified_top(
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
     given = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
     tested, text = [given[at] for at in chosen], runs.edited
-    swept = sweep(model, text.tokens, tested, runs.metric, text.mask, max_bytes)
+    swept = sweep(
+        model, text.tokens, tested, runs.metric, attention_mask=text.mask, max_bytes=max_bytes
+    )
     _require_same(_are_close(estimate.base, swept.base, precision))
     size = swept.values.mean(-1).abs().tolist()
     ranked = sorted(range(k + n), key=lambda at: (at >= k, -size[at]))

@@ -100,6 +100,7 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
 def mean(
     reference: Values,
     over: str | tuple[str, ...] = "batch",
+    *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
@@ -150,6 +151,7 @@ def mean(
 def resample(
     source: Values,
     seed: int = 0,
+    *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:

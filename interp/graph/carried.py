@@ -168,7 +168,13 @@ class Carrier:
 
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         if waiting:
-            jobs, half = [*waiting.values()], self.max_bytes // 2
-            swept = sweep(self.model, self.text.tokens, jobs, self.metric, self.text.mask, half)
+            swept = sweep(
+                self.model,
+                self.text.tokens,
+                [*waiting.values()],
+                self.metric,
+                attention_mask=self.text.mask,
+                max_bytes=self.max_bytes // 2,
+            )
             values[[*waiting]] = swept.values
             waiting.clear()

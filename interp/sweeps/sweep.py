@@ -27,6 +27,7 @@ def sweep(
     tokens: Int[Tensor, "batch pos"] | Pairs,
     edits: Sequence[Hooks],
     metric: Metric | None = None,
+    *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     max_bytes: int = 2**30,
     exact: Literal["resume", "rerun"] = "resume",
