@@ -234,14 +234,8 @@ def test_the_curves_of_the_handout(printed):
 
 
 def test_the_training_example_takes_a_step(tmp_path):
-    script = [
-        sys.executable,
-        "examples/train_pydoc.py",
-        "--steps",
-        "1",
-        "--out",
-        str(tmp_path / "m"),
-    ]
+    options = ["--steps", "1", "--out", str(tmp_path / "m")]
+    script = [sys.executable, "examples/train_pydoc.py", *options]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
     assert "step 1 of 1: validation" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 1

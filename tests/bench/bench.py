@@ -313,14 +313,15 @@ def caching(model: Any, tokens: torch.Tensor) -> Calls:
         for handle in handles:
             handle.remove()
 
+    def kept(**options: Any) -> timing.Call:
+        return lambda: runner.run_with_cache(tokens, **options)
+
     return {
         "plain forward": lambda: model(tokens),
-        "full, lazy": lambda: runner.run_with_cache(tokens, lazy=True),
-        "full, eager": lambda: runner.run_with_cache(tokens),
+        "full, lazy": kept(lazy=True),
+        "full, eager": kept(),
         "raw hooks that keep the same": raw,
-        "cache blocks.*.resid_post": lambda: runner.run_with_cache(
-            tokens, names="blocks.*.resid_post"
-        ),
+        "cache blocks.*.resid_post": kept(names="blocks.*.resid_post"),
         "edit blocks.*.resid_pre": lambda: runner.run_with_hooks(tokens, hooks=changes),
     }
 
@@ -336,29 +337,15 @@ def cached_deep() -> Calls:
     return caching(peers.ours(shape), shape.tokens())
 
 
-class Chain(torch.nn.Module):
-    """Many small layers, one after the other."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(n))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The value after the last layer."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def modules() -> Calls:
     """Runs of 10,000 linear layers of width 8."""
-    model, x = Chain(10_000).eval(), torch.ones(1, 8)
-    runner, changes = HookedRunner(model), {f"layers.{n}": edits.scale(1.0) for n in range(10_000)}
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10_000))).eval()
+    changes = dict.fromkeys(map(str, range(10_000)), edits.scale(1.0))
+    x, runner = torch.ones(8), HookedRunner(model)
     return {
         "plain forward": lambda: model(x),
         "10,000 edits by exact name": lambda: runner.run_with_hooks(x, hooks=changes),
         "cache of all points": lambda: runner.run_with_cache(x),
-        "lazy run for one point": lambda: runner.run_with_cache(x, names="layers.5000", lazy=True),
     }
 
 
