@@ -149,7 +149,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 13_700, 146), (("tests",), 19_100, 104)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 13_700, 146), (("tests",), 19_200, 104)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)
