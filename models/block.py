@@ -1,6 +1,6 @@
 """Transformer blocks: one class for each form, with a forward that reads like its equation."""
 
-from typing import NamedTuple
+import dataclasses
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,8 @@ from models.norm import ByConfig, norm
 ADDED = "what the sublayer adds: the norm of its output"
 
 
-class Branch(NamedTuple):
+@dataclasses.dataclass
+class Branch:
     """One sublayer of a block: it adds `added(after(sublayer(norm(stream))))` to the stream.
 
     A branch that reads at `resid_pre` reads the stream that enters the block, any other that to which all
@@ -28,7 +29,7 @@ class Branch(NamedTuple):
         sublayer: attention or the MLP.
         after: the norm of what the sublayer gives.
         added: the point of what is added.
-        joined: the norm of the sum of stream and sublayer, an identity in most forms.
+        joined: the norm of the sum of stream and sublayer; most forms have none.
     """
 
     reads: nn.Module
@@ -36,7 +37,7 @@ class Branch(NamedTuple):
     sublayer: nn.Module
     after: nn.Module
     added: nn.Module
-    joined: nn.Module = Identity()
+    joined: nn.Module | None = None
 
     def __call__(
         self, stream: Float[Tensor, "batch pos d_model"], *context: ContextOrMask

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.integrate import trapezoid
 
 from interp import (
     Circuit,
@@ -99,9 +100,9 @@ def test_a_curve_has_the_areas_of_the_benchmark():
     for measured, kind, height in (
         (found.cpr, "signed", lambda f: f), (found.cmd, "absolute", lambda f: abs(1 - f)),
     ):  # fmt: skip
-        expected = np.trapezoid(height(faithful[kind].mean(1)), SHARES)
+        expected = trapezoid(height(faithful[kind].mean(1)), SHARES)
         assert measured.value == pytest.approx(expected, rel=1e-5)
-        each = torch.from_numpy(np.trapezoid(heights[kind], SHARES, axis=0))
+        each = torch.from_numpy(trapezoid(heights[kind], SHARES, axis=0))
         ends = [end.item() for end in interval(each[None], (whole - none) / gap.mean())]
         assert (measured.low, measured.high) == pytest.approx(ends, rel=1e-4)
     random = [metric(circuits.random(GRAPH, int(p * len(EDGES)), 2)) for p in SHARES]

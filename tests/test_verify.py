@@ -116,7 +116,8 @@ def adds(block, attention=1.0, mlp=1.0):
             late = branch.reads is not block.resid_pre
             read = stream = branch.reads(stream) if late else stream
             given = (read if late else pre, context)[: 1 + (branch.sublayer is block.attn)]
-            stream = branch.joined(stream + factor * branch(*given))
+            total = stream + factor * branch(*given)
+            stream = branch.joined(total) if branch.joined else total
         return block.resid_post(stream)
 
     return forward

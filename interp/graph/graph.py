@@ -262,7 +262,7 @@ def _check(blocks: nn.ModuleList) -> None:
                 f"a graph needs blocks with branches; got a {type(block).__name__} without them "
                 "(models.from_hf makes a model that has them)"
             )
-        if not all(is_identity(branch.joined) for branch in block.branches):  # type: ignore[union-attr]
+        if any(branch.joined for branch in block.branches):  # type: ignore[union-attr]
             raise ValueError(
                 "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where the stream is "
                 "not a sum of what was written"
