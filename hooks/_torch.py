@@ -152,6 +152,12 @@ def remove_hook(module: nn.Module, key: int) -> None:
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+def hooks_last(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
+    """Moves some forward hooks of `module` behind its others."""
+    for key in [key for key, hook in module._forward_hooks.items() if chosen(hook)]:
+        module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
+
+
 def state_of(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of `module` and of the modules inside it.
 

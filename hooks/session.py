@@ -172,6 +172,12 @@ def _is_awake(hook: Callable[..., Any]) -> bool:
     return not isinstance(hook, Wire) and (not isinstance(hook, _Listener) or hook.acts())
 
 
+def is_foreign(hook: Callable[..., Any]) -> bool:
+    """Whether somebody else registered a hook, not this package or `transformers` to collect its outputs."""
+    collects = hook.__module__ == "transformers.utils.output_capturing"
+    return not (isinstance(hook, Wire | _Listener) or collects)
+
+
 class FusedUnlessHooked:
     """A decorator that runs a fused form of a method while no hook needs its inner values.
 

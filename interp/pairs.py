@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int, Shaped
@@ -14,7 +14,7 @@ from interp.columns import check_tokens, last_real, real_of
 from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff
 from interp.positions import Index, Selection
 from interp.protocol import logits_of, runner_of
-from interp.texts import Text
+from interp.texts import Text, each_row
 
 Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
@@ -42,6 +42,9 @@ class Pairs:
         metric: a function from logits to a number per example. By default the logit difference of right and
             wrong answers, or the log-probability of the right ones.
         corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
+        arguments: other arguments of the model by name, such as `position_ids` or `query_key_mask`. Tensors with a
+            row for each text go with the texts.
+        corrupted_arguments: the same for the corrupted texts; by default as for the clean ones.
         last_only: keep only the last position of each span. Otherwise a span has as many positions in
             the clean text as in the corrupted one.
 
@@ -73,6 +76,8 @@ class Pairs:
         metric: Metric | None = None,
         corrupted_mask: Shaped[Tensor, "batch other"] | None = None,
         corrupted_spans: Spans | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        corrupted_arguments: Mapping[str, Any] | None = None,
         last_only: bool = False,
     ) -> None:
         for what, tokens in (("clean", clean), ("corrupted", corrupted)):
@@ -99,6 +104,18 @@ class Pairs:
         self.attention_mask = None if attention_mask is None else real
         self.corrupted_mask: Tensor | None = None
         self.corrupted_spans: dict[str, Tensor] = {}
+        self.arguments = dict(arguments or {})
+        self.corrupted_arguments = dict(
+            self.arguments if corrupted_arguments is None else corrupted_arguments
+        )
+        for what, listed in (
+            ("arguments", self.arguments),
+            ("corrupted_arguments", self.corrupted_arguments),
+        ):
+            if "attention_mask" in listed:
+                raise ValueError(
+                    f"{what} must not hold attention_mask, which is an argument itself"
+                )
         self.solved_of: int | None = None
         self._metric = metric
         own = _positions(spans or {}, real, "clean", last_only)
@@ -149,13 +166,15 @@ class Pairs:
             raise ValueError(
                 "pairs must have corrupted texts to compare with; got clean ones alone"
             )
-        other = Text(self.corrupted, self.corrupted_mask, self.corrupted_spans)
+        other = Text(
+            self.corrupted, self.corrupted_mask, self.corrupted_spans, self.corrupted_arguments
+        )
         return (self.text, other) if direction == "noising" else (other, self.text)
 
     @property
     def text(self) -> Text:
         """The clean texts."""
-        return Text(self.clean, self.attention_mask, self.spans)
+        return Text(self.clean, self.attention_mask, self.spans, self.arguments)
 
     @without_gradients
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
@@ -179,7 +198,9 @@ class Pairs:
         logits, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
         for start in range(0, len(self), n_rows):
             text = self.text.rows(slice(start, start + n_rows))
-            logits.append(last_real(logits_of(model(text.tokens, **text.kwargs)), last, text.mask))
+            logits.append(
+                last_real(logits_of(model(text.tokens, **text.arguments(model))), last, text.mask)
+            )
         values = evaluate(metric, torch.cat(logits), len(self))
         if not (values > 0).any():
             raise ValueError(
@@ -247,6 +268,8 @@ class Pairs:
             metric=self._metric,
             corrupted_mask=optional(self.corrupted_mask),
             corrupted_spans={name: change(v) for name, v in self.corrupted_spans.items()},
+            arguments=each_row(self.arguments, len(self), change),
+            corrupted_arguments=each_row(self.corrupted_arguments, len(self), change),
         )
 
     def __repr__(self) -> str:

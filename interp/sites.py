@@ -114,7 +114,9 @@ def two_runs(
     """
     edited, source = require_pairs(pairs).texts(direction)
     metric = pairs.metric
-    output, cache = runner.run_with_cache(source.tokens, names=[*names], **source.kwargs)
+    output, cache = runner.run_with_cache(
+        source.tokens, names=[*names], **source.arguments(runner.model)
+    )
     target = measure(metric, logits_of(output), source.mask)
     about = {"metric": repr(metric), "direction": direction, "texts": pairs.digests()}
     return TwoRuns(runner, edited, source, metric, cache, target, about)

@@ -1,7 +1,7 @@
 """Texts: those of one run, and many that stream through a model, a padded batch at a time."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from interp.protocol import of
 
 Tokens = Sequence[int] | Int[Tensor, " pos"]
 """The tokens of one text."""
@@ -18,20 +19,52 @@ Texts = Sequence[Tokens] | Int[Tensor, "batch pos"]
 
 
 class Text(NamedTuple):
-    """The texts of one run: tokens [batch, pos], their mask, and positions [batch, n] of spans by name."""
+    """The texts of one run.
+
+    Attributes:
+        tokens: [batch, pos].
+        mask: True or 1 at real tokens [batch, pos]; None if all are.
+        spans: positions [batch, n] by name.
+        more: other arguments of the model by name. Tensors with a row for each text go with the texts.
+    """
 
     tokens: Tensor
     mask: Tensor | None = None
     spans: Mapping[str, Tensor] = {}
+    more: Mapping[str, Any] = {}
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The model's arguments besides the tokens."""
-        return {} if self.mask is None else {"attention_mask": self.mask}
+        return {**self.more} if self.mask is None else {"attention_mask": self.mask, **self.more}
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        """`kwargs` and, where the model does not count positions from the mask itself, the positions."""
+        positions = getattr(of(model), "positions_of", None)
+        found = {} if self.mask is None or positions is None else positions(self.mask)
+        return {**found, **self.kwargs}
 
     def rows(self, rows: slice) -> "Text":
         """Some of the texts, without spans."""
-        return Text(self.tokens[rows], None if self.mask is None else self.mask[rows])
+        return self._mapped(lambda value: value[rows])
+
+    def repeated(self, n: int) -> "Text":
+        """`n` copies of the texts in sequence, without spans."""
+        return self._mapped(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Text":
+        mask = None if self.mask is None else change(self.mask)
+        return Text(change(self.tokens), mask, {}, each_row(self.more, len(self.tokens), change))
+
+
+def each_row(
+    arguments: Mapping[str, Any], batch: int, change: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """Arguments of a model, of which tensors with a row for each of `batch` texts are changed."""
+    return {
+        name: change(value) if isinstance(value, Tensor) and len(value) == batch else value
+        for name, value in arguments.items()
+    }
 
 
 def are_aligned(one: Text, other: Text) -> bool:

@@ -72,7 +72,7 @@ class Sampling:
             # Of equal tokens keep the first ones, for exactly `top_k` tokens.
             kept = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
             logits = torch.where(kept, logits, -torch.inf)
-        if self.top_p is not None:
+        if self.top_p is not None and self.top_p < 1:  # a sum of probabilities may round to 1 early
             ordered, order = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
             # Keep the token at which the sum reaches top_p, and always the most probable one.

@@ -15,7 +15,7 @@ from interp.pairs import Direction, Pairs, require_pairs
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.sites import Choice, Place, Some, entries, labels_of, named, places_of, two_runs
-from interp.sweeps.sweep import sweep
+from interp.sweeps.sweep import sweep_text
 from interp.texts import Text
 
 
@@ -72,7 +72,9 @@ def activation_patching(
                 f"an edit changes the clean run; got direction={direction!r} beside it"
             )
         text = require_pairs(pairs).text
-        first = runner.capture(text.tokens, names=next(iter(names.values())), **text.kwargs)
+        first = runner.capture(
+            text.tokens, names=next(iter(names.values())), **text.arguments(model)
+        )
         places = places_of(choice, names, first, text)
         effects = _swept(model, text, edit.at, names, places, pairs.metric, max_bytes)
         return replace(effects, about={**effects.about, "site": site, "edit": repr(edit)})
@@ -117,7 +119,7 @@ def _swept(
     max_bytes: int,
 ) -> Result:
     jobs = entries(names, places, put)
-    swept = sweep(model, text.tokens, jobs, metric, attention_mask=text.mask, max_bytes=max_bytes)
+    swept = sweep_text(model, text, jobs, metric, max_bytes)
     return replace(
         swept,
         values=swept.values.view(*map(len, places.values()), -1),

@@ -15,7 +15,7 @@ from interp.gradients.estimates import contrast
 from interp.pairs import Pairs
 from interp.results.result import Result
 from interp.sites import SELECTS, Choice, entries, labels_of
-from interp.sweeps.sweep import sweep
+from interp.sweeps.sweep import sweep_text
 
 _CONFIDENCE = 0.95
 
@@ -111,9 +111,7 @@ def verified_top(
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
     given = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
     tested, text = [given[at] for at in chosen], runs.edited
-    swept = sweep(
-        model, text.tokens, tested, runs.metric, attention_mask=text.mask, max_bytes=max_bytes
-    )
+    swept = sweep_text(model, text, tested, runs.metric, max_bytes)
     _require_same(_are_close(estimate.base, swept.base, precision))
     size = swept.values.mean(-1).abs().tolist()
     ranked = sorted(range(k + n), key=lambda at: (at >= k, -size[at]))

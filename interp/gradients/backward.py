@@ -60,7 +60,7 @@ class Gradients:
         with torch.enable_grad(), Session() as session:
             for point in points:
                 session.after(point.module, partial(self._watch, point))
-            output = runner.model(text.tokens, **text.kwargs)
+            output = runner.model(text.tokens, **text.arguments(runner.model))
             require_fired([point.name for point in points], {*self.values}, NEVER_FIRED)
             read = last_real(logits_of(output), last_of(metric, text.mask), text.mask)
             if read.requires_grad:

@@ -117,11 +117,14 @@ class Paths:
                 [move(rows, share * changes[w]) if w in own else rows for rows, w in each]
             )
 
-        mask = self._text.mask
-        copies = Text(self._text.tokens.repeat(n, 1), None if mask is None else mask.repeat(n, 1))
         moving = {name: moved for name, own in added.items() if {*own} & {*writers}}
         with self._runner.hooks(moving):
-            return Gradients(self._runner, copies, _Copies(self._metric, batch), self._scores.names)
+            return Gradients(
+                self._runner,
+                self._text.repeated(n),
+                _Copies(self._metric, batch),
+                self._scores.names,
+            )
 
 
 class _Copies:

@@ -17,7 +17,7 @@ from interp.protocol import logits_of
 from interp.results.result import Result
 from interp.sites import two_runs
 from interp.sweeps.rows import Batch
-from interp.sweeps.sweep import sweep
+from interp.sweeps.sweep import sweep_text
 from interp.texts import are_aligned
 
 Carried = dict[str, edits.Edit] | Tensor
@@ -54,14 +54,14 @@ class Carrier:
         output, cache = runner.run_with_cache(
             self.text.tokens,
             names=[*self.graph.needed, *(self.graph.names[point] for point in read)],
-            **self.text.kwargs,
+            **self.text.arguments(runner.model),
         )
         self.base = measure(self.metric, logits_of(output), self.text.mask)
         self.cache = cache
         self.moved = self.graph.wrote(runs.cache) - self.graph.wrote(cache)
         context = self.model.context(self.text.tokens, **self.text.kwargs)
         self.contexts = {n.device: all_to_device(context, n.device) for n in layers}
-        self.batch = Batch(self.text.tokens, self.text.mask, self.metric)
+        self.batch = Batch(self.text, self.metric)
         # Nothing changes before the first difference of the two texts.
         differ = (self.text.tokens != runs.source.tokens).any(0).nonzero()
         self.later = slice(int(differ[0]) if len(differ) else 0, None)
@@ -168,13 +168,8 @@ class Carrier:
 
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         if waiting:
-            swept = sweep(
-                self.model,
-                self.text.tokens,
-                [*waiting.values()],
-                self.metric,
-                attention_mask=self.text.mask,
-                max_bytes=self.max_bytes // 2,
+            swept = sweep_text(
+                self.model, self.text, [*waiting.values()], self.metric, self.max_bytes // 2
             )
             values[[*waiting]] = swept.values
             waiting.clear()

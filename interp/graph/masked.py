@@ -114,7 +114,7 @@ class MaskedRuns:
             ValueError: as for `run_circuit`, or if the metric is not one number per example.
         """
         metric = self._pairs.metric
-        batch = Batch(self.text.tokens, self.text.mask, metric)
+        batch = Batch(self.text, metric)
         read = batch.read(self._run(circuit, lambda stream: stream))
         with torch.set_grad_enabled(read.requires_grad):
             return evaluate(metric, self._model.unembed(read), len(read))
@@ -214,7 +214,9 @@ class MaskedRuns:
             return zero.expand(len(self.graph.writers), -1, -1, -1)
         text = self._other.rows(rows)
         return self.graph.wrote(
-            self._runner.capture(text.tokens, names=self.graph.needed, **text.kwargs)
+            self._runner.capture(
+                text.tokens, names=self.graph.needed, **text.arguments(self._runner.model)
+            )
         )
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:

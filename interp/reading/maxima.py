@@ -81,7 +81,7 @@ def max_activating(
     runner = runner_of(model)
     kept: list[Activation] = []
     for first, text in batches(texts, model, batch):
-        cache = runner.capture(text.tokens, names=point, **text.kwargs)
+        cache = runner.capture(text.tokens, names=point, **text.arguments(model))
         values = _values(cache[point], cache.axes(point), point, head, neuron, direction)
         real = to_device(real_of(text.mask, values.shape), values.device)
         found, places = values[real], real.nonzero()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookError, Point, start_of_piece
@@ -19,6 +19,7 @@ from hooks.transfer import to_device, trusted
 from interp.columns import check_tokens, columns_of_last
 from interp.metrics import Metric, last_of, per_example
 from interp.protocol import logits_of, of
+from interp.texts import Text
 
 Done = Callable[[float], object]
 """Called with the work just done, in forward passes of one batch."""
@@ -54,35 +55,32 @@ class Batch:
     """The texts of a sweep, and its metric.
 
     Args:
-        tokens: the texts.
-        attention_mask: which tokens are not padding; None for all.
+        text: the texts.
         metric: a function from logits to a number per example.
 
     Attributes:
-        kwargs: the model's arguments besides the tokens.
+        text, tokens: the texts.
         columns: the positions that the metric reads, Int[batch last]; None for all.
         axes: for each edited module, the axis of its value with a row for each text; None if there is none.
     """
 
     def __init__(
         self,
-        tokens: Int[Tensor, "batch pos"],
-        attention_mask: Shaped[Tensor, "batch pos"] | None,
+        text: Text,
         metric: Metric,
     ) -> None:
-        check_tokens(tokens)
-        self.tokens = tokens
-        self._mask, self._pieces = attention_mask, dict[int | None, Piece]()
-        self.kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
-        size, n_pos = tokens.shape
-        last = last_of(metric, attention_mask)
-        self.columns = columns_of_last(last, n_pos, size, attention_mask) if last else None
+        check_tokens(text.tokens)
+        self.text, self.tokens = text, text.tokens
+        self._pieces = dict[int | None, Piece]()
+        size, n_pos = text.tokens.shape
+        last = last_of(metric, text.mask)
+        self.columns = columns_of_last(last, n_pos, size, text.mask) if last else None
         self.metric = metric
         self.axes: dict[nn.Module, int | None] = {}
 
     def reading(self, start: int | None = None) -> AbstractContextManager[None]:
         """A `with` in which edits know which columns of the texts are padding, and where runs start."""
-        return reading(self._pieces.setdefault(start, Piece(start, self._mask)))
+        return reading(self._pieces.setdefault(start, Piece(start, self.text.mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
         """Notes which axis of a value of the unedited run has a row for each text."""
@@ -177,7 +175,7 @@ class WholeRuns:
         self.batch = batch
         self.jobs = jobs
         self.forwards = float(len(jobs))
-        self._kwargs = batch.kwargs | dict(getattr(of(model), "uncached", {}))
+        self._uncached = dict(getattr(of(model), "uncached", {}))
         self._at_once = 1
         if max_bytes is not None:
             modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
@@ -188,8 +186,11 @@ class WholeRuns:
             self._at_once = max_bytes // memory
 
     def _measure_base(self) -> None:
-        logits = logits_of(self.model(self.batch.tokens, **self._kwargs))
-        self.batch.measure(self.batch.read(logits))
+        self.batch.measure(self.batch.read(self._logits(self.batch.text)))
+
+    def _logits(self, text: Text) -> Tensor:
+        arguments = text.arguments(self.model) | self._uncached
+        return logits_of(self.model(text.tokens, **arguments))
 
     def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
         """Each job with its metric."""
@@ -203,14 +204,9 @@ class WholeRuns:
             yield from zip(jobs, values, strict=True)
 
     def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
-        tokens = self.batch.tokens.repeat(len(jobs), 1)
-        kwargs = {
-            name: value.repeat(len(jobs), 1) if isinstance(value, Tensor) else value
-            for name, value in self._kwargs.items()
-        }
         # The unedited run has checked the texts.
         with trusted(), acting(stacked(jobs, self.batch)):
-            logits = self.batch.read(logits_of(self.model(tokens, **kwargs)))
+            logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))
         return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
 
 

@@ -19,6 +19,7 @@ from interp.results.result import Result
 from interp.sweeps.resume import Resumed
 from interp.sweeps.rows import Batch, Job, WholeRuns
 from interp.sweeps.unedited import Unedited
+from interp.texts import Text
 
 
 @without_gradients
@@ -73,21 +74,36 @@ def sweep(
         if attention_mask is not None:
             raise ValueError("pairs have their own mask; got another")
         metric = tokens.metric if metric is None else metric
-        attention_mask, tokens = tokens.attention_mask, tokens.clean
+        text = tokens.text
+    else:
+        text = Text(tokens, attention_mask)
     if metric is None:
         raise ValueError("a metric must be given, or pairs with answers; got neither")
     _check_edits(edits)
     if exact not in ("resume", "rerun"):
         raise ValueError(f"exact must be 'resume' or 'rerun'; got {exact!r}")
-    batch = Batch(tokens, attention_mask, metric)
+    return sweep_text(model, text, edits, metric, max_bytes, exact == "rerun", stacklevel=4)
+
+
+def sweep_text(
+    model: nn.Module,
+    text: Text,
+    edits: Sequence[Hooks],
+    metric: Metric,
+    max_bytes: int,
+    rerun: bool = False,
+    stacklevel: int = 3,
+) -> Result:
+    """A `sweep` of texts with all arguments of their run, for other analyses."""
+    batch = Batch(text, metric)
     with batch.reading():
-        base, values = _measured(model, batch, edits, max_bytes, exact == "rerun")
+        base, values = _measured(model, batch, edits, max_bytes, rerun)
     effects = values - base
     if effects.isnan().any():
         wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
         warnings.warn(
             f"{len(wrong)} of {len(edits)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     unit, about = getattr(metric, "unit", ""), {"metric": repr(metric)}
     return Result(effects, ("edit", "example"), base, unit=unit, about=about)
@@ -101,8 +117,8 @@ def _measured(
     jobs = [Job(index, runner.edits(given)) for index, given in enumerate(edits)]
     for job in jobs:
         job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
-    # Hooks that act already may depend on which rows are which.
-    alone = rerun or is_listened_to(model)
+    # Hooks that act already may depend on which rows are which, as scales of quantised values do.
+    alone = rerun or is_listened_to(model) or any(map(_mixes_rows, model.modules()))
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns
@@ -117,6 +133,11 @@ def _measured(
             values[job.index] = edited
             job.require_fired()
     return base, values
+
+
+def _mixes_rows(module: nn.Module) -> bool:
+    """Whether a module quantises all rows by one scale, found in each run."""
+    return type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
 
 
 def _check_edits(edits: Sequence[Hooks]) -> None:

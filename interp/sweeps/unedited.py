@@ -54,6 +54,7 @@ class Unedited:
         self._calls: list[tuple[Any, ...]] = []
         self._outputs: list[Any] = []
         self.language: Any = of(runner.model)
+        self._arguments = batch.text.arguments(runner.model)
         blocks = list(getattr(self.language, "blocks", ()))
         # An attached model knows the arguments of its blocks, cached keys included.
         self._finds_context = hasattr(self.language, "context_of")
@@ -67,7 +68,7 @@ class Unedited:
                 if self._kept and not self._finds_context:
                     for point in _keys_and_values(block, runner):
                         session.after(point, self._keep)
-            output = self.model(batch.tokens, **batch.kwargs)
+            output = self.model(batch.tokens, **self._arguments)
         self.logits = batch.read(logits_of(output))
         for job in jobs:
             job.fired = {e.point.name for e in job.edits if e.point.module in self.stages}
@@ -141,7 +142,7 @@ class Unedited:
         """What each block reads besides the stream; None for one that cannot run again."""
         if self._finds_context:
             given = [(args, kwargs) for args, kwargs, _, _ in self._calls]
-            found = self.language.context_of(given, self.batch.kwargs)
+            found = self.language.context_of(given, self._arguments)
             self.past = [list(pair) for pair in found.held] if found and self._kept else self.past
             return [found] * len(given)
         return [

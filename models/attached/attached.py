@@ -10,7 +10,7 @@ from hooks import ActivationCache, HookedRunner
 from hooks._torch import without_gradients
 from hooks.point import tensors_in
 from models.attached.attention import AttentionPoints, register
-from models.attached.configs import own_configs, text_config
+from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
@@ -35,21 +35,31 @@ class Attached:
         if reference.is_meta or reference.isnan().any():
             raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
         self._configs = own_configs(model)
-        self._forward = Forward(model)
+        # An adapter's wrapper may call the model inside it alone, as in generation.
+        self._runs: Any = getattr(self.model, "get_base_model", lambda: model)()
+        self._forward = Forward(self._runs)
         try:
             probe = self._probed(reference)
             chain = blocks_of(probe, model)
-            model.forward = self._forward
+            self._runs.forward = self._forward
             self._wiring.embeddings(probe, chain[0])
             found = [layout_of(call, probe, text_config(model)) for call in chain]
             model.blocks = Blocks(map(self._wiring.block, found))
             self._wiring.final_norm(probe, chain[-1])
+            self._forward.places = self._wiring.places()
             if any(weight.is_meta for weight in model.parameters()):
                 self.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
             for name in TOP:
                 if hasattr(model, name):
                     getattr(model, name).train(model.training)
             vars(model)["language_parts"] = AttachedLanguage(model, probe, chain)
+            for points in model.modules():
+                if isinstance(points, AttentionPoints):
+                    points.is_lent = points.module in probe.sharing
+            names = {kernel_name(config) for config, _ in self._configs.values()}
+            if odd := [*names - {"eager", "sdpa"}]:
+                why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
+                self.left_out["scores"] = self.left_out["pattern"] = why
             self._check_streams(found)
             self._check_attention(reference)
         except BaseException:
@@ -61,10 +71,10 @@ class Attached:
         self._wiring.remove()
         self._restore_configs()
         vars(self.model).pop("language_parts", None)
-        if vars(self.model).get("forward") is self._forward:
-            del self.model.forward
+        if vars(self._runs).get("forward") is self._forward:
+            del self._runs.forward
             if self._forward.replaced is not None:
-                self.model.forward = self._forward.replaced
+                self._runs.forward = self._forward.replaced
 
     def __enter__(self) -> "Attached":
         return self
@@ -73,14 +83,19 @@ class Attached:
         self.remove()
 
     def _restore_configs(self) -> None:
-        for module, config in self._configs.items():
+        done = set[int]()
+        for module, (config, before) in self._configs.items():
+            if id(config) not in done:
+                carry_changes(module.config, before, config)
+            done.add(id(config))
             module.config = config
         self._configs = {}
 
     def _probed(self, reference: Tensor) -> Probe:
         """A probe whose logits are those of the model before."""
         probe = probed(self.model)
-        if not probe.attention or not _agree(probe.logits, reference, 1e-5):
+        # The kernels are the model's own, so in half precision too the numbers are the same.
+        if not probe.attention or not _agree(probe.logits, reference, 1e-5, roundings=0):
             what = "computes attention by code of its own, not by the library's interface"
             self.left_out["attn"] = f"{type(self.model).__name__} {what}"
             self._restore_configs()
@@ -160,7 +175,7 @@ def attach(model: nn.Module) -> Attached:
         raise ValueError("no part of the model must be attached already: call remove() first")
     if taken := [name for name in TOP if hasattr(model, name)]:
         raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
-    register()
+    register({kernel_name(config) for config in configs_of(model).values()})
     return Attached(model)
 
 
@@ -170,10 +185,10 @@ def _logits(model: nn.Module) -> Tensor:
         return next(tensors_in(model(input_ids=tokens_for(model), use_cache=False)))
 
 
-def _agree(ours: Tensor | None, theirs: Tensor, tolerance: float) -> bool:
+def _agree(ours: Tensor | None, theirs: Tensor, tolerance: float, roundings: int = 16) -> bool:
     if ours is None or ours.shape != theirs.shape:
         return False
-    tolerance = max(tolerance, 16 * torch.finfo(theirs.dtype).eps)
+    tolerance = max(tolerance, roundings * torch.finfo(theirs.dtype).eps)
     return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 

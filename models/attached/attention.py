@@ -1,5 +1,6 @@
 """Attention of an attached model: a function that `transformers` calls with queries, keys and values."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, HookPoints
 from hooks.session import is_listened_to
-from models.attached.configs import EAGER, FUSED, kernel_of
+from models.attached.configs import HOOKED, kernel_name, kernel_of
 from models.attached.past import Keys, Past, first_new, layer_of, passed, past_of, take_cache
 from models.attached.wiring import fire
 from models.files import library
@@ -17,8 +18,8 @@ from models.files import library
 Heads = Float[Tensor, "batch head query d_head"]
 
 
-def register() -> None:
-    """Tells `transformers` of this function and its masks, under names of their own.
+def register(kernels: Iterable[str]) -> None:
+    """Tells `transformers` of this function, under a name of its own for each of the models' kernels.
 
     Raises:
         ImportError: if `transformers` is missing, or older than 5.6.
@@ -28,9 +29,11 @@ def register() -> None:
     if tuple(map(int, version.split(".")[:2])) < (5, 6):
         raise ImportError(f"attach needs transformers 5.6 or later; got {version}")
     masks = library("transformers.masking_utils")
-    for name, mask in ((EAGER, masks.eager_mask), (FUSED, masks.sdpa_mask)):
-        transformers.AttentionInterface.register(name, hooked_attention)
-        masks.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+    for name in kernels:
+        transformers.AttentionInterface.register(HOOKED + name, hooked_attention)
+        if name in masks.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            mask = masks.ALL_MASK_ATTENTION_FUNCTIONS[name]
+            masks.ALL_MASK_ATTENTION_FUNCTIONS.register(HOOKED + name, mask)
 
 
 def hooked_attention(
@@ -48,15 +51,18 @@ def hooked_attention(
 class AttentionPoints(HookPoints):
     """The points of one attention module.
 
-    While nobody listens at `scores` or `pattern`, the model's own kernel computes z: its family's eager one
-    if the model was in that mode, otherwise the sdpa one of `transformers`.
+    While nobody listens at `scores` or `pattern`, the model's own kernel computes z. Kernels other than
+    eager and sdpa may have rules of their own beside the mask, so there these two are left out.
 
     Args:
         module: the attention module.
 
     Attributes:
         kernel: the model's own attention function.
+        is_lent: whether later modules attend to the same keys and values.
     """
+
+    is_lent = False
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -64,10 +70,13 @@ class AttentionPoints(HookPoints):
         self.q = HookPoint("batch pos head d_head", "queries as they enter the dot product")
         self.k = HookPoint("batch pos kv_head d_head", "keys as they enter the dot product")
         self.v = HookPoint("batch pos kv_head d_head", "values")
-        self.scores = HookPoint(
-            "batch head query key", "q·k·scale before the mask: not zero above the diagonal"
-        )
-        self.pattern = HookPoint("batch head query key", "softmax of the masked scores over keys")
+        if kernel_name(module.config) in ("eager", "sdpa"):
+            self.scores = HookPoint(
+                "batch head query key", "q·k·scale before the mask: not zero above the diagonal"
+            )
+            self.pattern = HookPoint(
+                "batch head query key", "softmax of the masked scores over keys"
+            )
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
     def plain(self, argument: Any) -> Any:
@@ -83,8 +92,8 @@ class AttentionPoints(HookPoints):
         start = first_new(key, query.shape[2], cache, layer)
         new = range(start, start + query.shape[2])
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
-        key = passed(self.k, key, new, getattr(held, "keys", None), cache)
-        value = passed(self.v, value, new, getattr(held, "values", None), cache)
+        key = passed(self.k, key, new, getattr(held, "keys", None), cache, self.is_lent)
+        value = passed(self.v, value, new, getattr(held, "values", None), cache, self.is_lent)
         end = key.shape[2]
         if hasattr(self, "scores") and (
             is_listened_to(self.scores) or is_listened_to(self.pattern)

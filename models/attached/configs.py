@@ -12,22 +12,50 @@ from models.files import library
 Kernel = Callable[..., tuple[Tensor, Any]]
 """An attention function of `transformers`. It returns z, [batch, query, head, d_head], and weights or None."""
 
-EAGER, FUSED = "hooked_eager", "hooked_sdpa"
+HOOKED = "hooked_"
+"""Before the name of the model's own kernel: `transformers` knows `hooked_attention` by these names."""
 
 
-def own_configs(model: Any) -> dict[nn.Module, Any]:
+def configs_of(model: nn.Module) -> dict[nn.Module, Any]:
+    """The config of each module that has one."""
+    held = {module: vars(module).get("config") for module in model.modules()}
+    return {module: config for module, config in held.items() if _is_config(config)}
+
+
+def own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
     """Gives every module of the model a copy of its config that asks for `hooked_attention`.
 
     Returns:
-        The config that each module had.
+        The config that each module had, and another copy of it.
     """
-    had = {m: vars(m)["config"] for m in model.modules() if _is_config(vars(m).get("config"))}
-    copies: dict[int, Any] = {}
+    had, copies, kept = configs_of(model), dict[int, Any](), dict[int, Any]()
+    before = {module: (config, deepcopy(config, kept)) for module, config in had.items()}
     for module, config in had.items():
         module.config = own = deepcopy(config, copies)
-        eager = config._attn_implementation == "eager"
-        own._attn_implementation_internal = EAGER if eager else FUSED
-    return had
+        own._attn_implementation_internal = HOOKED + kernel_name(config)
+    return before
+
+
+def carry_changes(own: Any, before: Any, config: Any) -> None:
+    """Makes the changes in `config` that a module's own copy has had since it was equal to `before`."""
+    for name, value in vars(own).items():
+        if name == "_attn_implementation_internal":
+            continue
+        old, new = vars(before).get(name), vars(config).get(name)
+        if _is_config(value) and _is_config(old) and _is_config(new):
+            carry_changes(value, old, new)
+        elif name not in vars(before) or not same(value, old):
+            setattr(config, name, value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of configs are equal; configs inside them count by what they hold."""
+    return repr(one) == repr(other)
+
+
+def kernel_name(config: Any) -> str:
+    """The name of the kernel that a config asks for."""
+    return str(config._attn_implementation or "sdpa").removeprefix(HOOKED)
 
 
 def text_config(model: Any) -> Any:
@@ -41,10 +69,8 @@ def _is_config(value: Any) -> bool:
 
 def kernel_of(module: nn.Module) -> Kernel:
     """What the module would call if the model were not attached."""
-    config: Any = module.config
-    if config._attn_implementation == EAGER:
-        for kind in type(module).__mro__:
-            own = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
-            if own is not None:
-                return own
-    return library("transformers").AttentionInterface()["sdpa"]
+    name, eager = kernel_name(module.config), None
+    for kind in type(module).__mro__:
+        eager = eager or getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+    kernels = library("transformers").AttentionInterface()
+    return eager if name == "eager" and eager else kernels["sdpa" if name == "eager" else name]

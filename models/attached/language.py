@@ -1,12 +1,13 @@
 """What `interp` needs of an attached model besides its points: `interp.protocol.LanguageModel`."""
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks.point import inside, tensors_in
@@ -66,15 +67,22 @@ class AttachedLanguage:
         self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model)
         self.blocks = nn.ModuleList(call.module for call in chain)
         self._model = model
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = model.can_generate() and "position_ids" in parameters
         unembed = unembed_of(model, probe, chain[-1])
         if unembed is not None:
             self.unembed = unembed
 
-    def context(
-        self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None
-    ) -> AttachedContext:
+    def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
+        """Positions for texts with padding before a token: a decoder that takes them counts columns without them."""
+        late = mask[:, 1:].bool() & ~mask[:, :-1].bool()
+        if not (self._takes_positions and bool(late.any())):
+            return {}
+        return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
+
+    def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
         """What the blocks read besides the residual stream: the arguments of the model."""
-        return AttachedContext({} if attention_mask is None else {"attention_mask": attention_mask})
+        return AttachedContext(arguments)
 
     def context_of(self, calls: Sequence[Any], given: dict[str, Any]) -> AttachedContext | None:
         """The context of a run, from how it called the blocks; None if they cannot be called again."""
@@ -167,7 +175,9 @@ class Unembedding:
 
 
 def unembed_of(model: Any, probe: Probe, last: Call) -> Unembedding | None:
-    """The modules after the blocks, if they give the logits."""
+    """The modules after the blocks, if they give the logits. A model without a head gives no logits."""
+    if model.get_output_embeddings() is None:
+        return None
     modules: list[nn.Module] = []
     at, after = last.output, last.ended
     for call in probe.single:

@@ -52,7 +52,13 @@ def blocks_of(probe: Probe, model: nn.Module) -> list[Call]:
     calls = {call.module: call for call in probe.calls}
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     outermost = [lists[n] for n in lists if not any(n.startswith(f"{o}.") for o in lists if o != n)]
-    for found in sorted(outermost, key=len, reverse=True):
+
+    def weight(blocks: nn.ModuleList) -> tuple[bool, int]:
+        # A list of heads may be longer.
+        attends = any(probe.attention[module] for module in blocks.modules())
+        return attends, sum(parameter.numel() for parameter in blocks.parameters())
+
+    for found in sorted(outermost, key=weight, reverse=True):
         chain = [calls[block] for block in found if block in calls]
         once = all(sum(c.module is block for c in probe.calls) == 1 for block in found)
         if len(chain) == len(found) > 0 and once and _is_chain(chain):

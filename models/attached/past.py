@@ -92,7 +92,7 @@ def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
     return keys.shape[2] - new
 
 
-def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any) -> Keys:
+def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any, is_lent: bool) -> Keys:
     """All keys or values, of which the `new` positions' went through a point.
 
     Args:
@@ -101,21 +101,22 @@ def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any) -> K
         new: which places are new.
         held: the tensor of the cache that needs edited ones for later calls.
         cache: the cache, or None.
+        is_lent: whether later modules use the same tensor, and must see an edit too.
 
     Raises:
         HookError: if the cache cannot take edited ones.
     """
     before = keys[:, :, new.start : new.stop].transpose(1, 2)
-    if held is not None and is_listened_to(point):
+    if (held is not None or is_lent) and is_listened_to(point):
         before = before.clone()  # a hook's cache may keep it, and this memory may be written into
     after = fire(point, before)
     if after is before:
         return keys
-    if cache is None or isinstance(cache, Past):
+    if not is_lent and (cache is None or isinstance(cache, Past)):
         if len(new) == keys.shape[2]:
             return after.transpose(1, 2)
         return torch.cat([keys[:, :, : new.start], after.transpose(1, 2)], 2)
-    if not _is_part(held, keys):
+    if not is_lent and not _is_part(held, keys):
         what = "keys and values of this model cannot be edited where a cache keeps them, as it keeps others"
         raise HookError(f"{what} (use_cache=False helps)")
     keys[:, :, new.start : new.stop] = after.transpose(1, 2)

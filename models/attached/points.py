@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookPoint, HookPoints
+from hooks._torch import hooks_last
 from models.attached.attention import AttentionPoints
 from models.attached.configs import text_config
 from models.attached.layout import BlockLayout
@@ -48,6 +49,7 @@ class Wiring:
         self.model = model
         self._handles: dict[HookPoint, Any] = {}
         self._owners: list[nn.Module] = []
+        self._modules: list[nn.Module] = []
 
     def remove(self) -> None:
         """Takes the points and hooks out of the model."""
@@ -58,6 +60,18 @@ class Wiring:
         for name in TOP:
             if isinstance(getattr(self.model, name, None), HookPoint | HookPoints | Blocks):
                 delattr(self.model, name)
+
+    def places(self) -> list[tuple[nn.Module, str, nn.Module]]:
+        """Each module with a hook, with its parent and its name there. Hooks that keep outputs come after ours."""
+        listening = {*self._modules}
+        for module in listening:
+            keep_outputs_last(module)
+        return [
+            (parent, name, child)
+            for parent in self.model.modules()
+            for name, child in parent.named_children()
+            if child in listening
+        ]
 
     def drop(self, parent: nn.Module, name: str) -> None:
         """Takes one point out."""
@@ -74,6 +88,7 @@ class Wiring:
         else:
             handle = module.register_forward_hook(hook, with_kwargs=isinstance(hook, Scale))
         self._handles[hook.point] = handle
+        self._modules.append(module)
 
     def _own(self, points: HookPoints) -> Any:
         self._owners.append(points.module)
@@ -167,6 +182,11 @@ class Wiring:
                 points = self._own(HookPoints(norm.module))
                 self.model.ln_final = self._around(points, norm)
                 return
+
+
+def keep_outputs_last(module: nn.Module) -> None:
+    """Moves the hooks by which `transformers` collects hidden states behind all others, or they miss edits."""
+    hooks_last(module, lambda hook: hook.__module__ == "transformers.utils.output_capturing")
 
 
 def _for_each_text(vectors: Tensor | None, like: Tensor) -> Tensor | None:

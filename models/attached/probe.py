@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import version, without_gradients
+from hooks._torch import memory_of, version, without_gradients
 from hooks.point import tensors_in
 from models.attached.configs import kernel_of
 
@@ -53,11 +53,13 @@ class Probe:
         calls: every call, in the order in which they began.
         attention: how often each module called the attention function.
         logits: the first tensor of the output.
+        keys: the modules that computed attention, in order, each with its keys.
     """
 
     calls: list[Call] = field(default_factory=list)
     attention: Counter[nn.Module] = field(default_factory=Counter)
     logits: Tensor | None = None
+    keys: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
     _open: list[Call] = field(default_factory=list)
     _clock: int = 0
 
@@ -66,6 +68,14 @@ class Probe:
         """The calls of modules that ran once. Hooks on others could not tell which run is meant."""
         counts = Counter(call.module for call in self.calls)
         return [call for call in self.calls if counts[call.module] == 1]
+
+    @property
+    def sharing(self) -> set[nn.Module]:
+        """The modules whose keys and values later ones attend to as well."""
+        lending: dict[int, list[nn.Module]] = {}
+        for module, keys in self.keys:
+            lending.setdefault(memory_of(keys), []).append(module)
+        return {modules[0] for modules in lending.values() if len(modules) > 1}
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
@@ -86,6 +96,7 @@ class Probe:
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Computes attention, and notes which module asked for it."""
         self.attention[module] += 1
+        self.keys.append((module, args[1]))
         return kernel_of(module)(module, *args, **kwargs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import HookPoint, start_of_piece, starting_at
+from hooks import HookError, HookPoint, start_of_piece, starting_at
 from hooks.point import tensors_in, with_first_tensor
 from hooks.session import Wire, is_listened_to
 from models.attached.norms import Norm
@@ -33,6 +33,12 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
 def is_cache(value: Any) -> bool:
     """Whether an argument is a cache of keys and values of `transformers`."""
     return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
+
+
+def _held(cache: Any) -> int:
+    """How many positions a cache has seen. Layers that keep no keys, as linear attention, do not count."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "get_seq_length")]
+    return max((int(layer.get_seq_length()) for layer in layers), default=0)
 
 
 @dataclass(eq=False)
@@ -150,6 +156,7 @@ class Forward:
 
     Attributes:
         replaced: the forward that somebody else had put on the model, if any.
+        places: the modules that points listen to, each with its parent and its name there.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -158,9 +165,20 @@ class Forward:
         self.__signature__ = inspect.signature(model.forward)
         names = [*self.__signature__.parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
+        self.places: list[tuple[nn.Module, str, nn.Module]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model's own forward."""
+        """The output of the model's own forward.
+
+        Raises:
+            HookError: if a module that a point listens to was replaced, as adapters do.
+        """
+        for parent, name, module in self.places:
+            if getattr(parent, name, None) is not module:
+                raise HookError(
+                    f"the model's modules must be those that were there at attach; {name!r} of a "
+                    f"{type(parent).__name__} is another: attach after adapters are added"
+                )
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
@@ -174,7 +192,8 @@ class Forward:
             real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
             # A model that is told to cache may make the cache itself, for the first piece of a text.
             start = 0 if kwargs.get("use_cache") else start_of_piece()
-            start = start if cache is None else int(cache.get_seq_length())
+            if cache is not None:
+                start = _held(cache) if real is None else real.shape[1] - texts[1]
             with starting_at(start, real):
                 return self._inner(*args, **kwargs)
         finally:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hooks._torch import hooks_of
+from hooks.session import is_foreign
 from models.checkpoints.assemble import Reader, assemble, end_tokens
 from models.checkpoints.huggingface import gpt, llama
 from models.checkpoints.huggingface.family import Attributes, Family
@@ -137,6 +139,7 @@ def from_hf(
 
     Raises:
         TypeError: if the model has no config of transformers.
+        ValueError: if a part has a forward of its own, or a hook.
         UnknownNameError: if a key to ignore is not in its config.
         ValueError: if its config cannot be expressed, or its weights do not match the config.
     """
@@ -148,6 +151,20 @@ def from_hf_shared(model: nn.Module) -> Transformer:
     return _from_memory(model, True)
 
 
+def _check_forward(model: nn.Module) -> None:
+    """Refuses a model that computes something else than its weights and config say."""
+    for name, module in model.named_modules():
+        where = type(module).forward.__module__.partition(".")[0]
+        if where not in ("transformers", "torch", "hooks", "models"):
+            raise ValueError(
+                f"every part must have a forward of transformers; got {name or 'a model'} with one of {where!r}"
+            )
+        if any(map(is_foreign, hooks_of(module))):
+            raise ValueError(
+                f"the model must have no hooks, which a copy has not; got one on {name or 'the model'}"
+            )
+
+
 def _from_memory(
     model: nn.Module,
     keep: bool,
@@ -156,6 +173,7 @@ def _from_memory(
     ignore: Collection[str] = (),
 ) -> Transformer:
     what = type(model).__name__
+    _check_forward(model)
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
         raise TypeError(f"from_hf needs a model of transformers, with its config; got a {what}")
     described = without(to_dict(), ignore, f"{what}.config")

@@ -1,0 +1,293 @@
+"""Attached models in settings that no table of architectures lists: each against the model without points."""
+
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookedRunner, HookError, start_of_piece
+from interp import Pairs, activation_patching, edits, log_prob, logit_lens, run_with_cache, sweep
+from interp.protocol import of
+from models import Sampling, attach, from_hf
+from tests.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+MORE = {
+    **KINDS,
+    "roberta": ("RobertaForMaskedLM", SIZES | dict(pad_token_id=0)),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        dict(vocab_size=23, dim=12, hidden_dim=17, n_layers=3, n_heads=2),
+    ),
+    "modernbert": ("ModernBertForMaskedLM", SIZES | dict(cls_token_id=1, sep_token_id=2)),
+    "bart": ("BartForCausalLM", BART | dict(decoder_layers=2, is_encoder_decoder=False)),
+    "ctrl": (
+        "CTRLLMHeadModel",
+        dict(vocab_size=23, n_positions=19, n_embd=12, dff=17, n_layer=3, n_head=2),
+    ),
+}
+PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+
+
+def other(kind, dtype=torch.float32):
+    """A tiny model of a kind in `MORE`, as `made`."""
+    name, sizes = MORE[kind]
+    maker = getattr(transformers, name)
+    torch.manual_seed(0)
+    return maker(maker.config_class(**sizes)).eval().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "gemma3", "bloom", "bert", "roberta", "distilbert", "modernbert", "bart", "ctrl"]
+)  # fmt: skip
+def test_half_precision_has_the_points_and_embeddings_of_single(kind, dtype):
+    single = other(kind)
+    with attach(single):
+        points = {*HookedRunner(single).points}
+        _, wanted = run_with_cache(single, TOKENS, names="embed")
+    half = other(kind, dtype)
+    with attach(half):
+        assert {*HookedRunner(half).points} == points
+        _, cache = run_with_cache(half, TOKENS, names="embed")
+    torch.testing.assert_close(cache["embed"].float(), wanted["embed"], rtol=0.02, atol=0.002)
+
+
+def near(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attention to the last two keys only, whatever the mask says."""
+    at = torch.arange(query.shape[2])
+    allowed = (at[:, None] >= at) & (at[:, None] - at < 2)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+    scores = (query @ key.mT * (scaling or query.shape[-1] ** -0.5)).masked_fill(~allowed, -1e9)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_registered_kernel_stays(kind):
+    transformers.AttentionInterface.register("near", near)
+    model = made(kind, attention="near")
+    with torch.no_grad():
+        plain = model(TOKENS).logits
+        assert not torch.allclose(plain, made(kind, attention="sdpa")(TOKENS).logits)
+        with attach(model) as attached:
+            torch.testing.assert_close(model(TOKENS).logits, plain, rtol=0, atol=0)
+            assert {"scores", "pattern"} <= {*attached.left_out}
+            logits, _ = run_with_cache(model, TOKENS, names="*.z")
+            torch.testing.assert_close(logits.logits, plain, rtol=0, atol=0)
+        assert model.config._attn_implementation == "near"
+
+
+def test_a_mode_of_attention_of_its_own_has_no_points():
+    """GPT-2 with its products reordered differs from the interface's kernels in half precision only."""
+    config = transformers.GPT2Config(**GPT2, reorder_and_upcast_attn=True)
+    model = made("gpt2", config, "eager", torch.bfloat16)
+    with torch.no_grad():
+        plain = model(TOKENS).logits
+        with attach(model) as attached:
+            assert torch.equal(model(TOKENS).logits, plain)
+            assert "attn" in attached.left_out
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_padding_on_the_left_counts_no_positions(kind):
+    """Effects of a padded batch are those of each row alone."""
+    model, right = made(kind), torch.tensor([4, 8, 15])
+    corrupted = TOKENS.clone()
+    corrupted[:, 3] = torch.tensor([16, 22, 11])
+    with attach(model):
+        padded = Pairs(TOKENS, corrupted, right, attention_mask=PADDED)
+        together = activation_patching(model, padded, site="resid_pre")
+        for row, mask in enumerate(PADDED.bool()):
+            alone = Pairs(TOKENS[row][mask][None], corrupted[row][mask][None], right[row][None])
+            effects = activation_patching(model, alone, site="resid_pre")
+            torch.testing.assert_close(together.values[:, mask, row], effects.values[..., 0])
+            metric, jobs = log_prob(int(right[row])), [{"blocks.1.mlp_out": edits.zero()}]
+            swept = sweep(model, TOKENS, jobs, metric, attention_mask=PADDED)
+            zeroed = sweep(model, TOKENS[row][mask][None], jobs, metric)
+            torch.testing.assert_close(swept.values[0, row], zeroed.values[0, 0])
+
+
+def test_hidden_states_collected_before_attach_show_edits():
+    model = made("llama")
+    with torch.no_grad():
+        model(TOKENS, output_hidden_states=True)
+        with attach(model):
+            zero = {"blocks.1.resid_post": edits.zero()}
+            with HookedRunner(model).hooks(zero):
+                output = model(TOKENS, output_hidden_states=True)
+    assert output.hidden_states[2].abs().max() == 0
+    assert output.hidden_states[1].abs().max() > 0
+
+
+def test_a_model_without_a_head_has_no_logits():
+    config = transformers.LlamaConfig(**SIZES)
+    model = transformers.LlamaModel(config).eval()
+    with attach(model):
+        _, cache = run_with_cache(model, TOKENS)
+        with pytest.raises(TypeError, match="unembed"):
+            logit_lens(model, cache)
+
+
+def test_positions_where_the_first_layer_keeps_no_keys():
+    config = transformers.MiniMaxConfig(
+        **SIZES | dict(num_hidden_layers=2, intermediate_size=20),
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=2,
+        block_size=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.MiniMaxForCausalLM(config).eval()
+    starts = []
+    with attach(model), torch.no_grad():
+        seen = {
+            "blocks.1.resid_post": lambda value, point: starts.append(start_of_piece()) or value
+        }
+        with HookedRunner(model).hooks(seen):
+            model.generate(TOKENS, max_new_tokens=4, do_sample=False)
+    assert starts == [0, 5, 6, 7]
+
+
+def test_shared_keys_are_edited_for_all_with_and_without_a_cache():
+    config = transformers.Gemma4TextConfig(
+        **SIZES | dict(num_hidden_layers=4),
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=3,
+        vocab_size_per_layer_input=23,
+        global_head_dim=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    for name in ("k", "v"):
+        with attach(model), torch.no_grad():
+            twice = {f"blocks.1.attn.{name}": edits.scale(3.0)}
+            with HookedRunner(model).hooks(twice):
+                cached, uncached = (model(TOKENS, use_cache=use).logits for use in (True, False))
+            assert not torch.allclose(cached, model(TOKENS).logits)
+        torch.testing.assert_close(cached, uncached)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft asks for it
+def test_an_adapter_before_attach_generates_as_a_whole_text():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = made("llama", dtype=torch.float32)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config).eval()
+    with attach(model), torch.no_grad():
+        starts = []
+        seen = {
+            "blocks.1.resid_post": lambda value, point: starts.append(start_of_piece()) or value
+        }
+        with HookedRunner(model).hooks(seen):
+            model.generate(input_ids=TOKENS, max_new_tokens=3, do_sample=False)
+    assert starts == [0, 5, 6]
+
+
+def test_a_module_replaced_after_attach_is_named():
+    model = made("llama")
+    with attach(model), torch.no_grad():
+        down = model.model.layers[1].mlp.down_proj
+        model.model.layers[1].mlp.down_proj = nn.Sequential(down)
+        with pytest.raises(HookError, match="down_proj"):
+            model(TOKENS)
+        model.model.layers[1].mlp.down_proj = down
+        model(TOKENS)
+
+
+def test_changes_of_the_config_stay():
+    model = made("llama")
+    with attach(model):
+        model.resize_token_embeddings(29)
+    assert model.config.vocab_size == 29 == model.get_input_embeddings().num_embeddings
+    assert model.config._attn_implementation == "sdpa"
+    assert model.model.config.vocab_size == 29
+
+
+def test_a_list_of_heads_longer_than_the_blocks():
+    class Headed(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.heads = nn.ModuleList(nn.Linear(12, 12) for _ in range(7))
+
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs, output_hidden_states=True)
+            hidden = output.hidden_states[-1]
+            for head in self.heads:
+                hidden = head(hidden)
+            output.logits = output.logits + hidden.sum()
+            return output
+
+    model = Headed(transformers.LlamaConfig(**SIZES)).eval()
+    with attach(model):
+        assert len(of(model).blocks) == SIZES["num_hidden_layers"]
+
+
+def test_a_copy_is_refused_where_it_would_compute_something_else():
+    class Doubled(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 2
+            return output
+
+    with pytest.raises(ValueError, match="forward"):
+        from_hf(Doubled(transformers.LlamaConfig(**SIZES)))
+    model = made("llama")
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ValueError, match="layers.1"):
+        from_hf(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_quantised_activations_run_alone():
+    model = made("gpt2", dtype=torch.float32)
+    model = torch.ao.quantization.quantize_dynamic(from_hf(model), {nn.Linear}, dtype=torch.qint8)
+    metric, jobs = log_prob(3), [{"blocks.1.resid_pre": edits.zero(pos=n)} for n in range(5)]
+    runner = HookedRunner(model)
+    with torch.no_grad():
+        base = metric(model(TOKENS))
+        alone = [metric(runner.run_with_hooks(TOKENS, hooks=job)) - base for job in jobs]
+    torch.testing.assert_close(sweep(model, TOKENS, jobs, metric).values, torch.stack(alone))
+
+
+def test_all_tokens_are_drawn_from_at_top_p_of_one():
+    logits = torch.tensor([[20.0, 0.0, -3.0]])
+    assert Sampling(temperature=1.0, top_p=1.0).cut(logits).isfinite().all()
+
+
+def test_pairs_carry_other_arguments_of_the_run():
+    """Positions of the user's own, in every run of every analysis, against hooks of PyTorch."""
+    model, right = made("gpt2"), torch.tensor([4, 8, 15])
+    corrupted, positions = TOKENS.flip(0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
+    positions[1] += 6
+    pairs = Pairs(TOKENS, corrupted, right, arguments={"position_ids": positions})
+
+    def value(tokens, at=None, put=None):
+        kept = []
+
+        def hook(module, args, output):
+            kept.append(output.clone())
+            if at is not None:
+                output[:, at] = put[:, at]
+            return output
+
+        handle = model.transformer.h[1].register_forward_hook(hook)
+        with torch.no_grad():
+            logits = model(tokens, position_ids=positions).logits[:, -1].log_softmax(-1)
+        handle.remove()
+        return logits.gather(1, right[:, None])[:, 0], kept[0]
+
+    base, _ = value(corrupted)
+    _, clean = value(TOKENS)
+    wanted = torch.stack([value(corrupted, at, clean)[0] - base for at in range(5)])
+    with attach(model):
+        effects = activation_patching(model, pairs, site="resid_post", layers=1)
+        some = activation_patching(model, pairs[1:], site="resid_post", layers=1)
+        swept = sweep(model, pairs, [{"blocks.1.resid_post": edits.zero()}])
+    torch.testing.assert_close(effects.base, base)
+    torch.testing.assert_close(effects.values[0], wanted)
+    torch.testing.assert_close(some.values[0], wanted[:, 1:])
+    torch.testing.assert_close(swept.base, value(TOKENS)[0])
+    with pytest.raises(ValueError, match="attention_mask"):
+        Pairs(TOKENS, corrupted, right, arguments={"attention_mask": PADDED})
