@@ -14,6 +14,7 @@ from hooks import _torch
 from hooks.copies import Copies, private
 from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
 from hooks.modes import Options
+from hooks.pieces import piece_is_known, piece_read
 from hooks.point import POSITION_AXES, Point, as_node, first_tensor, with_first_tensor
 from hooks.session import Session
 
@@ -148,7 +149,9 @@ class Recorder:
         else:
             kept = self._copies(value, functools.partial(self._copied, point), point.axes)
         if self.joined:
-            self._parts.setdefault(name, []).append(kept)
+            parts = self._parts.setdefault(name, [])
+            _require_next(parts, point)
+            parts.append(kept)
         else:
             self.values[name] = kept
 
@@ -158,16 +161,36 @@ class Recorder:
         return private(kept) if kept is value else kept
 
 
+def _require_next(parts: Sequence[Tensor], point: Point) -> None:
+    """Refuses a piece that does not continue the earlier ones of the same rows.
+
+    Raises:
+        HookError: if that is so.
+    """
+    piece, at = piece_read(), _position_axis(point.name, point.axes)
+    columns = sum(part.shape[at] for part in parts)
+    if parts and piece_is_known() and (piece.start != columns or piece.moved):
+        got = "other rows" if piece.moved else f"column {piece.start or 0}"
+        raise HookError(
+            f"the pieces of a joined run must follow one another, for {point.name} from column {columns} of the "
+            f"same rows; got {got} (a generation without a cache of keys, with beams or with an assistant)"
+        )
+
+
+def _position_axis(name: str, axes: tuple[str, ...]) -> int:
+    along = [axis for axis in axes if axis in POSITION_AXES]
+    if len(along) != 1:
+        rule = "joining the values of several runs needs one axis of positions"
+        raise HookError(f"{rule}; {name} has [{' '.join(axes)}]")
+    return axes.index(along[0])
+
+
 def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
     """Joins the values of several runs (a generation's steps) as if one run covered all positions.
 
     Along `key` each part ends at its own last position, and later keys are zero.
     """
-    along = [axis for axis in axes if axis in POSITION_AXES]
-    if len(along) != 1:
-        rule = "joining the values of several runs needs one axis of positions"
-        raise HookError(f"{rule}; {name} has [{' '.join(axes)}]")
-    at = axes.index(along[0])
+    at = _position_axis(name, axes)
     if "key" in axes:
         key = axes.index("key")
         before = parts[0].shape[key] - parts[0].shape[at]

@@ -20,10 +20,13 @@ class Piece:
     Attributes:
         start: its first column, padding included; None for whole texts.
         real: which columns, up to its last, are no padding; None if all are, or nobody knows.
+        moved: whether its rows are not those of the piece before it, as in a beam search.
     """
 
-    def __init__(self, start: int | None = None, real: Mask | None = None) -> None:
-        self.start, self.real = start, real
+    def __init__(
+        self, start: int | None = None, real: Mask | None = None, moved: bool = False
+    ) -> None:
+        self.start, self.real, self.moved = start, real, moved
 
     @cached_property
     def columns(self) -> list[list[int]] | None:
@@ -80,6 +83,11 @@ def reading(piece: Piece) -> AbstractContextManager[None]:
 def piece_read() -> Piece:
     """The piece that runs read here."""
     return _piece.get()
+
+
+def piece_is_known() -> bool:
+    """Whether somebody has said which piece of the texts runs read here."""
+    return _piece.get() is not _WHOLE
 
 
 def start_of_piece() -> int | None:

@@ -84,9 +84,12 @@ def of(model: nn.Module, *parts: str) -> Any:
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
     lacking = [part for part in parts if not has(part)]
     if lacking:
+        hint = "models.from_hf makes a model that has them"
+        if language is not model and "unembed" in lacking:
+            hint = "the modules after its blocks give no logits of tokens"
         raise TypeError(
             f"the model must have {' and '.join(parts)}; got {type(model).__name__} without "
-            f"{' and '.join(lacking)} (models.from_hf makes a model that has them)"
+            f"{' and '.join(lacking)} ({hint})"
         )
     return language
 

@@ -185,6 +185,9 @@ def stream(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     texts = _as_lists(prompts, attention_mask)
+    if not isinstance(model, Transformer):
+        what = type(model).__name__
+        raise TypeError(f"generate needs a models.Transformer; got {what} (try its own .generate)")
     stop = model.config.eos_token_ids if stop is None else stop
     stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
     check_whole("max_new_tokens", max_new_tokens)

@@ -7,7 +7,7 @@ from torch import nn
 from hooks import HookedRunner, HookError, start_of_piece
 from interp import Pairs, activation_patching, edits, log_prob, logit_lens, run_with_cache, sweep
 from interp.protocol import of
-from models import Sampling, attach, from_hf
+from models import Sampling, attach, from_hf, generate
 from tests.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -291,3 +291,93 @@ def test_pairs_carry_other_arguments_of_the_run():
     torch.testing.assert_close(swept.base, value(TOKENS)[0])
     with pytest.raises(ValueError, match="attention_mask"):
         Pairs(TOKENS, corrupted, right, arguments={"attention_mask": PADDED})
+
+
+GENERATIONS = {
+    "plain": {},
+    "static": dict(cache_implementation="static", disable_compile=True),
+    "chunks": dict(prefill_chunk_size=2),
+    "sampled": dict(do_sample=True, top_k=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("how", GENERATIONS)
+def test_a_generation_in_one_cache_is_the_whole_text(kind, how):
+    model, options = made(kind), dict(do_sample=False, max_new_tokens=7) | GENERATIONS[how]
+    names = ["blocks.*.attn.k", "blocks.*.attn.v", "blocks.*.resid_post", "blocks.*.attn.pattern"]
+    with attach(model), torch.no_grad():
+        torch.manual_seed(0)
+        run = lambda: model.generate(TOKENS, **options)  # noqa: E731
+        rows, cache = HookedRunner(model).run_with_cache(run=run, names=names)
+        _, whole = run_with_cache(model, rows[:, :-1], use_cache=False, names=names)
+    for name in whole:
+        torch.testing.assert_close(
+            cache[name], whole[name], msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "options", [dict(num_beams=3), dict(use_cache=False), dict(prompt_lookup_num_tokens=2)], ids=str
+)
+def test_a_generation_whose_pieces_do_not_follow_is_refused(options):
+    model = made("llama")
+    repeated = TOKENS[:1, :2].repeat(1, 3)
+    with attach(model), torch.no_grad():
+        run = lambda: model.generate(repeated, max_new_tokens=6, do_sample=False, **options)  # noqa: E731
+        with pytest.raises(HookError, match="follow"):
+            HookedRunner(model).run_with_cache(run=run, names="blocks.*.resid_post")
+        zero = {"blocks.1.mlp_out": edits.zero(pos=-1)}
+        with HookedRunner(model).hooks(zero):
+            run()  # edits need no joining
+
+
+def test_embeddings_may_be_given_instead_of_tokens():
+    model = made("llama")
+    with attach(model), torch.no_grad():
+        embeddings, zero = model.get_input_embeddings()(TOKENS), {"embed": edits.zero(pos=2)}
+        runner = HookedRunner(model)
+        _, wanted = runner.run_with_cache(TOKENS, mode="full")
+        _, cache = runner.run_with_cache(inputs_embeds=embeddings, mode="full")
+        assert {*cache} == {*wanted}
+        torch.testing.assert_close(cache["embed"], wanted["embed"])
+        by_tokens = runner.run_with_hooks(TOKENS, hooks=zero).logits
+        by_embeddings = runner.run_with_hooks(inputs_embeds=embeddings, hooks=zero).logits
+    torch.testing.assert_close(by_embeddings, by_tokens)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+
+
+def tiny(name, **sizes):
+    maker = getattr(transformers, name)
+    heads = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=2)
+    return maker(maker.config_class(**heads | sizes)).eval()
+
+
+REFUSED = {
+    "compiled": (lambda: torch.compile(made("llama")), "before torch.compile"),
+    "meta": (on_meta, "must have weights"),
+    "images": (lambda: tiny("ViTForImageClassification", image_size=8, patch_size=4), "input_ids"),
+    "choices": (lambda: tiny("BertForMultipleChoice", **SIZES), "MultipleChoice raised"),
+    "prompts before": (
+        lambda: tiny("CpmAntForCausalLM", vocab_size=23, dim_head=6, dim_ff=17),
+        "a position for each of 7 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_attached_is_named(what):
+    make, message = REFUSED[what]
+    with pytest.raises((TypeError, ValueError), match=message):
+        attach(make())
+
+
+def test_other_libraries_have_generation_of_their_own():
+    with pytest.raises(TypeError, match="generate"):
+        generate(made("gpt2"), TOKENS, max_new_tokens=2)

@@ -1,5 +1,6 @@
 """attach: puts hook points into a model of `transformers`, and takes them out again."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,14 +36,13 @@ class Attached:
         if reference.is_meta or reference.isnan().any():
             raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
         self._configs = own_configs(model)
-        # An adapter's wrapper may call the model inside it alone, as in generation.
-        self._runs: Any = getattr(self.model, "get_base_model", lambda: model)()
+        self._runs = _runs(model)
         self._forward = Forward(self._runs)
         try:
             probe = self._probed(reference)
             chain = blocks_of(probe, model)
             self._runs.forward = self._forward
-            self._wiring.embeddings(probe, chain[0])
+            self._forward.embedded = self._wiring.embeddings(probe, chain[0])
             found = [layout_of(call, probe, text_config(model)) for call in chain]
             model.blocks = Blocks(map(self._wiring.block, found))
             self._wiring.final_norm(probe, chain[-1])
@@ -96,7 +96,7 @@ class Attached:
         probe = probed(self.model)
         # The kernels are the model's own, so in half precision too the numbers are the same.
         if not probe.attention or not _agree(probe.logits, reference, 1e-5, roundings=0):
-            what = "computes attention by code of its own, not by the library's interface"
+            what = "has no attention, or computes it by code of its own, not by the library's interface"
             self.left_out["attn"] = f"{type(self.model).__name__} {what}"
             self._restore_configs()
             probe = probed(self.model)
@@ -166,11 +166,18 @@ def attach(model: nn.Module) -> Attached:
             two sequences, or gives NaN.
     """
     what = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("attach must come before torch.compile; got a compiled model")
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "is_encoder_decoder"):
         raise TypeError(f"attach needs a model of transformers, with its config; got a {what}")
     if config.is_encoder_decoder:
         raise ValueError(f"the model must have an encoder or a decoder, not both; got {what}")
+    if "input_ids" not in inspect.signature(_runs(model).forward).parameters:
+        raise ValueError(f"attach needs a model that reads input_ids; got {what}")
+    weights = [*model.parameters()]
+    if all(weight.is_meta for weight in weights) and not hasattr(model, "_hf_hook"):
+        raise ValueError(f"attach runs the model, so it must have weights; got {what} on meta")
     if any("hook_points" in vars(module) for module in model.modules()):
         raise ValueError("no part of the model must be attached already: call remove() first")
     if taken := [name for name in TOP if hasattr(model, name)]:
@@ -179,10 +186,23 @@ def attach(model: nn.Module) -> Attached:
     return Attached(model)
 
 
+def _runs(model: Any) -> Any:
+    """The model inside an adapter's wrapper, which may call that alone, as in generation."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
 @without_gradients
 def _logits(model: nn.Module) -> Tensor:
+    tokens = tokens_for(model)
     with evaluating(model):
-        return next(tensors_in(model(input_ids=tokens_for(model), use_cache=False)))
+        try:
+            output = model(input_ids=tokens, use_cache=False)
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
+            ) from error
+    return next(tensors_in(output))
 
 
 def _agree(ours: Tensor | None, theirs: Tensor, tolerance: float, roundings: int = 16) -> bool:

@@ -113,7 +113,7 @@ def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
     mask = kwargs.get("attention_mask")
     if mask is None:
         return all(getattr(module, "is_causal", True) for module in block.modules())
-    if mask.shape[-2:] != (n_pos, n_pos):
+    if not isinstance(mask, Tensor) or mask.shape[-2:] != (n_pos, n_pos):
         return False
     seen = mask if mask.dtype == torch.bool else mask == 0
     return not bool(seen.triu(1).any())

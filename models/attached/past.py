@@ -88,7 +88,8 @@ def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
     """Where the keys of the `new` positions begin. A static cache has free places after them."""
     own = layer_of(cache, layer)
     if type(own).__name__.startswith("Static") and _is_part(own.keys, keys):
-        return start_of_piece() or 0
+        # A window that is full moves on, and the new ones are its last.
+        return min(start_of_piece() or 0, keys.shape[2] - new)
     return keys.shape[2] - new
 
 

@@ -12,7 +12,7 @@ from models.attached.configs import text_config
 from models.attached.layout import BlockLayout
 from models.attached.norms import Norm, norm_of
 from models.attached.past import CacheGiven, past_of
-from models.attached.probe import Call, Probe
+from models.attached.probe import SHAPE, Call, Probe
 from models.attached.sums import Summand, factors_of, is_same, summand
 from models.attached.wiring import BlockInput, Input, Output, Positions, Routing, Scale
 
@@ -98,13 +98,25 @@ class Wiring:
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
-    def embeddings(self, probe: Probe, first: Call) -> None:
-        """Adds `embed`, and `pos_embed` where positions have vectors, from what enters the first block."""
+    def embeddings(self, probe: Probe, first: Call) -> Output | None:
+        """Adds `embed`, and `pos_embed` where positions have vectors, from what enters the first block.
+
+        Returns:
+            The hook of `embed`, if that is there.
+
+        Raises:
+            ValueError: if the stream has not a position for each token.
+        """
         stream, embedding = first.inputs[0], self.model.get_input_embeddings()
         before = [c for c in probe.single if c.ended < first.began and c.output is not None]
         tokens = next((call for call in before if call.module is embedding), None)
+        if stream.shape[:2] != SHAPE:
+            raise ValueError(
+                f"the stream must have a position for each of {SHAPE[1]} tokens; got {[*stream.shape]} in "
+                f"{type(self.model).__name__}"
+            )
         if tokens is None:
-            return
+            return None
         added = Summand(embedding, 1.0, tokens.is_overwritten)
         factors = [1.0, *factors_of(text_config(self.model)), stream.shape[-1] ** 0.5]
         if alone := summand(torch.zeros_like(stream), stream, [tokens], factors):
@@ -117,6 +129,7 @@ class Wiring:
                 self._listen(call.module, Positions(self.model.pos_embed))
                 break
         self.model.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
+        return Output(self.model.embed, added.factor, added.is_overwritten)
 
     def block(self, found: BlockLayout) -> BlockPoints:
         """The points of one block."""

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import HookError, HookPoint, start_of_piece, starting_at
+from hooks import HookError, HookPoint, start_of_piece
+from hooks._torch import memory_of
+from hooks.pieces import Piece, reading
 from hooks.point import tensors_in, with_first_tensor
 from hooks.session import Wire, is_listened_to
 from models.attached.norms import Norm
@@ -33,6 +35,12 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
 def is_cache(value: Any) -> bool:
     """Whether an argument is a cache of keys and values of `transformers`."""
     return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
+
+
+def _mark(cache: Any) -> tuple[int, ...]:
+    """The memory of a cache's keys. It is another after its rows were chosen anew, as in a beam search."""
+    keys = (getattr(layer, "keys", None) for layer in getattr(cache, "layers", ()))
+    return id(cache), *(memory_of(key) for key in keys if isinstance(key, Tensor))
 
 
 def _held(cache: Any) -> int:
@@ -156,6 +164,7 @@ class Forward:
 
     Attributes:
         replaced: the forward that somebody else had put on the model, if any.
+        embedded: the hook of `embed`, for a run that is given embeddings instead of tokens.
         places: the modules that points listen to, each with its parent and its name there.
     """
 
@@ -166,6 +175,8 @@ class Forward:
         names = [*self.__signature__.parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
+        self.embedded: Output | None = None
+        self._left: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model's own forward.
@@ -181,10 +192,15 @@ class Forward:
                 )
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
+        embeddings = kwargs.get("inputs_embeds")
+        if self.embedded is not None and embeddings is not None:
+            new = self.embedded(self.embedded.point, (), embeddings)
+            kwargs["inputs_embeds"] = embeddings if new is None else new
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
         texts = next(tensors_in((args, named)), torch.empty(0, 0)).shape[:2]
         token = _texts.set(texts)
         cache = next(filter(is_cache, (*args, *kwargs.values())), None)
+        moved = cache is not None and self._left not in (None, _mark(cache)) and bool(_held(cache))
         try:
             mask = kwargs.get(
                 "attention_mask", args[self._mask] if len(args) > self._mask else None
@@ -194,7 +210,9 @@ class Forward:
             start = 0 if kwargs.get("use_cache") else start_of_piece()
             if cache is not None:
                 start = _held(cache) if real is None else real.shape[1] - texts[1]
-            with starting_at(start, real):
-                return self._inner(*args, **kwargs)
+            with reading(Piece(start, real, moved)):
+                output = self._inner(*args, **kwargs)
+            self._left = None if cache is None else _mark(cache)
+            return output
         finally:
             _texts.reset(token)

@@ -157,7 +157,7 @@ def _check_forward(model: nn.Module) -> None:
         where = type(module).forward.__module__.partition(".")[0]
         if where not in ("transformers", "torch", "hooks", "models"):
             raise ValueError(
-                f"every part must have a forward of transformers; got {name or 'a model'} with one of {where!r}"
+                f"every part must have a forward of transformers; got {name or 'a model'} with one of {where!r} (adapters are merged first)"
             )
         if any(map(is_foreign, hooks_of(module))):
             raise ValueError(
