@@ -281,13 +281,10 @@ class Result:
     def to_dataframe(self) -> Any:
         """A pandas table with a row for each place: its labels, mean effect and 95% interval.
 
-        Raises:
-            ImportError: if pandas is not installed.
+        It needs pandas.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("to_dataframe() needs pandas: pip install pandas") from None
+        import pandas
+
         places = [p._asdict() for p in self._places(range(self.values[..., 0].numel()))]
         return pandas.DataFrame([place.pop("where") | place for place in places])
 
