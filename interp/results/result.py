@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -18,33 +18,12 @@ from hooks import storage
 from hooks.errors import unknown_name
 from interp.columns import short
 from interp.results.intervals import Interval, interval
+from interp.results.places import Place, Places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORMAT = "hookscope-result-2"
-
-
-class Place(NamedTuple):
-    """One entry of a result: its labels by axis, its mean effect and the 95% interval."""
-
-    where: Mapping[str, Any]
-    effect: float
-    low: float
-    high: float
-
-
-class Places(tuple[Place, ...]):
-    """Entries of a result. They print one a line."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        names = [", ".join(f"{axis} {label}" for axis, label in p.where.items()) for p in self]
-        width = max(map(len, names), default=0)
-        spreads = ["" if math.isnan(p.low) else f"  [{p.low:+.4g}, {p.high:+.4g}]" for p in self]
-        rows = zip(names, self, spreads, strict=True)
-        return "\n".join(f"{name:<{width}}  {p.effect:+.4g}{spread}" for name, p, spread in rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
