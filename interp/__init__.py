@@ -36,7 +36,7 @@ from interp import edits, graph, spectral
 from interp.causal.attribution import attribution_patching
 from interp.causal.comparison import compare
 from interp.causal.edges import edge_attribution
-from interp.causal.evaluation import Curve, auroc, completeness, curve, faithfulness, minimality
+from interp.causal.evaluation import auroc, completeness, curve, faithfulness, minimality
 from interp.causal.integrated import integrated_gradients
 from interp.causal.patching import activation_patching
 from interp.causal.paths import edge_patching, path_patching
@@ -58,15 +58,13 @@ from interp.pairs import Pairs
 from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.composition import composition_scores
 from interp.reading.copying import copying_scores, positional_scores
-from interp.reading.decompose import Decomposition, accumulated, decompose, direct_logit_attribution
+from interp.reading.decompose import accumulated, decompose, direct_logit_attribution
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.jacobian import JacobianLens, jacobian_lens
-from interp.reading.lens import LensReadout, logit_lens
-from interp.reading.maxima import Activation, max_activating
+from interp.reading.lens import logit_lens
+from interp.reading.maxima import max_activating
 from interp.reading.tuned import TunedLens, tuned_lens
 from interp.reading.weights import (
-    FullCircuits,
-    SingularTokens,
     full_circuits,
     ov_circuit,
     qk_circuit,
@@ -75,24 +73,17 @@ from interp.reading.weights import (
 )
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
-from interp.spectral.targets import SVDTargets, residual_stream, spectra, svd_targets
+from interp.spectral.targets import residual_stream, spectra, svd_targets
 from interp.sweeps.sweep import sweep
 
 __all__ = [
-    "Activation",
     "Circuit",
-    "Curve",
-    "Decomposition",
     "FactoredMatrix",
-    "FullCircuits",
     "JacobianLens",
     "LanguageModel",
-    "LensReadout",
     "Metric",
     "Pairs",
     "Result",
-    "SVDTargets",
-    "SingularTokens",
     "TunedLens",
     "accumulated",
     "accuracy",

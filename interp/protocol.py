@@ -31,8 +31,8 @@ class LanguageModel(Protocol):
     The `sublayer` of attention is `mix(*project(x), context)`. `project` gives the queries, keys and values of
     each head, linear in what it reads, by `W_Q`, `b_Q` and their like; `mix` makes of them what attention adds, by
     a point `z` and by `W_O` and `b_O`. A norm is a LayerNorm or an RMSNorm with a point `scale` of what it
-    divides by, or an identity. If it has `centres`, whether it subtracts the mean, then `weight` and `bias` are its
-    gain and its bias, or None; what other norms do is measured.
+    divides by, or an identity. Beside PyTorch's own it must have `centres`, whether it subtracts the mean; `weight`
+    and `bias` are its gain and its bias, or None.
     """
 
     config: Sizes

@@ -136,7 +136,9 @@ def test_parts_are_those_of_numpy_and_add_up(name):
         assert (found.values.sum(0) - difference).abs().max() <= 1e-11 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["post", "sandwich", "parallel", "unembed bias", "no norm"])
+@pytest.mark.parametrize(
+    "name", ["post", "sandwich", "parallel", "unembed bias", "no norm", "attention only"]
+)
 def test_the_stream_up_to_each_layer_has_the_logits_of_numpy(name):
     model = variant(name)
     by_hand = Parts(model)

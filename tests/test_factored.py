@@ -5,10 +5,7 @@ import pytest
 import torch
 
 from interp import FactoredMatrix
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.test_cyclic import close, randn
 
 
 def factored(rows, inner, columns, batch=(2, 3), seed=0):
@@ -18,11 +15,6 @@ def factored(rows, inner, columns, batch=(2, 3), seed=0):
         randn(*batch, inner, columns, seed=seed + 1),
     )
     return FactoredMatrix(left, right), np.einsum("...ri,...ic->...rc", left, right)
-
-
-def close(found, wanted):
-    wanted = np.asarray(wanted)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1, abs(wanted).max()))
 
 
 @pytest.mark.parametrize("shape", [(11, 5, 7), (5, 11, 7), (11, 7, 5)])

@@ -14,7 +14,6 @@ from hooks._torch import peak_bytes, without_gradients
 from hooks.scoped import Scoped
 from hooks.session import muted
 from hooks.transfer import is_trusted, trusted
-from interp.linear.norms import linear_part
 from tests.test_leaks import hooks_of
 
 SCOPED = Scoped("number", 0)
@@ -93,7 +92,6 @@ CALLS = {
     "muted": lambda runner: muted(runner.model, X),
     "bytes": lambda runner: peak_bytes(lambda: X + 1),
     "no gradients": lambda runner: without_gradients(lambda: X + 1)(),
-    "norm": lambda runner: linear_part(runner.model[1], 3),
 }
 
 

@@ -113,9 +113,8 @@ PUBLIC = {
         center config_of evaluate fold_norms from_hf generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
         stream train trusted verify""",
-    "interp": """Activation Circuit Curve Decomposition FactoredMatrix FullCircuits
-        JacobianLens LanguageModel LensReadout Metric Pairs Result SVDTargets
-        SingularTokens TunedLens accumulated accuracy activation_patching
+    "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result
+        TunedLens accumulated accuracy activation_patching
         attribution_patching auroc circuits compare completeness composition_scores
         copying_scores cross_entropy curve decompose direct_logit_attribution
         edge_attribution edge_patching edits faithfulness full_circuits graph head_scores

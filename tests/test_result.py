@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -232,12 +231,6 @@ def test_a_table_for_pandas(result):
     assert row.low == pytest.approx(result.interval().low[2, 1].item())
     assert len(frame) == 6
     assert len(result.select(layer=4, head=0).to_dataframe()) == 1
-
-
-def test_a_table_without_pandas(result, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
-        result.to_dataframe()
 
 
 @pytest.mark.parametrize("normal", [False, True])

@@ -1,6 +1,5 @@
 """The linear part of a norm: what it does to a vector apart from the division by its scale."""
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 
 from hooks import Identity
 from interp.columns import at_least_float32, like
+
+_CENTRES = {nn.LayerNorm: True, nn.RMSNorm: False}
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,24 @@ def is_identity(norm: nn.Module | None) -> bool:
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
     """The linear part of a LayerNorm, an RMSNorm or an identity.
 
-    A norm that has `centres` says itself what it is, by this, `weight` and `bias`; see `LanguageModel`. Any
-    other is run on a few vectors.
+    PyTorch's norms are known. Any other says by `centres`, `weight` and `bias` what it is; see `LanguageModel`.
 
     Args:
         norm: a module of tensors [batch, pos, *shape]; None is an identity.
         shape: of what it norms.
 
     Raises:
-        TypeError: if it computes something else.
+        TypeError: if it is something else.
     """
     if norm is None or is_identity(norm):
         return LinearPart(None, torch.zeros(shape, dtype=torch.float64), False)
-    if not hasattr(norm, "centres"):
-        return _measured(norm, shape)
+    # A subclass may compute something else, so it has to say.
+    centres = getattr(norm, "centres", _CENTRES.get(type(norm)))
+    if centres is None:
+        raise TypeError(
+            "a norm must be a LayerNorm, an RMSNorm or an identity, or say by `centres` whether it subtracts "
+            f"the mean; got {type(norm).__name__} (weights can be read with fold=False)"
+        )
 
     def spread(held: Any, default: float) -> Tensor:
         like = torch.full(shape, default, dtype=torch.float64) if held is None else held.double()
@@ -78,30 +83,4 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
 
     parts = (getattr(norm, name, None) for name in ("weight", "bias"))
     gain, bias = map(spread, parts, (1.0, 0.0))
-    return LinearPart(gain, bias, bool(norm.centres))
-
-
-def _measured(norm: nn.Module, shape: tuple[int, ...]) -> LinearPart:
-    # A copy in float64 and without its hooks: an interrupt cannot leave its own weights changed.
-    precise = {id(value): value.double() for value in norm.state_dict(keep_vars=True).values()}
-    attributes = [item for module in norm.modules() for item in vars(module).items()]
-    hooks = {id(held): type(held)() for name, held in attributes if name.endswith("hooks")}
-    twin = copy.deepcopy(norm, {**precise, **hooks})
-    device = next((value.device for value in precise.values()), None)
-    signs = torch.ones(shape, dtype=torch.float64, device=device)
-    signs[..., 1::2] = -1
-    wave = torch.arange(shape[-1], dtype=torch.float64, device=device).cos().expand(shape)
-    probes = torch.stack([signs, signs + 3, wave])
-    # Vectors so long that the epsilon has no effect.
-    ends = twin(1e12 * torch.stack([probes, -probes])).double()
-    (shown, moved, waved), bias = (ends[0] - ends[1]) / 2, (ends[0, 0] + ends[1, 0]) / 2
-    centres = torch.allclose(moved, shown, rtol=1e-4, atol=0, equal_nan=True)
-    signs, wave = (x - x.mean() if centres else x for x in (signs, wave))
-    unit, wave = (x / x.square().mean().sqrt() for x in (signs, wave))
-    gain = shown / unit
-    if not torch.allclose(waved, gain * wave, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise TypeError(
-            "a norm must be a LayerNorm, an RMSNorm or an identity; got another map, "
-            f"{type(norm).__name__} (weights can be read with fold=False)"
-        )
     return LinearPart(gain, bias, centres)

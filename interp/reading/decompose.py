@@ -183,7 +183,7 @@ def accumulated(
     points = {}
     for n, block in enumerate(reading.parts.model.blocks):
         points[f"{n}_pre"] = f"blocks.{n}.resid_pre"
-        if hasattr(block, "resid_mid"):
+        if len(block.branches) > 1 and block.branches[1].reads is not block.branches[0].reads:
             points[f"{n}_mid"] = f"blocks.{n}.resid_mid"
     points["final_post"] = reading.parts.last
     found = stacked(reading.read(reading.parts.at(name)) for name in points.values())

@@ -1,1 +1,1 @@
-"""Tables of effects, and how sure their means are. `result` stands on `bootstrap`."""
+"""Tables of effects, and how sure their means are. `result` stands on `intervals` and `places`."""

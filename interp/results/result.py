@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -18,33 +18,12 @@ from hooks import storage
 from hooks.errors import unknown_name
 from interp.columns import short
 from interp.results.intervals import Interval, interval
+from interp.results.places import Place, Places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORMAT = "hookscope-result-2"
-
-
-class Place(NamedTuple):
-    """One entry of a result: its labels by axis, its mean effect and the 95% interval."""
-
-    where: Mapping[str, Any]
-    effect: float
-    low: float
-    high: float
-
-
-class Places(tuple[Place, ...]):
-    """Entries of a result. They print one a line."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        names = [", ".join(f"{axis} {label}" for axis, label in p.where.items()) for p in self]
-        width = max(map(len, names), default=0)
-        spreads = ["" if math.isnan(p.low) else f"  [{p.low:+.4g}, {p.high:+.4g}]" for p in self]
-        rows = zip(names, self, spreads, strict=True)
-        return "\n".join(f"{name:<{width}}  {p.effect:+.4g}{spread}" for name, p, spread in rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,7 +90,6 @@ class Result:
         labels = {axis: tuple(self.labels.get(axis, range(size))) for axis, size in sizes.items()}
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "labels", labels)
-        object.__setattr__(self, "about", dict(self.about))
         if self.is_ratio:
             self._runs()
 
@@ -149,9 +127,8 @@ class Result:
     def normalized(self, per_example: bool = False) -> "Result":
         """The effects as shares of target - base: 0 is the base run and 1 the target run.
 
-        All values are divided by the mean of target - base. So the mean of this result is the mean effect divided
-        by that mean, and its interval is that of the ratio. A mean of shares of each example's own difference
-        would follow the examples where the two runs hardly differ.
+        All values are divided by the mean of target - base, so means and intervals are those of the ratio. A mean
+        of each example's own shares would follow the examples where the two runs hardly differ.
 
         Args:
             per_example: divide the effects of each example by its own target - base instead.
@@ -228,8 +205,7 @@ class Result:
     def _index(self, axis: str, label: Any) -> int:
         labels = self.labels[axis]
         if labels.count(label) != 1:
-            unique = ", which are not unique" if label in labels else ""
-            raise ValueError(f"{axis} must be one of {short(labels)}{unique}; got {label!r}")
+            raise ValueError(f"{axis} must be a unique label of {short(labels)}; got {label!r}")
         return labels.index(label)
 
     def top(self, k: int = 10) -> Places:
@@ -270,24 +246,17 @@ class Result:
         if mean.ndim == 1:
             return plots.bars(mean, *self.interval(), labels, unit, title)
         if mean.ndim == 2:
-            runs = (self.base, self.target)
-            base, target = (0.0 if x is None else x.mean().item() for x in runs)
-            reach = 0.0 if None in runs else abs(target - base)
+            base, target = self.base, self.target
+            reach = 0.0 if base is None or target is None else (target - base).mean().abs().item()
             return plots.heat_map(mean, labels, unit, title, reach)
         raise ValueError(
             f"a plot must have one or two axes besides example; got {self.axes[:-1]}: use select()"
         )
 
     def to_dataframe(self) -> Any:
-        """A pandas table with a row for each place: its labels, mean effect and 95% interval.
+        """A table of pandas, with a row for each place: its labels, mean effect and 95% interval."""
+        import pandas
 
-        Raises:
-            ImportError: if pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("to_dataframe() needs pandas: pip install pandas") from None
         places = [p._asdict() for p in self._places(range(self.values[..., 0].numel()))]
         return pandas.DataFrame([place.pop("where") | place for place in places])
 
@@ -319,12 +288,12 @@ class Result:
         sizes = zip(self.axes, self.values.shape, strict=True)
         title = f"Result [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
         means = [("base", self.base), ("target", self.target)]
-        facts = [f"{name}: {_brief(value)}" for name, value in self.about.items()]
+        about = [
+            (name, value if isinstance(value, str) else reprlib.repr(value))
+            for name, value in self.about.items()
+        ]
+        facts = [f"{name}: {value}" for name, value in about]
         runs = [f"{name} {x.mean().item():+.4g}" for name, x in means if x is not None]
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
         unit = f" in {self.unit}" if self.unit else ""
         return "\n  ".join([title + unit, *filter(None, lines)])
-
-
-def _brief(value: Any) -> str:
-    return value if isinstance(value, str) else reprlib.repr(value)

@@ -1,0 +1,27 @@
+"""Entries of a result: labels, a mean effect and its interval."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """One entry of a result: its labels by axis, its mean effect and the 95% interval."""
+
+    where: Mapping[str, Any]
+    effect: float
+    low: float
+    high: float
+
+
+class Places(tuple[Place, ...]):
+    """Entries of a result. They print one a line."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        names = [", ".join(f"{axis} {label}" for axis, label in p.where.items()) for p in self]
+        width = max(map(len, names), default=0)
+        spreads = ["" if math.isnan(p.low) else f"  [{p.low:+.4g}, {p.high:+.4g}]" for p in self]
+        rows = zip(names, self, spreads, strict=True)
+        return "\n".join(f"{name:<{width}}  {p.effect:+.4g}{spread}" for name, p, spread in rows)
