@@ -432,13 +432,6 @@ def test_without_the_hub_library(monkeypatch):
     assert load("pydoc-4l").config.n_layers == 4
 
 
-def test_importing_models_brings_no_library_of_checkpoints():
-    heavy = ["transformers", "huggingface_hub", "gguf", "tokenizers", "tiktoken"]
-    code = f"import sys, models.checkpoints; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
 def test_the_bundled_model_is_small_and_described():
     assert bundled() == ["pydoc-4l"]
     directory = BUNDLED / "pydoc-4l"
