@@ -2,14 +2,18 @@
 
 import importlib
 import json
+import os
+import pickle
+import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hooks.errors import unknown_name
+from hooks.errors import UnknownNameError, unknown_name
 
 
 def library(name: str) -> Any:
@@ -26,16 +30,32 @@ def library(name: str) -> Any:
         raise ImportError(f'{name} is missing: pip install "hookscope[hf]"', name=name) from None
 
 
+@contextmanager
+def one_error(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Makes one error, which names the file, of the many that its content may raise.
+
+    Raises:
+        ValueError: in place of any error, unless it says that a file, a library or a key to ignore is missing.
+    """
+    try:
+        yield
+    except (FileNotFoundError, ImportError, UnknownNameError):
+        raise
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} must be there; got a file without it") from None
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        raise ValueError(f"{path}: {reason}") from None
+
+
 def read_json(path: Path) -> Any:
     """Reads the value in a JSON file.
 
     Raises:
         ValueError: if it is not JSON in UTF-8; the message names the file.
     """
-    try:
+    with one_error(path):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON in UTF-8: {error}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -56,9 +76,10 @@ def read_saved(path: Path) -> Any:
     Checksums are compared first, because PyTorch compares none. Files from before PyTorch 1.6 have none.
 
     Raises:
-        Exception: of many kinds, if it is damaged or another file.
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, another file, or would run code; the message names the file.
     """
-    with path.open("rb") as file:
+    with one_error(path), path.open("rb") as file:
         if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
             records = zipfile.ZipFile(file)
             # PyTorch reads nothing of a record that is marked as a directory.
@@ -66,7 +87,12 @@ def read_saved(path: Path) -> Any:
             if damaged := records.testzip() or "".join(marked[:1]):
                 raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # PyTorch's message says how to run the code anyway
+            called = re.search(r"GLOBAL \S+", str(error)) or ["another pickle"]
+            rule = "it must hold only tensors, because a pickle may run any code"
+            raise ValueError(f"{rule}; got {called[0]}") from None
 
 
 def without(given: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from hooks.errors import UnknownNameError, unknown_name
+from hooks.errors import unknown_name
 from models.config import TransformerConfig
 from models.transformer import Transformer
 
@@ -62,21 +62,8 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
         raise unknown_name(name, _configs, "config of models.available()")
     config = _configs[name]
     for field in overrides.keys() - config.__dataclass_fields__.keys():
-        raise _unknown_field(field, overrides[field])
+        raise unknown_name(field, config.__dataclass_fields__, "field of a config")
     return config.replace(**overrides)
-
-
-def _unknown_field(name: str, value: object) -> UnknownNameError:
-    fields = TransformerConfig.__dataclass_fields__
-    for field in fields.values():
-        # `post_norm=True` means the field that has `post` as a choice.
-        choices = get_args(field.type)
-        if value is True and set(choices) & set(name.split("_")):
-            message = (
-                f"no field of a config is named {name!r}; see {field.name}: {', '.join(choices)}"
-            )
-            return UnknownNameError(message)
-    return unknown_name(name, fields, "field of a config")
 
 
 def build(name: str, **overrides: Any) -> Transformer:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NO_TOKEN = "\0 no token"
 
 
 @runtime_checkable
@@ -116,19 +117,18 @@ class SubwordTokenizer:
         self.bos_token_ids: tuple[int, ...] = tuple(example.ids[:first])
         self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
-        self._pieces = tokenizer.get_vocab(with_added_tokens=True)
-        self._added = tokenizer.get_added_tokens_decoder().keys()
+        added = tokenizer.get_added_tokens_decoder().keys()
         self._byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)
         signs = _byte_signs() if self._byte_level else {}
         self._bytes = {
-            token: piece.encode() if token in self._added else _bytes_of(piece, signs)
-            for piece, token in self._pieces.items()
+            token: piece.encode() if token in added else _bytes_of(piece, signs)
+            for piece, token in tokenizer.get_vocab(with_added_tokens=True).items()
         }
         self.vocab_size = max(self._bytes) + 1
-        # A BPE model without an unknown token and without all bytes drops characters in silence.
-        of_bytes = signs.keys() or {f"<0x{byte:02X}>" for byte in range(256)}
-        marks = not isinstance(tokenizer.model, library_.models.BPE) or tokenizer.model.unk_token
-        self._drops = not marks and not of_bytes <= self._pieces.keys()
+        # Without an unknown token, BPE would drop characters in silence. With one that is not in the
+        # vocabulary, it raises.
+        if isinstance(tokenizer.model, library_.models.BPE) and not tokenizer.model.unk_token:
+            tokenizer.model.unk_token = _NO_TOKEN
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`.
@@ -137,10 +137,14 @@ class SubwordTokenizer:
             ValueError: if the text has a lone surrogate, or characters without a token.
         """
         text.encode()  # raises for a lone surrogate, and names it
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        if self._drops and (dropped := self._dropped(text, found)):
-            raise ValueError(f"characters must have tokens; got {', '.join(map(repr, dropped))}")
-        return list(found.ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises nothing more particular
+            if _NO_TOKEN not in str(error):
+                raise
+            raise ValueError(
+                f"all characters of a text must have tokens; got {text[:80]!r}"
+            ) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`. Bytes that are not UTF-8 become U+FFFD.
@@ -157,20 +161,6 @@ class SubwordTokenizer:
         r"""The text of each token, for display. Bytes that are not UTF-8 show as `\xe2`."""
         pieces = [self._bytes[token] for token in _known(tokens, self._bytes)]
         return [piece.decode("utf-8", "backslashreplace") for piece in pieces]
-
-    def _dropped(self, text: str, found: "tokenizers.Encoding") -> list[str]:
-        """The characters that a BPE model without an unknown token drops in silence."""
-        spans = zip(found.ids, found.offsets, strict=True)
-        added = {place for token, span in spans if token in self._added for place in range(*span)}
-        rest = {character for place, character in enumerate(text) if place not in added}
-        return sorted(c for c in rest if not self._letters(c) <= self._pieces.keys())
-
-    def _letters(self, character: str) -> set[str]:
-        """The letters that the model gets for a character."""
-        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
-        text = normalizer.normalize_str(character) if normalizer else character
-        parts = splitter.pre_tokenize_str(text) if splitter else [(text, ())]
-        return {letter for part, _ in parts for letter in part}
 
 
 def byte_level(

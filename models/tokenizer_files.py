@@ -7,7 +7,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from models.files import library, read_json, read_object
+from models.files import library, one_error, read_json, read_object
 from models.tokenizer import CharTokenizer, SubwordTokenizer, Tokenizer, byte_level
 
 # File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
@@ -52,18 +52,14 @@ def _characters(path: Path) -> CharTokenizer:
     characters = read_json(path)
     if not isinstance(characters, list) or not all(isinstance(c, str) for c in characters):
         raise ValueError(f"{path} must hold a list of characters; got {str(characters)[:40]}")
-    try:
+    with one_error(path):
         return CharTokenizer(characters)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _from_json(path: Path) -> SubwordTokenizer:
     kind = library("tokenizers").Tokenizer
-    try:
+    with one_error(path):
         tokenizer = kind.from_file(str(path))
-    except Exception as error:  # the library raises nothing more particular
-        raise ValueError(f"{path} must be a valid tokenizer.json: {error}") from None
     return SubwordTokenizer(tokenizer, _ends(path, tokenizer))
 
 
@@ -77,11 +73,9 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
             "must hold a tokenizer.json, because its tokenizer may not split texts as GPT-2's does"
         )
         raise ValueError(f"{vocabulary.parent} {rule}; got the tokenizer_class {kind!r}")
-    try:
+    with one_error(f"{vocabulary} and {merges.name}"):
         pieces, pairs = library_.models.BPE.read_file(str(vocabulary), str(merges))
         model = library_.models.BPE(pieces, pairs)
-    except Exception as error:  # the library raises nothing more particular
-        raise ValueError(f"{vocabulary} and {merges.name} must be valid: {error}") from None
     tokens = _added(vocabulary)
     made = {first + second for first, second in pairs} | tokens.keys()
     unmade = [piece for piece in pieces if len(piece) > 1 and piece not in made]
@@ -149,8 +143,5 @@ def _beside(file: Path, name: str) -> Iterator[dict[str, Any]]:
     """The object in a file beside `file`, empty if there is none. Errors inside the `with` name it."""
     path = file.with_name(name)
     described = read_object(path) if path.is_file() else {}
-    try:
+    with one_error(path):
         yield described
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        rule = "must have the keys and types that transformers writes"
-        raise ValueError(f"{path} {rule}; reading it raised {error!r}") from None

@@ -291,9 +291,7 @@ def test_a_type_that_cannot_be_read(path):
     at = data.index(name.encode()) + len(name) + 4 + 2 * 8
     struct.pack_into("<I", data, at, 12345)
     path.write_bytes(data)
-    message = error(path)
-    assert name in message
-    assert "12345" in message
+    assert "12345" in error(path)
 
 
 @pytest.mark.parametrize("name", ["F32", "Q8_0"])

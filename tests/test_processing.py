@@ -308,10 +308,6 @@ def test_what_is_not_a_number_is_noticed(process):
         process(model)
 
 
-def test_short_contexts_and_single_layers():
-    assert center(fold_norms(built(n_ctx=1, n_layers=1))).config.n_ctx == 1
-
-
 @pytest.mark.parametrize("process", [fold_norms, center])
 def test_autocast_of_the_caller_is_not_the_models_fault(process):
     with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone

@@ -79,8 +79,6 @@ def test_unknown_names_list_close_matches_and_overrides_are_checked(get):
     assert error.value.close_matches[0] == "gpt2-medium"
     with pytest.raises(KeyError, match="'layers'.*n_layers"):
         get("d12", d_head=5, n_layers=2, layers=3)
-    with pytest.raises(KeyError, match="'post_norm'.*norm_place: .*sandwich"):
-        get("d12", post_norm=True)
     with pytest.raises(KeyError, match="'head_dim'.*d_head") as error:  # not the choice `head`
         get("d12", head_dim=12)
     with pytest.raises(ValueError, match=r"d_model .*\(12\).* 100"):

@@ -391,17 +391,17 @@ SIX = {piece: token for token, piece in enumerate("abÃ©Ġx")}
 @pytest.mark.parametrize(
     ("parts", "text", "tokens", "refused"),
     [
-        (dict(pre_tokenizer=pre_tokenizers.WhitespaceSplit(), added=["aΩ"]), "a b aΩ", [0, 1, 6], {"a日bcaΩ": "'c', '日'", "aΩΩ": "'Ω'"}),
-        (dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False), decoder=decoders.ByteLevel(), added=["zΩ"]), "a ézΩ", [0, 4, 2, 3, 6], {"aè": "'è'", "a\nb": r"'\\n'", "zΩz": "'z'"}),
-        (dict(normalizer=normalizers.NFKC()), "\uff41b", [0, 1], {"a ": "' '"}),
+        (dict(pre_tokenizer=pre_tokenizers.WhitespaceSplit(), added=["aΩ"]), "a b aΩ", [0, 1, 6], ["a日bcaΩ", "aΩΩ"]),
+        (dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False), decoder=decoders.ByteLevel(), added=["zΩ"]), "a ézΩ", [0, 4, 2, 3, 6], ["aè", "a\nb", "zΩz"]),
+        (dict(normalizer=normalizers.NFKC()), "\uff41b", [0, 1], ["a "]),
     ],
 )  # fmt: skip
 def test_what_the_library_leaves_out_is_refused(parts, text, tokens, refused, saved):
     """It drops what has no token where there is no unknown token either, and says nothing."""
     ours = saved(kinds.BPE(SIX, []), **parts)
     assert ours.encode(text) == tokens
-    for wrong, lost in refused.items():
-        with pytest.raises(ValueError, match=f"got {lost}$"):
+    for wrong in refused:
+        with pytest.raises(ValueError, match="must have tokens"):
             ours.encode(wrong)
     assert saved(kinds.BPE({"?": 0, "a": 1}, [], unk_token="?")).encode("aba") == [1, 0, 1]
     assert saved(kinds.BPE({"b": 0}, [])).bos_token_ids == ()

@@ -1,8 +1,7 @@
 """Models in GGUF, the file format of llama.cpp, of the architectures in `ARCHITECTURES`."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from hooks.errors import UnknownNameError
 from models.checkpoints.assemble import Reader, Source, assemble, concatenated, end_tokens
 from models.checkpoints.gguf_file import GGUFFile, read_tokenizer
 from models.config import RotaryScaling, TransformerConfig
+from models.files import one_error
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 
@@ -115,7 +114,7 @@ def load_gguf(
         ValueError: if the file is damaged, describes something that the model cannot express, or its
             tensors do not match its metadata. The message names the file.
     """
-    with _naming(path):
+    with one_error(path):
         file = GGUFFile(path, ignore)
         config = _config(file)
         permuted = file.metadata("general.")["architecture"] in _PERMUTED
@@ -136,21 +135,8 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ImportError: if the library `tokenizers` is missing.
         ValueError: if the file is damaged or its tokenizer is of another kind; it names the file.
     """
-    with _naming(path):
+    with one_error(path):
         return read_tokenizer(GGUFFile(path))
-
-
-@contextmanager
-def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes errors name the file, and turns missing keys and wrong types into a ValueError."""
-    try:
-        yield
-    except UnknownNameError:
-        raise
-    except KeyError as error:
-        raise ValueError(f"{path} must have {error}; got a file without it") from None
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _config(file: GGUFFile) -> TransformerConfig:

@@ -17,6 +17,7 @@ from hooks import storage
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import RotaryScaling, TransformerConfig
+from models.files import one_error
 from models.tokenizer import CharTokenizer
 from models.transformer import Transformer
 
@@ -41,10 +42,8 @@ def load_own(
         FileNotFoundError: if there are no weights.
         ValueError: if a file is damaged, or the weights do not match the config.
     """
-    try:
+    with one_error(directory / CONFIG):
         config = _config(described)
-    except (TypeError, ValueError) as error:  # unknown fields and wrong values
-        raise ValueError(f"{directory / CONFIG}: {error}") from None
     reader, path = reader_of(directory)
     return assemble(config, {}, reader, str(path), dtype=dtype, device=device)
 

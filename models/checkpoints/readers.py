@@ -1,10 +1,6 @@
 """Readers of weight files: safetensors and .bin, whole or in shards."""
 
 import json
-import pickle
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import safe_open
@@ -12,7 +8,7 @@ from torch import Tensor
 
 from hooks import storage
 from models.checkpoints.assemble import Reader
-from models.files import read_object, read_saved
+from models.files import one_error, read_object, read_saved
 
 WHOLE = "model.safetensors"
 WHOLE_BIN = "pytorch_model.bin"
@@ -45,7 +41,7 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         # An open file is mapped into memory, and what was read counts as memory of the process. So each
         # read opens it again.
         def read(key: str) -> Tensor:
-            with _naming(owners[key]), safe_open(owners[key], "pt") as file:
+            with one_error(owners[key]), safe_open(owners[key], "pt") as file:
                 tensor = file.get_tensor(key)
                 saved = json.loads((file.metadata() or {}).get(storage.CHECKSUMS, "{}"))
                 if saved and saved.get(key) != storage.checksum(key, tensor):
@@ -59,36 +55,14 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
 
 
 def _keys(path: Path) -> list[str]:
-    with _naming(path), safe_open(path, "pt") as file:
+    with one_error(path), safe_open(path, "pt") as file:
         return list(file.keys())
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    with _naming(path):
-        state = read_saved(path)
-        if wrong := [
-            k for k, v in state.items() if not isinstance(k, str) or not isinstance(v, Tensor)
-        ]:
-            raise TypeError(f"{wrong[0]!r} must be the name of a tensor")
+    state = read_saved(path)
+    with one_error(path):
+        for key, value in dict(state).items():
+            if not (isinstance(key, str) and isinstance(value, Tensor)):
+                raise TypeError(f"{key!r} must be the name of a tensor")
         return dict(state)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of safetensors and torch."""
-    try:
-        yield
-    except FileNotFoundError:  # already names the file
-        raise
-    except pickle.UnpicklingError as error:
-        # The rest of torch's message is left out: it says how to run the code anyway.
-        called = re.search(r"GLOBAL \S+", str(error))
-        what = called[0] if called else "another pickle"
-        raise ValueError(
-            f"{path} must hold only tensors, because a pickle may run any code; got {what}"
-        ) from None
-    except Exception as error:  # torch and safetensors raise many kinds
-        why = " ".join(str(error).split())[:120] or type(error).__name__
-        raise ValueError(
-            f"{path} must be a complete file of tensors by their names: {why}"
-        ) from None

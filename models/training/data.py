@@ -1,6 +1,5 @@
 """What training starts from: settings, texts, batches, and the loss of each next token."""
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -237,13 +236,3 @@ def check_learnable(what: str, tokens: Tensor, least: int, vocab_size: int) -> N
         raise ValueError(
             f"{what} must have tokens from 0 to {vocab_size - 1}; got tokens from {low} to {high}"
         )
-
-
-def digest(*texts: Int[Tensor, "*_text"]) -> str:
-    """A short hash of texts. The integer dtype of their tokens does not matter."""
-    found = hashlib.sha256()
-    for text in texts:
-        found.update(f"{list(text.shape)}:".encode())
-        for part in text.flatten().split(2**20):  # a whole copy in int64 might not fit in memory
-            found.update(part.cpu().long().numpy().tobytes())
-    return found.hexdigest()[:16]

@@ -59,8 +59,7 @@ def train(
 
     A `directory` gets `log.jsonl`, one line per step with losses in nats per token, and
     `checkpoint.pt`, always replaced as a whole. Ctrl-C ends the run after the current step and saves it.
-    A second Ctrl-C ends it at once. A directory is locked while a run uses it. The lock ends with the
-    process. It does not see other machines on a network file system, and there is none on Windows.
+    A second Ctrl-C ends it at once. One run at a time may use a directory.
 
     Args:
         model: afterwards each of its modules has its previous mode again. No gradients are left.
@@ -80,7 +79,6 @@ def train(
             batch does not hold the vocabulary's tokens.
         FileExistsError: if the directory has a checkpoint and `resume` is False.
         FileNotFoundError: if it has none and `resume` is True.
-        BlockingIOError: if another run uses the directory.
         FloatingPointError: if a loss or a gradient is not finite; the last checkpoint stays.
         OSError: if a file cannot be written; the last checkpoint stays.
         KeyboardInterrupt: after Ctrl-C; the message says what was saved.
@@ -99,8 +97,8 @@ def train(
         mode(model, training=True),
         torch.random.fork_rng(forked),
         _interruptible(run) as interrupted,
-        run.begun(resume=resume),
     ):
+        run.begin(resume=resume)
         done = len(run.records)
         # No bar outside a terminal: in a file it would be one long line.
         bar = tqdm(total=config.steps, initial=done, unit="step", desc="training", disable=None)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,17 +14,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from hooks import storage
 from hooks.transfer import later, stacked
-from models.files import read_saved
-from models.training.data import TrainingConfig, check_learnable, digest, evaluate, row_losses
+from models.files import one_error, read_saved
+from models.training.data import TrainingConfig, check_learnable, evaluate, row_losses
 from models.transformer import Transformer
-
-if sys.platform != "win32":
-    import fcntl
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 # Increase it with every change that gives a resumed run other numbers.
-CODE_VERSION = 3
+CODE_VERSION = 4
 
 
 class Run:
@@ -68,7 +65,7 @@ class Run:
         self._identity = {
             **{f"model.{k}": v for k, v in dataclasses.asdict(model.config).items()},
             **{f"training.{k}": v for k, v in dataclasses.asdict(config).items()},
-            "text": digest(*texts.values()),
+            "text": [storage.checksum("", text.long()) for text in texts.values()],
             "dtype": str(model.W_E.dtype),
             "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
             "code": [CODE_VERSION, str(torch.__version__)],
@@ -84,12 +81,10 @@ class Run:
             f"{self.directory / CHECKPOINT} holds step {self._saved}; resume=True continues there"
         )
 
-    @contextmanager
-    def begun(self, *, resume: bool) -> Iterator[None]:
-        """Locks the directory, loads its checkpoint with `resume`, and begins the log.
+    def begin(self, *, resume: bool) -> None:
+        """Loads the directory's checkpoint with `resume`, and begins the log.
 
         Raises:
-            BlockingIOError: if another run uses the directory.
             FileExistsError: if there is a checkpoint and `resume` is False.
             FileNotFoundError: if there is none and `resume` is True.
             OSError: if the directory or the log cannot be written.
@@ -100,26 +95,23 @@ class Run:
         if self.directory is None:
             if resume:
                 raise ValueError("resume=True must come with the directory of the run; got None")
-            yield
             return
         checkpoint = self.directory / CHECKPOINT
         if not resume:
             self.directory.mkdir(parents=True, exist_ok=True)
         elif not checkpoint.exists():
             raise FileNotFoundError(f"{checkpoint} must exist to be resumed; there is none")
-        with _locked(self.directory):
-            if resume:
-                self._load(checkpoint)
-            elif checkpoint.exists():
-                raise FileExistsError(
-                    f"{self.directory} already has a checkpoint of a run: resume it, or choose "
-                    "another directory"
-                )
-            # Rewritten, because a killed run may have logged steps after its checkpoint.
-            with self._replacing(self.directory / LOG) as file:
-                file.write(b"".join(map(_line, self.records)))
-            self._logged = len(self.records)
-            yield
+        if resume:
+            self._load(checkpoint)
+        elif checkpoint.exists():
+            raise FileExistsError(
+                f"{self.directory} already has a checkpoint of a run: resume it, or choose "
+                "another directory"
+            )
+        # Rewritten, because a killed run may have logged steps after its checkpoint.
+        with self._replacing(self.directory / LOG) as file:
+            file.write(b"".join(map(_line, self.records)))
+        self._logged = len(self.records)
 
     def update(self, tokens: Int[Tensor, "batch pos"]) -> None:
         """Takes one step. From a loss or gradient on that is not finite, the weights do not change.
@@ -211,8 +203,8 @@ class Run:
 
     def _load(self, path: Path) -> None:
         """Loads a checkpoint, after a check that it is whole and of this run."""
-        try:
-            state = read_saved(path)
+        state = read_saved(path)
+        with one_error(path):
             theirs = state["run"]
             different = [
                 f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
@@ -227,9 +219,6 @@ class Run:
             for generator, saved in zip(self.generators, state["generators"], strict=False):
                 generator.set_state(saved)
             self.records, self._saved = state["records"], len(state["records"])
-        except Exception as error:  # from the system, zip, pickle or torch, depending on the damage
-            reason = " ".join(str(error).split())[:500]
-            raise ValueError(f"{path} cannot be resumed: {reason}") from error
 
     def _require_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
@@ -263,27 +252,6 @@ class Run:
         except (OSError, RuntimeError) as error:
             reason = error if isinstance(error, OSError) else error.__context__ or error
             raise OSError(f"{path} cannot be written: {reason}; {self.last}") from error
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Keeps other runs out of a directory. The system ends the lock with the process, even after a crash."""
-    if sys.platform == "win32":
-        yield
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(
-                f"{directory} must be used by one run at a time; another one trains there"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,6 @@
 """Hugging Face checkpoints and their families, from a directory of `save_pretrained` or from memory."""
 
 import difflib
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from models.checkpoints.huggingface import gpt, llama
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
 from models.config import TransformerConfig
-from models.files import read_object, without
+from models.files import one_error, read_object, without
 from models.transformer import Transformer
 
 _CAUSAL_BUFFERS = (r"h\.\d+\.attn\.(bias|masked_bias)",)
@@ -45,22 +44,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-# Our sizes, and their names in Hugging Face's configs.
-_THEIRS = {
-    "n_layers": ("num_hidden_layers", "n_layer"),
-    "n_heads": ("num_attention_heads", "n_head"),
-    "n_kv_heads": ("num_key_value_heads",),
-    "n_ctx": ("max_position_embeddings", "n_positions"),
-    "d_model": ("hidden_size", "n_embd"),
-    "d_mlp": ("intermediate_size", "n_inner"),
-    "d_head": ("head_dim",),
-    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
-    "rotary_theta": ("rope_theta",),
-    "rotary_scaling.original_n_ctx": ("original_max_position_embeddings",),
-    "eos_token_ids": ("eos_token_id",),
-}
-
-
 def translated(described: Mapping[str, Any], where: str) -> tuple[Family, TransformerConfig]:
     """The family and the config that a Hugging Face config describes.
 
@@ -78,25 +61,11 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
         known = ", ".join(FAMILIES)
         raise ValueError(f"{where}: model_type must be one of {known}; got {kind!r}{hint}")
     attributes, family = Attributes(described), FAMILIES[kind]
-    try:
+    with one_error(where):
         config = family.config(attributes)
         attributes.finish()
         ends = end_tokens(attributes.take("eos_token_id", family.eos), config.vocab_size)
-        config = config.replace(eos_token_ids=ends)
-    except KeyError as error:
-        raise ValueError(f"{where}: {error} must be given") from None
-    except (TypeError, ValueError, ArithmeticError) as error:  # numbers that are text, or 0
-        raise ValueError(f"{where}: {_in_their_names(str(error), described)}") from None
-    return family, config
-
-
-def _in_their_names(message: str, described: Mapping[str, Any]) -> str:
-    """An error message about our fields, with the file's names in place of ours."""
-
-    def named(ours: re.Match[str]) -> str:
-        return next((name for name in _THEIRS[ours[0]] if name in described), ours[0])
-
-    return re.sub(rf"(?<![\w.])({'|'.join(map(re.escape, _THEIRS))})\b", named, message)
+        return family, config.replace(eos_token_ids=ends)
 
 
 def load_huggingface(

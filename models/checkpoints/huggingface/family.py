@@ -129,6 +129,15 @@ class Attributes:
         value = self._given.get(name, default)
         return float(value) if type(value) is int and type(default) is float else value
 
+    def need(self, name: str) -> Any:
+        """The value of an attribute without a default.
+
+        Raises:
+            KeyError: if the file has none.
+        """
+        self._taken.add(name)
+        return self._given[name]
+
     def idle(self, *names: str) -> None:
         """Accepts attributes with any value, because they do not affect the logits."""
         self._taken.update(names)

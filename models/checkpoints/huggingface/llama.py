@@ -11,79 +11,40 @@ from models.config import TransformerConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Defaults of transformers for attributes that a config.json leaves out.
-LLAMA = {
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-MISTRAL = LLAMA | {
-    "max_position_embeddings": 131_072,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-}
-QWEN2 = LLAMA | {
-    "vocab_size": 151_936,
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "intermediate_size": 22016,
-}
-QWEN3 = QWEN2 | {"head_dim": 128}
-OLMO2 = LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
-GEMMA2 = {
-    "vocab_size": 256_000,
-    "max_position_embeddings": 8192,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-
 
 def llama_config(a: Attributes) -> TransformerConfig:
     """Llama's config (Touvron et al. 2023)."""
     a.idle("pretraining_tp")  # only old versions of transformers split products by it
     a.only("rope_interleaved", False)
     a.idle("is_llama_config", "transformers.js_config")
-    fields = _shared(a, LLAMA) | _attention_bias(a)
+    fields = _shared(a) | _attention_bias(a)
     return TransformerConfig(**fields | {"mlp_bias": a.take("mlp_bias", False)})
 
 
 def mistral_config(a: Attributes) -> TransformerConfig:
     """Mistral's config: a window in all layers (Jiang et al. 2023)."""
     a.only("attention_bias", False)
-    window, n_layers = a.take("sliding_window", 4096), a.take("num_hidden_layers", 32)
+    window, n_layers = a.take("sliding_window", 4096), a.need("num_hidden_layers")
     types = [FULL if window is None else SLIDING] * n_layers
-    return TransformerConfig(**_shared(a, MISTRAL), **_windows(a, window, types))
+    return TransformerConfig(**_shared(a, n_kv_heads=8), **_windows(a, window, types))
 
 
 def qwen2_config(a: Attributes) -> TransformerConfig:
     """Qwen 2's config: biases only of queries, keys and values (Yang et al. 2024)."""
     a.only("use_mrope", False)
-    return TransformerConfig(**_shared(a, QWEN2) | _upper_windows(a) | {"qkv_bias": True})
+    return TransformerConfig(**_shared(a, n_kv_heads=32) | _upper_windows(a) | {"qkv_bias": True})
 
 
 def qwen3_config(a: Attributes) -> TransformerConfig:
     """Qwen 3's config: a norm of each query and key (Yang et al. 2025)."""
-    fields = _shared(a, QWEN3) | _attention_bias(a) | _upper_windows(a)
+    fields = _shared(a, n_kv_heads=32, d_head=128) | _attention_bias(a) | _upper_windows(a)
     return TransformerConfig(**fields, qk_norm="head")
 
 
 def olmo2_config(a: Attributes) -> TransformerConfig:
     """OLMo 2's config: norms of what sublayers add, and of all queries and all keys (2024)."""
     a.only("clip_qkv", None)
-    fields = _shared(a, OLMO2) | _attention_bias(a)
+    fields = _shared(a, norm_eps=1e-5) | _attention_bias(a)
     return TransformerConfig(**fields, norm_place="output", qk_norm="all")
 
 
@@ -91,7 +52,8 @@ def gemma2_config(a: Attributes) -> TransformerConfig:
     """Gemma 2's config: norms around sublayers, caps, a window in every other layer (2024)."""
     a.only("use_bidirectional_attention", False)
     a.idle("hidden_act")  # transformers reads hidden_activation
-    fields = _shared(a, GEMMA2, activation=("hidden_activation", "gelu_pytorch_tanh"))
+    activation = ("hidden_activation", "gelu_pytorch_tanh")
+    fields = _shared(a, n_kv_heads=4, d_head=256, tied=True, activation=activation)
     alternating = ([SLIDING, FULL] * fields["n_layers"])[: fields["n_layers"]]
     window = a.take("sliding_window", 4096)
     a.only("sliding_window_size", window)
@@ -108,27 +70,32 @@ def gemma2_config(a: Attributes) -> TransformerConfig:
 
 def _shared(
     a: Attributes,
-    defaults: Mapping[str, Any],
+    n_kv_heads: int = 0,
+    d_head: int = 0,
+    norm_eps: float = 1e-6,
+    tied: bool = False,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """The fields with the same names in all of these families, without biases."""
-    value = {name: a.take(name, default) for name, default in defaults.items()}
-    positions = rotary(a, value["max_position_embeddings"])
+    """The fields with the same names in all of these families, without biases.
+
+    Defaults are those of transformers for what a file may leave out. A size must be in the file.
+    """
+    positions = rotary(a, a.need("max_position_embeddings"))
     if (fraction := positions["rotary_fraction"]) != 1:
         raise a.error("partial_rotary_factor", fraction, "1.0")
     return {
-        "vocab_size": value["vocab_size"],
-        "n_layers": value["num_hidden_layers"],
-        "n_heads": value["num_attention_heads"],
-        "d_model": value["hidden_size"],
-        "n_kv_heads": value["num_key_value_heads"] or 0,
-        "d_head": value["head_dim"] or 0,
-        "d_mlp": value["intermediate_size"],
+        "vocab_size": a.need("vocab_size"),
+        "n_layers": a.need("num_hidden_layers"),
+        "n_heads": a.need("num_attention_heads"),
+        "d_model": a.need("hidden_size"),
+        "n_kv_heads": a.take("num_key_value_heads", n_kv_heads) or 0,
+        "d_head": a.take("head_dim", d_head) or 0,
+        "d_mlp": a.need("intermediate_size"),
         "norm": "rmsnorm",
-        "norm_eps": value["rms_norm_eps"],
+        "norm_eps": a.take("rms_norm_eps", norm_eps),
         "mlp": "gated",
         "activation": a.activation(*activation),
-        "tied_unembed": value["tie_word_embeddings"],
+        "tied_unembed": a.take("tie_word_embeddings", tied),
         "qkv_bias": False,
         "out_bias": False,
         "mlp_bias": False,
@@ -143,7 +110,7 @@ def _attention_bias(a: Attributes) -> dict[str, Any]:
 def _upper_windows(a: Attributes) -> dict[str, Any]:
     """Qwen's windows: in layers from `max_window_layers` on, if they are switched on."""
     used, window = a.take("use_sliding_window", False), a.take("sliding_window", 4096)
-    first, n_layers = a.take("max_window_layers", 28), a.take("num_hidden_layers", 32)
+    first, n_layers = a.take("max_window_layers", 28), a.need("num_hidden_layers")
     window = window if used else None
     upper = [FULL if window is None or layer < first else SLIDING for layer in range(n_layers)]
     return _windows(a, window, a.take("layer_types", None) or upper)
@@ -151,7 +118,7 @@ def _upper_windows(a: Attributes) -> dict[str, Any]:
 
 def _windows(a: Attributes, window: int | None, types: Sequence[str]) -> dict[str, Any]:
     """Our window fields, from the kind of attention in each layer."""
-    n_layers = a.take("num_hidden_layers", len(types))
+    n_layers = a.need("num_hidden_layers")
     if len(types) != n_layers or any(kind not in (FULL, SLIDING) for kind in types):
         raise a.error("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
     sliding = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
