@@ -371,6 +371,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_attached_is_named(what):
     make, message = REFUSED[what]

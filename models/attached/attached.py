@@ -173,7 +173,8 @@ def attach(model: nn.Module) -> Attached:
         raise TypeError(f"attach needs a model of transformers, with its config; got a {what}")
     if config.is_encoder_decoder:
         raise ValueError(f"the model must have an encoder or a decoder, not both; got {what}")
-    if "input_ids" not in inspect.signature(_runs(model).forward).parameters:
+    reads = {getattr(model, "main_input_name", "input_ids"), *_parameters(model)}
+    if "input_ids" not in reads:
         raise ValueError(f"attach needs a model that reads input_ids; got {what}")
     weights = [*model.parameters()]
     if all(weight.is_meta for weight in weights) and not hasattr(model, "_hf_hook"):
@@ -189,6 +190,10 @@ def attach(model: nn.Module) -> Attached:
 def _runs(model: Any) -> Any:
     """The model inside an adapter's wrapper, which may call that alone, as in generation."""
     return getattr(model, "get_base_model", lambda: model)()
+
+
+def _parameters(model: Any) -> list[str]:
+    return [*inspect.signature(_runs(model).forward).parameters]
 
 
 @without_gradients
