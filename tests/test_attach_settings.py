@@ -1,5 +1,10 @@
 """Attached models in settings that no table of architectures lists: each against the model without points."""
 
+import copy
+import io
+import itertools
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -382,3 +387,131 @@ def test_what_cannot_be_attached_is_named(what):
 def test_other_libraries_have_generation_of_their_own():
     with pytest.raises(TypeError, match="generate"):
         generate(made("gpt2"), TOKENS, max_new_tokens=2)
+
+
+SETTINGS = {
+    "kind": ["gpt2", "llama", "gemma3", "qwen3", "olmo2", "neox", "mistral"],
+    "dtype": [torch.float32, torch.float64, torch.bfloat16],
+    "attention": ["eager", "sdpa"],
+    "padding": ["none", "left", "right"],
+    "positions": ["counted", "given"],
+    "cache": ["none", "dynamic", "static"],
+    "form": ["itself", "copied", "saved", "subclass", "adapter"],
+    "input": ["tokens", "embeddings"],
+}
+DECODERS = {
+    **KINDS,
+    "qwen3": ("Qwen3ForCausalLM", SIZES),
+    "olmo2": ("Olmo2ForCausalLM", SIZES),
+    "neox": ("GPTNeoXForCausalLM", {n: v for n, v in SIZES.items() if "_key_" not in n}),
+    "mistral": ("MistralForCausalLM", SIZES | dict(sliding_window=3)),
+}
+
+
+def pairwise(settings, seed=0):
+    """Combinations, drawn at random, until every two values of different settings meet in one."""
+    draw = random.Random(seed)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(settings, 2)
+        for x in settings[a]
+        for y in settings[b]
+    }
+    while missing:
+        drawn = [{n: draw.choice(v) for n, v in settings.items()} for _ in range(40)]
+        met = [missing & {*itertools.combinations(combination.items(), 2)} for combination in drawn]
+        best = max(range(40), key=lambda at: len(met[at]))
+        missing -= met[best]
+        if met[best]:
+            yield drawn[best]
+
+
+def in_form(model, form):
+    if form == "copied":
+        return copy.deepcopy(model)
+    if form == "saved":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    if form == "subclass":
+        model.__class__ = type("Renamed", (type(model),), {})
+    if form == "adapter":
+        peft = pytest.importorskip("peft", reason="needs peft")
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2)
+        return peft.get_peft_model(model, config).eval()
+    return model
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def blocks_in(model):
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # of peft
+@pytest.mark.parametrize(
+    "chosen", [*pairwise(SETTINGS)], ids=lambda chosen: "-".join(map(str, chosen.values()))
+)
+def test_settings_in_drawn_pairs(chosen):
+    """Logits, values and an edit in the middle, bit for bit those of PyTorch's hooks on a model without points."""
+    name, sizes = DECODERS[chosen["kind"]]
+    maker = getattr(transformers, name)
+    config = maker.config_class(**sizes)
+    config._attn_implementation = chosen["attention"]
+    torch.manual_seed(0)
+    plain = in_form(maker(config).eval().to(chosen["dtype"]), chosen["form"])
+    model = copy.deepcopy(plain)
+    inputs = {"tokens": dict(input_ids=TOKENS), "embeddings": {}}[chosen["input"]]
+    if not inputs:
+        inputs = dict(inputs_embeds=plain.get_input_embeddings()(TOKENS).detach())
+    if chosen["padding"] != "none":
+        inputs["attention_mask"] = PADDED if chosen["padding"] == "left" else PADDED.flip(1)
+    if chosen["positions"] == "given":
+        inputs["position_ids"] = torch.arange(5)[None].repeat(3, 1) + 2
+    real = inputs.get("attention_mask", torch.ones_like(TOKENS)).bool()
+
+    def cache():
+        kind = chosen["cache"]
+        if kind == "none":
+            return dict(use_cache=False)
+        made = transformers.StaticCache(config, 9) if kind == "static" else None
+        return dict(past_key_values=made or transformers.DynamicCache(config=config))
+
+    def raw(edit=None):
+        kept, blocks = [], blocks_in(plain)
+        first = lambda output: output if isinstance(output, torch.Tensor) else output[0]  # noqa: E731
+        handles = [blocks[2].register_forward_hook(lambda m, a, out: kept.append(first(out)))]
+        if edit:
+            handles.append(blocks[0].register_forward_hook(lambda m, a, out: edit(first(out))))
+        logits = plain(**inputs, **cache()).logits
+        for handle in handles:
+            handle.remove()
+        return logits, kept[0]
+
+    def zero(stream):
+        stream[:, 3] = 0
+
+    with torch.no_grad():
+        logits, value = raw()
+        edited, _ = raw(zero)
+        with attach(model):
+            runner, zeroed = HookedRunner(model), {"blocks.0.resid_post": lambda s, point: zero(s)}
+            assert_same(model(**inputs, **cache()).logits, logits)
+            output, kept = runner.run_with_cache(**inputs, **cache(), names="blocks.2.resid_post")
+            assert_same(output.logits, logits)
+            assert_same(kept["resid_post", 2], value)
+            ours = runner.run_with_hooks(**inputs, **cache(), hooks=zeroed).logits
+            assert_same(ours, edited)
+            assert not torch.equal(ours[real], logits[real])
+            every = runner.run_with_cache(**inputs, **cache())[0].logits[real]
+            # In float64 the families' eager kernels take the softmax in float32, and the points do not.
+            eps = max(torch.finfo(dtype).eps for dtype in (chosen["dtype"], torch.float32))
+            allowed = 16 * eps * float(logits[real].abs().max())
+            if logits.isfinite().all():  # padded float64 rows are NaN in those kernels
+                torch.testing.assert_close(every, logits[real], rtol=0, atol=allowed)
+        assert_same(model(**inputs, **cache()).logits, logits)

@@ -47,6 +47,8 @@ def norm_of(call: Call) -> Norm | None:
     module, output = call.module, call.output
     if output is None or len(call.inputs) != 1 or call.inputs[0].shape != output.shape:
         return None
+    if any(True for _ in module.children()):
+        return None  # a sublayer and its norm, of which half precision may hide the first
     x = call.inputs[0]
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     for part in (weight, bias):
