@@ -12,6 +12,11 @@ import torch
 BATCH, POS, LAYERS, HEADS, D_HEAD, D_MODEL, D_MLP, VOCAB, N_CTX = 4, 7, 3, 2, 5, 10, 13, 23, 17
 
 
+def pytest_addoption(parser):
+    """Adds the option that runs whole tables instead of a sample."""
+    parser.addoption("--full", action="store_true", help="all jobs on all architectures")
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """The same draws in every test, alone or after others."""
