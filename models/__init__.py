@@ -1,7 +1,7 @@
 """Transformers, checkpoints, tokenizers, generation and training."""
 
 from hooks.transfer import trusted
-from models.attached import Attached, attach
+from models.attached import Attached, attach, detach
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
@@ -58,6 +58,7 @@ __all__ = [
     "causal_mask",
     "center",
     "config_of",
+    "detach",
     "evaluate",
     "fold_norms",
     "from_hf",

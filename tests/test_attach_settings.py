@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, HookError, start_of_piece
+from hooks import HookedRunner, HookError, HookPoint, start_of_piece
 from interp import Pairs, activation_patching, edits, log_prob, logit_lens, run_with_cache, sweep
 from interp.protocol import of
-from models import Sampling, attach, from_hf, generate
+from models import Sampling, attach, detach, from_hf, generate
 from tests.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -424,6 +424,21 @@ def pairwise(settings, seed=0):
         missing -= met[best]
         if met[best]:
             yield drawn[best]
+
+
+@pytest.mark.parametrize("form", ["copied", "saved"])
+def test_a_copy_of_an_attached_model_is_detached(form):
+    model = made("llama")
+    with attach(model):
+        copied = in_form(model, form)
+    detach(copied)
+    with torch.no_grad():
+        assert torch.equal(copied(TOKENS).logits, model(TOKENS).logits)
+    assert copied.config._attn_implementation == "sdpa"
+    assert not any(isinstance(part, HookPoint) for part in copied.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in copied.modules())
+    with attach(copied):
+        assert len(HookedRunner(copied).points) > 30
 
 
 def in_form(model, form):

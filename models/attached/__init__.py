@@ -1,5 +1,5 @@
 """Hook points for models of `transformers`."""
 
-from models.attached.attached import Attached, attach
+from models.attached.attached import Attached, attach, detach
 
-__all__ = ["Attached", "attach"]
+__all__ = ["Attached", "attach", "detach"]

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner
-from hooks._torch import without_gradients
+from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints
+from hooks._torch import remove_hooks, without_gradients
 from hooks.point import tensors_in
+from hooks.session import Wire
 from models.attached.attention import AttentionPoints, register
 from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
 from models.attached.language import AttachedLanguage
@@ -68,13 +69,8 @@ class Attached:
 
     def remove(self) -> None:
         """Takes everything out of the model again. A second call does nothing."""
-        self._wiring.remove()
         self._restore_configs()
-        vars(self.model).pop("language_parts", None)
-        if vars(self._runs).get("forward") is self._forward:
-            del self._runs.forward
-            if self._forward.replaced is not None:
-                self._runs.forward = self._forward.replaced
+        detach(self.model)
 
     def __enter__(self) -> "Attached":
         return self
@@ -180,7 +176,7 @@ def attach(model: nn.Module) -> Attached:
     if all(weight.is_meta for weight in weights) and not hasattr(model, "_hf_hook"):
         raise ValueError(f"attach runs the model, so it must have weights; got {what} on meta")
     if any("hook_points" in vars(module) for module in model.modules()):
-        raise ValueError("no part of the model must be attached already: call remove() first")
+        raise ValueError("no part of the model must be attached already: detach(model) first")
     if taken := [name for name in TOP if hasattr(model, name)]:
         raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
     register({kernel_name(config) for config in configs_of(model).values()})
@@ -194,6 +190,37 @@ def _runs(model: Any) -> Any:
 
 def _parameters(model: Any) -> list[str]:
     return [*inspect.signature(_runs(model).forward).parameters]
+
+
+def detach(model: nn.Module) -> None:
+    """Takes all points out of a model, also out of a copy of an attached one. A model without points stays as it is.
+
+    >>> import copy
+    >>> import torch
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> sizes = GPT2Config(vocab_size=7, n_positions=9, n_embd=4, n_layer=1, n_head=2)
+    >>> model = GPT2LMHeadModel(sizes).eval()
+    >>> with attach(model):
+    ...     copied = copy.deepcopy(model)
+    >>> detach(copied)
+    >>> hasattr(copied, "blocks")
+    False
+    """
+    runs = _runs(model)
+    if isinstance(forward := vars(runs).get("forward"), Forward):
+        del runs.forward
+        if forward.replaced is not None:
+            runs.forward = forward.replaced
+    for config in configs_of(model).values():
+        if config._attn_implementation != kernel_name(config):
+            config._attn_implementation_internal = kernel_name(config)
+    for name in TOP:
+        if isinstance(getattr(model, name, None), HookPoint | HookPoints | Blocks):
+            delattr(model, name)
+    vars(model).pop("language_parts", None)
+    for module in model.modules():
+        remove_hooks(module, lambda hook: isinstance(hook, Wire))
+        vars(module).pop("hook_points", None)
 
 
 @without_gradients

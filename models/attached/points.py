@@ -48,18 +48,7 @@ class Wiring:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._handles: dict[HookPoint, Any] = {}
-        self._owners: list[nn.Module] = []
         self._modules: list[nn.Module] = []
-
-    def remove(self) -> None:
-        """Takes the points and hooks out of the model."""
-        for handle in self._handles.values():
-            handle.remove()
-        for module in self._owners:
-            vars(module).pop("hook_points", None)
-        for name in TOP:
-            if isinstance(getattr(self.model, name, None), HookPoint | HookPoints | Blocks):
-                delattr(self.model, name)
 
     def places(self) -> list[tuple[nn.Module, str, nn.Module]]:
         """Each module with a hook, with its parent and its name there. Hooks that keep outputs come after ours."""
@@ -89,10 +78,6 @@ class Wiring:
             handle = module.register_forward_hook(hook, with_kwargs=isinstance(hook, Scale))
         self._handles[hook.point] = handle
         self._modules.append(module)
-
-    def _own(self, points: HookPoints) -> Any:
-        self._owners.append(points.module)
-        return points
 
     def _added(self, point: HookPoint, added: Summand) -> HookPoint:
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
@@ -133,12 +118,12 @@ class Wiring:
 
     def block(self, found: BlockLayout) -> BlockPoints:
         """The points of one block."""
-        points = self._own(BlockPoints(found.block))
+        points: Any = BlockPoints(found.block)
         points.resid_pre = HookPoint(STREAM, "residual stream entering the block")
         self._listen(found.block, BlockInput(points.resid_pre))
         self._norm(points, "ln1", found)
         if found.attention is not None:
-            points.attn = self._own(AttentionPoints(found.attention))
+            points.attn = AttentionPoints(found.attention)
             points.layer = getattr(found.attention, "layer_idx", None)
             self._listen(found.attention, CacheGiven(points.attn.k))
         self._norm(points, "ln1_post", found)
@@ -192,7 +177,7 @@ class Wiring:
         """Adds `ln_final` where a norm reads the stream that leaves the last block."""
         for call in (c for c in probe.single if c.began > last.ended):
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
-                points = self._own(HookPoints(norm.module))
+                points = HookPoints(norm.module)
                 self.model.ln_final = self._around(points, norm)
                 return
 
