@@ -325,7 +325,9 @@ def test_a_generation_in_one_cache_is_the_whole_text(kind, how):
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
-    "options", [dict(num_beams=3), dict(use_cache=False), dict(prompt_lookup_num_tokens=2)], ids=str
+    "options",
+    [dict(num_beams=3), dict(use_cache=False), dict(prompt_lookup_num_tokens=2, eos_token_id=22)],
+    ids=str,
 )
 def test_a_generation_whose_pieces_do_not_follow_is_refused(options):
     model = made("llama")
