@@ -154,9 +154,13 @@ def remove_hook(module: nn.Module, key: int) -> None:
 
 def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
     """Removes some forward hooks and pre-hooks of `module`, whoever holds their handles."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if chosen(hook)]:
-            del hooks[key]
+    for key in [key for key, hook in module._forward_hooks.items() if chosen(hook)]:
+        del module._forward_hooks[key]
+        module._forward_hooks_with_kwargs.pop(key, None)
+        module._forward_hooks_always_called.pop(key, None)
+    for key in [key for key, hook in module._forward_pre_hooks.items() if chosen(hook)]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def hooks_last(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
