@@ -56,7 +56,7 @@ from models import (
     train,
 )
 from models.files import library
-from models.tokenizer import SubwordTokenizer, byte_level
+from models.text.tokenizer import SubwordTokenizer, byte_level
 
 # Options for fields of the model's config. Options that are given replace its values.
 FIELDS = {

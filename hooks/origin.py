@@ -71,6 +71,15 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
         return None
 
 
+def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a run as the model's own `prepare_inputs(*args, **kwargs)` gives them, if it has one.
+
+    A model that reads strings makes tensors of them there, so that a cache can keep what was read.
+    """
+    prepare = getattr(model, "prepare_inputs", None)
+    return prepare(*args, **kwargs) if callable(prepare) and (args or kwargs) else (args, kwargs)
+
+
 def bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
     """A run's arguments by the names of `forward`; those of its `**kwargs` by their own names.
 

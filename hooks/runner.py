@@ -18,7 +18,7 @@ from hooks.edit import EditedPoint, HookContext, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
-from hooks.origin import Origin, bound, signature_of
+from hooks.origin import Origin, bound, prepared, signature_of
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.replay import LazyValues, divided
@@ -98,6 +98,8 @@ class HookedRunner:
                 `cache.skipped` says which and why.
         """
         options, kwargs = Options.taken_from(kwargs)
+        if run is None:
+            args, kwargs = prepared(self.model, args, kwargs)
         if run is not None and (lazy or options.grads or options.positions is not None):
             raise ValueError("run= cannot be combined with lazy=, grads= or positions=")
         chosen = self._choose(names, mode, lazy)
@@ -121,6 +123,7 @@ class HookedRunner:
         options, kwargs = Options.taken_from(kwargs)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
+        args, kwargs = prepared(self.model, args, kwargs)
         chosen = self._choose(flatten(names), None)
         stops = not any(map(is_fully_sharded, self.model.modules()))
         return self._run(*chosen, options, args, kwargs, stops=stops)[1]
@@ -200,6 +203,7 @@ class HookedRunner:
             HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
         options, kwargs = Options.taken_from(kwargs)
+        args, kwargs = prepared(self.model, args, kwargs)
         points, optional = self._choose(names, mode, lazy)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:

@@ -14,7 +14,7 @@ from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
 from models.sampling import Sampling, row_generator
-from models.tokenizer import CharTokenizer, Tokenizer
+from models.text.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,
     Evaluation,

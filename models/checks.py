@@ -68,18 +68,16 @@ def check_tokens(tokens: object) -> None:
     """Refuses tokens that are not a matrix of whole numbers.
 
     Raises:
-        ValueError: with the rule, what was given and, if it is one text or a list, what to give instead.
+        ValueError: with the rule and what was given.
     """
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in INTEGERS:
         return
-    got, advice = f"a {type(tokens).__name__}", ""
+    got = f"a {type(tokens).__name__}"
     if isinstance(tokens, Tensor):
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
-        advice = ": use tokens[None]" if tokens.ndim == 1 and tokens.dtype in INTEGERS else ""
-    elif isinstance(tokens, list):
-        inside = "tokens" if tokens and isinstance(tokens[0], list) else "[tokens]"
-        advice = f": use torch.tensor({inside})"
-    raise ValueError(f"tokens must be integers of shape [batch, pos]; got {got}{advice}")
+    raise ValueError(
+        f"tokens must be integers of shape [batch, pos]; got {got} (model.to_tokens makes them of texts)"
+    )
 
 
 def can_be_read(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Generation: continues prompts of any lengths token by token, with cached keys and values."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -13,14 +13,13 @@ from torch import Tensor
 
 from hooks._torch import without_gradients
 from hooks.transfer import to_device, trusted
-from models.checks import check_whole
+from models.checks import check_tokens, check_whole
 from models.kvcache import KVCache
 from models.sampling import Sampling, row_generator
-from models.tokenizer import Tokenizer
+from models.text.texts import Texts
+from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
-Prompts = Int[Tensor, "batch pos"] | Sequence[Sequence[int]]
-"""Tokens of each prompt. Prompts in a list may differ in length."""
 Text = TypeVar("Text", str, list[str])
 IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
@@ -55,7 +54,7 @@ class Options(TypedDict, total=False):
 
 
 def generate(
-    model: Transformer, prompts: Prompts, *, max_new_tokens: int, **options: Unpack[Options]
+    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[Options]
 ) -> list[list[int]]:
     """Returns each prompt, without padding, and its continuation, up to and including a stop token.
 
@@ -69,7 +68,7 @@ def generate(
 
     Args:
         model: in evaluation mode.
-        prompts: tokens [batch, pos], or a list of prompts of any lengths.
+        prompts: texts in any form, of any lengths; see `Transformer.to_tokens`.
         max_new_tokens: how many tokens to add at most.
         options: `attention_mask`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`,
             `max_context` and `prefill_chunk`; see `stream`.
@@ -83,7 +82,8 @@ def generate(
     >>> [len(row) for row in rows]
     [5, 4]
     """
-    texts = _as_lists(prompts, options.pop("attention_mask", None))
+    _require(model)
+    texts = _as_lists(model, prompts, options.pop("attention_mask", None))
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     made = [(step.tokens, step.running) for step in steps]
     lengths = torch.stack([running for _, running in made], 1).sum(1)
@@ -93,22 +93,16 @@ def generate(
 
 
 def generate_text(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompts: Text,
-    *,
-    max_new_tokens: int,
-    **options: Unpack[Options],
+    model: Transformer, prompts: Text, *, max_new_tokens: int, **options: Unpack[Options]
 ) -> Text:
     """Returns a text with its continuation, or a list of texts with theirs.
 
-    The model also reads the tokens with which the tokenizer begins a text; they are not in the result.
+    The model also reads the tokens with which its tokenizer begins a text; they are not in the result.
     Without `stop`, a row also ends at the tokenizer's own end of text. The result leaves out the end of
     text that ended a row, but not stop tokens that were given. An incomplete last character is U+FFFD.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the model's.
+        model: in evaluation mode, with a `tokenizer`.
         prompts: a text, or a list of texts.
         max_new_tokens: how many tokens to add at most.
         options: see `stream`.
@@ -116,18 +110,18 @@ def generate_text(
     Raises:
         ValueError: as for `stream`, or by the tokenizer.
 
-    >>> from models import load, load_tokenizer
-    >>> generate_text(load("pydoc-4l"), load_tokenizer("pydoc-4l"), "impor", max_new_tokens=1)
+    >>> from models import load
+    >>> generate_text(load("pydoc-4l"), "impor", max_new_tokens=1)
     'import'
     """
     several = [prompts] if isinstance(prompts, str) else prompts
-    start, ends = list(tokenizer.bos_token_ids), set[int]()
+    tokenizer: Tokenizer = model.require_tokenizer()
+    ends: set[int] = set()
     if options.get("stop") is None:
         given = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
         # A tokenizer may be that of a larger model, with tokens that this one lacks.
         options["stop"] = ends = {token for token in given if token < model.config.vocab_size}
-    encoded = [tokenizer.encode(text) for text in several]
-    read = [tokens if tokens[: len(start)] == start else start + tokens for tokens in encoded]
+    read = [model.encoded(text, closed=False) for text in several]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
     # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
     # the prompt as it was given.
@@ -141,7 +135,7 @@ def generate_text(
 
 def stream(
     model: Transformer,
-    prompts: Prompts,
+    prompts: Texts,
     *,
     max_new_tokens: int,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
@@ -160,7 +154,7 @@ def stream(
 
     Args:
         model: in evaluation mode.
-        prompts: tokens [batch, pos], or a list of prompts of any lengths.
+        prompts: texts in any form, of any lengths; see `Transformer.to_tokens`.
         max_new_tokens: how many tokens to add at most.
         attention_mask: 1 for tokens and 0 for padding, which may be on either side; None for no padding.
         temperature, top_k, top_p, min_p: see `Sampling`; temperature 0 takes the most probable token.
@@ -184,10 +178,8 @@ def stream(
     torch.Size([2, 5])
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    texts = _as_lists(prompts, attention_mask)
-    if not isinstance(model, Transformer):
-        what = type(model).__name__
-        raise TypeError(f"generate needs a models.Transformer; got {what} (try its own .generate)")
+    _require(model)
+    texts = _as_lists(model, prompts, attention_mask)
     stop = model.config.eos_token_ids if stop is None else stop
     stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
     check_whole("max_new_tokens", max_new_tokens)
@@ -249,15 +241,22 @@ def _steps(
         tokens = new[:, None]
 
 
+def _require(model: object) -> None:
+    if not isinstance(model, Transformer):
+        what = type(model).__name__
+        raise TypeError(f"generate needs a models.Transformer; got {what} (try its own .generate)")
+
+
 def _as_lists(
-    prompts: Prompts, attention_mask: Shaped[Tensor, "batch pos"] | None
+    model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
 ) -> list[list[int]]:
-    rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-    try:
-        texts = [[index(token) for token in row] for row in rows]
-    except TypeError:
-        rule = "prompts must be integers [batch, pos] or a list of lists of them, [tokens] for one"
-        raise ValueError(f"{rule}; got {prompts!r:.80}") from None
+    tokens, own_mask = model.to_tokens(prompts)
+    check_tokens(tokens)
+    texts = tokens.tolist()
+    if attention_mask is None:
+        attention_mask = own_mask
+    elif own_mask is not None:
+        raise ValueError("prompts of unequal lengths have their own attention_mask; got another")
     if attention_mask is None:
         return texts
     shape, kept = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()

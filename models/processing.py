@@ -127,6 +127,7 @@ def _proven(
 ) -> Transformer:
     """The model of `config` and `values`, after a check that it gives the same probabilities."""
     made = without_values(config)
+    made._tokenizer = model._tokenizer
     made.load_state_dict(values, assign=True)
     tokens = random_tokens(model)
     exactly = torch.autocast(model.W_E.device.type, enabled=False)

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -19,6 +20,7 @@ from models.kvcache import KVCache
 from models.linear import Linear
 from models.norm import dropout, norm
 from models.positions import added_positions, rotary
+from models.text.texts import ReadsText, Texts, read
 from models.weights import BlockWeights, tie
 
 
@@ -61,8 +63,8 @@ class TokenEmbedding(nn.Embedding):
             )
 
 
-class Transformer(BlockWeights):
-    """A decoder-only transformer: tokens to logits.
+class Transformer(ReadsText, BlockWeights):
+    """A decoder-only transformer: tokens to logits. With a `tokenizer` it also reads strings.
 
     The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`. Blocks may be on
     several devices: stream and context follow, once per change of device.
@@ -99,7 +101,7 @@ class Transformer(BlockWeights):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch pos"],
+        tokens: Texts,
         *,
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
@@ -110,7 +112,8 @@ class Transformer(BlockWeights):
 
         Args:
             tokens: the tokens, on the CPU or the model's device; with a cache, those after the cached
-                ones. Those on an accelerator are read back once, for a check (see `models.trusted`).
+                ones. Those on an accelerator are read back once, for a check (see `models.trusted`). Texts in
+                any other form are read by `to_tokens`, and padded on the right.
             attention_mask: which tokens, including cached ones, are not padding: boolean, or 0 and 1.
                 Each row gets the same values as without its padding, left or right. Ignore the values
                 at padding.
@@ -124,6 +127,7 @@ class Transformer(BlockWeights):
             ValueError: if tokens are outside the vocabulary, or do not fit the context, the masks or
                 the cache.
         """
+        tokens, attention_mask = read(self, tokens, attention_mask, kv_cache)
         if last < 0:
             raise ValueError(f"last must be at least 0; got {last}")
         context = self.context(
@@ -206,6 +210,15 @@ class Transformer(BlockWeights):
     ) -> Float[Tensor, "batch _last vocab"]:
         """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
         return self.unembed(resid)[:, -last:]
+
+    def prepare_inputs(self, tokens: Texts, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of `forward` with tokens and mask in place of texts, for who must know what a run reads."""
+        masks = arguments.pop("attention_mask", None), arguments.get("kv_cache")
+        tokens, mask = read(self, tokens, *masks)
+        return (tokens,), arguments if mask is None else {**arguments, "attention_mask": mask}
+
+    def _text_device(self) -> torch.device:
+        return self.token_embedding.weight.device
 
     def extend_context(self, n_ctx: int) -> None:
         """Lets the model read `n_ctx` positions, which may be more than in its training.

@@ -104,11 +104,13 @@ def test_prompts_and_options_may_come_in_many_types():
     assert all(type(token) is int for row in expected for token in row)
     tensor = torch.tensor([[3, 1, 4], [9, 2, 6]])
     mixed = [np.array([3, 1, 4]), (9, np.int64(2), 6)]
-    for prompts in (tensor, tensor.int(), tensor.numpy(), mixed):
+    for prompts in (tensor, tensor.int(), tensor.numpy(), mixed, model.to_tokens(mixed)):
         rows = generate(model, prompts, **options)
         assert rows == expected
         assert all(type(token) is int for row in rows for token in row)
     assert tensor.tolist() == [[3, 1, 4], [9, 2, 6]]
+    for one in ([3, 1, 4], tensor[0]):
+        assert generate(model, one, **options) == expected[:1]
     numbers = {name: np.array([options[name]])[0] for name in ("temperature", "top_k", "seed")}
     for stop in ({2, 9}, iter([2, 9]), np.array([2, 9]), torch.tensor([2, 9])):
         rows = generate(model, tensor, **options | numbers | {"stop": stop})
@@ -421,7 +423,7 @@ def test_the_context_may_be_filled_exactly():
 BAD = [
     (dict(max_new_tokens=0), "max_new_tokens .*0"),
     (dict(max_new_tokens=2.5), "max_new_tokens .*2.5"),
-    (dict(prompts=[]), "0 prompts"),
+    (dict(prompts=[]), "0 texts"),
     (dict(prompts=[[1], [], [2], []]), r"\[1, 3\]"),
     (dict(prompts=torch.zeros(2, 0, dtype=torch.int64)), r"\[0, 1\]"),
     (dict(prompts=[[1], [5, 29]]), "prompt 1 .*28.* 29"),
@@ -432,12 +434,12 @@ BAD = [
     (dict(max_context=8), "8 positions; got 7 and 2"),
     (dict(max_new_tokens=13, max_context=20), "19 positions; got 7 and 13"),
     (dict(temperature=-1.0), "temperature .*-1.0"),
-    # One prompt without its batch, and numbers that would have to be rounded.
-    *((dict(prompts=prompts), "batch") for prompts in ([1, 2], torch.ones(3).long(), "text")),
-    *((dict(prompts=prompts), "batch") for prompts in ([[1.5]], torch.ones(2, 3))),
+    (dict(prompts="text"), "tokenizer"),
+    # Numbers that would have to be rounded.
+    *((dict(prompts=prompts), "integers") for prompts in ([[1.5]], torch.ones(2, 3))),
     (dict(stop=29), "stop .*28.* 29"),
     (dict(prefill_chunk=0), "prefill_chunk .*0"),
-    (dict(attention_mask=torch.ones(4, 7)), "attention_mask .*7"),
+    (dict(attention_mask=torch.ones(4, 7)), "attention_mask"),
     *(
         (dict(prompts=torch.ones(2, 3).long(), attention_mask=mask), f"attention_mask .*{said}")
         for mask, said in (

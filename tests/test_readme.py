@@ -175,7 +175,7 @@ def test_indirect_objects_are_pairs_of_names_of_one_token(ioi):
         [" ".join(["The", *known])] * 2,
         tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False),
     )
-    tokenizer = models.tokenizer.SubwordTokenizer(words)
+    tokenizer = models.text.tokenizer.SubwordTokenizer(words)
     prompts = ioi.names(tokenizer, 11, random.Random(3))
     pairs = ioi.paired(tokenizer, prompts, ("IO", "S1", "S2", "end"))
     orders = set()

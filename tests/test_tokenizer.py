@@ -25,7 +25,7 @@ from tokenizers import (
 from tokenizers import models as kinds
 
 from models import Transformer, TransformerConfig, generate_text, load_tokenizer
-from models.tokenizer import CharTokenizer, Tokenizer
+from models.text.tokenizer import CharTokenizer, Tokenizer
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 END, USER = "<|endoftext|>", "<\uff5cUser\uff5c>"
@@ -515,15 +515,18 @@ def test_text_in_text_out(pair, options, ends, texts):
     """The four bytes of a character make one; the end of a text is not shown, other stop tokens are."""
     rows = [172, 253, 246, 222, 261], [259, 78, 78, 78, 172]
     model, _ = saying(262, *rows, eos_token_ids=ends)
+    model.tokenizer = pair
     prompts = ["he", "hell w"]
-    assert generate_text(model, pair, prompts, max_new_tokens=5, **options) == texts
+    assert generate_text(model, prompts, max_new_tokens=5, **options) == texts
     model, _ = saying(262, rows[0])
-    assert generate_text(model, pair, "he", max_new_tokens=5, **options) == texts[0]
+    model.tokenizer = pair
+    assert generate_text(model, "he", max_new_tokens=5, **options) == texts[0]
 
 
 def test_a_tokenizer_may_end_texts_with_a_token_that_the_model_lacks(pair):
     model, _ = saying(261, [172, 253, 246, 222])
-    assert generate_text(model, pair, "he", max_new_tokens=4) == "he😀"
+    model.tokenizer = pair
+    assert generate_text(model, "he", max_new_tokens=4) == "he😀"
 
 
 @pytest.mark.parametrize("prompt", ["The theory", "<s>The theory", ""])
@@ -531,5 +534,6 @@ def test_a_prompt_begins_as_its_tokenizer_says(prompt, tmp_path):
     described = dict(tokenizer_config=dict(eos_token="</s>"))
     ours = load_tokenizer(begun(tmp_path, "<s> $A", **described))
     model, read = saying(400, [*ours.encode("of hooks"), 2])
-    assert generate_text(model, ours, prompt, max_new_tokens=19) == f"{prompt} of hooks"
+    model.tokenizer = ours
+    assert generate_text(model, prompt, max_new_tokens=19) == f"{prompt} of hooks"
     assert read[0] == [[1, *ours.encode(prompt.removeprefix("<s>"))]]

@@ -19,10 +19,14 @@ from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Probe, evaluating, probed, tokens_for
 from models.attached.sums import is_close
 from models.attached.wiring import Forward
+from models.text.texts import ReadsText
+from models.text.tokenizer import as_tokenizer
 
 
-class Attached:
+class Attached(ReadsText):
     """The points of one model, until `remove()` or the end of a `with`; see `attach`.
+
+    It also turns texts into tokens and back, for the model has no names for that.
 
     Attributes:
         model: the model.
@@ -53,7 +57,9 @@ class Attached:
             for name in TOP:
                 if hasattr(model, name):
                     getattr(model, name).train(model.training)
-            vars(model)["language_parts"] = AttachedLanguage(model, probe, chain)
+            language = AttachedLanguage(model, probe, chain)
+            vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
+            self._forward.prepare = language.prepare_inputs
             for points in model.modules():
                 if isinstance(points, AttentionPoints):
                     points.is_lent = points.module in probe.sharing
@@ -71,6 +77,23 @@ class Attached:
         """Takes everything out of the model again. A second call does nothing."""
         self._restore_configs()
         detach(self.model)
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self._language._tokenizer
+
+    @_tokenizer.setter
+    def _tokenizer(self, tokenizer: Any) -> None:
+        self._language._tokenizer = tokenizer
+
+    @property
+    def _language(self) -> AttachedLanguage:
+        if (language := vars(self.model).get("language_parts")) is None:
+            raise ValueError("the model must be attached to read texts; its points were removed")
+        return language
+
+    def _text_device(self) -> torch.device | None:
+        return self._language._text_device()
 
     def __enter__(self) -> "Attached":
         return self
@@ -144,7 +167,7 @@ class Attached:
         return next(tensors_in(output)), cache
 
 
-def attach(model: nn.Module) -> Attached:
+def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
     """Puts hook points into a model of `transformers`, under the names of `models.Transformer`.
 
     `HookedRunner(model)` and the analyses of `interp` then work as on a plain transformer. Weights, state
@@ -154,10 +177,11 @@ def attach(model: nn.Module) -> Attached:
 
     Args:
         model: a model that reads `input_ids`; its blocks are in a `ModuleList`.
+        tokenizer: its tokenizer, such as one of `transformers`. With it the model also reads strings.
 
     Raises:
         ImportError: if `transformers` is not installed, or older than 5.6.
-        TypeError: if the model has no config of `transformers`.
+        TypeError: if the model has no config of `transformers`, or the tokenizer is none.
         ValueError: if the model is attached already, has other modules under our names, or no blocks, reads
             two sequences, or gives NaN.
     """
@@ -179,8 +203,11 @@ def attach(model: nn.Module) -> Attached:
         raise ValueError("no part of the model must be attached already: detach(model) first")
     if taken := [name for name in TOP if hasattr(model, name)]:
         raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
+    reader = as_tokenizer(tokenizer)
     register({kernel_name(config) for config in configs_of(model).values()})
-    return Attached(model)
+    attached = Attached(model)
+    attached.tokenizer = reader
+    return attached
 
 
 def _runs(model: Any) -> Any:
@@ -217,7 +244,8 @@ def detach(model: nn.Module) -> None:
     for name in TOP:
         if isinstance(getattr(model, name, None), HookPoint | HookPoints | Blocks):
             delattr(model, name)
-    vars(model).pop("language_parts", None)
+    for name in ("language_parts", "prepare_inputs"):
+        vars(model).pop(name, None)
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Wire))
         vars(module).pop("hook_points", None)

@@ -17,6 +17,7 @@ from models.attached.context import AttachedContext, context_of
 from models.attached.probe import Call, Probe
 from models.attached.sums import factors_of, is_close, is_same
 from models.checkpoints.huggingface import FAMILIES, from_hf_shared
+from models.text.texts import ReadsText, is_tokens, read
 from models.transformer import Transformer
 from models.weights import BlockWeights
 
@@ -42,8 +43,8 @@ class Sizes:
     d_model: int
 
 
-class AttachedLanguage:
-    """The steps and sizes of an attached model.
+class AttachedLanguage(ReadsText):
+    """The steps and sizes of an attached model, and its reading of texts.
 
     `unembed` is there if the modules after the blocks, the final norm first, give the logits in sequence, up to
     a factor and a soft cap. Weights by our names are there if `models.from_hf` knows the family; they are read
@@ -79,6 +80,21 @@ class AttachedLanguage:
         if not (self._takes_positions and bool(late.any())):
             return {}
         return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of `forward` with tokens, mask and positions in place of texts."""
+        texts = args[0] if args else kwargs.get("input_ids")
+        if texts is None or is_tokens(texts):
+            return args, kwargs
+        beside = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        tokens, mask = read(self, texts, *beside)
+        if mask is not None:
+            kwargs = {**kwargs, "attention_mask": mask, **self.positions_of(mask)}
+        return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "input_ids": tokens})
+
+    def _text_device(self) -> torch.device | None:
+        device = next(self._model.parameters()).device
+        return None if device.type == "meta" else device  # weights may be kept elsewhere
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
         """What the blocks read besides the residual stream: the arguments of the model."""

@@ -1,6 +1,7 @@
 """Forward hooks that pass values of an attached model through its points."""
 
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -166,6 +167,7 @@ class Forward:
         replaced: the forward that somebody else had put on the model, if any.
         embedded: the hook of `embed`, for a run that is given embeddings instead of tokens.
         places: the modules that points listen to, each with its parent and its name there.
+        prepare: makes tokens of texts among the arguments.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -176,6 +178,7 @@ class Forward:
         self._mask = names.index("attention_mask")
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
         self.embedded: Output | None = None
+        self.prepare: Callable[..., tuple[Any, Any]] | None = None
         self._left: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,6 +195,8 @@ class Forward:
                 )
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
+        if self.prepare is not None:
+            args, kwargs = self.prepare(*args, **kwargs)
         embeddings = kwargs.get("inputs_embeds")
         if self.embedded is not None and embeddings is not None:
             new = self.embedded(self.embedded.point, (), embeddings)

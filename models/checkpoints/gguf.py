@@ -13,7 +13,7 @@ from models.checkpoints.assemble import Reader, Source, assemble, concatenated, 
 from models.checkpoints.gguf_file import GGUFFile, read_tokenizer
 from models.config import RotaryScaling, TransformerConfig
 from models.files import one_error
-from models.tokenizer import Tokenizer
+from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "mlp": "gated", "activation": "silu"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.files import library, without
-from models.tokenizer import SubwordTokenizer, byte_level
+from models.text.tokenizer import SubwordTokenizer, byte_level
 
 try:
     from gguf import GGUFReader, GGUFValueType
@@ -141,7 +141,7 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
         template = library("tokenizers").processors.TemplateProcessing
         tokenizer.post_processor = template(single=[start[0], "$A"], special_tokens=[start])
     ends = (given[key] for key in ("eos_token_id", "eot_token_id") if key in given)
-    return SubwordTokenizer(tokenizer, tuple(ends))
+    return SubwordTokenizer(tokenizer, tuple(ends), given.get("bos_token_id"))
 
 
 def _byte_pairs(given: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,8 +14,8 @@ from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.files import library, read_object, without
 from models.registry import SIZES, available
-from models.tokenizer import Tokenizer
-from models.tokenizer_files import tokenizer_from
+from models.text.files import tokenizer_from
+from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
 # Names and files of the hub. Names are "gpt2" or "org/name".
@@ -42,7 +43,7 @@ def load(
     verify: bool = False,
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Loads a model in evaluation mode, with the unprocessed weights of the file.
+    """Loads a model in evaluation mode, with the unprocessed weights of the file. Its `tokenizer` is that of the files.
 
     It looks in this order for: a model that ships with the package; a directory of `save` or of
     Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a model on
@@ -86,7 +87,15 @@ def load(
         model = (load_own if ours else load_huggingface)(path, described, dtype, device)
     if verify:
         verification.verify(model)
+    model._tokenizer = partial(_tokenizer_at, path.absolute())
     return model
+
+
+def _tokenizer_at(path: Path) -> Tokenizer | None:
+    try:
+        return load_tokenizer(path)
+    except FileNotFoundError:
+        return None
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:

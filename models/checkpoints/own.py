@@ -18,7 +18,7 @@ from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import RotaryScaling, TransformerConfig
 from models.files import one_error
-from models.tokenizer import CharTokenizer
+from models.text.tokenizer import CharTokenizer
 from models.transformer import Transformer
 
 BUNDLED = Path(__file__).parent.parent / "bundled"

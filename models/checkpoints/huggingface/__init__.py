@@ -97,6 +97,7 @@ def from_hf(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     ignore: Collection[str] = (),
+    tokenizer: Any = None,
 ) -> Transformer:
     """Copies a `transformers` model in memory to a `Transformer` in evaluation mode.
 
@@ -105,14 +106,17 @@ def from_hf(
         dtype: of all parameters; None for the model's own.
         device: where the parameters go; None for the device of the model's first parameter.
         ignore: see `load`.
+        tokenizer: the model's, such as one of transformers.
 
     Raises:
-        TypeError: if the model has no config of transformers.
+        TypeError: if the model has no config of transformers, or the tokenizer is none.
         ValueError: if a part has a forward of its own, or a hook.
         UnknownNameError: if a key to ignore is not in its config.
         ValueError: if its config cannot be expressed, or its weights do not match the config.
     """
-    return _from_memory(model, False, dtype, device, ignore)
+    copied = _from_memory(model, False, dtype, device, ignore)
+    copied.tokenizer = tokenizer
+    return copied
 
 
 def from_hf_shared(model: nn.Module) -> Transformer:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import library, one_error, read_json, read_object
-from models.tokenizer import CharTokenizer, SubwordTokenizer, Tokenizer, byte_level
+from models.text.tokenizer import CharTokenizer, SubwordTokenizer, Tokenizer, byte_level
 
 # File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
@@ -60,7 +60,7 @@ def _from_json(path: Path) -> SubwordTokenizer:
     kind = library("tokenizers").Tokenizer
     with one_error(path):
         tokenizer = kind.from_file(str(path))
-    return SubwordTokenizer(tokenizer, _ends(path, tokenizer))
+    return _finished(path, tokenizer)
 
 
 def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
@@ -90,7 +90,7 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
         if given != expected:
             where = f"{vocabulary.parent}: the number of the added token {piece!r}"
             raise ValueError(f"{where} must be {expected}; got {given}")
-    return SubwordTokenizer(tokenizer, _ends(vocabulary, tokenizer, "<|endoftext|>"))
+    return _finished(vocabulary, tokenizer, "<|endoftext|>")
 
 
 def _added(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
@@ -128,14 +128,15 @@ def _token(described: Any) -> Any:
     return library("tokenizers").AddedToken(values["content"], **flags)
 
 
-def _ends(file: Path, tokenizer: Any, piece: str | None = None) -> tuple[int, ...]:
-    """The token that ends a text according to the files beside `file`; by default that of `piece`."""
+def _finished(file: Path, tokenizer: Any, default: str | None = None) -> SubwordTokenizer:
+    """The tokenizer, with the tokens that begin and end a text by the files beside `file`, or the default."""
+    pieces: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token"), default)
     for name in (_CONFIG, _SPECIAL_TOKENS):
         with _beside(file, name) as described:
-            if described.get("eos_token") is not None:
-                piece = _token(described["eos_token"]).content
-    number = None if piece is None else tokenizer.token_to_id(piece)
-    return () if number is None else (number,)
+            named = {key: described[key] for key in pieces if described.get(key) is not None}
+            pieces |= {key: _token(token).content for key, token in named.items()}
+    begin, end = (None if p is None else tokenizer.token_to_id(p) for p in pieces.values())
+    return SubwordTokenizer(tokenizer, () if end is None else (end,), begin)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from models.files import library
 
@@ -34,6 +34,24 @@ class Tokenizer(Protocol):
 
     def tokens_as_text(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token, for display."""
+
+
+def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
+    """A tokenizer of ours, of the user's own, or of `transformers`; None stays None.
+
+    Raises:
+        TypeError: if it is something else, or one of `transformers` that is not of the library `tokenizers`.
+    """
+    if tokenizer is None or isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        raise TypeError(
+            "a tokenizer must have encode, decode, tokens_as_text, bos_token_ids and eos_token_ids, or be a "
+            f"fast one of transformers; got a {type(tokenizer).__name__}"
+        )
+    copied = library("tokenizers").Tokenizer.from_str(backend.to_str())
+    end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
+    return SubwordTokenizer(copied, () if end is None else (end,), begin)
 
 
 class CharTokenizer:
@@ -101,21 +119,28 @@ class SubwordTokenizer:
     Args:
         tokenizer: the library's tokenizer; its truncation and padding are switched off.
         eos_token_ids: the tokens that end a text, which the library does not know.
+        bos_token_id: the token that may begin a text, even if the template does not put it there.
 
     Attributes:
         vocab_size: the least that a model of its tokens has: the largest token plus 1.
+        closing_token_ids: the tokens that the template puts after a text.
     """
 
     def __init__(
-        self, tokenizer: "tokenizers.Tokenizer", eos_token_ids: tuple[int, ...] = ()
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        eos_token_ids: tuple[int, ...] = (),
+        bos_token_id: int | None = None,
     ) -> None:
         library_ = library("tokenizers")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         example = tokenizer.encode("a", add_special_tokens=True)
-        first = [*example.special_tokens_mask, 0].index(0)
+        special = example.special_tokens_mask
+        first, after = [*special, 0].index(0), [*reversed(special), 0].index(0)
         self.bos_token_ids: tuple[int, ...] = tuple(example.ids[:first])
-        self.eos_token_ids = eos_token_ids
+        self.closing_token_ids: tuple[int, ...] = tuple(example.ids[len(special) - after :])
+        self.eos_token_ids, self.bos_token_id = eos_token_ids, bos_token_id
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().keys()
         self._byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)
@@ -129,6 +154,9 @@ class SubwordTokenizer:
         # vocabulary, it raises.
         if isinstance(tokenizer.model, library_.models.BPE) and not tokenizer.model.unk_token:
             tokenizer.model.unk_token = _NO_TOKEN
+
+    def __deepcopy__(self, memo: Any) -> "SubwordTokenizer":
+        return self  # it does not change, and a vocabulary is large
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`.

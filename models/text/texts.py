@@ -1,0 +1,274 @@
+"""Texts in, texts out: what a model that has a tokenizer reads, and how its tokens are shown."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from models.text.tokenizer import Tokenizer, as_tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """The tokens of a batch of texts. It unpacks: `tokens, attention_mask = model.to_tokens(texts)`.
+
+    Every function that takes tokens also takes it, with its mask, as one argument.
+
+    Attributes:
+        tokens: [batch, pos].
+        attention_mask: True at real tokens, False at padding; None if there is none.
+        texts: the strings that were read; None if there were none.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None
+    texts: tuple[str, ...] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.tokens, self.attention_mask))
+
+
+Texts = (
+    str
+    | Sequence[str]
+    | Sequence[int]
+    | Sequence[Sequence[int]]
+    | Sequence[Tensor]
+    | Int[Tensor, " pos"]
+    | Int[Tensor, "batch pos"]
+    | TokenBatch
+)
+"""Texts in every form: a string, a list of tokens, or a tensor [pos] is one text; a list of these, a tensor
+[batch, pos], or what `to_tokens` gave is a batch."""
+
+
+def is_tokens(texts: object) -> bool:
+    """Whether texts are a tensor [batch, pos] already."""
+    return isinstance(texts, Tensor) and texts.ndim == 2
+
+
+class ReadsText:
+    """A model's own reading of texts, by its tokenizer.
+
+    Where the tokenizer's files say that a text begins with a token, such as `<s>`, or ends with one, such as
+    BERT's `[SEP]`, strings get it too; a list of tokens is read as it is.
+    """
+
+    # The tokenizer, or a function that loads it.
+    _tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None if the model has none. It may be set, also to a tokenizer of `transformers`.
+
+        A loaded model reads its files when the tokenizer is first asked for.
+
+        Raises:
+            ImportError: if a library that the tokenizer needs is not installed.
+            ValueError: if its files are damaged or of an unknown kind.
+        """
+        if callable(self._tokenizer):
+            self._tokenizer = self._tokenizer()
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = as_tokenizer(tokenizer)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            ValueError: if there is none; it says how to give one.
+        """
+        if (tokenizer := self.tokenizer) is None:
+            raise ValueError(
+                "the model must have a tokenizer to read or write text; it has none: set "
+                "model.tokenizer (load_tokenizer(path) or one of transformers), or give tokens"
+            )
+        return tokenizer
+
+    def _text_device(self) -> torch.device | None:
+        """Where tokens go; None for the CPU."""
+        return None
+
+    def to_tokens(
+        self, texts: Texts, *, bos: bool | None = None, side: Literal["left", "right"] = "right"
+    ) -> TokenBatch:
+        """Tokens and mask of texts of any lengths. A tensor [batch, pos] is returned as it is.
+
+        Args:
+            texts: see `Texts`.
+            bos: whether strings begin with the token for the beginning of a text; None as the tokenizer's own
+                configuration says, with the token at the end too where it has one. False adds neither.
+            side: where shorter texts are padded, with token 0.
+
+        Raises:
+            ValueError: if there is no tokenizer for strings, a text has no tokens, or they are something else.
+
+        >>> from models import load
+        >>> tokens, mask = load("pydoc-4l").to_tokens(["a list", "a"])
+        >>> tokens.shape, mask.sum(1).tolist()
+        (torch.Size([2, 6]), [6, 1])
+        """
+        if isinstance(texts, TokenBatch):
+            return texts
+        if isinstance(texts, Tensor) and texts.ndim == 2:
+            return TokenBatch(texts)
+        if side not in ("left", "right"):
+            raise ValueError(f"side must be 'left' or 'right'; got {side!r}")
+        several = [texts] if _is_one(texts) else [*texts]
+        rows = [
+            self.encoded(text, bos) if isinstance(text, str) else _integers(text)
+            for text in several
+        ]
+        empty = [n for n, row in enumerate(rows) if not row]
+        if empty or not rows:
+            raise ValueError(
+                f"each text must have at least one token; got {len(rows)} texts, empty: {empty}"
+            )
+        pads = [max(map(len, rows)) - len(row) for row in rows]
+        padded = [
+            [0] * pad + row if side == "left" else row + [0] * pad
+            for row, pad in zip(rows, pads, strict=True)
+        ]
+        tokens, mask = torch.tensor(padded, device=self._text_device()), None
+        if any(pads):
+            columns = torch.arange(tokens.shape[1], device=tokens.device)
+            lengths = torch.tensor([[len(row)] for row in rows], device=tokens.device)
+            mask = columns >= len(columns) - lengths if side == "left" else columns < lengths
+        strings = tuple(text for text in several if isinstance(text, str))
+        return TokenBatch(tokens, mask, strings if len(strings) == len(several) else None)
+
+    def encoded(self, text: str, bos: bool | None = None, closed: bool = True) -> list[int]:
+        """The tokens of one text; see `to_tokens`. Without `closed` none is added at the end."""
+        tokenizer = self.require_tokenizer()
+        tokens = tokenizer.encode(text)
+        if bos is False:
+            return tokens
+        start = tokenizer.bos_token_ids
+        if bos and not start:
+            if (token := getattr(tokenizer, "bos_token_id", None)) is None:
+                raise ValueError(
+                    "the tokenizer must have a token for the beginning of a text; it has none (bos=True)"
+                )
+            start = (token,)
+        begun = tuple(tokens[: len(start)]) == start
+        closing = getattr(tokenizer, "closing_token_ids", ()) if closed else ()
+        return [*(() if begun else start), *tokens, *closing]
+
+    def to_text(self, tokens: Texts) -> Any:
+        """The text of the tokens of one text or, as a list, of several, without padding.
+
+        Raises:
+            ValueError: if there is no tokenizer, or it does not know a token.
+
+        >>> from models import load
+        >>> model = load("pydoc-4l")
+        >>> model.to_text(model.to_tokens(["a list", "a"]))
+        ['a list', 'a']
+        """
+        batch = self.to_tokens(tokens)
+        rows = batch.tokens.tolist()
+        if batch.attention_mask is not None:
+            kept = batch.attention_mask.tolist()
+            rows = [
+                [t for t, k in zip(*pair, strict=True) if k]
+                for pair in zip(rows, kept, strict=True)
+            ]
+        written = [self.require_tokenizer().decode(row) for row in rows]
+        return written[0] if _is_one(tokens) else written
+
+    def to_pieces(self, tokens: Any) -> Any:
+        """The text of each token, for display: a string, or lists of them in the shape of the tokens.
+
+        Args:
+            tokens: an integer, or integers of any shape in tensors or lists; or a string, to see its tokens.
+
+        Raises:
+            ValueError: if there is no tokenizer.
+
+        >>> from models import load
+        >>> load("pydoc-4l").to_pieces(torch.tensor([[64], [65]]))
+        [['a'], ['b']]
+        """
+        if isinstance(tokens, str):
+            tokens = self.require_tokenizer().encode(tokens)
+        elif isinstance(tokens, TokenBatch):
+            tokens = tokens.tokens
+        if isinstance(tokens, Tensor):
+            tokens = tokens.tolist()
+        if isinstance(tokens, Sequence):
+            return [self.to_pieces(part) for part in tokens]
+        try:
+            return self.require_tokenizer().tokens_as_text([tokens])[0]
+        except ValueError:
+            if self.tokenizer is None:
+                raise
+            return f"<token {tokens}>"  # vocabularies of models are often rounded up
+
+    def to_id(self, text: str) -> int:
+        """The one token of a text, such as `" cat"`.
+
+        Raises:
+            ValueError: if there is no tokenizer, or the text is several tokens; it lists them.
+
+        >>> from models import load
+        >>> load("pydoc-4l").to_id("a")
+        64
+        """
+        tokens = self.require_tokenizer().encode(text)
+        if len(tokens) != 1:
+            raise ValueError(
+                f"a text must be one token; got {text!r}, which is {len(tokens)}: {self.to_pieces(tokens)}"
+            )
+        return tokens[0]
+
+
+def read(
+    model: ReadsText, texts: Any, attention_mask: Tensor | None, kv_cache: object | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens and mask of what a model was called with; tensors as they are.
+
+    Raises:
+        ValueError: as for `to_tokens`, or if texts come beside a mask or a cache.
+    """
+    if isinstance(texts, Tensor) and texts.ndim != 1:
+        return texts, attention_mask
+    if attention_mask is not None or kv_cache is not None:
+        raise ValueError(
+            "tokens must be [batch, pos] beside attention_mask= or a cache; got "
+            + (f"{list(texts.shape)}" if isinstance(texts, Tensor) else f"a {type(texts).__name__}")
+        )
+    batch = model.to_tokens(texts)
+    return batch.tokens, batch.attention_mask
+
+
+def _is_one(texts: Any) -> bool:
+    """Whether texts are one text, not a batch."""
+    if isinstance(texts, str | Tensor):
+        return isinstance(texts, str) or texts.ndim == 1
+    if isinstance(texts, TokenBatch):
+        return False
+    return bool(len(texts)) and all(_is_integer(token) for token in texts)
+
+
+def _is_integer(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _integers(tokens: Any) -> list[int]:
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # NumPy's arrays too
+    if not isinstance(listed, Sequence) or not all(map(_is_integer, listed)):
+        raise ValueError(f"a text must be a string or a list of integers; got {tokens!r:.80}")
+    return [*map(index, listed)]
