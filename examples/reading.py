@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     repeated = repeated_tokens(model.config.vocab_size, period=40, batch=16)
     _, cache = run_with_cache(model, repeated, names="*.pattern")
     for kind, what in KINDS.items():
-        scores = head_scores(model, cache, repeated, kind)
+        scores = head_scores(model, cache, kind)
         print(f"{kind}, in {scores.unit}: {what}\n{scores.top(3)}")
         figures[f"heads_{kind}"] = scores, f"{kind}: {what}"
 

@@ -11,10 +11,10 @@ from hooks.pieces import real_columns
 from hooks.transfer import to_device
 from interp.positions import Selection
 
-Tokens = int | Sequence[int] | Int[Tensor, "..."]
-"""One token or position for all examples, or one for each."""
+Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
+"""One token or position for all examples, or one for each. A token may be a text, where a model reads it."""
 
-SeveralTokens = Tokens | Sequence[Sequence[int]]
+SeveralTokens = Tokens | Sequence[Sequence[int]] | Sequence[Sequence[str]]
 """As `Tokens`, or several for each example."""
 
 Mask = Shaped[Tensor, "batch pos"]
@@ -187,7 +187,9 @@ def divergence(
 
 
 def short(value: object) -> str:
-    """A number, list or tensor, cut after three entries."""
+    """A number, text, list or tensor, cut after three entries."""
+    if isinstance(value, str):
+        return repr(value)
     listed = value.tolist() if isinstance(value, Tensor) else value
     if not isinstance(listed, Sequence) or len(listed) <= 3:
         return str(listed)

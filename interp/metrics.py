@@ -1,11 +1,11 @@
 """Metrics: functions from logits [batch, pos, vocab] to one number for each example [batch]."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
 
 from hooks.transfer import to_device
 from interp.columns import (
@@ -21,6 +21,7 @@ from interp.columns import (
     short,
     tokens_of,
 )
+from interp.texts import Texts, is_worded, text_for, token_ids
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A user's own function is a metric as it is. An attribute `last` says how many of the last real
@@ -39,11 +40,48 @@ class _Metric:
     unmasked: bool = False  # whether it takes all columns of its texts as real
     at: Position | None = None
 
-    def __call__(self, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
-        return self.function(logits)
+    def __call__(
+        self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
+    ) -> Float[Tensor, " batch"]:
+        """The metric of each example. Whole logits of padded texts need their mask."""
+        return self.function(
+            logits if attention_mask is None else last_real(logits, self.last, attention_mask)
+        )
 
     def __repr__(self) -> str:
         return self.call
+
+
+@dataclass(frozen=True, eq=False)
+class _Worded:
+    """A metric of tokens that are given as text, until the tokenizer of a model reads them."""
+
+    call: str
+    last: int
+    unit: str
+    read: Callable[[nn.Module], Metric]
+
+    def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        raise ValueError(
+            f"{self.call} has tokens as text, which analyses read by the model's tokenizer; beside logits give "
+            "tokens, such as model.to_id(' Mary')"
+        )
+
+    def __repr__(self) -> str:
+        return self.call
+
+
+def metric_for(model: nn.Module, metric: Metric) -> Metric:
+    """The metric with tokens in place of text.
+
+    Raises:
+        ValueError: if a text is several tokens; it lists them.
+    """
+    if not isinstance(metric, _Worded):
+        return metric
+    made = metric.read(model)
+    assert isinstance(made, _Metric)
+    return replace(made, call=metric.call)
 
 
 def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:
@@ -53,7 +91,8 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
 
     Args:
         right, wrong: one token, or one for each example. Of several tokens for each example, [batch, n],
-            the mean of their logits counts.
+            the mean of their logits counts. A token may be a text, such as `" Mary"`, which analyses read by the
+            model's tokenizer.
         pos: one position, or one for each example (for `edits`, a list means all of its columns). -1 is an
             example's last real token. Positions from 0 count columns; one that is padding is an error.
 
@@ -65,14 +104,20 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
     >>> logit_diff(right=2, wrong=0)(logits)
     tensor([3., 0.])
     """
-    first, second, at = tokens_of(right, 2), tokens_of(wrong, 2), Position(pos)
+    at, call = Position(pos), f"logit_diff({short(right)}, {short(wrong)}, pos={short(pos)})"
+    if is_worded([right, wrong]):
+
+        def read(model: nn.Module) -> Metric:
+            return logit_diff(token_ids(model, right), token_ids(model, wrong), pos)
+
+        return _Worded(call, at.last, "logits", read)
+    first, second = tokens_of(right, 2), tokens_of(wrong, 2)
 
     def metric(logits: Tensor) -> Tensor:
         found = at(logits)
         both = (found.gather(1, fitting(tokens, found)).mean(1) for tokens in (first, second))
         return next(both) - next(both)
 
-    call = f"logit_diff({short(right)}, {short(wrong)}, pos={short(pos)})"
     return _Metric(call, at.last, "logits", metric, at=at)
 
 
@@ -127,13 +172,11 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     return _of_token("rank", "ranks", token, pos, score)
 
 
-def cross_entropy(
-    tokens: Int[Tensor, "batch pos"], *, attention_mask: Mask | None = None
-) -> Metric:
+def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metric:
     """A metric: the mean negative log-probability of each example's next tokens, in nats.
 
     Args:
-        tokens: the texts that the model reads.
+        tokens: the texts that the model reads, [batch, pos] or, for analyses, in any form.
         attention_mask: True or 1 at real tokens. Only predictions of a real token from a real one count.
             Padded texts need it here too, beside the analysis.
 
@@ -144,6 +187,13 @@ def cross_entropy(
     >>> cross_entropy(torch.tensor([[3, 0, 4]]))(torch.zeros(1, 3, 5)).exp()
     tensor([5.])
     """
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+
+        def read(model: nn.Module) -> Metric:
+            text = text_for(model, tokens, attention_mask)
+            return cross_entropy(text.tokens, attention_mask=text.mask)
+
+        return _Worded("cross_entropy(texts)", 0, "nats", read)
     real = real_of(attention_mask, tokens.shape).to(tokens.device)
     counted = real[:, 1:] & real[:, :-1]
     if not counted.any(1).all():
@@ -287,7 +337,14 @@ def _of_token(
     name: str, unit: str, token: Tokens, pos: Tokens, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Metric:
     """A metric that scores one token [batch, 1] by the logits [batch, vocab] at one position."""
-    tokens, at = tokens_of(token), Position(pos)
+    at, call = Position(pos), f"{name}({short(token)}, pos={short(pos)})"
+    if is_worded(token):
+
+        def read(model: nn.Module) -> Metric:
+            return _of_token(name, unit, token_ids(model, token), pos, score)
+
+        return _Worded(call, at.last, unit, read)
+    tokens = tokens_of(token)
 
     def metric(logits: Tensor) -> Tensor:
         found = at(logits)
@@ -295,4 +352,4 @@ def _of_token(
         # A comparison with NaN is false in silence.
         return values.where(~found.isnan().any(-1), torch.nan)
 
-    return _Metric(f"{name}({short(token)}, pos={short(pos)})", at.last, unit, metric, at=at)
+    return _Metric(call, at.last, unit, metric, at=at)

@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from hooks.pieces import real_columns
 from interp.columns import check_tokens, last_real, real_of
-from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff
+from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff, metric_for
 from interp.positions import Index, Selection
 from interp.protocol import logits_of, runner_of
-from interp.texts import Text, each_row
+from interp.texts import Text, Texts, each_row, each_text
+from interp.wording import tokens_of_pairs
 
 Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
+
+Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | str | Sequence[Any]
+"""The right token of each text, or the right and the wrong one, as numbers or as text."""
 
 Direction = Literal["denoising", "noising"]
 """Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
@@ -32,13 +36,19 @@ class Pairs:
     the two have the same shape and padding. With spans, only the positions of a span correspond, and
     lengths may differ.
 
+    Texts may be strings: `Pairs("Anne lost to", "Mark lost to", ("Mary", "John"))`. Then the analyses read them by
+    the model's tokenizer, or `read_by(model)` does.
+
     Args:
-        clean: the tokens.
-        corrupted: other tokens. None where no analysis needs them, because values come from an edit or a source.
-        answers: the right token of each clean text, or the right and the wrong one.
+        clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes.
+        corrupted: other texts. None where no analysis needs them, because values come from an edit or a source.
+        answers: the right token of each clean text, or the right and the wrong one. Of strings: a token, or a tuple
+            (right, wrong), for all texts, or a list of these. An answer that is a word of the text is that word
+            with a space before it, where that is one token.
         attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
         spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
-            token.
+            token. Of strings: a part of the text, or a tuple (of the clean one, of the corrupted one), or a list of
+            these; all tokens that it touches.
         metric: a function from logits to a number per example. By default the logit difference of right and
             wrong answers, or the log-probability of the right ones.
         corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
@@ -54,7 +64,7 @@ class Pairs:
         solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
 
     Raises:
-        ValueError: if texts are no tensors [batch, pos], or texts, answers, masks or spans do not fit each other.
+        ValueError: if texts, answers, masks or spans do not fit each other; of strings when a model reads them.
         TypeError: if the metric is no function.
 
     >>> clean, corrupted = torch.tensor([[3, 1, 4], [2, 1, 5]]), torch.tensor([[3, 6, 4], [2, 6, 5]])
@@ -65,14 +75,22 @@ class Pairs:
     logit_diff([7, 9], [8, 8], pos=-1)
     """
 
+    clean: Int[Tensor, "batch pos"]
+    corrupted: Int[Tensor, "batch other"] | None
+    answers: Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | None
+    attention_mask: Tensor | None
+    corrupted_mask: Tensor | None
+    corrupted_spans: dict[str, Tensor]
+    solved_of: int | None
+
     def __init__(
         self,
-        clean: Int[Tensor, "batch pos"],
-        corrupted: Int[Tensor, "batch other"] | None = None,
-        answers: Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | None = None,
+        clean: Texts,
+        corrupted: Texts | None = None,
+        answers: Answers | None = None,
         *,
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
-        spans: Spans | None = None,
+        spans: Mapping[str, Any] | None = None,
         metric: Metric | None = None,
         corrupted_mask: Shaped[Tensor, "batch other"] | None = None,
         corrupted_spans: Spans | None = None,
@@ -80,11 +98,33 @@ class Pairs:
         corrupted_arguments: Mapping[str, Any] | None = None,
         last_only: bool = False,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "metric")}
+        if metric is not None:
+            last_of(metric)  # refuses what is no function
+        self._metric, self.solved_of = metric, None
+        is_read = isinstance(clean, Tensor) and clean.ndim == 2
+        is_read &= all(isinstance(value, Tensor | None) for value in (corrupted, answers))
+        self._unread = None if is_read else given
+        if self._unread is None:
+            self._hold(**given)
+
+    def _hold(
+        self,
+        clean: Tensor,
+        corrupted: Tensor | None,
+        answers: Tensor | None,
+        attention_mask: Tensor | None,
+        spans: Spans | None,
+        corrupted_mask: Tensor | None,
+        corrupted_spans: Spans | None,
+        arguments: Mapping[str, Any] | None,
+        corrupted_arguments: Mapping[str, Any] | None,
+        last_only: bool,
+    ) -> None:
+        """Keeps texts, after checks that they fit each other."""
         for what, tokens in (("clean", clean), ("corrupted", corrupted)):
             if tokens is not None:
                 check_tokens(tokens, what)
-        if metric is not None:
-            last_of(metric)  # refuses what is no function
         if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
             counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
             raise ValueError(
@@ -102,8 +142,8 @@ class Pairs:
         real = real_of(attention_mask, clean.shape)
         self.clean, self.corrupted, self.answers = clean, corrupted, answers
         self.attention_mask = None if attention_mask is None else real
-        self.corrupted_mask: Tensor | None = None
-        self.corrupted_spans: dict[str, Tensor] = {}
+        self.corrupted_mask = None
+        self.corrupted_spans = {}
         self.arguments = dict(arguments or {})
         self.corrupted_arguments = dict(
             self.arguments if corrupted_arguments is None else corrupted_arguments
@@ -116,8 +156,6 @@ class Pairs:
                 raise ValueError(
                     f"{what} must not hold attention_mask, which is an argument itself"
                 )
-        self.solved_of: int | None = None
-        self._metric = metric
         own = _positions(spans or {}, real, "clean", last_only)
         self.spans = {name: _padded(rows, clean) for name, rows in own.items()}
         if corrupted is not None:
@@ -132,6 +170,32 @@ class Pairs:
             others = _positions(others or {}, other, "corrupted", last_only)
             _check_counts(own, others)
             self.corrupted_spans = {name: _padded(rows, clean) for name, rows in others.items()}
+
+    def read_by(self, model: nn.Module) -> "Pairs":
+        """These pairs as tokens of a model, which analyses ask for; the pairs themselves if they are that already.
+
+        Raises:
+            ValueError: if an answer or a token of the metric is several tokens or may be two, a span is not in
+                its text once, or texts do not correspond.
+            TypeError: if the model reads tensors only.
+        """
+        pairs = self
+        if self._unread is not None:
+            given, masks = self._unread, ("attention_mask", "corrupted_mask", "corrupted_spans")
+            if named := [name for name in masks if given[name] is not None]:
+                raise ValueError(f"{named[0]} needs texts that are tensors [batch, pos]")
+            texts = [given[name] for name in ("clean", "corrupted", "answers", "spans")]
+            pairs = Pairs(**given | tokens_of_pairs(model, *texts), metric=self._metric)
+        if pairs._metric is None or (metric := metric_for(model, pairs._metric)) is pairs._metric:
+            return pairs
+        return pairs.measured_by(metric)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and vars(self).get("_unread"):
+            raise AttributeError(
+                f"pairs of strings must be read by a model first, pairs.read_by(model); got .{name}"
+            )
+        raise AttributeError(f"Pairs have no {name!r}")
 
     @property
     def metric(self) -> Metric:
@@ -189,10 +253,12 @@ class Pairs:
             ValueError: if the model gets none right, or there are neither answers nor a metric.
             ModeError: if the model is in training mode.
         """
+        if (pairs := self.read_by(model)) is not self:
+            return pairs.solved(model, metric)
         right = self.answers
         if metric is None and self._metric is None and right is not None and right.ndim == 1:
             metric = accuracy(right)
-        metric = self.metric if metric is None else metric
+        metric = self.metric if metric is None else metric_for(model, metric)
         runner_of(model)  # refuses dropout
         last = last_of(metric, self.attention_mask)
         logits, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
@@ -241,7 +307,9 @@ class Pairs:
         ]
 
     def __len__(self) -> int:
-        return len(self.clean)
+        if self._unread is None:
+            return len(self.clean)
+        return sum(1 for _ in each_text(self._unread["clean"]))
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Pairs":
         """Some of the pairs: an index, a slice, a list, or a tensor of indices or booleans."""
@@ -273,6 +341,8 @@ class Pairs:
         )
 
     def __repr__(self) -> str:
+        if self._unread is not None:
+            return f"Pairs: {len(self)}, of texts that a model will read"
         count = (
             f"{len(self)}" if self.solved_of is None else f"{len(self)} of {self.solved_of} solved"
         )
@@ -284,17 +354,18 @@ class Pairs:
         return f"Pairs: {', '.join(parts)}"
 
 
-def require_pairs(pairs: Pairs) -> Pairs:
-    """The pairs, after a check that they are not something else.
+def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
+    """The pairs as tokens of a model, after a check that they are not something else.
 
     Raises:
         TypeError: if they are.
+        ValueError: as for `Pairs.read_by`.
     """
     if not isinstance(pairs, Pairs):
         raise TypeError(
             f"texts must be given as Pairs(clean, corrupted, ...); got {type(pairs).__name__}"
         )
-    return pairs
+    return pairs.read_by(model)
 
 
 def _check_answers(answers: Tensor, batch: int) -> None:

@@ -221,7 +221,7 @@ def build_report(
         guesses=_guesses(logit_lens(model, cache, top_k=min(GUESSES, logits.shape[-1])), texts),
         pattern=cache.stack("pattern")[:, 0].float(),
         previous=head_scores(model, cache).mean(),
-        induction=head_scores(model, repetition, repeated, "induction").mean(),
+        induction=head_scores(model, repetition, "induction").mean(),
         period=period,
         target=target,
         base=base,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
 from hooks._torch import without_gradients
@@ -14,10 +14,10 @@ from hooks.errors import unknown_name
 from hooks.names import layers as by_layer
 from interp.edits import Edit
 from interp.metrics import Metric, measure
-from interp.pairs import Direction, Pairs, require_pairs
+from interp.pairs import Direction, Pairs, pairs_for
 from interp.protocol import logits_of
 from interp.results.result import Result
-from interp.texts import Text, are_aligned
+from interp.texts import Text, are_aligned, words_of
 
 SITES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("resid_pre", "resid_mid", "resid_post"), ("layer", "pos")),
@@ -99,7 +99,18 @@ class TwoRuns:
     ) -> Result:
         """Effects with labels for each axis, the metric of the run to be edited, and more facts."""
         axes, unit = (*labels, "example"), getattr(self.metric, "unit", "")
-        return Result(values, axes, base, self.target, labels, unit, {**self.about, **about})
+        words = worded(self.runner.model, labels, self.edited, self.source)
+        facts = {**self.about, **about}
+        return Result(values, axes, base, self.target, labels, unit, facts, words=words)
+
+
+def worded(
+    model: nn.Module, labels: Mapping[str, Sequence[Any]], *texts: Text
+) -> dict[str, list[str]]:
+    """The words at the labels of axes that are columns of texts; none without a tokenizer."""
+    axes = [axis for axis in ("pos", "query", "key") if axis in labels]
+    words = words_of(model, *texts) if axes else None
+    return {axis: [words[column] for column in labels[axis]] for axis in axes if words}
 
 
 @without_gradients
@@ -112,7 +123,8 @@ def two_runs(
         TypeError: if the pairs are something else.
         ValueError: if there is no such direction, no corrupted text or no metric.
     """
-    edited, source = require_pairs(pairs).texts(direction)
+    pairs = pairs_for(runner.model, pairs)
+    edited, source = pairs.texts(direction)
     metric = pairs.metric
     output, cache = runner.run_with_cache(
         source.tokens, names=[*names], **source.arguments(runner.model)

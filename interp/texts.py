@@ -2,20 +2,28 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from hooks.transfer import to_device
 from interp.protocol import of
 
-Tokens = Sequence[int] | Int[Tensor, " pos"]
-"""The tokens of one text."""
 
-Texts = Sequence[Tokens] | Int[Tensor, "batch pos"]
-"""The tokens of several texts, of any lengths."""
+@runtime_checkable
+class Tokenized(Protocol):
+    """Tokens [batch, pos] and their mask, as `model.to_tokens` gives them."""
+
+    tokens: Tensor
+    attention_mask: Tensor | None
+
+
+Texts = str | Iterable[Any] | Int[Tensor, " pos"] | Int[Tensor, "batch pos"] | Tokenized
+"""One text, a string, a list of tokens or a tensor [pos]; or several, a list of these, a tensor [batch, pos], or what
+`model.to_tokens` gives. Strings need a model with a tokenizer."""
 
 
 class Text(NamedTuple):
@@ -90,22 +98,85 @@ def text_of(cache: ActivationCache) -> Text | None:
     return Text(tokens, mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
 
-def padded(texts: Texts, model: nn.Module, numbers: Sequence[int]) -> Text:
+def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = None) -> Text:
+    """The texts of a run, as the model reads them.
+
+    Args:
+        model: the model.
+        texts: see `Texts`.
+        attention_mask: the mask of a tensor [batch, pos].
+
+    Raises:
+        ValueError: as for `model.to_tokens`, or if other texts come beside a mask.
+        TypeError: if the model reads tensors only.
+    """
+    if isinstance(texts, Tensor) and texts.ndim == 2:
+        return Text(texts, attention_mask)
+    if attention_mask is not None:
+        raise ValueError("attention_mask= needs tokens [batch, pos]; other texts have their own")
+    if (to_tokens := getattr(of(model), "to_tokens", None)) is None:
+        raise TypeError(
+            f"texts must be a tensor [batch, pos] for a {type(model).__name__}, which has no to_tokens; "
+            f"got a {type(texts).__name__}"
+        )
+    batch = to_tokens(texts)
+    return Text(batch.tokens, batch.attention_mask)
+
+
+def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
+    """The mask of a cache's run, True at real tokens; None without padding, or if values [batch, pos] have another shape."""
+    text = text_of(cache)
+    fits = text is not None and text.mask is not None and text.mask.shape == tuple(shape)
+    return None if text is None or not fits else text.mask
+
+
+def nan_at_padding(
+    values: Float[Tensor, "*axes batch pos"], mask: Tensor | None
+) -> Float[Tensor, "*axes batch pos"]:
+    """Values with NaN where the mask says padding."""
+    return values if mask is None else values.where(to_device(mask, values.device), torch.nan)
+
+
+def each_text(texts: Texts) -> Iterator[Any]:
+    """Each of some texts, without padding: strings, and lists or tensors of tokens."""
+    if isinstance(texts, Tokenized):
+        mask = texts.attention_mask
+        rows = [*texts.tokens] if mask is None else map(_chosen, texts.tokens, mask.bool())
+        yield from rows
+    elif isinstance(texts, str) or (isinstance(texts, Tensor) and texts.ndim == 1):
+        yield texts
+    else:
+        rest = iter(texts)
+        first = next(rest, None)
+        if isinstance(first, int):
+            yield [first, *rest]
+        elif first is not None:
+            yield from itertools.chain([first], rest)
+
+
+def _chosen(row: Tensor, real: Tensor) -> Tensor:
+    return row[real]
+
+
+def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Text:
     """Texts as one batch, on the model's device, padded on the right. Equal lengths need no mask.
 
     Args:
-        texts: the tokens of each text, at least one.
+        texts: each text, as `each_text` gives it; at least one.
         model: the model that is to read them.
         numbers: the number of each text, for errors.
 
     Raises:
-        ValueError: if a text has no tokens, or is not a list of integers.
+        ValueError: if a text has no tokens, or is not a string or a list of integers.
 
     >>> text = padded([[3, 1, 4], [1, 5]], nn.Linear(2, 3), range(2))
     >>> text.tokens.tolist(), text.mask.int().tolist()
     ([[3, 1, 4], [1, 5, 0]], [[1, 1, 1], [1, 1, 0]])
     """
-    rows = [torch.as_tensor(text) for text in texts]
+    rows = [
+        text_for(model, text).tokens[0] if isinstance(text, str) else torch.as_tensor(text)
+        for text in texts
+    ]
     for number, row in zip(numbers, rows, strict=True):
         if row.ndim != 1 or not row.numel() or row.is_floating_point() or row.dtype == torch.bool:
             raise ValueError(
@@ -119,9 +190,7 @@ def padded(texts: Texts, model: nn.Module, numbers: Sequence[int]) -> Text:
     return Text(tokens.to(device), None if mask.all() else mask.to(device))
 
 
-def batches(
-    texts: Iterable[Tokens] | Texts, model: nn.Module, size: int
-) -> Iterator[tuple[int, Text]]:
+def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Text]]:
     """Batches of at most `size` texts, each with the number of its first text.
 
     Raises:
@@ -129,10 +198,52 @@ def batches(
     """
     if size < 1:
         raise ValueError(f"a batch must have at least 1 text; got {size}")
-    rest, first = iter(texts), 0
+    rest, first = each_text(texts), 0
     while some := list(itertools.islice(rest, size)):
         numbers = range(first, first + len(some))
         yield first, padded(some, model, numbers)
         first = numbers.stop
     if not first:
         raise ValueError("texts must hold at least one text; got none")
+
+
+def is_worded(tokens: Any) -> bool:
+    """Whether tokens are given as text, all or some of them."""
+    if isinstance(tokens, str):
+        return True
+    return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
+
+
+def token_ids(model: nn.Module, tokens: Any) -> Any:
+    """Tokens with a number in place of each text, which must be one token of the model's tokenizer.
+
+    Raises:
+        ValueError: if a text is several tokens; it lists them.
+        TypeError: if the model cannot read text.
+    """
+    if isinstance(tokens, str):
+        return of(model, "to_id").to_id(tokens)
+    return [token_ids(model, part) for part in tokens] if is_worded(tokens) else tokens
+
+
+def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
+    """What gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer."""
+    language = of(model)
+    try:
+        return None if getattr(language, "tokenizer", None) is None else language.to_pieces
+    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
+        return None
+
+
+def words_of(model: nn.Module, *texts: Text) -> list[str] | None:
+    """The text of each column. Where texts differ there are two, as in "Mary|John", or none; None without a tokenizer."""
+    if (written := writer_of(model)) is None:
+        return None
+    columns: list[dict[int, None]] = [{} for _ in range(texts[0].tokens.shape[1])]
+    for text in texts:
+        real = torch.ones_like(text.tokens) if text.mask is None else text.mask
+        for row, kept in zip(text.tokens.tolist(), real.tolist(), strict=True):
+            for seen, token, is_real in zip(columns, row, kept, strict=False):
+                if is_real:
+                    seen[token] = None
+    return ["|".join(written([*seen])) if len(seen) < 3 else "" for seen in columns]

@@ -108,7 +108,7 @@ def test_readings(name):
             _, cache = HookedRunner(model).run_with_cache(tokens)
             lens = logit_lens(model, cache, top_k=VOCAB)
             kinds = ("previous_token", "induction", "entropy")
-            heads = (head_scores(model, cache, tokens, kind).values for kind in kinds)
+            heads = (head_scores(model, cache, kind).values for kind in kinds)
             found.append((lens.target_probabilities, lens.probabilities, *heads))
             assert len(lens.tokens) == 3
     for ours, theirs in zip(found[1], found[0], strict=True):

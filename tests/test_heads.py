@@ -69,7 +69,7 @@ def test_planted_heads_are_found_and_no_other(planted):
     _, cache = run_with_cache(planted, tokens, names="*.pattern")
     for kind, place in PLANTED.items():
         options = {"span": torch.tensor([[1], [1]])} if kind == "span" else {}
-        found = head_scores(planted, cache, tokens, kind, **options)
+        found = head_scores(planted, cache, kind, **options)
         assert found.axes == ("layer", "head", "example")
         assert found.values[place].min() > 0.99
         others = [head for head in PLANTED.values() if head != place]
@@ -102,7 +102,7 @@ def test_padding_does_not_count(planted, kind, left):
     def scored(tokens, mask, mark):
         _, cache = run_with_cache(planted, tokens, attention_mask=mask, names="*.pattern")
         options = {"span": torch.tensor(mark)} if kind == "span" else {}
-        return head_scores(planted, cache, tokens, kind, attention_mask=mask, **options).values
+        return head_scores(planted, cache, kind, **options).values
 
     found = scored(tokens, mask, [[1 + left], [1]])
     alone = [scored(torch.tensor([row]), torch.ones(1, len(row)), [[1]]) for row in rows]
@@ -119,7 +119,7 @@ class Fixed(nn.Module):
         for block in self.blocks:
             block.pattern = HookPoint("batch head query key")
 
-    def forward(self, tokens):
+    def forward(self, tokens, attention_mask=None):
         for block, weights in zip(self.blocks, self.weights, strict=True):
             block.pattern(weights)
         return tokens
@@ -163,8 +163,8 @@ def test_scores_are_means_over_keys_and_queries_one_by_one(kind, dtype, atol):
     span = torch.tensor([[0, 2], [3, 2], [2, 2]])
     queries = torch.tensor([[1, 3, 6], [-2, 4, -1], [4, -1, -1]])
     model = Fixed(pattern)
-    _, cache = run_with_cache(model, tokens, names="*.pattern")
-    options = {"attention_mask": real} | ({"span": span} if kind == "span" else {})
+    _, cache = run_with_cache(model, tokens, attention_mask=real, names="*.pattern")
+    options = {"span": span} if kind == "span" else {}
     own = [[1, 3, 6], [5, 4, 6], [4, 5]]
     mask = torch.tensor([[column in row for column in range(pos)] for row in own])
     for asked, chosen in (
@@ -173,7 +173,7 @@ def test_scores_are_means_over_keys_and_queries_one_by_one(kind, dtype, atol):
         (mask, own),
         ([3, 4], [[3, 4]] * batch),
     ):
-        found = head_scores(model, cache, tokens, kind, queries=asked, **options).values
+        found = head_scores(model, cache, kind, queries=asked, **options).values
         for layer, head, row in torch.cartesian_prod(*map(torch.arange, found.shape)).tolist():
             seen = pattern[layer, row, head].double().tolist()
             own = list(set(span[row].tolist())) if kind == "span" else []
@@ -187,22 +187,23 @@ def test_scores_that_make_no_sense(model, unchecked):
     _, part = run_with_cache(model, tokens, names="*.pattern", positions=slice(2, 5))
     _, lacking = run_with_cache(model, tokens, names="blocks.1.attn.pattern")
     different = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 1, 4, 5, 6]])
+    _, differing = run_with_cache(model, different, names="*.pattern")
+    _, unknown = run_with_cache(model, tokens, run=model, names="*.pattern")
+    left = torch.tensor([[0] + [1] * 5] * 2)
+    _, padded = run_with_cache(model, tokens, attention_mask=left, names="*.pattern")
     wrong = [
-        ((part, tokens), {}, "3 queries and 6 keys"),
-        ((cache.at(batch=0), tokens), {}, "whole texts"),
-        ((cache, tokens[:, :5]), {}, "tokens must have"),
-        ((cache, tokens, "span"), {}, "span"),
-        ((cache, tokens, "induction"), {"span": 3}, "span"),
-        ((cache, None, "induction"), {}, "tokens must be given"),
-        ((cache, different, "induction"), {}, "example 0"),
-        ((cache, tokens), {"queries": 6}, "queries"),
-        ((cache, tokens), {"queries": 0}, "example 0"),
-        ((cache, tokens), {"queries": [0, 1, 1, 0, 0, 1]}, r"\.bool\(\)"),
-        ((cache, tokens), {"queries": [[1], [2], [3]]}, "2 examples.*got 3"),
-        ((cache, tokens), {"attention_mask": torch.ones(2, 5)}, "attention_mask"),
+        ((part,), {}, "3 queries and 6 keys"),
+        ((cache.at(batch=0),), {}, "whole texts"),
+        ((cache, "span"), {}, "span"),
+        ((cache, "induction"), {"span": 3}, "span"),
+        ((unknown, "induction"), {}, "knows its tokens"),
+        ((differing, "induction"), {}, "example 0"),
+        ((cache,), {"queries": 6}, "queries"),
+        ((cache,), {"queries": 0}, "example 0"),
+        ((cache,), {"queries": [0, 1, 1, 0, 0, 1]}, r"\.bool\(\)"),
+        ((cache,), {"queries": [[1], [2], [3]]}, "2 examples.*got 3"),
+        ((padded, "span"), {"span": 0}, "padding"),
     ]
-    padded = torch.tensor([[0] + [1] * 5] * 2)
-    wrong.append(((cache, tokens, "span"), {"span": 0, "attention_mask": padded}, "padding"))
     for given, options, said in wrong:
         with pytest.raises(ValueError, match=said):
             head_scores(model, *given, **options)

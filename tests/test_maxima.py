@@ -35,7 +35,7 @@ def test_the_largest_of_all_places(model, kind, k, batch):
     point, options, number = KINDS[kind]
     found = max_activating(model, iter(TEXTS), point, k=k, batch=batch, **options)
     wanted = by_search(model, point, lambda v: float(number(v)))[:k]
-    assert [place[1:] for place in found] == [place[1:] for place in wanted]
+    assert [place[1:4] for place in found] == [place[1:] for place in wanted]
     torch.testing.assert_close(
         [p.value for p in found], [p[0] for p in wanted], rtol=1e-4, atol=1e-5
     )

@@ -117,7 +117,7 @@ def test_ablation_of_induction_heads_costs_the_bundled_model_most():
 
     ablation = edits.mean(cache)
     found = activation_patching(model, Pairs(tokens, metric=second_copy), "z", edit=ablation)
-    scores = head_scores(model, cache, tokens, "induction").mean().flatten()
+    scores = head_scores(model, cache, "induction").mean().flatten()
     ranked = [divmod(n, 4) for n in scores.argsort(descending=True)[:3].tolist()]
     first = divmod(int(head_scores(model, cache).mean().argmax()), 4)
     top = found.top(16)

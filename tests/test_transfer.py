@@ -256,13 +256,12 @@ def test_scores_of_heads_read_the_tokens_once(device):
     caches = [
         HookedRunner(one).run_with_cache(text, names="*.pattern")[1] for one in (model, there)
     ]
-    moved = text.to(DEVICE)
     found, stops, _ = device.counted(
-        lambda: interp.head_scores(there, caches[1], moved, "induction").values
+        lambda: interp.head_scores(there, caches[1], "induction").values
     )
     assert sum(stops.values()) == 1
     torch.testing.assert_close(
-        found.cpu(), interp.head_scores(model, caches[0], text, "induction").values
+        found.cpu(), interp.head_scores(model, caches[0], "induction").values
     )
 
 

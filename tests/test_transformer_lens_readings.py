@@ -86,7 +86,7 @@ def test_scores_of_heads_agree(models, kind):  # noqa: F811
     ours, theirs = models
     tokens = torch.randint(5, (4, POS))
     _, cache = HookedRunner(ours).run_with_cache(tokens)
-    found = head_scores(ours, cache, tokens, kind).values
+    found = head_scores(ours, cache, kind).values
     theirs.to_tokens = lambda text: text
     for row, text in enumerate(tokens):
         repeated = sum(bool((text[:n] == text[n]).any()) for n in range(POS))

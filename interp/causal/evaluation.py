@@ -15,7 +15,7 @@ from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
 from interp.graph.masked import MaskedRuns, Source
-from interp.pairs import Pairs
+from interp.pairs import Pairs, pairs_for
 from interp.results.result import Result
 
 if TYPE_CHECKING:
@@ -244,6 +244,7 @@ class _Runs:
         source: Source,
         max_bytes: int,
     ) -> None:
+        pairs = pairs_for(model, pairs)
         seen = sum(digest in circuit.found_on for digest in pairs.digests())
         if seen:
             warnings.warn(

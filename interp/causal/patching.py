@@ -11,10 +11,10 @@ from hooks._torch import without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.metrics import Metric
-from interp.pairs import Direction, Pairs, require_pairs
+from interp.pairs import Direction, Pairs, pairs_for
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.sites import Choice, Place, Some, entries, labels_of, named, places_of, two_runs
+from interp.sites import Choice, Place, Some, entries, labels_of, named, places_of, two_runs, worded
 from interp.sweeps.sweep import sweep_text
 from interp.texts import Text
 
@@ -71,13 +71,16 @@ def activation_patching(
             raise ValueError(
                 f"an edit changes the clean run; got direction={direction!r} beside it"
             )
-        text = require_pairs(pairs).text
+        pairs = pairs_for(model, pairs)
+        text = pairs.text
         first = runner.capture(
             text.tokens, names=next(iter(names.values())), **text.arguments(model)
         )
         places = places_of(choice, names, first, text)
         effects = _swept(model, text, edit.at, names, places, pairs.metric, max_bytes)
-        return replace(effects, about={**effects.about, "site": site, "edit": repr(edit)})
+        words = worded(model, effects.labels, text)
+        about = {**effects.about, "site": site, "edit": repr(edit)}
+        return replace(effects, about=about, words=words)
     runs = two_runs(runner, pairs, direction, names.values())
     effects = patched(model, runs.edited, runs.source, runs.cache, runs.metric, choice, max_bytes)
     return replace(effects, target=runs.target, about={**effects.about, **runs.about})
@@ -106,7 +109,8 @@ def patched(
     places = places_of(choice, names, cache, edited, source)
     put = partial(edits.replace, cache)
     effects = _swept(model, edited, put, names, places, metric, max_bytes)
-    return replace(effects, about={**effects.about, "site": choice.site})
+    words = worded(model, effects.labels, edited, source)
+    return replace(effects, about={**effects.about, "site": choice.site}, words=words)
 
 
 def _swept(

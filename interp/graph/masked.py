@@ -17,7 +17,7 @@ from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.metrics import evaluate
-from interp.pairs import Direction, Pairs, require_pairs
+from interp.pairs import Direction, Pairs, pairs_for
 from interp.sweeps.rows import Batch
 from interp.texts import Text, are_aligned
 
@@ -91,7 +91,7 @@ class MaskedRuns:
         self._max_bytes = max_bytes
         self.graph = Graph(model, apart)
         self._runner, self._model = self.graph.runner(), self.graph.model
-        self._pairs = require_pairs(pairs)
+        self._pairs = pairs = pairs_for(model, pairs)
         self._other: Text | None = None
         if pairs.corrupted is None and direction == "noising":
             self.text = pairs.text

@@ -18,7 +18,7 @@ from interp.graph.graph import Graph
 from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.positions import Index, Selection
 from interp.protocol import plain
-from interp.texts import text_of
+from interp.texts import mask_of
 
 # What is read of a run, but for neurons.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
@@ -91,11 +91,7 @@ class Parts:
         if len(axes) != 1:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
         if pos is not None:
-            text = text_of(cache)
-            mask = None if text is None else text.mask
-            # A cache of some positions has others than its mask.
-            if mask is not None and mask.shape != (batch, n_pos):
-                mask = None
+            mask = mask_of(cache, (batch, n_pos))
             real = None if mask is None else real_columns(mask)
             rows = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
             self._columns = torch.tensor(rows).expand(batch, 1)[:, 0]

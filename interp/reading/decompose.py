@@ -1,8 +1,10 @@
 """Decomposition: the residual stream, and the logits, as sums of what each part of a model wrote."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -16,9 +18,10 @@ from interp.linear.norms import is_identity, linear_part
 from interp.positions import Index
 from interp.protocol import of
 from interp.results.result import Result
+from interp.texts import mask_of, nan_at_padding, text_of, token_ids, words_of
 
-Tokens = int | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
-"""One token for all positions, one for each example, or one for each position."""
+Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
+"""One token for all positions, one for each example, or one for each position; as a text too, such as `" Mary"`."""
 
 Direction = (
     Float[Tensor, " d_model"] | Float[Tensor, "batch d_model"] | Float[Tensor, "batch pos d_model"]
@@ -67,7 +70,8 @@ def decompose(
     The names are those of `interp.graph`: `embed`, `pos_embed`, a head `a0.h1`, an MLP with its biases
     `m0`, and `a0.bias`, what attention added beside its heads. Parts that were normed together are
     divided by the norm's scale in the run. They add up to the stream up to rounding, 1e-5 of its largest
-    value in float32. In half precision the stream is rounded after each addition: a few percent.
+    value in float32. In half precision the stream is rounded after each addition: a few percent. At padding
+    they are NaN.
 
     Args:
         model: the model of the run, with the parts that a graph needs. An attached one is copied at each
@@ -93,6 +97,8 @@ def decompose(
     # A matrix product is twice as fast as a sum over the first axis.
     total = values.new_ones(len(names)) @ values.flatten(1)
     parts.check(total.view_as(stream), stream, stream, values)
+    if (mask := mask_of(cache, stream.shape[:2])) is not None:
+        values.masked_fill_(~to_device(mask, values.device)[..., None], torch.nan)
     return Decomposition(names, values)
 
 
@@ -125,8 +131,8 @@ def direct_logit_attribution(
         neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
 
     Returns:
-        A result with the axes `component`, `pos` and `example`; without `pos` where one column was asked. Its
-        `about` has the gap between the sum of the parts and the logit, at the most.
+        A result with the axes `component`, `pos` and `example`; without `pos` where one column was asked. It is NaN
+        at padding. Its `about` has the gap between the sum of the parts and the logit, at the most.
 
     Raises:
         TypeError: as for `Graph`; or if the model has no `W_U`.
@@ -174,7 +180,7 @@ def accumulated(
 
     Returns:
         A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`; without
-        `pos` where one column was asked.
+        `pos` where one column was asked. It is NaN at padding.
 
     Raises:
         TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
@@ -202,6 +208,7 @@ class _Reading:
         direction: Direction | None,
         pos: Index | None,
     ) -> None:
+        self._named, self._cache = model, cache
         self.parts, self._one = Parts(model, cache, pos), pos is not None
         stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
@@ -237,7 +244,7 @@ class _Reading:
                 "logits must not be capped to be a sum of parts; got logit_cap="
                 f"{model.config.logit_cap}: direction=W_U[:, token] reads the logit before the cap"
             )
-        tokens, vocab = tokens_of(given, 2), model.config.vocab_size
+        tokens, vocab = tokens_of(token_ids(self._named, given), 2), model.config.vocab_size
         if int(tokens.max()) >= vocab:
             raise ValueError(f"{name} must be 0 to {vocab - 1}; got {int(tokens.max())}")
         tokens = to_device(tokens.view(len(tokens) if tokens.ndim else 1, -1), model.W_U.device)
@@ -268,7 +275,15 @@ class _Reading:
         values, axes = found.transpose(1, 2), [axis, "pos", "example"]
         if self._one:
             values, axes = values[:, 0], [axis, "example"]
-        unit = "logits" if self.about else ""
+        words = None
+        if not self._one:
+            values = nan_at_padding(found, mask_of(self._cache, found.shape[1:])).transpose(1, 2)
+            words = (text := text_of(self._cache)) and words_of(self._named, text)
         return Result(
-            values, tuple(axes), labels={axis: labels}, unit=unit, about=self.about | about
+            values,
+            tuple(axes),
+            labels={axis: labels},
+            unit="logits" if self.about else "",
+            about=self.about | about,
+            words={"pos": words} if words else {},
         )

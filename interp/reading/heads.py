@@ -8,10 +8,11 @@ from hooks import ActivationCache
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.transfer import stacked
-from interp.columns import Mask, at_least_float32, like, real_of
+from interp.columns import at_least_float32, like, real_of
 from interp.positions import Index, Selection
 from interp.protocol import of
 from interp.results.result import Result
+from interp.texts import text_of
 
 _SHARE = "share of attention"
 _UNITS = {
@@ -29,12 +30,10 @@ _UNITS = {
 def head_scores(
     model: nn.Module,
     cache: ActivationCache,
-    tokens: Int[Tensor, "batch pos"] | None = None,
     kind: str = "previous_token",
     *,
     span: Index | None = None,
     queries: Index | None = None,
-    attention_mask: Mask | None = None,
 ) -> Result:
     """What each head attends to, as a mean over the queries of each text.
 
@@ -55,11 +54,9 @@ def head_scores(
     Args:
         model: the model of the run, for the number of its blocks.
         cache: the cache of a run that kept `pattern` at all positions.
-        tokens: the tokens of the run, for `duplicate_token` and `induction`.
         kind: one of the table.
         span: for the kind `span`: its columns, such as a span of `Pairs`, in any form that `edits` take.
         queries: count only queries in these columns, likewise.
-        attention_mask: True or 1 at real tokens; None if all are.
 
     Returns:
         A result with the axes `layer`, `head` and `example`.
@@ -67,14 +64,14 @@ def head_scores(
     Raises:
         UnknownNameError: if there is no such kind, or a layer's pattern is not in the cache.
         CacheError: if the cache is of another model.
-        ValueError: if the cache does not hold all positions, tokens or span are missing or do not fit it,
-            or an example has no query that counts.
+        ValueError: if the cache does not hold all positions, does not know the tokens that a kind needs (that of a
+            `run=`), a span is missing or does not fit it, or an example has no query that counts.
 
     >>> from hooks import HookedRunner
     >>> from models import load
     >>> model, tokens = load("pydoc-4l"), repeated_tokens(vocab_size=90, period=20)
     >>> cache = HookedRunner(model).capture(tokens, names="*.pattern")
-    >>> found = head_scores(model, cache, tokens, "induction")
+    >>> found = head_scores(model, cache, "induction")
     >>> found.select(layer=3).mean().max() > 0.5
     tensor(True)
     """
@@ -88,11 +85,9 @@ def head_scores(
             f"the cache must hold whole texts, without positions= and kv_cache=; got {n_queries} "
             f"queries and {n_pos} keys, {list(patterns[0].shape)}"
         )
-    if tokens is not None and tokens.shape != (batch, n_pos):
-        raise ValueError(
-            f"tokens must have the cache's shape, {[batch, n_pos]}; got {list(tokens.shape)}"
-        )
-    real = real_of(attention_mask, (batch, n_pos)).cpu()
+    text = text_of(cache)
+    tokens, mask = (None, None) if text is None else (text.tokens, text.mask)
+    real = real_of(mask, (batch, n_pos)).cpu()
     wanted, counted = _wanted(kind, tokens, real, span)
     if queries is not None:
         counted &= Selection(queries).inside(real, "queries")
@@ -148,7 +143,7 @@ def _wanted(
         after = columns > columns.where(inside, -1).amax(1, keepdim=True)
         keys = after[..., None] & inside[:, None]
     elif tokens is None:
-        raise ValueError(f"tokens must be given for {kind}")
+        raise ValueError(f"{kind} needs a cache that knows its tokens; that of a run= does not")
     else:
         own = tokens.cpu()  # read once
         keys = (own[..., None] == own[:, None]) & real[:, None] & (columns[:, None] > columns)

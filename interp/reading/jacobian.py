@@ -1,7 +1,7 @@
 """The Jacobian lens: the stream of a layer, carried to the last one by the mean Jacobian between them."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from hooks._torch import peak_bytes
 from hooks.transfer import stacked
 from interp.columns import at_least_float32
 from interp.linear.affine import AffineLens, for_fit
-from interp.texts import Texts, Tokens, batches
+from interp.texts import Texts, batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class JacobianLens(AffineLens):
 
 
 def jacobian_lens(
-    model: nn.Module, texts: Iterable[Tokens] | Texts, *, skip: int = 16, max_bytes: int = 2**30
+    model: nn.Module, texts: Texts, *, skip: int = 16, max_bytes: int = 2**30
 ) -> JacobianLens:
     """Fits the mean Jacobian from the stream entering each block to the stream that leaves the last one.
 
@@ -81,7 +81,7 @@ def jacobian_lens(
     Args:
         model: a model in evaluation mode with `resid_pre` and `resid_post` in each block. Its weights need
             no gradients, and get none.
-        texts: the tokens of each text; they are read once, one by one. About a hundred of 128 tokens each
+        texts: strings or tokens; they are read once, one by one. About a hundred of 128 tokens each
             give a usable lens.
         skip: how many first positions are left out, because heads attend to them for lack of anything else.
         max_bytes: bounds the memory beyond the model and the lens.

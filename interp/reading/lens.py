@@ -1,6 +1,7 @@
 """Lenses: what the residual stream would predict if the model ended at each layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,13 +13,17 @@ from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
 from interp.protocol import of
+from interp.texts import mask_of, nan_at_padding, text_of, writer_of
+
+_SHOWN = 8  # positions in a printed table
 
 
 @dataclass(frozen=True)
 class LensReadout:
     """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
-    Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision.
+    Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision. At padding they are
+    NaN, and tokens and ranks mean nothing.
 
     Attributes:
         tokens: the likeliest next tokens, best first.
@@ -28,6 +33,8 @@ class LensReadout:
         entropy: of the prediction, in nats.
         kl: KL(final ‖ lens), in nats: what is lost when this prediction stands in for the model's own.
             It is 0 at the last layer.
+        texts: for each text its tokens as text; None where the model has no tokenizer.
+        likeliest: `tokens` as text, [layer batch pos top].
     """
 
     tokens: Int[Tensor, "layer batch pos top"]
@@ -36,6 +43,23 @@ class LensReadout:
     target_ranks: Int[Tensor, "layer batch pos"]
     entropy: Float[Tensor, "layer batch pos"]
     kl: Float[Tensor, "layer batch pos"]
+    texts: list[list[str]] | None = None
+    likeliest: list[Any] | None = None
+
+    def __repr__(self) -> str:
+        """The likeliest token of each layer at the last positions of the first text."""
+        sizes = zip(("layer", "batch", "pos", "top"), self.tokens.shape, strict=True)
+        title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
+        shown = self.likeliest or self.tokens.tolist()
+        rows = [
+            [str(n), *(repr(place[0]) for place in layer[0][-_SHOWN:])]
+            for n, layer in enumerate(shown)
+        ]
+        if self.texts is not None:
+            rows.insert(0, ["layer", *map(repr, self.texts[0][-_SHOWN:])])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([f"{title}: the likeliest next tokens of the first text", *lines])
 
 
 @without_gradients
@@ -89,7 +113,18 @@ def logit_lens(
         parts.append(_read(logits, to_device(target, logits.device), top_k))
         start = end
     columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
-    return LensReadout(*(column.unflatten(1, shape) for column in columns))
+    best, chances, *numbers = (column.unflatten(1, shape) for column in columns)
+    mask = mask_of(cache, shape)
+    target, ranks, entropy, kl = (
+        nan_at_padding(c, mask) if c.is_floating_point() else c for c in numbers
+    )
+    chances = nan_at_padding(chances.movedim(-1, 0), mask).movedim(0, -1)
+    readout = LensReadout(best, chances, target, ranks, entropy, kl)
+    written, text = writer_of(model), text_of(cache)
+    if written is None:
+        return readout
+    texts = None if text is None or text.tokens.shape != shape else written(text.tokens)
+    return replace(readout, texts=texts, likeliest=written(readout.tokens))
 
 
 def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:

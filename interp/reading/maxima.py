@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -14,7 +13,7 @@ from hooks.transfer import to_device
 from interp.columns import at_least_float32, like, real_of
 from interp.protocol import runner_of
 from interp.sites import SELECTS
-from interp.texts import Texts, Tokens, batches
+from interp.texts import Texts, batches, writer_of
 
 
 class Activation(NamedTuple):
@@ -25,18 +24,29 @@ class Activation(NamedTuple):
         text: the number of the text, from 0.
         pos: the position in it.
         tokens: the text.
+        pieces: its tokens as text; None where the model has no tokenizer.
     """
 
     value: float
     text: int
     pos: int
     tokens: tuple[int, ...]
+    pieces: tuple[str, ...] | None = None
+
+    def __repr__(self) -> str:
+        """The value, and the text around it, where the position is marked."""
+        shown = [*map(str, self.tokens)] if self.pieces is None else [*self.pieces]
+        shown[self.pos] = f"«{shown[self.pos]}»"
+        around = (" " if self.pieces is None else "").join(
+            shown[max(0, self.pos - 20) : self.pos + 6]
+        )
+        return f"{self.value:.4g} in text {self.text} at {self.pos}: {around!r}"
 
 
 @without_gradients
 def max_activating(
     model: nn.Module,
-    texts: Iterable[Tokens] | Texts,
+    texts: Texts,
     point: str,
     *,
     head: int | None = None,
@@ -52,7 +62,7 @@ def max_activating(
 
     Args:
         model: any model in evaluation mode with hook points.
-        texts: the tokens of each text. They are read once, so they may come from a generator.
+        texts: the texts, strings or tokens. They are read once, so they may come from a generator.
         point: the name of a point with the axes `batch` and `pos`.
         head: a head, at a point that has them.
         neuron: a neuron, at a point that has them.
@@ -74,7 +84,7 @@ def max_activating(
     >>> model = nn.Sequential(nn.Embedding(7, 2), HookPoint("batch pos d_model")).eval()
     >>> model[0].weight.data = torch.arange(14.0).view(7, 2)
     >>> max_activating(model, [[3, 1], [4, 2]], "1", direction=torch.tensor([1.0, 0.0]), k=1)
-    [Activation(value=8.0, text=1, pos=0, tokens=(4, 2))]
+    [8 in text 1 at 0: '«4» 2']
     """
     if k < 1:
         raise ValueError(f"k must be at least 1; got {k}")
@@ -95,7 +105,9 @@ def max_activating(
         )
         # Stable, so of equal values the earlier is first.
         kept = heapq.nlargest(k, itertools.chain(kept, new), key=lambda place: place.value)
-    return kept
+    if (written := writer_of(model)) is None:
+        return kept
+    return [place._replace(pieces=tuple(written([*place.tokens]))) for place in kept]
 
 
 def _values(

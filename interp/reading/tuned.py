@@ -17,7 +17,7 @@ from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
 from interp.protocol import of
-from interp.texts import Texts, padded
+from interp.texts import Texts, each_text, padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def tuned_lens(
     Args:
         model: a model in evaluation mode with `unembed`, `config`, and `resid_pre` and `resid_post` in each
             block. Its weights do not change, and get no gradients.
-        texts: the tokens of each text. A lens can overfit, so measure it on others.
+        texts: strings or tokens. A lens can overfit, so measure it on others.
         steps: the number of steps.
         batch: how many texts a step reads.
         learning_rate: the rate of the first step; by default 1 / d_model. Adam moves each weight by the rate,
@@ -88,9 +88,10 @@ def tuned_lens(
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
     """
-    if min(steps, batch, len(texts)) < 1:
+    several = [*each_text(texts)]
+    if min(steps, batch, len(several)) < 1:
         raise ValueError(
-            f"steps, batch and texts must be at least 1; got {steps}, {batch} and {len(texts)} texts"
+            f"steps, batch and texts must be at least 1; got {steps}, {batch} and {len(several)} texts"
         )
     size, own = of(model, "unembed", "config").config.d_model, next(model.parameters())
     runner, names = for_fit(model)
@@ -99,10 +100,10 @@ def tuned_lens(
     bias = torch.zeros_like(weight[..., 0])
     rate = 1 / size if learning_rate is None else learning_rate
     optimizer = torch.optim.Adam([weight.requires_grad_(), bias.requires_grad_()], lr=rate)
-    order, losses = _order(len(texts), seed), []
+    order, losses = _order(len(several), seed), []
     for step in range(steps):
         numbers = list(itertools.islice(order, batch))
-        text = padded([texts[number] for number in numbers], model, numbers)
+        text = padded([several[number] for number in numbers], model, numbers)
         cache = without_gradients(runner.capture)(text.tokens, names=names, **text.kwargs)
         real = slice(None) if text.mask is None else text.mask.flatten()
         streams = stacked(cache[name].flatten(0, 1)[real] for name in names)

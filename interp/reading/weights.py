@@ -1,6 +1,6 @@
 """Circuits of attention heads, from weights alone, and what their singular directions say in tokens."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +11,7 @@ from interp.columns import tokens_of
 from interp.linear.folded import Folded
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import check_k
+from interp.texts import writer_of
 
 
 @without_gradients
@@ -128,6 +129,7 @@ class SingularTokens(NamedTuple):
             `qk`, the query.
         written, written_scores: tokens by their logits from what the head writes: for `qk`, tokens by
             the products of their embeddings with the key.
+        texts: `read` and `written` as text; None where the model has no tokenizer.
     """
 
     s: Float[Tensor, " k"]
@@ -135,6 +137,21 @@ class SingularTokens(NamedTuple):
     read_scores: Float[Tensor, "k end top"]
     written: Int[Tensor, "k end top"]
     written_scores: Float[Tensor, "k end top"]
+    texts: tuple[list[Any], list[Any]] | None = None
+
+    def __repr__(self) -> str:
+        """For each direction the first tokens at both of its ends, read and written."""
+        read, written = self.texts or (self.read.tolist(), self.written.tolist())
+        lines = [
+            f"SingularTokens: {len(self.s)} directions; at each end what is read -> what is written"
+        ]
+        for s, *ends in zip(self.s.tolist(), read, written, strict=True):
+            lines.append(f"  {s:.4g}")
+            for sign, (one, other) in zip("+-", zip(*ends, strict=True), strict=True):
+                lines.append(
+                    f"    {sign} {' '.join(map(repr, one[:5]))} -> {' '.join(map(repr, other[:5]))}"
+                )
+        return "\n".join(lines)
 
 
 @without_gradients
@@ -169,7 +186,9 @@ def singular_tokens(
     check_k(k, len(found.s))
     u, vh = found.u[:, :k].to(embedding.dtype), found.vh[:k].to(embedding.dtype)
     read, written = _ends((embedding @ u).mT, top), _ends(vh @ unembedding, top)
-    return SingularTokens(found.s[:k], *read, *written)
+    said = writer_of(model)
+    texts = None if said is None else (said(read[0]), said(written[0]))
+    return SingularTokens(found.s[:k], *read, *written, texts)
 
 
 def _ends(scores: Float[Tensor, "k vocab"], top: int) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,8 @@ class Result:
         base: the metric of the run that is edited; None where there is no such run.
         target: the metric of the run that values come from; None where there is no such run.
         labels: by axis, a label for each index, numbers or text. By default they count from 0.
+        words: by axis, the text at each index, such as the token at a position. `select` takes it too, where it is
+            there once.
         unit: the unit of the metric, such as `logits`; values, base and target are in it.
         about: other facts that fit JSON, such as the metric, the direction and the site.
         is_ratio: whether the unit is the mean of target - base over these same examples; see `normalized`.
@@ -64,6 +66,7 @@ class Result:
     unit: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
     is_ratio: bool = False
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         axes, shape = tuple(self.axes), self.values.shape
@@ -80,7 +83,7 @@ class Result:
                     f"got the shape {list(given.shape)}"
                 )
         sizes = dict(zip(axes, shape, strict=True))
-        for axis, own in self.labels.items():
+        for axis, own in [*self.labels.items(), *self.words.items()]:
             plain = all(isinstance(label, (str, int, float)) for label in own)
             if not plain or sizes.get(axis) != len(own):
                 raise ValueError(
@@ -189,24 +192,32 @@ class Result:
         values = part.values.squeeze(self.axes.index(axis))
         about = {**self.about, axis: part.labels[axis][0]}
         labels = {other: own for other, own in self.labels.items() if other != axis}
-        return replace(part, values=values, axes=tuple(labels), labels=labels, about=about)
+        words = {other: own for other, own in self.words.items() if other != axis}
+        return replace(
+            part, values=values, axes=tuple(labels), labels=labels, about=about, words=words
+        )
 
     def _part(self, axis: str, indices: list[int]) -> "Result":
         """The part at some indices of an axis, which stays."""
         values = self.values[(slice(None),) * self.axes.index(axis) + (indices,)]
         labels = {**self.labels, axis: [self.labels[axis][at] for at in indices]}
+        words = {**self.words}
+        if axis in words:
+            words[axis] = [words[axis][at] for at in indices]
         if axis != "example":
-            return replace(self, values=values, labels=labels)
+            return replace(self, values=values, labels=labels, words=words)
         base, target = (x if x is None else x[indices] for x in (self.base, self.target))
         part = replace(self, values=values, labels=labels, base=base, target=target)
         # Over fewer examples, the mean of target - base is another one.
         return part.normalized() if self.is_ratio else part
 
     def _index(self, axis: str, label: Any) -> int:
-        labels = self.labels[axis]
-        if labels.count(label) != 1:
-            raise ValueError(f"{axis} must be a unique label of {short(labels)}; got {label!r}")
-        return labels.index(label)
+        for labels in (self.labels[axis], self.words.get(axis, ())):
+            if labels.count(label) == 1:
+                return labels.index(label)
+        raise ValueError(
+            f"{axis} must be a unique label of {short(self.labels[axis])}; got {label!r}"
+        )
 
     def top(self, k: int = 10) -> Places:
         """The `k` places with the largest mean effects, by absolute value, with their 95% intervals.
@@ -224,9 +235,16 @@ class Result:
         rows = self.values.reshape(-1, self.values.shape[-1])[indices]
         low, high = self._interval(rows)
         labels = list(itertools.product(*(self.labels[axis] for axis in self.axes[:-1])))
+        texts = [
+            *itertools.product(
+                *(self.words.get(axis) or self.labels[axis] for axis in self.axes[:-1])
+            )
+        ]
         where = [dict(zip(self.axes[:-1], labels[at], strict=True)) for at in indices]
+        said = [dict(zip(self.axes[:-1], texts[at], strict=True)) for at in indices]
+        words = [{axis: own[axis] for axis in self.words} for own in said]
         columns = self.mean().flatten()[indices].tolist(), low.tolist(), high.tolist()
-        return Places(map(Place, where, *columns))
+        return Places(map(Place, where, *columns, words))
 
     def plot(self) -> "Figure":
         """The mean effects: a heat map of two axes, or bars with 95% intervals of one.
@@ -239,7 +257,7 @@ class Result:
         """
         from interp.pictures import plots
 
-        labels = {axis: self.labels[axis] for axis in self.axes[:-1]}
+        labels = {axis: self._shown(axis) for axis in self.axes[:-1]}
         unit = f"mean ({self.unit})" if self.unit else "mean"
         title = ", ".join(f"{name}: {value}" for name, value in self.about.items())
         mean = self.mean()
@@ -253,12 +271,25 @@ class Result:
             f"a plot must have one or two axes besides example; got {self.axes[:-1]}: use select()"
         )
 
+    def _shown(self, axis: str) -> list[Any]:
+        """The labels of an axis, with its words."""
+        labels = self.labels[axis]
+        pairs = zip(labels, self.words.get(axis) or [""] * len(labels), strict=True)
+        return [f"{label} {word!r}" if word else label for label, word in pairs]
+
     def to_dataframe(self) -> Any:
-        """A table of pandas, with a row for each place: its labels, mean effect and 95% interval."""
+        """A table of pandas, with a row for each place: its labels and words, mean effect and 95% interval."""
         import pandas
 
         places = [p._asdict() for p in self._places(range(self.values[..., 0].numel()))]
-        return pandas.DataFrame([place.pop("where") | place for place in places])
+        return pandas.DataFrame(
+            [
+                place.pop("where")
+                | {f"{axis}_word": word for axis, word in place.pop("words").items()}
+                | place
+                for place in places
+            ]
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the result as safetensors, completely or not at all.
@@ -269,7 +300,7 @@ class Result:
         """
         tensors = {name: getattr(self, name) for name in ("values", "base", "target")}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
-        names = ("axes", "labels", "unit", "about", "is_ratio")
+        names = ("axes", "labels", "unit", "about", "is_ratio", "words")
         facts = {name: getattr(self, name) for name in names}
         storage.save(Path(path), _FORMAT, held, facts)
 

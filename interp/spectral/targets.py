@@ -12,6 +12,7 @@ from hooks._torch import without_gradients
 from hooks.transfer import to_device
 from interp.protocol import LanguageModel, of
 from interp.spectral.singular import SVD, randomized_svd, svd
+from interp.texts import mask_of, nan_at_padding
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class SVDTargets:
 
     Attributes:
         qkt: scaled dot products of queries and keys, before any soft cap, zero above the diagonal.
-            Keys hidden by a sliding window or a padding mask keep their products.
+            Keys hidden by a sliding window keep their products. Rows and columns of padding are 0, so singular
+            values are those of each text alone, and zeros.
         pattern: the weight of each key for each query. Rows sum to 1, and rows of padding to 0.
-        values: the value vectors of each head. Heads that share a key head have the same.
+        values: the value vectors of each head, 0 at padding. Heads that share a key head have the same.
         wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x` (Elhage et al. 2021).
         avwo: `pattern @ values @ W_O`: what each head writes, without the output bias.
     """
@@ -60,7 +62,7 @@ class ResidualStream:
     Attributes:
         vectors: the stream at each position inside a window, ordered by row, then by position, as in
             `windows.nonzero()`.
-        norms: L2 norms at all positions.
+        norms: L2 norms at all positions; NaN at padding.
     """
 
     vectors: Float[Tensor, "window layer d_model"]
@@ -93,6 +95,9 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
             f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[2]} values"
         )
     values = v.transpose(2, 3).repeat_interleave(pattern.shape[2] // v.shape[3], 2)
+    if (mask := mask_of(cache, scores.shape[1::3])) is not None:
+        real = to_device(mask, scores.device)[:, None, :, None]
+        scores, values = scores.where(real & real.mT, 0), values.where(real, 0)
     wide = torch.promote_types(values.dtype, w_o.dtype)
     w_v, w_o = (weight.to(values.device, wide) for weight in (w_v, w_o))
     return SVDTargets(
@@ -143,14 +148,17 @@ def residual_stream(
 
     Raises:
         CacheError: if the cache has no stream; it says what to run.
-        ValueError: if `windows` is not boolean, or not of the stream's shape.
+        ValueError: if `windows` is not boolean, not of the stream's shape, or has padding.
     """
     stream = _stacks(cache, (point,), 'mode="residual"')[0]
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
         rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
         raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")
     wide = torch.promote_types(stream.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(stream, dim=-1, dtype=wide)
+    mask = mask_of(cache, windows.shape)
+    if mask is not None and bool((windows & ~to_device(mask, windows.device)).any()):
+        raise ValueError("windows must have real tokens only; got padding")
+    norms = nan_at_padding(torch.linalg.vector_norm(stream, dim=-1, dtype=wide), mask)
     vectors = stream[:, to_device(windows, stream.device)]
     return ResidualStream(vectors.transpose(0, 1), norms.movedim(0, -1))
 

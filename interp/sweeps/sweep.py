@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -12,20 +12,20 @@ from hooks import EditedPoint, Hooks
 from hooks._torch import without_gradients
 from hooks.session import is_listened_to
 from interp.edits import Edit
-from interp.metrics import Metric, evaluate
+from interp.metrics import Metric, evaluate, metric_for
 from interp.pairs import Pairs
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.sweeps.resume import Resumed
 from interp.sweeps.rows import Batch, Job, WholeRuns
 from interp.sweeps.unedited import Unedited
-from interp.texts import Text
+from interp.texts import Text, Texts, text_for
 
 
 @without_gradients
 def sweep(
     model: nn.Module,
-    tokens: Int[Tensor, "batch pos"] | Pairs,
+    texts: Texts | Pairs,
     edits: Sequence[Hooks],
     metric: Metric | None = None,
     *,
@@ -48,11 +48,11 @@ def sweep(
 
     Args:
         model: the model, in evaluation mode.
-        tokens: the texts, or pairs, of which the clean texts are run.
+        texts: the texts, or pairs, of which the clean texts are run.
         edits: for each run what `run_with_hooks` takes as `hooks`.
         metric: a function from logits to a number per example; see `interp.metrics`. By default that of
             the pairs.
-        attention_mask: which tokens are not padding.
+        attention_mask: which tokens of a tensor [batch, pos] are not padding.
         max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run. What
             functions of your own take is not counted.
         exact: `rerun` runs the whole model for each edit instead.
@@ -70,15 +70,17 @@ def sweep(
         ModeError: if the model is in training mode.
         NeverFiredError: if a run did not reach an edited point.
     """
-    if isinstance(tokens, Pairs):
+    if isinstance(texts, Pairs):
         if attention_mask is not None:
             raise ValueError("pairs have their own mask; got another")
-        metric = tokens.metric if metric is None else metric
-        text = tokens.text
+        pairs = texts.read_by(model)
+        metric = pairs.metric if metric is None else metric
+        text = pairs.text
     else:
-        text = Text(tokens, attention_mask)
+        text = text_for(model, texts, attention_mask)
     if metric is None:
         raise ValueError("a metric must be given, or pairs with answers; got neither")
+    metric = metric_for(model, metric)
     _check_edits(edits)
     if exact not in ("resume", "rerun"):
         raise ValueError(f"exact must be 'resume' or 'rerun'; got {exact!r}")

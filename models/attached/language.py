@@ -137,7 +137,9 @@ class AttachedLanguage(ReadsText):
         Raises:
             ValueError: as for `models.from_hf`.
         """
-        return from_hf_shared(self._model)
+        made = from_hf_shared(self._model)
+        made.tokenizer = self.tokenizer
+        return made
 
     def has(self, part: str) -> bool:
         """Whether there is a part of `LanguageModel`. To read a weight takes long."""
