@@ -52,6 +52,7 @@ from interp.metrics import (
     kl_divergence,
     log_prob,
     logit_diff,
+    measure,
     rank,
 )
 from interp.pairs import Pairs
@@ -113,6 +114,7 @@ __all__ = [
     "logit_diff",
     "logit_lens",
     "max_activating",
+    "measure",
     "minimality",
     "ov_circuit",
     "path_patching",

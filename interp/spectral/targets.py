@@ -95,7 +95,7 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
             f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[2]} values"
         )
     values = v.transpose(2, 3).repeat_interleave(pattern.shape[2] // v.shape[3], 2)
-    if (mask := mask_of(cache, scores.shape[1::3])) is not None:
+    if (mask := mask_of(cache, (scores.shape[1], scores.shape[-1]))) is not None:
         real = to_device(mask, scores.device)[:, None, :, None]
         scores, values = scores.where(real & real.mT, 0), values.where(real, 0)
     wide = torch.promote_types(values.dtype, w_o.dtype)

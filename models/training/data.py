@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks._torch import without_gradients
@@ -120,10 +120,19 @@ class Evaluation:
 
 
 def next_token_loss(
-    logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
+    logits: Float[Tensor, "batch pos vocab"],
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
 ) -> Float[Tensor, "batch pos-1"]:
-    """Cross-entropy of each next token, in nats."""
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    """Cross-entropy of each next token, in nats.
+
+    It is NaN where the token or the one before it is padding, 0 or False in the mask: `nanmean` leaves that out.
+    """
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    if attention_mask is None:
+        return losses
+    real = attention_mask.bool()
+    return losses.where(real[:, 1:] & real[:, :-1], torch.nan)
 
 
 def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:

@@ -1,0 +1,157 @@
+"""Padding changes no number: every function on a batch of unequal texts, against each text alone."""
+
+import functools
+
+import pytest
+import torch
+
+import interp
+from interp import Pairs, edits
+from interp.metrics import measure
+from tests.streams import made
+
+ROWS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8], [11, 7, 11, 7]]
+OTHERS = [[3, 2, 4, 1, 5], [9, 2, 7, 5, 3, 5, 8], [11, 9, 11, 7]]
+ANSWERS = torch.tensor([[13, 14], [15, 16], [17, 18]])
+RIGHT, WRONG = ANSWERS.T
+
+
+@functools.cache
+def model_of(kind):
+    """A model in float64. An attached one stays attached."""
+    if kind != "attached gpt2":
+        more = {"learned": {}, "rotary": dict(positions="rotary", norm="rmsnorm", window=4)}[kind]
+        return made(**more)
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach
+
+    sizes = dict(vocab_size=23, n_positions=13, n_embd=12, n_layer=2, n_head=3)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double().eval()
+    attach(model)
+    return model
+
+
+def readout(model, batch, read):
+    """A reading of a lazy run of the texts."""
+    return read(interp.run_with_cache(model, batch, lazy=True)[1])
+
+
+def on_pairs(function, **options):
+    def run(model, clean, other, n):
+        pairs = Pairs(clean, other, ANSWERS[n])
+        return function(model, pairs, **options).values
+
+    return run
+
+
+def on_cache(read):
+    return lambda model, clean, other, n: readout(model, clean, lambda cache: read(model, cache, n))
+
+
+def measured(metric):
+    def run(model, clean, other, n):
+        tokens, mask = clean.tokens, clean.attention_mask
+        logits = interp.protocol.logits_of(interp.run_with_cache(model, clean, names="embed")[0])
+        return measure(metric(n, tokens, mask, logits), logits, mask)
+
+    return run
+
+
+def circuit(model, clean, other, n):
+    graph = interp.graph.Graph(model)
+    kept = torch.arange(len(graph.edges)) % 3 > 0
+    logits = interp.run_circuit(
+        model,
+        Pairs(clean, other, ANSWERS[n]),
+        [e for e, k in zip(graph.edges, kept, strict=True) if k],
+    )
+    return measure(interp.logit_diff(RIGHT[n], WRONG[n]), logits, clean.attention_mask)
+
+
+def lensed(model, cache, n):
+    """The entropy at each text's last token."""
+    found = interp.logit_lens(model, cache, top_k=3)
+    seen = ~found.entropy.isnan()
+    last = seen[0].cumsum(1).argmax(1)
+    rows = torch.arange(len(last))
+    return torch.cat([found.entropy[:, rows, last], found.probabilities[:, rows, last, 0]])
+
+
+def strongest(model, clean, other, n):
+    places = interp.max_activating(
+        model, [ROWS[i] for i in n], "blocks.1.resid_post", k=99, batch=3
+    )
+    best = {}
+    for place in places:
+        best.setdefault(place.text, place.value)
+    return torch.tensor([[best[text] for text in sorted(best)]])
+
+
+LAYERS = dict(over=["layer"])
+READ = {
+    "logit_diff": measured(lambda n, *_: interp.logit_diff(RIGHT[n], WRONG[n])),
+    "log_prob two back": measured(lambda n, *_: interp.log_prob(RIGHT[n], pos=-2)),
+    "rank": measured(lambda n, *_: interp.rank(RIGHT[n])),
+    "cross_entropy": measured(lambda n, t, mask, _: interp.cross_entropy(t, attention_mask=mask)),
+    "kl_divergence": measured(lambda n, t, mask, logits: interp.kl_divergence(logits.roll(1, -1), None, attention_mask=mask)),
+    "logit_lens": on_cache(lensed),
+    "direct_logit_attribution": on_cache(lambda model, cache, n: interp.direct_logit_attribution(model, cache, right=RIGHT[n], wrong=WRONG[n], pos=-1).values),
+    "accumulated": on_cache(lambda model, cache, n: interp.accumulated(model, cache, right=RIGHT[n], pos=-2).values),
+    "previous_token": on_cache(lambda model, cache, n: interp.head_scores(model, cache).values),
+    "induction": on_cache(lambda model, cache, n: interp.head_scores(model, cache, "induction").values),
+    "distance": on_cache(lambda model, cache, n: interp.head_scores(model, cache, "distance").values),
+    "spectra": on_cache(lambda model, cache, n: interp.spectra(interp.svd_targets(model, cache))["qkt"].s[..., :3].movedim(0, -1)),
+    "max_activating": strongest,
+    "sweep": lambda model, clean, other, n: interp.sweep(model, clean, [{"blocks.1.resid_pre": edits.zero(pos=-2)}, {"blocks.*.attn.z": edits.zero(head=1)}], interp.log_prob(RIGHT[n])).values,
+    "patching": on_pairs(interp.activation_patching, site="z"),
+    "patching last": on_pairs(interp.activation_patching, site="resid_post", **LAYERS),
+    "ablation": on_pairs(interp.activation_patching, site="z", edit=edits.zero()),
+    "attribution": on_pairs(interp.attribution_patching, site="z"),
+    "integrated": on_pairs(interp.integrated_gradients, site="z", steps=8, tolerance=1.0),
+    "path_patching": on_pairs(interp.path_patching),
+    "edge_attribution": on_pairs(interp.edge_attribution),
+    "circuit": circuit,
+}  # fmt: skip
+KINDS = (("learned", "left"), ("rotary", "right"), ("attached gpt2", "left"))
+
+
+@pytest.mark.parametrize(("kind", "side"), KINDS)
+@pytest.mark.parametrize("name", READ)
+def test_a_batch_of_unequal_texts_gives_what_each_gives_alone(name, kind, side):
+    model, function = model_of(kind), READ[name]
+    to_tokens = interp.protocol.of(model).to_tokens
+    every = list(range(len(ROWS)))
+    batch = (to_tokens([rows[i] for i in every], side=side) for rows in (ROWS, OTHERS))
+    found = function(model, *batch, every)
+    alone = [function(model, to_tokens(ROWS[i]), to_tokens(OTHERS[i]), [i]) for i in every]
+    torch.testing.assert_close(found, torch.cat(alone, -1), rtol=1e-6, atol=1e-9)
+    assert found.abs().max() > 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_readings_are_nan_at_padding(side):
+    model = model_of("learned")
+    batch = model.to_tokens(ROWS, side=side)
+    mask = batch.attention_mask
+    _, cache = interp.run_with_cache(model, batch)
+    lens = interp.logit_lens(model, cache)
+    parts = interp.decompose(model, cache).values[..., 0]
+    added = interp.direct_logit_attribution(model, cache, right=3).values.permute(2, 1, 0)
+    norms = interp.residual_stream(cache, mask).norms[..., 0]
+    for numbers in (lens.kl[1], lens.probabilities[0, ..., 1], parts[2], added[..., 3], norms):
+        assert torch.equal(numbers.isnan(), ~mask)
+    with pytest.raises(ValueError, match="real tokens"):
+        interp.residual_stream(cache, torch.ones_like(mask))
+
+
+def test_the_loss_of_padded_texts_leaves_padding_out():
+    from models import next_token_loss
+
+    model = model_of("learned")
+    for side in ("left", "right"):
+        tokens, mask = model.to_tokens(ROWS, side=side)
+        losses = next_token_loss(model(tokens, attention_mask=mask), tokens, mask)
+        for row, found in zip(ROWS, losses, strict=True):
+            alone = -model(row)[0, :-1].log_softmax(-1)[range(len(row) - 1), row[1:]]
+            torch.testing.assert_close(found[~found.isnan()], alone)

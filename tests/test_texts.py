@@ -1,0 +1,483 @@
+"""Texts in, texts out: strings, lists and tensors wherever a model takes tokens, and words in what analyses return."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import interp
+from hooks import HookedRunner
+from interp import Pairs, Result, edits
+from interp.metrics import measure
+from tests.streams import SIZES
+
+WORDS = [
+    "<s>",
+    "</s>",
+    "<pad>",
+    "the",
+    "cat",
+    "dog",
+    "sat",
+    "on",
+    "mat",
+    "ran",
+    ".",
+    "Anne",
+    "Mark",
+    "play",
+    "ing",
+]
+TEXTS = ["the cat sat", "the dog sat on the mat"]
+IDS = [[3, 4, 6], [3, 5, 6, 7, 3, 8]]
+
+
+class Spaced:
+    """A tokenizer of words; a space before a word makes it another token."""
+
+    bos_token_ids = ()
+    eos_token_ids = (1,)
+
+    def __init__(self):
+        self.pieces = [*WORDS, *(f" {word}" for word in WORDS[3:])]
+
+    def encode(self, text):
+        tokens = []
+        while text:
+            fits = [piece for piece in self.pieces if text.startswith(piece)]
+            if not fits:
+                raise ValueError(f"no token begins {text!r}")
+            tokens.append(self.pieces.index(max(fits, key=len)))
+            text = text.removeprefix(max(fits, key=len))
+        return tokens
+
+    def decode(self, tokens):
+        return "".join(self.pieces[token] for token in tokens)
+
+    def tokens_as_text(self, tokens):
+        if outside := [t for t in tokens if t >= len(self.pieces)]:
+            raise ValueError(f"tokens must be in the vocabulary; got {outside}")
+        return [self.pieces[token] for token in tokens]
+
+
+def reading(**choices):
+    """A model that reads words, with three tokens more than its tokenizer has."""
+    from models import Transformer, TransformerConfig
+
+    sizes = {**SIZES, "vocab_size": 30, **choices}
+    torch.manual_seed(3)
+    model = Transformer(TransformerConfig(**sizes)).double().eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.4)
+    model.tokenizer = Spaced()
+    return model
+
+
+def library_of(pieces, template=None):
+    """A tokenizer of `transformers` that splits at spaces, with a template."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
+    words = tokenizers.models.WordLevel(
+        {piece: n for n, piece in enumerate(pieces)}, unk_token="<pad>"
+    )
+    made = tokenizers.Tokenizer(words)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if template is not None:
+        special = [(piece, pieces.index(piece)) for piece in ("<s>", "</s>")]
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=special
+        )
+    names = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def test_every_form_of_a_text_gives_the_same_tokens():
+    model = reading()
+    one = ["the cat sat", [3, 16, 18], (3, 16, 18), torch.tensor([3, 16, 18])]
+    for text in one:
+        tokens, mask = model.to_tokens(text)
+        assert (tokens.tolist(), mask) == ([[3, 16, 18]], None)
+        assert torch.equal(model(text), model(torch.tensor([[3, 16, 18]])))
+    several = [TEXTS, model.to_tokens(TEXTS), [*map(model.encoded, TEXTS)], tuple(TEXTS)]
+    several.append([torch.tensor(model.encoded(text)) for text in TEXTS])
+    for texts in several:
+        tokens, mask = model.to_tokens(texts)
+        assert tokens.tolist() == [[3, 16, 18, 0, 0, 0], [3, 17, 18, 19, 15, 20]]
+        assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0], [1] * 6]
+        assert torch.equal(model(texts), model(tokens, attention_mask=mask))
+    left = model.to_tokens(TEXTS, side="left")
+    assert left.tokens[0].tolist() == [0, 0, 0, 3, 16, 18]
+    assert left.attention_mask[0].tolist() == [False] * 3 + [True] * 3
+    assert left.texts == tuple(TEXTS)
+    tensor = torch.tensor([[3, 4]])
+    assert model.to_tokens(tensor).tokens is tensor
+
+
+def test_tokens_become_text_again():
+    model = reading()
+    assert model.to_text(model.to_tokens(TEXTS, side="left")) == TEXTS
+    assert model.to_text([3, 16]) == "the cat"
+    assert model.to_text(torch.tensor([[3, 16]])) == ["the cat"]
+    assert model.to_pieces(torch.tensor([[[3], [16]], [[29], [4]]])) == [
+        [["the"], [" cat"]],
+        [["<token 29>"], ["cat"]],
+    ]
+    assert model.to_pieces("the cat") == ["the", " cat"]
+    assert model.to_pieces(4) == "cat"
+    assert model.to_id(" cat") == 16
+    with pytest.raises(ValueError, match=r"'the cat', which is 2: \['the', ' cat'\]"):
+        model.to_id("the cat")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ("", r"empty: \[0\]"),
+        (["the", ""], r"empty: \[1\]"),
+        ([], "0 texts"),
+        ([[1.5]], "list of integers"),
+        ([True, False], "list of integers"),
+        (["the", 3], "list of integers"),
+        (7, "iterable|len"),
+    ],
+)
+def test_what_is_no_text_is_refused(texts, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        reading().to_tokens(texts)
+
+
+def test_without_a_tokenizer_the_error_says_how_to_give_one():
+    model = reading()
+    model.tokenizer = None
+    for call in (lambda: model("the cat"), lambda: model.to_text([3]), lambda: model.to_pieces(3)):
+        with pytest.raises(ValueError, match="set model.tokenizer"):
+            call()
+    assert model([3, 4]).shape == (1, 2, 30)
+    with pytest.raises(TypeError, match=r"encode.*got a int"):
+        model.tokenizer = 7
+
+
+def test_texts_bring_their_own_mask_and_begin_a_text():
+    from models import KVCache
+
+    model = reading()
+    with pytest.raises(ValueError, match="beside attention_mask"):
+        model(TEXTS, attention_mask=torch.ones(2, 6))
+    with pytest.raises(ValueError, match="or a cache"):
+        model("the cat", kv_cache=KVCache(9))
+    with pytest.raises(ValueError, match="have their own"):
+        interp.sweep(model, TEXTS, [{}], interp.log_prob(3), attention_mask=torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>", "$A </s>"])
+def test_special_tokens_are_those_of_the_tokenizer(template):
+    tokenizer, model = library_of(WORDS, template), reading()
+    model.tokenizer = tokenizer
+    for text in TEXTS:
+        assert model.to_tokens(text).tokens[0].tolist() == tokenizer(text).input_ids
+        plain = tokenizer(text, add_special_tokens=False).input_ids
+        assert model.to_tokens(text, bos=False).tokens[0].tolist() == plain
+        assert model.to_tokens(text, bos=True).tokens[0].tolist()[:2] == [0, 3]
+    # Written out, it is not added once more.
+    assert model.to_tokens("<s> the", bos=True).tokens[0, :2].tolist() == [0, 3]
+    model.tokenizer = Spaced()
+    with pytest.raises(ValueError, match="bos=True"):
+        model.to_tokens("the", bos=True)
+
+
+def test_a_loaded_model_has_the_tokenizer_of_its_files(tmp_path):
+    from models import CharTokenizer, load, save
+
+    model = reading(vocab_size=5)
+    save(tmp_path / "one", model, CharTokenizer("abcde"))
+    save(tmp_path / "none", model)
+    loaded = load(tmp_path / "one")
+    assert loaded.to_tokens("bad").tokens.tolist() == [[1, 0, 3]]
+    for same in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert torch.equal(same("bad"), loaded([1, 0, 3]))
+    assert load(tmp_path / "none").tokenizer is None
+    (tmp_path / "one" / "vocabulary.json").write_text("{}")
+    damaged = load(tmp_path / "one")
+    assert damaged([1, 2]).shape == (1, 2, 5)
+    with pytest.raises(ValueError, match="list of characters"):
+        damaged("bad")
+
+
+def test_new_models_of_a_model_keep_its_tokenizer():
+    from models import center, fold_norms
+
+    model = reading()
+    for made in (fold_norms(model), center(model)):
+        assert made.to_id("cat") == 4
+
+
+def test_the_runner_reads_texts_and_the_cache_knows_their_tokens(tmp_path):
+    model = reading()
+    tokens, mask = model.to_tokens(TEXTS)
+    runner = HookedRunner(model)
+    expected, wanted = runner.run_with_cache(tokens, attention_mask=mask)
+    logits, cache = runner.run_with_cache(TEXTS)
+    assert torch.equal(logits, expected)
+    assert torch.equal(cache["z", 1], wanted["z", 1])
+    cache.save(tmp_path / "cache")
+    from hooks import ActivationCache
+
+    for known in (cache, ActivationCache.load(tmp_path / "cache")):
+        assert torch.equal(known.inputs["tokens"], tokens)
+        assert torch.equal(known.inputs["attention_mask"], mask)
+    captured = runner.capture(TEXTS, names="blocks.1.mlp_out")
+    torch.testing.assert_close(captured["mlp_out", 1], wanted["mlp_out", 1])
+    assert runner.plan(TEXTS).nbytes == runner.plan(tokens, attention_mask=mask).nbytes
+    edited = runner.run_with_hooks(TEXTS, hooks={"blocks.0.attn.z": edits.zero(head=1)})
+    assert torch.equal(
+        edited,
+        runner.run_with_hooks(
+            tokens, attention_mask=mask, hooks={"blocks.0.attn.z": edits.zero(head=1)}
+        ),
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_attached_model_reads_texts(side):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach, from_hf
+
+    sizes = dict(vocab_size=len(WORDS), n_positions=11, n_embd=12, n_layer=2, n_head=3)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double().eval()
+    tokenizer = library_of(WORDS)
+    with attach(model, tokenizer=tokenizer) as attached:
+        batch = attached.to_tokens(TEXTS, side=side)
+        assert model(TEXTS).logits.shape == (2, 6, len(WORDS))
+        logits, cache = HookedRunner(model).run_with_cache(batch)
+        assert torch.equal(cache.inputs["attention_mask"], batch.attention_mask)
+        for row, text, ids in zip(range(2), TEXTS, IDS, strict=True):
+            alone = model(torch.tensor([ids])).logits[0]
+            torch.testing.assert_close(logits.logits[row][batch.attention_mask[row]], alone)
+            assert torch.equal(model(text).logits[0], alone)
+            assert torch.equal(model(input_ids=text).logits[0], alone)
+        assert attached.to_text(batch) == TEXTS
+        attached.tokenizer = None
+        with pytest.raises(ValueError, match="tokenizer"):
+            model("the cat")
+    assert not hasattr(model, "prepare_inputs")
+    plain = from_hf(model, tokenizer=tokenizer)
+    torch.testing.assert_close(plain(TEXTS[1])[0], model(torch.tensor(IDS[1:])).logits[0])
+
+
+# --- pairs
+
+
+CLEAN, CORRUPTED = (
+    ["Anne sat on the mat .", "the cat ran on"],
+    ["Mark sat on the mat .", "the dog ran on"],
+)
+
+
+def test_pairs_of_strings_are_pairs_of_their_tokens():
+    model = reading()
+    pairs = Pairs(CLEAN, CORRUPTED, (" cat", " dog"))
+    assert (len(pairs), repr(pairs)) == (2, "Pairs: 2, of texts that a model will read")
+    with pytest.raises(AttributeError, match="read_by"):
+        _ = pairs.clean
+    tokens, mask = model.to_tokens(CLEAN)
+    others, _ = model.to_tokens(CORRUPTED)
+    wanted = Pairs(tokens, others, torch.tensor([[16, 17]] * 2), attention_mask=mask)
+    for function, options in (
+        (interp.activation_patching, dict(site="z")),
+        (interp.activation_patching, dict(site="z", edit=edits.zero())),
+        (interp.attribution_patching, dict(site="resid_pre")),
+        (interp.edge_attribution, {}),
+        (interp.path_patching, {}),
+    ):
+        found, expected = function(model, pairs, **options), function(model, wanted, **options)
+        assert torch.equal(found.values, expected.values)
+    swept = [interp.sweep(model, p, [{"embed": edits.zero(pos=1)}]).values for p in (pairs, wanted)]
+    assert torch.equal(*swept)
+    kept = interp.graph.Graph(model).edges[::2]
+    assert torch.equal(*(interp.run_circuit(model, p, kept) for p in (pairs, wanted)))
+    assert pairs.read_by(model).digests() == wanted.digests()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ("Anne", [23, 23]),
+        (" cat", [16, 16]),
+        ((" cat", 3), [[16, 3], [16, 3]]),
+        ([" cat", " dog"], [16, 17]),
+        ([(" cat", " dog"), (" mat", " sat")], [[16, 17], [20, 18]]),
+        (torch.tensor([4, 5]), [4, 5]),
+        ([4, 5], [4, 5]),
+    ],
+)
+def test_answers_are_tokens(answers, expected):
+    model = reading()
+    texts = ["Anne sat on the mat . Anne", "Anne ran"]
+    assert Pairs(texts, answers=answers).read_by(model).answers.tolist() == expected
+
+
+def test_an_answer_that_may_be_two_tokens_is_refused():
+    model = reading()
+    with pytest.raises(ValueError, match=r"after 'the play' got 'ing': write ' ing'"):
+        Pairs("the play", answers="ing").read_by(model)
+    assert Pairs("the play", answers=[14]).read_by(model).answers.tolist() == [14]
+    assert Pairs("the play", answers=" ing").read_by(model).answers.tolist() == [26]
+    with pytest.raises(ValueError, match="is 2"):
+        Pairs("the play", answers=" cat sat").read_by(model)
+    with pytest.raises(ValueError, match="for each of 1 texts"):
+        Pairs("the play", answers=[" cat", " dog"]).read_by(model)
+
+
+def test_spans_are_found_by_what_they_say():
+    model = reading()
+    clean, corrupted = ["the cat sat on", "the dog ran"], ["cat sat on the mat", "the mat ran on"]
+    spans = {"who": [("cat", "mat"), ("the dog", "the mat")], "verb": ["sat", "ran"]}
+    pairs = Pairs(clean, corrupted, " mat", spans=spans, last_only=True).read_by(model)
+    assert pairs.spans["who"].tolist() == [[1], [1]]
+    assert pairs.corrupted_spans["who"].tolist() == [[4], [1]]
+    assert (pairs.spans["verb"].tolist(), pairs.corrupted_spans["verb"].tolist()) == (
+        [[2], [2]],
+        [[1], [2]],
+    )
+    whole = Pairs(clean[1], corrupted[1], " mat", spans={"who": ("the dog", "the mat")}).read_by(
+        model
+    )
+    assert whole.spans["who"].tolist() == [[0, 1]]
+    assert whole.corrupted_mask is None
+    result = interp.activation_patching(
+        model,
+        Pairs(clean, corrupted, " mat", spans={"who": spans["who"]}, last_only=True),
+        over=["layer", "span"],
+    )
+    assert result.labels["span"] == ("who",)
+    for part, count in (("mat", 0), ("on", 2)):
+        with pytest.raises(
+            ValueError, match=rf"span 'x' must be in the text once; got '{part}' {count} times"
+        ):
+            Pairs("cat on sat on", spans={"x": part}).read_by(model)
+
+
+def test_texts_that_do_not_correspond_are_shown_as_tokens():
+    model = reading()
+    with pytest.raises(ValueError, match=r"got 2, 'the\| cat', and 3, 'the\| cat\| ran'"):
+        interp.activation_patching(model, Pairs("the cat", "the cat ran", " mat"))
+    with pytest.raises(ValueError, match="attention_mask needs texts"):
+        Pairs(["the"], attention_mask=torch.ones(1, 1)).read_by(model)
+    with pytest.raises(TypeError, match="to_tokens"):
+        Pairs("the").read_by(torch.nn.Linear(2, 3))
+
+
+# --- metrics
+
+
+def test_metrics_take_words_where_a_model_reads_them():
+    model = reading()
+    tokens = model.to_tokens("the cat").tokens
+    for worded, plain in (
+        (interp.log_prob(" cat"), interp.log_prob(16)),
+        (interp.rank([" cat"], pos=0), interp.rank([16], pos=0)),
+        (interp.logit_diff(" cat", " dog"), interp.logit_diff(16, 17)),
+        (interp.logit_diff([[" cat", " dog"]], 4), interp.logit_diff([[16, 17]], 4)),
+        (interp.cross_entropy("the cat"), interp.cross_entropy(tokens)),
+    ):
+        change = [{"blocks.0.mlp_out": edits.zero(pos=0)}]
+        found, expected = (
+            interp.sweep(model, "the cat", change, metric) for metric in (worded, plain)
+        )
+        assert torch.equal(found.values, expected.values)
+        assert found.about["metric"] == repr(worded)
+        with pytest.raises(ValueError, match="tokens as text"):
+            worded(model(tokens))
+    assert Pairs(tokens, metric=interp.log_prob(" cat")).read_by(model).metric(
+        model(tokens)
+    ).item() == pytest.approx(model(tokens)[0, -1].log_softmax(-1)[16].item())
+    cache = interp.run_with_cache(model, tokens)[1]
+    found = interp.direct_logit_attribution(model, cache, right=" cat", wrong=" dog", pos=-1)
+    assert torch.equal(
+        found.values,
+        interp.direct_logit_attribution(model, cache, right=16, wrong=17, pos=-1).values,
+    )
+
+
+def test_a_metric_takes_the_mask_of_padded_logits():
+    model = reading()
+    batch = model.to_tokens(TEXTS)
+    metric, logits = interp.log_prob(4), model(batch)
+    alone = torch.cat([metric(model(text)) for text in TEXTS])
+    torch.testing.assert_close(metric(logits, batch.attention_mask), alone)
+    torch.testing.assert_close(measure(metric, logits, batch.attention_mask), alone)
+    assert interp.measure is measure
+
+
+# --- words in results
+
+
+def test_results_say_which_words(tmp_path):
+    model = reading()
+    pairs = Pairs("Anne sat on the mat .", "Mark sat on the mat .", (" cat", " dog"))
+    result = interp.activation_patching(model, pairs)
+    words = ("Mark|Anne", " sat", " on", " the", " mat", " .")
+    assert tuple(result.words["pos"]) == words
+    assert torch.equal(result.select(pos=" mat").values, result.select(pos=4).values)
+    kept = result.select(pos=[2, 4], layer=1)
+    assert kept.words["pos"] == [" on", " mat"]
+    assert result.select(pos=2).words == {}
+    assert "pos 1 ' sat'" in repr(result.select(pos=[1]).top(1))
+    result.save(tmp_path / "result")
+    assert [*Result.load(tmp_path / "result").words["pos"]] == [*words]
+    assert [*result.to_dataframe()["pos_word"]][:6] == [*words]
+    estimate = interp.attribution_patching(
+        model, pairs, site="pattern", over=["layer", "query", "key"]
+    )
+    assert [*estimate.words] == ["query", "key"]
+    with pytest.raises(ValueError, match="unique label"):
+        result.select(pos=" ran")
+    twice = interp.activation_patching(
+        model, Pairs("the cat ran", answers=" cat"), edit=edits.zero()
+    )
+    assert twice.words["pos"] == ["the", " cat", " ran"]
+    cache = interp.run_with_cache(model, ["the cat", "the dog"])[1]
+    assert interp.accumulated(model, cache, right=3).words["pos"] == ["the", " cat| dog"]
+    model.tokenizer = None
+    assert interp.activation_patching(model, pairs.read_by(reading())).words == {}
+
+
+def test_readings_print_words():
+    model = reading()
+    _, cache = interp.run_with_cache(model, "the cat sat")
+    lens = interp.logit_lens(model, cache, top_k=2)
+    assert lens.texts == [["the", " cat", " sat"]]
+    assert lens.likeliest[1][0][2] == model.to_pieces(lens.tokens[1, 0, 2])
+    assert "' cat'" in repr(lens).splitlines()[1]
+    assert repr(lens.likeliest[0][0][0][0]) in repr(lens).splitlines()[2]
+    best = interp.max_activating(model, TEXTS, "blocks.1.resid_post", k=2)
+    assert best == interp.max_activating(
+        model, [model.encoded(text) for text in TEXTS], "blocks.1.resid_post", k=2
+    )
+    assert "".join(best[0].pieces) == TEXTS[best[0].text]
+    assert f"«{best[0].pieces[best[0].pos]}»" in repr(best[0])
+    tokens = interp.singular_tokens(model, 1, 0, k=2, top=3)
+    assert tokens.texts[0] == model.to_pieces(tokens.read)
+    assert repr(tokens.texts[1][1][0][0]) in repr(tokens)
+    model.tokenizer = None
+    assert interp.logit_lens(model, cache).texts is None
+    assert (
+        str(lens.tokens[0, 0, 0, 0].item()) in repr(interp.logit_lens(model, cache)).splitlines()[1]
+    )
+    assert interp.singular_tokens(model, 1, 0, k=2, top=3).texts is None
+
+
+def test_fits_read_texts():
+    model = reading()
+    ids = [model.encoded(text) for text in TEXTS]
+    one, other = (interp.tuned_lens(model, texts, steps=3, batch=2) for texts in (TEXTS, ids))
+    assert torch.equal(one.weight, other.weight)
+    one, other = (
+        interp.jacobian_lens(model, texts, skip=0)
+        for texts in (iter(TEXTS), model.to_tokens(TEXTS))
+    )
+    assert torch.equal(one.weight, other.weight)
+    assert interp.jacobian_lens(model, "the cat sat", skip=0).n_texts == 1
+    assert interp.jacobian_lens(model, [3, 4, 5], skip=0).n_texts == 1
