@@ -305,6 +305,11 @@ def test_what_cannot_be_expressed_is_named(described, changes, message):
 def test_dropout_is_the_common_one_or_none():
     assert config_of(GPT2, attn_pdrop=0.0).dropout == 0.0
     assert config_of(PYTHIA_70M, attention_dropout=0.1, hidden_dropout=0.1).dropout == 0.1
+    three = dict(embed_dropout=0.2, attention_dropout=0.2, resid_dropout=0.2)
+    assert config_of(TINYSTORIES_8M, **three).dropout == 0.2
+    assert config_of(TINYSTORIES_8M, **three | dict(resid_dropout=0.0)).dropout == 0.0
+    opt = {name: value for name, value in OPT_1_3B.items() if name != "dropout"}  # 0.1 by default
+    assert config_of(opt, attention_dropout=0.1).dropout == 0.1
 
 
 def test_contexts_that_scaling_stretches():

@@ -123,7 +123,7 @@ class Pair:
         randomise(self.theirs)
         self.theirs.save_pretrained(directory)
         self.directory = directory
-        self.ours = load(directory)
+        self.ours = load(directory, verify=True)
 
     def reference(self, tokens):
         """What `transformers` makes of tokens without padding, by our names; and the logits."""
