@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from models.files import library, one_error, read_json, read_object
-from models.tokenizer import CharTokenizer, SubwordTokenizer, Tokenizer, byte_level
+from models.tokenizer import CharTokenizer, SubwordTokenizer, Tokenizer, begin_texts, byte_level
 
 # File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_END = "<|endoftext|>"  # GPT-2's, also before a text where one is asked for
 # Tokens that no merge makes: <|endoftext|>, <s>, and fairseq's filler words.
 _SPECIAL = re.compile(r"<.+>|madeupword\d+")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -60,7 +61,7 @@ def _from_json(path: Path) -> SubwordTokenizer:
     kind = library("tokenizers").Tokenizer
     with one_error(path):
         tokenizer = kind.from_file(str(path))
-    return SubwordTokenizer(tokenizer, _ends(path, tokenizer))
+    return SubwordTokenizer(tokenizer, _token_named(path, tokenizer, "eos_token"))
 
 
 def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
@@ -90,7 +91,10 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
         if given != expected:
             where = f"{vocabulary.parent}: the number of the added token {piece!r}"
             raise ValueError(f"{where} must be {expected}; got {given}")
-    return SubwordTokenizer(tokenizer, _ends(vocabulary, tokenizer, "<|endoftext|>"))
+    if config.get("add_bos_token"):  # OPT's
+        for token in _token_named(vocabulary, tokenizer, "bos_token", _END):
+            begin_texts(tokenizer, token)
+    return SubwordTokenizer(tokenizer, _token_named(vocabulary, tokenizer, "eos_token", _END))
 
 
 def _added(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
@@ -128,12 +132,14 @@ def _token(described: Any) -> Any:
     return library("tokenizers").AddedToken(values["content"], **flags)
 
 
-def _ends(file: Path, tokenizer: Any, piece: str | None = None) -> tuple[int, ...]:
-    """The token that ends a text according to the files beside `file`; by default that of `piece`."""
-    for name in (_CONFIG, _SPECIAL_TOKENS):
-        with _beside(file, name) as described:
-            if described.get("eos_token") is not None:
-                piece = _token(described["eos_token"]).content
+def _token_named(
+    file: Path, tokenizer: Any, name: str, piece: str | None = None
+) -> tuple[int, ...]:
+    """The token of a name, such as `eos_token`, in the files beside `file`; by default that of `piece`."""
+    for beside in (_CONFIG, _SPECIAL_TOKENS):
+        with _beside(file, beside) as described:
+            if described.get(name) is not None:
+                piece = _token(described[name]).content
     number = None if piece is None else tokenizer.token_to_id(piece)
     return () if number is None else (number,)
 
