@@ -28,7 +28,7 @@ from interp import (
     token_directions,
 )
 from models import attach, from_hf
-from tests.attachable import BATCH, POS, VOCAB, made
+from tests.attachable import BATCH, POS, VOCAB, config_of, made
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -36,14 +36,18 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 STORED = {
     "gpt2": ["head_dim", "intermediate_size", "num_key_value_heads"],
     "gpt_neox": ["head_dim", "num_key_value_heads"],
+    "opt": ["head_dim", "intermediate_size", "num_key_value_heads"],
 }
-FAMILIES = ["gpt2", "llama", "qwen3", "gemma2", "gpt_neox"]
+FAMILIES = ["gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt"]
 
 
 @functools.lru_cache(maxsize=1)
 def world(name):
-    model = made(name)
-    plain = from_hf(model, ignore=STORED.get(name, ()))
+    config = config_of(name)
+    for attribute in STORED.get(name, ()):
+        delattr(config, attribute)
+    model = made(name, config=config)
+    plain = from_hf(model)
     clean, corrupted = torch.randint(3, VOCAB, (2, BATCH, POS))
     metric = logit_diff(right=5, wrong=11)
     return types.SimpleNamespace(
@@ -115,7 +119,7 @@ def test_readings(name):
         close(ours, theirs, name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "opt"])
 def test_graphs(name):
     w, hooks = world(name), {"blocks.1.mlp_out": lambda value, point: value * 0}
     pairs, edges = Pairs(w.clean, w.corrupted, metric=w.metric), ["a0.h1->a1.h1<q>", "input->m1"]

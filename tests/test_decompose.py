@@ -156,7 +156,7 @@ def test_the_stream_up_to_each_layer_has_the_logits_of_numpy(name):
 
 
 FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox sequential", "llama", "mistral", "qwen2")
-FAMILIES += ("qwen3", "olmo2 biased", "gemma2 uncapped")
+FAMILIES += ("qwen3", "olmo2 biased", "gemma2 uncapped", "opt")
 
 
 @pytest.mark.parametrize("row", FAMILIES)

@@ -30,6 +30,24 @@ TINY_STARCODER = json.loads("""{
 "validate_runner_input": true, "vocab_size": 49152, "torch_dtype": "bfloat16", "transformers_version":
 "4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
 }""")
+TINYSTORIES_8M = json.loads("""{
+"activation_function": "gelu_new", "architectures": ["GPTNeoForCausalLM"], "attention_dropout": 0,
+"attention_layers": ["global", "local", "global", "local", "global", "local", "global", "local"],
+"attention_types": [[["global", "local"], 4]], "bos_token_id": 50256, "embed_dropout": 0, "eos_token_id":
+50256, "gradient_checkpointing": false, "hidden_size": 256, "initializer_range": 0.02, "intermediate_size":
+null, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neo", "num_heads": 16,
+"num_layers": 8, "resid_dropout": 0, "summary_activation": null, "summary_first_dropout": 0.1,
+"summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true, "torch_dtype":
+"float32", "transformers_version": "4.28.1", "use_cache": true, "vocab_size": 50257, "window_size": 256
+}""")
+OPT_1_3B = json.loads("""{
+"_remove_final_layer_norm": false, "activation_dropout": 0.0, "activation_function": "relu",
+"architectures": ["OPTForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before":
+true, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 8192, "hidden_size": 2048, "init_std": 0.02, "layerdrop":
+0.0, "max_position_embeddings": 2048, "model_type": "opt", "num_attention_heads": 32, "num_hidden_layers":
+24, "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16", "transformers_version": "4.21.0.dev0",
+"use_cache": true, "vocab_size": 50272, "word_embed_proj_dim": 2048
+}""")
 PYTHIA_70M = json.loads("""{
 "architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "hidden_size": 512, "intermediate_size":
 2048, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox",
@@ -104,6 +122,9 @@ def sizes(vocab_size, n_ctx, n_layers, n_heads, d_model, **others):
 PUBLISHED = [
     (GPT2, sizes(50257, 1024, 12, 12, 768, dropout=0.1)),
     (TINY_STARCODER, sizes(49152, 8192, 20, 12, 768, dropout=0.1, n_kv_heads=1)),
+    (TINYSTORIES_8M, sizes(50257, 2048, 8, 16, 256, window=256, window_layers=(1, 3, 5, 7))
+        | dict(attn_scale=1.0, qkv_bias=False)),
+    (OPT_1_3B, sizes(50272, 2048, 24, 32, 2048, activation="relu")),
     (PYTHIA_70M, sizes(50304, 2048, 6, 8, 512, activation="gelu", positions="rotary")
         | dict(rotary_fraction=0.25, parallel=True, tied_unembed=False)),
     (LLAMA_3_2_1B, sizes(128256, 131072, 16, 32, 2048, d_head=64, n_kv_heads=8, d_mlp=8192)
@@ -183,6 +204,11 @@ def test_windows():
     whole = config_of(qwen, use_sliding_window=True, max_window_layers=0)
     assert (whole.window, whole.window_layers) == (7, ())
     assert config_of(MISTRAL_7B, sliding_window=None).window == 0
+    neo = dict(TINYSTORIES_8M, num_layers=3, attention_layers=None)
+    neo = config_of(neo, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=7)
+    assert (neo.window, neo.window_layers) == (7, (1, 2))
+    neo = config_of(TINYSTORIES_8M, attention_types=[], attention_layers=["local"] * 8)
+    assert (neo.window, neo.window_layers) == (256, ())
     gemma = config_of(GEMMA_2_2B, layer_types=["full_attention"] * 26, final_logit_softcapping=None)
     assert (gemma.window, gemma.logit_cap) == (0, 0.0)
 
@@ -197,6 +223,8 @@ WITHOUT_EFFECT = [
     (GEMMA_2_2B, dict(sliding_window_size=4096, hidden_act="gelu")),
     (GPT2, dict(spectral_gate=None, gated=False, add_cross_attention=None, resid_dropout=0.3)),
     (PYTHIA_70M, dict(hidden_dropout_prob=0.1)),
+    (TINYSTORIES_8M, dict(attention_types=None, classifier_dropout=0.1, intermediate_size=1024)),
+    (OPT_1_3B, dict(word_embed_proj_dim=None, layerdrop=0.1, enable_bias=True)),
     (LLAMA_3_2_1B, dict(attention_dropout=0.1, embd_pdrop=0.1, rope_interleaved=None)),
 ]
 
@@ -225,6 +253,15 @@ REFUSED = [
     ),
     (TINY_STARCODER, dict(num_key_value_heads=2), "num_key_value_heads"),
     (TINY_STARCODER, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    (TINYSTORIES_8M, dict(attention_layers=["global"] * 7), "attention_layers must be 8 of"),
+    (TINYSTORIES_8M, dict(attention_layers=["axial"] * 8), "attention_layers .*'axial'"),
+    (TINYSTORIES_8M, dict(window_size=0), "window_size .*0"),
+    (TINYSTORIES_8M, dict(num_heads=5), "d_model .* n_heads .5."),
+    (TINYSTORIES_8M, dict(activation_function="tanh"), "activation_function .*'tanh'"),
+    (OPT_1_3B, dict(word_embed_proj_dim=512), "word_embed_proj_dim .*hidden_size .2048.*512"),
+    (OPT_1_3B, dict(enable_bias="no"), "qkv_bias"),
+    (OPT_1_3B, dict(activation_function="quick_gelu"), "activation_function .*'quick_gelu'"),
+    (OPT_1_3B, dict(learned_embeddings=True), "learned_embeddings"),
     (PYTHIA_70M, dict(rope_theta=500.0), "rope_theta .*500.0"),
     (LLAMA_3_2_1B, dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
     (LLAMA_3_2_1B, {ROPE: {"type": "dynamic", "factor": 2.0}}, "rope_type .*'dynamic'"),
@@ -268,6 +305,11 @@ def test_what_cannot_be_expressed_is_named(described, changes, message):
 def test_dropout_is_the_common_one_or_none():
     assert config_of(GPT2, attn_pdrop=0.0).dropout == 0.0
     assert config_of(PYTHIA_70M, attention_dropout=0.1, hidden_dropout=0.1).dropout == 0.1
+    three = dict(embed_dropout=0.2, attention_dropout=0.2, resid_dropout=0.2)
+    assert config_of(TINYSTORIES_8M, **three).dropout == 0.2
+    assert config_of(TINYSTORIES_8M, **three | dict(resid_dropout=0.0)).dropout == 0.0
+    opt = {name: value for name, value in OPT_1_3B.items() if name != "dropout"}  # 0.1 by default
+    assert config_of(opt, attention_dropout=0.1).dropout == 0.1
 
 
 def test_contexts_that_scaling_stretches():
@@ -291,6 +333,10 @@ def test_contexts_that_scaling_stretches():
 SMALL = dict(n_layer=2, n_head=2, n_embd=10, n_positions=7, vocab_size=11, n_inner=13)
 NEOX = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
 NEOX |= dict(vocab_size=11, max_position_embeddings=7, rotary_pct=0.5)
+NEO = dict(num_layers=2, num_heads=2, hidden_size=8, intermediate_size=13, vocab_size=11)
+NEO |= dict(max_position_embeddings=7, attention_types=[[["local", "global"], 1]], window_size=3)
+OPT = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, ffn_dim=13, vocab_size=11)
+OPT |= dict(max_position_embeddings=7)
 LLAMA = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=13)
 LLAMA |= dict(vocab_size=11, max_position_embeddings=7, num_key_value_heads=2)
 
@@ -302,7 +348,8 @@ def made(tmp_path):
     transformers.utils.logging.disable_progress_bar()
 
     def make(family, **changes):
-        small = {"gpt2": SMALL, "gpt_bigcode": SMALL, "gpt_neox": NEOX}.get(family, LLAMA)
+        small = {"gpt2": SMALL, "gpt_bigcode": SMALL, "gpt_neox": NEOX, "gpt_neo": NEO, "opt": OPT}
+        small = small.get(family, LLAMA)
         ids = dict(bos_token_id=1, eos_token_id=2)
         config = transformers.AutoConfig.for_model(family, **small | changes, **ids)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -405,6 +452,8 @@ def parameters_equal(one, other):
 MASKS = ["bias", "masked_bias"]
 BUFFERS = [
     ("gpt2", "transformer.h.1.attn", MASKS),
+    ("gpt_neo", "transformer.h.1.attn.attention", MASKS),
+    ("opt", "model.decoder", ["version"]),
     ("gpt_neox", "gpt_neox.layers.1.attention", [*MASKS, "rotary_emb.inv_freq"]),
     ("llama", "model.layers.1.self_attn", ["rotary_emb.inv_freq"]),
 ]
@@ -416,9 +465,9 @@ def test_keys_of_old_versions(made, family, module, buffers):
     expected = load(directory)
     old = {f"{module}.{name}": torch.ones(3) for name in buffers}
     assert parameters_equal(rewritten(directory, lambda state: state | old), expected)
-    if family == "gpt2":  # as first published
-        bare = lambda state: {k.removeprefix("transformer."): v for k, v in state.items()}  # noqa: E731
-        assert parameters_equal(rewritten(directory, bare), expected)
+    prefix = FAMILIES[family].prefix  # without it, as GPT-2 and OPT were first published
+    bare = lambda state: {k.removeprefix(prefix): v for k, v in (state | old).items()}  # noqa: E731
+    assert parameters_equal(rewritten(directory, bare), expected)
     other = {f"{module}.{buffers[0]}es": torch.ones(3)}
     with pytest.raises(ValueError, match=f"1 unexpected: .*{buffers[0]}es"):
         rewritten(directory, lambda state: state | other)

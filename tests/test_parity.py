@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 VOCAB, LAYERS, HEADS, D_MLP, N_CTX, BATCH, POS = 53, 3, 6, 37, 41, 2, 23
 LENGTHS = (23, 9, 14)  # of the rows of a padded batch
 PIECES = (7, 1, 2, 13)  # of the sequence, when it is read in parts
-POINTS = ["blocks.*.resid_pre", "blocks.*.resid_post", "ln_final.normalized", "*.attn.pattern"]
+POINTS = ["blocks.*.resid_pre", "blocks.*.resid_post", "*.attn.pattern"]
 
 GPT = dict(
     vocab_size=VOCAB, n_positions=N_CTX, n_layer=LAYERS, n_head=HEADS, n_embd=66, n_inner=D_MLP
@@ -33,7 +33,13 @@ GEMMA2 = dict(LLAMA, query_pre_attn_scalar=7, sliding_window=5, attn_logit_softc
 # A norm after a sublayer would magnify the rounding of what is small.
 GEMMA2 |= dict(final_logit_softcapping=3.0, rms_norm_eps=1e-2)
 OLMO2 = dict(LLAMA, rms_norm_eps=3e-2)
+NEO = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_layers=LAYERS, num_heads=HEADS)
+NEO |= dict(hidden_size=66, intermediate_size=D_MLP, layer_norm_epsilon=3e-3, window_size=5)
+NEO |= dict(attention_types=[[["local", "global"], 1], [["local"], 1]])
+OPT = dict(vocab_size=VOCAB, max_position_embeddings=N_CTX, num_hidden_layers=LAYERS)
+OPT |= dict(num_attention_heads=HEADS, hidden_size=66, ffn_dim=D_MLP)
 SIZES = dict(gpt2=GPT2, gpt_bigcode=BIGCODE, gpt_neox=NEOX, olmo2=OLMO2, gemma2=GEMMA2)
+SIZES |= dict(gpt_neo=NEO, opt=OPT)
 
 
 def rope(kind, theta=123.0, **numbers):
@@ -48,6 +54,8 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = dict(use_sliding_window=True, sliding_window=4)
 UNCAPPED = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
 HEADS_FOLLOW = dict(num_key_value_heads=None, hidden_size=60, head_dim=None)
+LISTED = ["global", "local", "global"]  # it counts, not attention_types
+UNBIASED = dict(enable_bias=False, layer_norm_elementwise_affine=False)
 TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
 ROWS = {
     "gpt2": ("gpt2", {}),
@@ -60,10 +68,19 @@ ROWS = {
     "gpt2 swish": ("gpt2", dict(activation_function="swish")),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_bigcode heads": ("gpt_bigcode", dict(multi_query=False) | UNTIED),
+    "gpt_neo": ("gpt_neo", {}),
+    "gpt_neo local": ("gpt_neo", dict(attention_types=[[["local"], 3]]) | UNTIED),
+    "gpt_neo global": ("gpt_neo", dict(attention_types=[[["global"], 3]], intermediate_size=None)),
+    "gpt_neo listed": ("gpt_neo", dict(attention_layers=LISTED, activation_function="relu")),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox sequential": ("gpt_neox", dict(use_parallel_residual=False, attention_bias=False)),
     "gpt_neox whole": ("gpt_neox", dict(rotary_pct=1.0, rotary_emb_base=77)),
     "gpt_neox linear": ("gpt_neox", rope("linear", factor=3.0, partial_rotary_factor=0.5) | TIED),
+    "opt": ("opt", {}),
+    "opt after": ("opt", dict(do_layer_norm_before=False) | UNTIED),
+    "opt after unbiased": ("opt", dict(do_layer_norm_before=False, enable_bias=False)),
+    "opt unbiased": ("opt", UNBIASED | dict(activation_function="gelu")),
+    "opt unnormed": ("opt", dict(_remove_final_layer_norm=True) | UNTIED),
     "llama": ("llama", {}),
     "llama heads": ("llama", HEADS_FOLLOW | TIED | dict(hidden_act="gelu")),
     "llama attention biased": ("llama", dict(attention_bias=True)),
@@ -106,11 +123,12 @@ class Pair:
         randomise(self.theirs)
         self.theirs.save_pretrained(directory)
         self.directory = directory
-        self.ours = load(directory)
+        self.ours = load(directory, verify=True)
 
     def reference(self, tokens):
         """What `transformers` makes of tokens without padding, by our names; and the logits."""
-        layers = getattr(self.theirs.base_model, "h", None) or self.theirs.base_model.layers
+        base = getattr(self.theirs.base_model, "decoder", self.theirs.base_model)
+        layers = getattr(base, "h", None) or base.layers
         last = []  # its last hidden state is the final norm's
         handle = layers[-1].register_forward_hook(
             lambda module, inputs, output: last.append(output)
@@ -121,7 +139,9 @@ class Pair:
         assert len(theirs.hidden_states) == LAYERS + 1
         *streams, normalized = theirs.hidden_states
         streams.append(last[0] if torch.is_tensor(last[0]) else last[0][0])
-        values = {"logits": theirs.logits, "ln_final.normalized": normalized}
+        values = {"logits": theirs.logits}
+        if self.ours.config.final_norm:
+            values["ln_final.normalized"] = normalized
         for layer in range(LAYERS):
             values[f"blocks.{layer}.resid_pre"] = streams[layer]
             values[f"blocks.{layer}.resid_post"] = streams[layer + 1]
@@ -134,6 +154,8 @@ class Pair:
 SCALES = {"q_proj": 1.2, "k_proj": 1.2, "c_attn": 1.4, "query_key_value": 1.4}
 SCALES |= {"embed_tokens": 1.5, "embed_in": 1.5, "wte": 1.5}
 SCALES |= dict.fromkeys(("o_proj", "c_proj", "down_proj", "attention.dense", "dense_4h_to_h"), 0.5)
+# Without a norm before attention, scores are as far apart as the embeddings are.
+SCALES |= {"out_proj": 0.5, "fc2": 0.5, "embed_positions": 6.0}
 
 
 def randomise(model):
@@ -168,7 +190,8 @@ def close(ours, theirs, name=None, atol=1e-5):
 
 def seen(model, *args, **kwargs):
     """Our logits, and our values under the names that a reference has."""
-    logits, cache = HookedRunner(model).run_with_cache(*args, names=POINTS, **kwargs)
+    names = POINTS + ["ln_final.normalized"] * model.config.final_norm
+    logits, cache = HookedRunner(model).run_with_cache(*args, names=names, **kwargs)
     return {"logits": logits, **cache}
 
 

@@ -203,6 +203,11 @@ PAD = {"262": dict(PLAIN, content="<pad>"), "263": dict(PLAIN, content="né w", 
         dict(tokenizer_config=dict(tokenizer_class="GPT2TokenizerFast", pad_token="!")),
         dict(tokenizer_config=dict(additional_special_tokens=["hell", "w"], add_bos_token=False)),
         dict(special_tokens_map=dict(bos_token=END, eos_token=dict(content="he", special=True))),
+        dict(tokenizer_config=dict(add_bos_token=True)),
+        dict(
+            tokenizer_config=dict(add_bos_token=True, bos_token=END, eos_token=END),
+            special_tokens_map=dict(bos_token=dict(content="he", special=True)),
+        ),
         dict(tokenizer_config=dict(added_tokens_decoder={"262": PAD["262"] | dict(lstrip=True)})),
         dict(tokenizer_config=dict(add_prefix_space=True, model_max_length=1024, eos_token="ll")),
     ],
@@ -215,7 +220,9 @@ def test_added_tokens_are_those_of_transformers(files, tmp_path):
         tokens = ours.encode(text)
         assert tokens == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(tokens) == theirs.decode(tokens)
-    assert (ours.bos_token_ids, ours.eos_token_ids) == ((), (theirs.eos_token_id,))
+    text, bare = (theirs.encode("w", add_special_tokens=added) for added in (True, False))
+    starts = tuple(text[: len(text) - len(bare)])
+    assert (ours.bos_token_ids, ours.eos_token_ids) == (starts, (theirs.eos_token_id,))
 
 
 def test_added_tokens_worked_out_by_hand(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.files import library, without
-from models.text.tokenizer import SubwordTokenizer, byte_level
+from models.text.tokenizer import SubwordTokenizer, begin_texts, byte_level
 
 try:
     from gguf import GGUFReader, GGUFValueType
@@ -137,9 +137,7 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
     # As llama.cpp does where the file does not say.
     begins = given.get("add_bos_token", model == "llama" or _SPLITS[given["pre"]] == _LLAMA_3)
     if begins and "bos_token_id" in given:
-        start = (tokenizer.id_to_token(given["bos_token_id"]), given["bos_token_id"])
-        template = library("tokenizers").processors.TemplateProcessing
-        tokenizer.post_processor = template(single=[start[0], "$A"], special_tokens=[start])
+        begin_texts(tokenizer, given["bos_token_id"])
     ends = (given[key] for key in ("eos_token_id", "eot_token_id") if key in given)
     return SubwordTokenizer(tokenizer, tuple(ends), given.get("bos_token_id"))
 

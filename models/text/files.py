@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from models.files import library, one_error, read_json, read_object
-from models.text.tokenizer import CharTokenizer, SubwordTokenizer, Tokenizer, byte_level
+from models.text.tokenizer import (
+    CharTokenizer,
+    SubwordTokenizer,
+    Tokenizer,
+    begin_texts,
+    byte_level,
+)
 
 # File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_END = "<|endoftext|>"  # GPT-2's, also before a text where one is asked for
 # Tokens that no merge makes: <|endoftext|>, <s>, and fairseq's filler words.
 _SPECIAL = re.compile(r"<.+>|madeupword\d+")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -90,7 +97,7 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
         if given != expected:
             where = f"{vocabulary.parent}: the number of the added token {piece!r}"
             raise ValueError(f"{where} must be {expected}; got {given}")
-    return _finished(vocabulary, tokenizer, "<|endoftext|>")
+    return _finished(vocabulary, tokenizer, _END, begins=bool(config.get("add_bos_token")))  # OPT's
 
 
 def _added(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
@@ -128,7 +135,9 @@ def _token(described: Any) -> Any:
     return library("tokenizers").AddedToken(values["content"], **flags)
 
 
-def _finished(file: Path, tokenizer: Any, default: str | None = None) -> SubwordTokenizer:
+def _finished(
+    file: Path, tokenizer: Any, default: str | None = None, begins: bool = False
+) -> SubwordTokenizer:
     """The tokenizer, with the tokens that begin and end a text by the files beside `file`, or the default."""
     pieces: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token"), default)
     for name in (_CONFIG, _SPECIAL_TOKENS):
@@ -136,6 +145,8 @@ def _finished(file: Path, tokenizer: Any, default: str | None = None) -> Subword
             named = {key: described[key] for key in pieces if described.get(key) is not None}
             pieces |= {key: _token(token).content for key, token in named.items()}
     begin, end = (None if p is None else tokenizer.token_to_id(p) for p in pieces.values())
+    if begins and begin is not None:
+        begin_texts(tokenizer, begin)
     return SubwordTokenizer(tokenizer, () if end is None else (end,), begin)
 
 

@@ -202,6 +202,13 @@ def byte_level(
     return tokenizer
 
 
+def begin_texts(tokenizer: "tokenizers.Tokenizer", token: int) -> None:
+    """Makes a tokenizer of the library put a token before each text."""
+    piece = tokenizer.id_to_token(token)
+    template = library("tokenizers").processors.TemplateProcessing
+    tokenizer.post_processor = template(single=[piece, "$A"], special_tokens=[(piece, token)])
+
+
 def _bytes_of(piece: str, signs: Mapping[str, int]) -> bytes:
     """The bytes of a vocabulary's piece, in byte-level or SentencePiece notation."""
     if signs.keys() >= set(piece):

@@ -11,7 +11,7 @@ from torch import nn
 from hooks._torch import hooks_of
 from hooks.session import is_foreign
 from models.checkpoints.assemble import Reader, assemble, end_tokens
-from models.checkpoints.huggingface import gpt, llama
+from models.checkpoints.huggingface import gpt, llama, opt
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
 from models.config import TransformerConfig
@@ -19,6 +19,7 @@ from models.files import one_error, read_object, without
 from models.transformer import Transformer
 
 _CAUSAL_BUFFERS = (r"h\.\d+\.attn\.(bias|masked_bias)",)
+_NEO_BUFFERS = (r"h\.\d+\.attn\.attention\.(bias|masked_bias)",)
 _ROTARY_BUFFERS = (r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
 _NEOX_BUFFERS = (r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
 
@@ -27,6 +28,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_bigcode": Family(
         gpt.bigcode_config, gpt.bigcode_rows, "transformer.", 50256, ignored=_CAUSAL_BUFFERS
     ),
+    "gpt_neo": Family(gpt.neo_config, gpt.neo_rows, "transformer.", 50256, ignored=_NEO_BUFFERS),
     "gpt_neox": Family(
         gpt.neox_config,
         gpt.neox_rows,
@@ -35,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
         renamed={"embed_out.weight": "lm_head.weight"},
         ignored=_NEOX_BUFFERS,
     ),
+    "opt": Family(opt.opt_config, opt.opt_rows, "model.", 2, ignored=(r"decoder\.version",)),
     "llama": Family(llama.llama_config, llama.llama_rows, "model.", 2, ignored=_ROTARY_BUFFERS),
     "mistral": Family(llama.mistral_config, llama.llama_rows, "model.", 2, ignored=_ROTARY_BUFFERS),
     "qwen2": Family(llama.qwen2_config, llama.llama_rows, "model.", ignored=_ROTARY_BUFFERS),

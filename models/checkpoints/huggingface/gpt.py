@@ -1,4 +1,4 @@
-"""GPT-2, GPT-BigCode (StarCoder) and GPT-NeoX (Pythia): LayerNorm, biases, fused attention weights."""
+"""GPT-2, GPT-BigCode (StarCoder), GPT-Neo (TinyStories) and GPT-NeoX (Pythia): LayerNorm and biases."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from models.checkpoints.assemble import Source, concatenated
 from models.checkpoints.huggingface.family import Attributes, Rows, rotary
+from models.checkpoints.huggingface.windows import windows
 from models.config import TransformerConfig
 
 
@@ -49,6 +50,30 @@ def _learned_positions(a: Attributes, activation: str, **others: Any) -> Transfo
         tied_unembed=a.take("tie_word_embeddings", True),
         dropout=a.dropout({"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}),
         **others,
+    )
+
+
+def neo_config(a: Attributes) -> TransformerConfig:
+    """GPT-Neo's config: no scale of dot products, a window in every other layer (Black et al. 2021)."""
+    n_layers, kinds = a.take("num_layers", 24), ("global", "local")
+    periods = a.take("attention_types", None) or [[kinds, 12]]
+    types = [kind for period, times in periods for _ in range(times) for kind in period]
+    types = a.take("attention_layers", None) or types
+    window, spelled = a.take("window_size", 256), ("attention_layers", "window_size")
+    return TransformerConfig(
+        vocab_size=a.take("vocab_size", 50257),
+        n_ctx=a.take("max_position_embeddings", 2048),
+        n_layers=n_layers,
+        n_heads=a.take("num_heads", 16),
+        d_model=a.take("hidden_size", 2048),
+        d_mlp=a.take("intermediate_size", None) or 0,
+        norm_eps=a.take("layer_norm_epsilon", 1e-5),
+        **windows(a, window, types, n_layers, kinds, spelled),
+        attn_scale=1.0,
+        activation=a.activation("activation_function", "gelu_new"),
+        qkv_bias=False,
+        tied_unembed=a.take("tie_word_embeddings", True),
+        dropout=a.dropout({"embed_dropout": 0.0, "attention_dropout": 0.0, "resid_dropout": 0.0}),
     )
 
 
@@ -99,6 +124,15 @@ def _gpt_rows(
         "blocks.N.mlp.output.*": Source((f"{layer}.mlp.c_proj.*",), others),
         "ln_final.*": "transformer.ln_f.*",
         "unembedding.weight": "lm_head.weight",
+    }
+
+
+def neo_rows(config: TransformerConfig) -> Rows:
+    """GPT-Neo's keys: GPT-2's, but for those of attention. Its matrices are stored as [out, in]."""
+    attention = "transformer.h.N.attn.attention"
+    return _gpt_rows(qkv=concatenated) | {
+        "blocks.N.attn.qkv.*": Source(tuple(f"{attention}.{name}_proj.*" for name in "qkv")),
+        "blocks.N.attn.output.*": f"{attention}.out_proj.*",
     }
 
 

@@ -1,15 +1,14 @@
 """Llama, Mistral, Qwen 2, Qwen 3, OLMo 2 and Gemma 2: RMSNorm, rotary positions, a gated MLP."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from models.checkpoints.assemble import Source, concatenated
 from models.checkpoints.huggingface.family import Attributes, Rows, rotary
+from models.checkpoints.huggingface.windows import FULL, SLIDING, windows
 from models.config import TransformerConfig
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def llama_config(a: Attributes) -> TransformerConfig:
@@ -26,7 +25,7 @@ def mistral_config(a: Attributes) -> TransformerConfig:
     a.only("attention_bias", False)
     window, n_layers = a.take("sliding_window", 4096), a.need("num_hidden_layers")
     types = [FULL if window is None else SLIDING] * n_layers
-    return TransformerConfig(**_shared(a, n_kv_heads=8), **_windows(a, window, types))
+    return TransformerConfig(**_shared(a, n_kv_heads=8), **windows(a, window, types, n_layers))
 
 
 def qwen2_config(a: Attributes) -> TransformerConfig:
@@ -59,7 +58,7 @@ def gemma2_config(a: Attributes) -> TransformerConfig:
     a.only("sliding_window_size", window)
     return TransformerConfig(
         **fields | _attention_bias(a),
-        **_windows(a, window, a.take("layer_types", None) or alternating),
+        **windows(a, window, a.take("layer_types", None) or alternating, fields["n_layers"]),
         norm_place="sandwich",
         embed_scale=fields["d_model"] ** 0.5,
         attn_scale=a.take("query_pre_attn_scalar", 256) ** -0.5,
@@ -113,20 +112,7 @@ def _upper_windows(a: Attributes) -> dict[str, Any]:
     first, n_layers = a.take("max_window_layers", 28), a.need("num_hidden_layers")
     window = window if used else None
     upper = [FULL if window is None or layer < first else SLIDING for layer in range(n_layers)]
-    return _windows(a, window, a.take("layer_types", None) or upper)
-
-
-def _windows(a: Attributes, window: int | None, types: Sequence[str]) -> dict[str, Any]:
-    """Our window fields, from the kind of attention in each layer."""
-    n_layers = a.need("num_hidden_layers")
-    if len(types) != n_layers or any(kind not in (FULL, SLIDING) for kind in types):
-        raise a.error("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
-    sliding = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
-    if not sliding:
-        return {}
-    if window is None or window < 1:
-        raise a.error("sliding_window", window, f"at least 1 where there is {SLIDING}")
-    return {"window": window, "window_layers": () if len(sliding) == len(types) else sliding}
+    return windows(a, window, a.take("layer_types", None) or upper, n_layers)
 
 
 def llama_rows(config: TransformerConfig) -> Rows:
