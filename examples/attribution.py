@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-from commands import attempt, by_character, figures_parser, require_matplotlib
+from commands import attempt, figures_parser, require_matplotlib
 
 from interp import (
     Pairs,
@@ -23,7 +22,7 @@ from interp import (
     integrated_gradients,
     verified_top,
 )
-from models import load, load_tokenizer
+from models import load
 
 TEXT = "The part ZQXJ-KV8{} is sold out; please ask for ZQXJ-KV8"
 RIGHT, WRONG = "01234567", "34567012"
@@ -33,15 +32,9 @@ def run(out: Path | None) -> None:
     """Estimates the effects of all places of two sites, and patches them exactly."""
     if out:
         require_matplotlib(out)
-    model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
-    clean, corrupted = (
-        torch.tensor([tokenizer.encode(TEXT.format(digit)) for digit in digits])
-        for digits in (RIGHT, WRONG)
-    )
-    answers = torch.tensor(
-        [tokenizer.encode(right + wrong) for right, wrong in zip(RIGHT, WRONG, strict=True)]
-    )
-    pairs = Pairs(clean, corrupted, answers).solved(model)
+    model = load("pydoc-4l")
+    clean, corrupted = ([TEXT.format(digit) for digit in digits] for digits in (RIGHT, WRONG))
+    pairs = Pairs(clean, corrupted, [*zip(RIGHT, WRONG, strict=True)]).solved(model)
     print(pairs)
 
     for site in ("resid_pre", "z"):
@@ -50,8 +43,6 @@ def run(out: Path | None) -> None:
             attribution_patching(model, pairs, site=site),
             integrated_gradients(model, pairs, site=site, tolerance=0.05),
         ):
-            if "pos" in exact.axes:
-                exact, estimate = (by_character(x, TEXT.format("#")) for x in (exact, estimate))
             found = compare(exact, estimate)
             size = (found.estimate.abs().sum() / found.exact.abs().sum()).item()
             print(f"\n{site}, {estimate.about['estimate']}: {found}")

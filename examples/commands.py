@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -98,12 +97,6 @@ class Pace:
         minutes = since / max(1, done) * (self.steps - step) / 60
         left = f", about {minutes:.0f} min left" if done and minutes >= 0.5 else ""
         return f"step {step} of {self.steps}{left}"
-
-
-def by_character(result: Result, text: str) -> Result:
-    """The result with a character beside each number of its axis `pos`: `17 '1'`."""
-    labels = [f"{n} {character!r}" for n, character in enumerate(text)]
-    return replace(result, labels={**result.labels, "pos": labels})
 
 
 def save_figure(result: Result, path: Path, title: str, text: Sequence[str] = ()) -> None:

@@ -29,23 +29,23 @@ from interp import (
     minimality,
 )
 from interp.graph import Graph
-from models import Tokenizer, load, load_tokenizer
+from models import load
 
 TEXT = "The part {}{} is sold out; please ask for {}"
 LETTERS, ENOUGH = "BCDFGHJKLMNPQRSTVWXZ", 0.9
 
 
-def parts(tokenizer: Tokenizer, n: int, draw: random.Random) -> Pairs:
+def parts(n: int, draw: random.Random) -> Pairs:
     """Texts that name a part again, up to its last digit. The corrupted text begins with another part."""
     clean, corrupted, answers = [], [], []
     for _ in range(n):
         letters = "".join(draw.sample(LETTERS, 12))
         name, other = (f"{x[:4]}-{x[4:]}{draw.randrange(10)}" for x in (letters[:6], letters[6:]))
         right, wrong = draw.sample("0123456789", 2)
-        clean.append(tokenizer.encode(TEXT.format(name, right, name)))
-        corrupted.append(tokenizer.encode(TEXT.format(other, wrong, name)))
-        answers.append(tokenizer.encode(right + wrong))
-    return Pairs(torch.tensor(clean), torch.tensor(corrupted), torch.tensor(answers))
+        clean.append(TEXT.format(name, right, name))
+        corrupted.append(TEXT.format(other, wrong, name))
+        answers.append((right, wrong))
+    return Pairs(clean, corrupted, answers)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
     require_least(options, {"pairs": 8})
     if options.out:
         require_matplotlib(options.out)
-    model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
-    pairs = parts(tokenizer, options.pairs, random.Random(options.seed)).solved(model)
+    model = load("pydoc-4l")
+    pairs = parts(options.pairs, random.Random(options.seed)).solved(model)
     found_on, others = pairs.split(options.seed)
     print(
         f"{pairs}; the circuit is found on {len(found_on)} of them, and measured on {len(others)}"

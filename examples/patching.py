@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from commands import attempt, by_character, figures_parser, require_matplotlib, save_figure
+from commands import attempt, figures_parser, require_matplotlib, save_figure
 
 from hooks import HookedRunner
 from interp import Pairs, activation_patching, edits, logit_diff
-from models import load, load_tokenizer
+from models import load
 
 CLEAN = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
 CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
@@ -34,30 +34,26 @@ def run(out: Path | None) -> None:
     """Patches one place by hand, then every place of every site, and draws the results."""
     if out:
         require_matplotlib(out)
-    model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
-    clean, corrupted = (torch.tensor([tokenizer.encode(text)]) for text in (CLEAN, CORRUPTED))
-    metric = logit_diff(*tokenizer.encode("14"))
-    pairs = Pairs(clean, corrupted, metric=metric)
-    changed = int((clean != corrupted).nonzero()[0, 1])
+    model = load("pydoc-4l")
+    pairs, metric = Pairs(CLEAN, CORRUPTED, ("1", "4")), logit_diff(*map(model.to_id, "14"))
 
     runner = HookedRunner(model)
-    logits, cache = runner.run_with_cache(clean, names="blocks.0.resid_pre")
-    restore = {"blocks.0.resid_pre": edits.replace(cache, pos=changed)}
-    patched = runner.run_with_hooks(corrupted, hooks=restore)
+    logits, cache = runner.run_with_cache(CLEAN, names="blocks.0.resid_pre")
+    restore = {"blocks.0.resid_pre": edits.replace(cache, pos=CLEAN.index("1"))}
+    patched = runner.run_with_hooks(CORRUPTED, hooks=restore)
     print(f"clean:     {CLEAN!r}\ncorrupted: {CORRUPTED!r}")
     print("\nThe logit of '1' minus the logit of '4' as the next character")
     print(f"clean: {metric(logits).item():.2f}")
-    print(f"corrupted: {metric(model(corrupted)).item():.2f}")
+    print(f"corrupted: {metric(model(CORRUPTED)).item():.2f}")
     print(f"corrupted, with the one changed embedding restored: {metric(patched).item():.2f}")
 
     print("\nThe share of that difference which one patch restores, at the three largest places")
     for site, what in SITES.items():
         result = activation_patching(model, pairs, site).normalized()
-        text = CLEAN if "pos" in result.axes else ""
-        print(f"{site}, {what}\n{(by_character(result, text) if text else result).top(3)}")
+        print(f"{site}, {what}\n{result.top(3)}")
         if out:
             title = f"Share of the difference restored by {site}, {what}"
-            save_figure(result, out / f"{site}.png", title, text)
+            save_figure(result, out / f"{site}.png", title, CLEAN if "pos" in result.axes else "")
     if out:
         print(f"{out} has a figure for each")
 

@@ -34,7 +34,7 @@ from interp import (
     run_with_cache,
     tuned_lens,
 )
-from models import load, load_tokenizer, split
+from models import load, split
 
 TEXT = "The part ZQXJ-KV8{} is sold out; please ask for ZQXJ-KV8"
 RIGHT, WRONG = "01234567", "34567012"
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     require_least(options, {"lens_steps": 1, "lens_rows": 1})
     if options.out:
         require_matplotlib(options.out)
-    model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
+    model = load("pydoc-4l")
     figures: dict[str, tuple[Result, str]] = {}
 
     print("Heads, on random characters that are repeated once: the three largest of each kind,")
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> None:
         print(f"{kind}, in {scores.unit}: {what}\n{scores.top(3)}")
         figures[f"heads_{kind}"] = scores, f"{kind}: {what}"
 
-    texts = torch.tensor([tokenizer.encode(TEXT.format(digit)) for digit in RIGHT])
-    right, wrong = (torch.tensor(tokenizer.encode(digits)) for digits in (RIGHT, WRONG))
+    texts = model.to_tokens([TEXT.format(digit) for digit in RIGHT]).tokens
+    right, wrong = (model.to_tokens(digits).tokens[0] for digits in (RIGHT, WRONG))
     logits, cache = run_with_cache(model, texts)
     rows, last = torch.arange(len(texts)), logits[:, -1]
     difference = last[rows, right] - last[rows, wrong]
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     print(
         f"\nFitting lenses: {options.lens_steps} steps, {options.lens_rows} Jacobians.", flush=True
     )
-    text = torch.tensor(tokenizer.encode(pydoc_text()))
+    text = model.to_tokens(pydoc_text()).tokens[0]
     trained_on, held_out = (part[: len(part) // 128 * 128].view(-1, 128) for part in split(text))
     spread = trained_on[:3000, :64]  # a backward pass for each of 128 entries: shorter rows
     lenses = {
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
     said = said - said.mean(-1, keepdim=True)
     for name, row in zip(every[0].labels["component"], said, strict=True):
         best = row.topk(4)
-        characters = tokenizer.tokens_as_text(best.indices.tolist())
+        characters = model.to_pieces(best.indices)
         named = zip(characters, best.values.tolist(), strict=True)
         print(f"  {name:<14}", *(f"{text!r} {logit:+.1f}" for text, logit in named))
 

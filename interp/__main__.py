@@ -22,7 +22,7 @@ from hooks import HookedRunner, HookError
 # Commands import `models` themselves, so that `main` can say what goes wrong there.
 if TYPE_CHECKING:
     from interp.report import ReportData
-    from models import Tokenizer, Transformer
+    from models import Transformer
 
 DEFAULT_MODEL = "pydoc-4l"
 # A name that is in no text, so only its first occurrence tells how the second ends.
@@ -124,16 +124,15 @@ def _points(options: argparse.Namespace) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     from interp.report import build_report, render
-    from models import load_tokenizer
 
     with _replacing(options.out) as page:
-        model, tokenizer = _model(options, trained=True), load_tokenizer(options.model)
-        clean, corrupted = _prompts(options, model, tokenizer)
+        model = _model(options, trained=True)
+        model.require_tokenizer()
+        clean, corrupted = _prompts(options, model)
         data = build_report(
             model,
             clean,
             corrupted,
-            lambda tokens: [_text(tokenizer, token) for token in tokens],
             name=options.model,
             facts=dataclasses.asdict(model.config),
             period=min(INDUCTION_PERIOD, model.config.n_ctx // 2),
@@ -164,7 +163,7 @@ def _model(options: argparse.Namespace, *, trained: bool) -> "Transformer":
 
 
 def _prompts(
-    options: argparse.Namespace, model: "Transformer", tokenizer: "Tokenizer"
+    options: argparse.Namespace, model: "Transformer"
 ) -> tuple[Int[Tensor, "1 pos"], Int[Tensor, "1 other"] | None]:
     """The clean and the corrupted prompt; None if the corrupted one is to be derived.
 
@@ -172,15 +171,12 @@ def _prompts(
     """
     from models import generate
 
-    def encoded(text: str) -> Int[Tensor, "1 pos"]:
-        return torch.tensor([tokenizer.encode(text)], device=options.device, dtype=torch.int64)
-
-    corrupted = None if options.corrupted is None else encoded(options.corrupted)
+    corrupted = None if options.corrupted is None else model.to_tokens(options.corrupted).tokens
     if options.prompt is not None:
-        return encoded(options.prompt), corrupted
+        return model.to_tokens(options.prompt).tokens, corrupted
     n_ctx = model.config.n_ctx
     with suppress(ValueError):  # a character without a token
-        clean, other = encoded(DEFAULT_PROMPT), encoded(DEFAULT_CORRUPTED)
+        clean, other = (model.to_tokens(t).tokens for t in (DEFAULT_PROMPT, DEFAULT_CORRUPTED))
         if clean.shape[1] <= n_ctx:
             # The tokenizer decides whether the two have equally many tokens.
             return clean, other if corrupted is None and other.shape == clean.shape else corrupted
@@ -216,17 +212,6 @@ def _replacing(out: str) -> Iterator[TextIO]:
     finally:
         if replaces:
             partial.unlink(missing_ok=True)
-
-
-def _text(tokenizer: "Tokenizer", token: int) -> str:
-    """The text of a token, or its number if the tokenizer does not know it.
-
-    A model may have more tokens than its tokenizer: many vocabularies are padded to a round number.
-    """
-    try:
-        return tokenizer.tokens_as_text([token])[0]
-    except ValueError:
-        return f"<token {token}>"
 
 
 def _summary(data: "ReportData") -> str:

@@ -19,7 +19,7 @@ from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import LensReadout, logit_lens
 from interp.results.result import Result
 from interp.sites import Choice
-from interp.texts import Text
+from interp.texts import Text, writer_of
 
 try:
     import jinja2
@@ -32,9 +32,6 @@ GUESSES = 5
 LEAST_GAP = 1e-4
 _TOKENS_PER_FORWARD = 16_384
 _SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
-
-Texts = Callable[[Sequence[int]], Sequence[str]]
-"""Gives the texts of tokens."""
 
 
 class Guess(NamedTuple):
@@ -156,7 +153,6 @@ def build_report(
     model: nn.Module,
     clean: Int[Tensor, "1 pos"],
     corrupted: Int[Tensor, "1 other"] | None,
-    texts: Texts,
     *,
     name: str,
     facts: Mapping[str, object],
@@ -171,7 +167,6 @@ def build_report(
         clean: the prompt that the page is about.
         corrupted: a prompt of the same length that the model continues differently; None to derive
             one.
-        texts: gives the texts of tokens.
         name, facts: the model's name and configuration.
         period: the number of random tokens that repeat, for induction scores. Twice as many must fit
             the model's context.
@@ -181,7 +176,7 @@ def build_report(
             the same for both.
         ModeError: if the model is in training mode.
     """
-    runner = runner_of(model)
+    runner, texts = runner_of(model), writer_of(model) or _numbers
     if clean.shape[1] < 2:
         raise ValueError(f"a prompt must have at least 2 tokens; got {clean.shape[1]}")
     if corrupted is not None and clean.shape != corrupted.shape:
@@ -284,7 +279,13 @@ def _as_base64(weights: Float[Tensor, "..."]) -> str:
     return base64.b64encode(bytes(pairs.flatten().tolist())).decode()
 
 
-def _guesses(lens: LensReadout, texts: Texts) -> tuple[tuple[tuple[Guess, ...], ...], ...]:
+def _numbers(tokens: Sequence[int]) -> list[str]:
+    return [*map(str, tokens)]
+
+
+def _guesses(
+    lens: LensReadout, texts: Callable[[Sequence[int]], Sequence[str]]
+) -> tuple[tuple[tuple[Guess, ...], ...], ...]:
     layers = zip(lens.tokens[:, 0].tolist(), lens.probabilities[:, 0].tolist(), strict=True)
     return tuple(
         tuple(tuple(map(Guess, texts(best), values)) for best, values in zip(*layer, strict=True))

@@ -35,7 +35,7 @@ def test_imports_go_one_way(path):
 
 
 # What is at the top of `interp`. Each imports only what is before it, and a room its own files.
-INTERP = """pictures protocol positions columns texts metrics pairs edits results sites sweeps linear graph gradients
+INTERP = """pictures protocol positions columns texts wording metrics pairs edits results sites sweeps linear graph gradients
     spectral reading causal report __main__"""
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "causal": "", "pictures": ""}
@@ -119,7 +119,7 @@ PUBLIC = {
         copying_scores cross_entropy curve decompose direct_logit_attribution
         edge_attribution edge_patching edits faithfulness full_circuits graph head_scores
         integrated_gradients jacobian_lens kl_divergence log_prob logit_diff logit_lens
-        max_activating minimality ov_circuit path_patching positional_scores qk_circuit
+        max_activating measure minimality ov_circuit path_patching positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
         spectra spectral svd_targets sweep token_directions top_attributions tuned_lens
         verified_top""",

@@ -35,7 +35,7 @@ def test_the_quickstart_runs_and_shows_something(capsys):
     runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
     shape, predicted, moved = capsys.readouterr().out.splitlines()
     assert shape == "torch.Size([1, 4, 44, 44])"
-    assert predicted == "'1'"
+    assert predicted.startswith("['1', ")
     assert float(moved.removeprefix("tensor(").partition(",")[0]) > 0.1
 
 
@@ -89,7 +89,7 @@ def test_the_patching_example(printed, tmp_path):
     clean, corrupted, restored = map(float, numbers)
     assert clean > 1 > -1 > corrupted
     assert abs(restored - clean) < 1e-3
-    assert "layer 0, pos 17 '1'  +1\n" in out
+    assert "layer 0, pos 17 '4|1'  +1\n" in out
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{site}.png" for site in ("resid_pre", "attn_out", "mlp_out", "z")
     }

@@ -37,6 +37,7 @@ def model():
     for weights in made.parameters():
         if weights.ndim == 2:
             nn.init.normal_(weights, std=0.4)
+    made.tokenizer = CHARACTERS
     return made
 
 
@@ -46,9 +47,8 @@ def encoded(text):
 
 def report(model, clean, corrupted):
     other = None if corrupted is None else encoded(corrupted)
-    facts, texts = {"n_layers": 2, "n_heads": 3}, CHARACTERS.tokens_as_text
-    name = "a <model>"
-    return build_report(model, encoded(clean), other, texts, name=name, facts=facts, period=11)
+    facts, name = {"n_layers": 2, "n_heads": 3}, "a <model>"
+    return build_report(model, encoded(clean), other, name=name, facts=facts, period=11)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The places that an estimate ranks first, checked exactly, and what it may have missed elsewhere."""
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -157,14 +156,12 @@ def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> 
 
 def _listed(result: Result, chosen: Sequence[int]) -> Result:
     """Some places of a result along one axis, `place`, with labels in words."""
-    labels = itertools.product(*(result.labels[axis] for axis in result.axes[:-1]))
-    pairs = (zip(result.axes, place, strict=False) for place in labels)
-    names = [", ".join(f"{axis} {label}" for axis, label in place) for place in pairs]
     return replace(
         result,
         values=result.values.flatten(0, -2)[chosen],
         axes=("place", "example"),
-        labels={"place": [names[at] for at in chosen]},
+        labels={"place": [place.name for place in result.places(chosen)]},
+        words={},
     )
 
 

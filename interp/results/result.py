@@ -228,9 +228,9 @@ class Result:
         if k < 1:
             raise ValueError(f"k must be at least 1; got {k}")
         size = self.mean().flatten().abs().nan_to_num(nan=-1.0)
-        return self._places(size.argsort(descending=True, stable=True)[:k].tolist())
+        return self.places(size.argsort(descending=True, stable=True)[:k].tolist())
 
-    def _places(self, indices: Sequence[int]) -> Places:
+    def places(self, indices: Sequence[int]) -> Places:
         """The entries at some indices, counted over all axes but `example`."""
         rows = self.values.reshape(-1, self.values.shape[-1])[indices]
         low, high = self._interval(rows)
@@ -281,7 +281,7 @@ class Result:
         """A table of pandas, with a row for each place: its labels and words, mean effect and 95% interval."""
         import pandas
 
-        places = [p._asdict() for p in self._places(range(self.values[..., 0].numel()))]
+        places = [p._asdict() for p in self.places(range(self.values[..., 0].numel()))]
         return pandas.DataFrame(
             [
                 place.pop("where")
