@@ -44,7 +44,7 @@ def test_every_block_of_code_runs_after_the_ones_before(capsys):
     names = {}
     for code in blocks:
         exec(code, names)
-    assert [len(row) for row in names["rows"]] == [7, 6]
+    assert [len(row) for row in names["rows"]] == [11, 6]
     assert names["lens"].tokens.shape == (5, 1, 44, 5)
     share = names["patched"].normalized()
     assert share.axes == ("layer", "head", "example")
