@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import interp
+import models
 from interp import Pairs, edits
 from interp.metrics import measure
 from tests.streams import made
@@ -88,6 +89,26 @@ def strongest(model, clean, other, n):
     return torch.tensor([[best[text] for text in sorted(best)]])
 
 
+def last_of(values):
+    """The vectors [component, d_model, batch] at each text's last token, from [component batch pos d_model]."""
+    last = (~values[0, ..., 0].isnan()).cumsum(1).argmax(1)
+    return values[:, range(len(last)), last].movedim(1, -1)
+
+
+def generated(model, clean, other, n):
+    """The new tokens of each text, as numbers [token, text]."""
+    if not isinstance(model, models.Transformer):
+        tokens, mask = clean
+        if mask is not None and not mask[:, -1].all():
+            pytest.skip("transformers generates after padding on the left only")
+        made = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0
+        )
+        return made[:, -3:].T.double()
+    rows = models.generate(model, clean, max_new_tokens=3, stop=())
+    return torch.tensor([row[-3:] for row in rows]).T.double()
+
+
 LAYERS = dict(over=["layer"])
 READ = {
     "logit_diff": measured(lambda n, *_: interp.logit_diff(RIGHT[n], WRONG[n])),
@@ -103,6 +124,8 @@ READ = {
     "distance": on_cache(lambda model, cache, n: interp.head_scores(model, cache, "distance").values),
     "spectra": on_cache(lambda model, cache, n: interp.spectra(interp.svd_targets(model, cache))["qkt"].s[..., :3].movedim(0, -1)),
     "max_activating": strongest,
+    "decompose": on_cache(lambda model, cache, n: last_of(interp.decompose(model, cache).values)),
+    "generate": generated,
     "sweep": lambda model, clean, other, n: interp.sweep(model, clean, [{"blocks.1.resid_pre": edits.zero(pos=-2)}, {"blocks.*.attn.z": edits.zero(head=1)}], interp.log_prob(RIGHT[n])).values,
     "patching": on_pairs(interp.activation_patching, site="z"),
     "patching last": on_pairs(interp.activation_patching, site="resid_post", **LAYERS),
@@ -110,6 +133,7 @@ READ = {
     "attribution": on_pairs(interp.attribution_patching, site="z"),
     "integrated": on_pairs(interp.integrated_gradients, site="z", steps=8, tolerance=1.0),
     "path_patching": on_pairs(interp.path_patching),
+    "edge_patching": on_pairs(interp.edge_patching, edges=["input->a0.h1<q>", "a0.h2->m1", "m0->logits"]),
     "edge_attribution": on_pairs(interp.edge_attribution),
     "circuit": circuit,
 }  # fmt: skip

@@ -469,6 +469,64 @@ def test_readings_print_words():
     assert interp.singular_tokens(model, 1, 0, k=2, top=3).texts is None
 
 
+def test_readings_take_words():
+    model = reading()
+    _, cache = interp.run_with_cache(model, "the cat sat")
+    followed = interp.logit_lens(model, cache, targets=" dog").target_probabilities
+    tokens = torch.full((1, 3), 17)
+    assert torch.equal(
+        followed, interp.logit_lens(model, cache, targets=tokens).target_probabilities
+    )
+    assert torch.equal(
+        interp.token_directions(model, [" cat", " dog"]),
+        interp.token_directions(model, torch.tensor([16, 17])),
+    )
+    assert torch.equal(
+        interp.token_directions(model, " cat"), interp.token_directions(model, torch.tensor(16))
+    )
+
+
+def test_tokenizers_show_tokens_of_any_shape():
+    from models import CharTokenizer
+
+    tokenizer = CharTokenizer("abc")
+    assert tokenizer.tokens_as_text(torch.tensor([[[0, 2]], [[1, 1]]])) == [
+        [["a", "c"]],
+        [["b", "b"]],
+    ]
+    with pytest.raises(ValueError, match=r"\[3\]"):
+        tokenizer.tokens_as_text([0, 3])
+
+
+@pytest.mark.parametrize("site", ["resid_pre", "z", "pattern"])
+def test_a_mask_by_query_reaches_every_analysis(site):
+    """A bidirectional model: its runs, edited and whole, are those of the mask."""
+    model = reading()
+    clean, other = (model.to_tokens(text).tokens for text in ("the cat sat on", "the dog sat on"))
+    mask = {"query_key_mask": torch.ones(4, 4)}
+    pairs = Pairs(clean, other, torch.tensor([[3, 4]]), arguments=mask)
+    metric, causal = interp.logit_diff(3, 4), Pairs(clean, other, torch.tensor([[3, 4]]))
+    base, target = (metric(model(tokens, **mask)) for tokens in (other, clean))
+    assert abs(base - metric(model(other))) > 1e-3
+    axes = dict(over=["layer", "query"]) if site == "pattern" else {}
+    result = interp.activation_patching(model, pairs, site=site, **axes)
+    runner = HookedRunner(model)
+    _, cache = runner.run_with_cache(clean, **mask)
+    axis = {"resid_pre": "pos", "z": "head", "pattern": "query"}[site]
+    name = f"blocks.1.{site if axis == 'pos' else f'attn.{site}'}"
+    edited = runner.run_with_hooks(other, **mask, hooks={name: edits.replace(cache, **{axis: 2})})
+    torch.testing.assert_close(result.values[1, 2], metric(edited) - base)
+    torch.testing.assert_close(result.target, target)
+    estimate = interp.attribution_patching(model, pairs, site=site, **axes)
+    kept = interp.graph.Graph(model).edges
+    everything = metric(interp.run_circuit(model, pairs, kept))
+    scores = interp.edge_attribution(model, pairs)
+    torch.testing.assert_close(estimate.base, base)
+    torch.testing.assert_close(scores.base, target)  # noising
+    torch.testing.assert_close(everything, target)
+    assert (scores.values - interp.edge_attribution(model, causal).values).abs().max() > 1e-3
+
+
 def test_fits_read_texts():
     model = reading()
     ids = [model.encoded(text) for text in TEXTS]

@@ -97,6 +97,26 @@ def test_walks_are_split_and_measured_as_wholes():
     assert evaluate(model, walks).nats == pytest.approx(sum(each) / 3, rel=1e-6)
 
 
+def test_another_loss_is_minimised_and_measured():
+    """Whether the first token of a row comes again: read at its last token, from two logits."""
+
+    def loss(model, rows):
+        return torch.nn.functional.cross_entropy(
+            model(rows[:, :-1])[:, -1, :2], rows[:, -1] % 2, reduction="none"
+        )
+
+    walks = torch.tensor([[2, 3, 2, 0], [3, 2, 4, 1], [4, 2, 4, 0], [2, 4, 3, 1]] * 3)
+    model, settings = tiny(n_ctx=3, tied_unembed=False), config(steps=60, learning_rate=3e-2)
+    result = train(model, lambda step, draw: walks, settings, validation=walks, loss=loss)
+    assert result.losses[0] == pytest.approx(
+        float(loss(tiny(n_ctx=3, tied_unembed=False), walks).mean().detach())
+    )
+    assert result.losses[-1] < 0.1
+    assert result.validation[60].nats == pytest.approx(
+        float(loss(model, walks).mean().detach()), rel=1e-5
+    )
+
+
 def test_evaluation_is_the_mean_over_consecutive_windows():
     model = tiny(dropout=0.5).train()
     model.blocks[0].mlp.eval()

@@ -71,6 +71,9 @@ class Parts:
         cache: its cache.
         pos: read one position of each text: the same, or one for each. None for all columns.
 
+    Attributes:
+        mask: True at real tokens [batch, pos]; None if all are.
+
     Raises:
         CacheError: if the cache is of another model, or lost an axis.
         SelectionError: if there is no such position, or it is padding.
@@ -90,9 +93,9 @@ class Parts:
         self.dtype = cache[self.last].dtype
         if len(axes) != 1:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
+        self.mask = mask_of(cache, (batch, n_pos))
         if pos is not None:
-            mask = mask_of(cache, (batch, n_pos))
-            real = None if mask is None else real_columns(mask)
+            real = None if self.mask is None else real_columns(self.mask)
             rows = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
             self._columns = torch.tensor(rows).expand(batch, 1)[:, 0]
 
@@ -159,7 +162,7 @@ class Parts:
     def check(
         self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
     ) -> float:
-        """How far a sum of parts is from what it should be.
+        """How far a sum of parts is from what it should be, at real tokens.
 
         The stream is rounded after each addition, in the cache's dtype, so that differences grow as the square root
         of the number of blocks. Apart from that, float32 is allowed for: some norms compute in it always.
@@ -167,7 +170,10 @@ class Parts:
         Raises:
             CacheError: if that is more than rounding can explain, of the largest number in `sizes`.
         """
-        gap, dtype = (found - to_device(expected, found.device)).abs().max().item(), self.dtype
+        difference = (found - to_device(expected, found.device)).abs()
+        if self.mask is not None and self._columns is None:
+            difference = difference[to_device(self.mask, found.device)]
+        gap, dtype = difference.max().item(), self.dtype
         rounding = 4 * torch.finfo(dtype).eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
         for size in sizes:
             least, most = torch.aminmax(size)

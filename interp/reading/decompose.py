@@ -18,7 +18,7 @@ from interp.linear.norms import is_identity, linear_part
 from interp.positions import Index
 from interp.protocol import of
 from interp.results.result import Result
-from interp.texts import mask_of, nan_at_padding, text_of, token_ids, words_of
+from interp.texts import nan_at_padding, text_of, token_ids, words_of
 
 Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
 """One token for all positions, one for each example, or one for each position; as a text too, such as `" Mary"`."""
@@ -97,8 +97,8 @@ def decompose(
     # A matrix product is twice as fast as a sum over the first axis.
     total = values.new_ones(len(names)) @ values.flatten(1)
     parts.check(total.view_as(stream), stream, stream, values)
-    if (mask := mask_of(cache, stream.shape[:2])) is not None:
-        values.masked_fill_(~to_device(mask, values.device)[..., None], torch.nan)
+    if parts.mask is not None:
+        values.masked_fill_(~to_device(parts.mask, values.device)[..., None], torch.nan)
     return Decomposition(names, values)
 
 
@@ -277,7 +277,7 @@ class _Reading:
             values, axes = values[:, 0], [axis, "example"]
         words = None
         if not self._one:
-            values = nan_at_padding(found, mask_of(self._cache, found.shape[1:])).transpose(1, 2)
+            values = nan_at_padding(found, self.parts.mask).transpose(1, 2)
             words = (text := text_of(self._cache)) and words_of(self._named, text)
         return Result(
             values,

@@ -13,7 +13,7 @@ from hooks.transfer import stacked, to_device
 from interp.columns import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
 from interp.protocol import of
-from interp.texts import mask_of, nan_at_padding, text_of, writer_of
+from interp.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
 
 _SHOWN = 8  # positions in a printed table
 
@@ -68,7 +68,7 @@ def logit_lens(
     cache: ActivationCache,
     *,
     lens: AffineLens | None = None,
-    targets: Int[Tensor, "batch pos"] | None = None,
+    targets: Int[Tensor, "batch pos"] | str | None = None,
     top_k: int = 5,
 ) -> LensReadout:
     """Unembeds the residual stream between all blocks (nostalgebraist 2020).
@@ -80,7 +80,8 @@ def logit_lens(
         cache: the cache of a run that kept every `resid_pre` and the last `resid_post`.
         lens: a map of each layer's stream before the unembedding, from `tuned_lens` or `jacobian_lens`;
             None for the stream as it is.
-        targets: tokens to follow through the layers; by default those that the model predicts.
+        targets: tokens to follow through the layers, or one for all positions as text; by default those that the
+            model predicts.
         top_k: how many of the likeliest tokens to keep.
 
     Raises:
@@ -94,6 +95,8 @@ def logit_lens(
         lens.check(model)
     streams = _streams(model, cache)
     shape = streams.shape[1:3]
+    if isinstance(targets, str):
+        targets = torch.full(shape, token_ids(model, targets))
     if targets is not None and targets.shape != shape:
         raise ValueError(
             f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"

@@ -1,5 +1,6 @@
 """Circuits of attention heads, from weights alone, and what their singular directions say in tokens."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from interp.columns import tokens_of
 from interp.linear.folded import Folded
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import check_k
-from interp.texts import writer_of
+from interp.texts import token_ids, writer_of
 
 
 @without_gradients
@@ -98,7 +99,7 @@ def full_circuits(
 
 @without_gradients
 def token_directions(
-    model: nn.Module, tokens: Int[Tensor, "*axes"], fold: bool = True
+    model: nn.Module, tokens: Int[Tensor, "*axes"] | str | Sequence[str], fold: bool = True
 ) -> Float[Tensor, "*axes d_model"]:
     """The direction of each token's logit in the stream: columns of `W_U`.
 
@@ -107,12 +108,13 @@ def token_directions(
 
     Args:
         model, fold: see `ov_circuit`.
-        tokens: any shape.
+        tokens: any shape; or texts, each of one token.
 
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or one is negative.
     """
     folded = Folded(model, fold, "W_U")
+    tokens = torch.as_tensor(token_ids(model, tokens))
     flat = tokens_of(tokens, tokens.ndim).flatten()
     return folded.unembedding(flat).mT.reshape(*tokens.shape, -1)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from models.text.tokenizer import Tokenizer, as_tokenizer
+from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class ReadsText:
     BERT's `[SEP]`, strings get it too; a list of tokens is read as it is.
     """
 
-    # The tokenizer, or a function that loads it.
+    # The tokenizer, or a `partial` that loads it.
     _tokenizer: Any = None
 
     @property
@@ -71,7 +72,7 @@ class ReadsText:
             ImportError: if a library that the tokenizer needs is not installed.
             ValueError: if its files are damaged or of an unknown kind.
         """
-        if callable(self._tokenizer):
+        if isinstance(self._tokenizer, partial):
             self._tokenizer = self._tokenizer()
         return self._tokenizer
 
@@ -196,20 +197,17 @@ class ReadsText:
         >>> load("pydoc-4l").to_pieces(torch.tensor([[64], [65]]))
         [['a'], ['b']]
         """
+        tokenizer = self.require_tokenizer()
         if isinstance(tokens, str):
-            tokens = self.require_tokenizer().encode(tokens)
-        elif isinstance(tokens, TokenBatch):
-            tokens = tokens.tokens
-        if isinstance(tokens, Tensor):
-            tokens = tokens.tolist()
-        if isinstance(tokens, Sequence):
-            return [self.to_pieces(part) for part in tokens]
-        try:
-            return self.require_tokenizer().tokens_as_text([tokens])[0]
-        except ValueError:
-            if self.tokenizer is None:
-                raise
-            return f"<token {tokens}>"  # vocabularies of models are often rounded up
+            tokens = tokenizer.encode(tokens)
+
+        def piece(token: int) -> str:
+            try:
+                return tokenizer.tokens_as_text([token])[0]
+            except ValueError:
+                return f"<token {token}>"  # vocabularies of models are often rounded up
+
+        return pieces_of(tokens.tokens if isinstance(tokens, TokenBatch) else tokens, piece)
 
     def to_id(self, text: str) -> int:
         """The one token of a text, such as `" cat"`.

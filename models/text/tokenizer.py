@@ -1,9 +1,12 @@
 """Tokenizers: one token per character, or any that the library `tokenizers` can read."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from jaxtyping import Shaped
+from torch import Tensor
 
 from models.files import library
 
@@ -103,9 +106,10 @@ class CharTokenizer:
         """The text of `tokens`. A ValueError names those outside the vocabulary."""
         return "".join(self.tokens_as_text(tokens))
 
-    def tokens_as_text(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token. A ValueError names those outside the vocabulary."""
-        return [self.characters[token] for token in _known(tokens, range(len(self.characters)))]
+    def tokens_as_text(self, tokens: Shaped[Tensor, "..."] | Sequence[Any]) -> list[Any]:
+        """The text of each token, in lists of their shape. A ValueError names those outside the vocabulary."""
+        known = range(len(self.characters))
+        return pieces_of(tokens, lambda token: self.characters[_known([token], known)[0]])
 
 
 class SubwordTokenizer:
@@ -185,10 +189,12 @@ class SubwordTokenizer:
             return b"".join(self._bytes[token] for token in tokens).decode("utf-8", "replace")
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def tokens_as_text(self, tokens: Sequence[int]) -> list[str]:
-        r"""The text of each token, for display. Bytes that are not UTF-8 show as `\xe2`."""
-        pieces = [self._bytes[token] for token in _known(tokens, self._bytes)]
-        return [piece.decode("utf-8", "backslashreplace") for piece in pieces]
+    def tokens_as_text(self, tokens: Shaped[Tensor, "..."] | Sequence[Any]) -> list[Any]:
+        r"""The text of each token, in lists of their shape. Bytes that are not UTF-8 show as `\xe2`."""
+        return pieces_of(tokens, self._piece)
+
+    def _piece(self, token: int) -> str:
+        return self._bytes[_known([token], self._bytes)[0]].decode("utf-8", "backslashreplace")
 
 
 def byte_level(
@@ -228,6 +234,13 @@ def _byte_signs() -> dict[str, int]:
     printable = {sign: ord(sign) for sign in alphabet if ord(sign) < 256}
     others = sorted(set(range(256)) - set(printable.values()))
     return printable | dict(zip(alphabet[len(printable) :], others, strict=True))
+
+
+def pieces_of(tokens: Any, piece: Callable[[int], str]) -> Any:
+    """The text of each token: lists in the shape of the tokens, or one string for one token."""
+    if hasattr(tokens, "tolist"):  # NumPy's arrays too
+        tokens = tokens.tolist()
+    return [pieces_of(t, piece) for t in tokens] if isinstance(tokens, Sequence) else piece(tokens)
 
 
 def _known(tokens: Sequence[int], known: Collection[int]) -> list[int]:

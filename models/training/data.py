@@ -135,6 +135,10 @@ def next_token_loss(
     return losses.where(real[:, 1:] & real[:, :-1], torch.nan)
 
 
+Loss = Callable[[Transformer, Int[Tensor, "batch pos"]], Float[Tensor, " batch"]]
+"""A loss: the model and the rows of a batch to a number for each row. `row_losses` is that of each next token."""
+
+
 def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
     """Mean cross-entropy of each row, in nats, of all its tokens but the first."""
     rows = to_device(rows, model.token_embedding.weight.device).long()
@@ -192,6 +196,7 @@ def evaluate(
     tokens: Text,
     batch: int = 16,
     characters_per_token: float = 0.0,
+    loss: Loss = row_losses,
 ) -> Evaluation:
     """Mean loss over consecutive windows of the model's whole context, in evaluation mode.
 
@@ -203,6 +208,7 @@ def evaluate(
         tokens: a text [pos], or walks [walk, pos].
         batch: how many windows are read at once.
         characters_per_token: see `Evaluation`.
+        loss: another loss than that of each next token; see `train`.
 
     Raises:
         ValueError: if the tokens are not integers, or the text or each walk is shorter than a window and
@@ -219,7 +225,7 @@ def evaluate(
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
     windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)
     with mode(model, training=False):
-        found = [row_losses(model, rows) for rows in windows.split(batch)]
+        found = [loss(model, rows) for rows in windows.split(batch)]
     losses = torch.cat(found).cpu().double()
     error = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else None
     return Evaluation(losses.mean().item(), characters_per_token, error)

@@ -16,9 +16,11 @@ from models.checks import mode
 from models.training.data import (
     Batches,
     Evaluation,
+    Loss,
     Text,
     TrainingConfig,
     check_learnable,
+    row_losses,
     sample_batch,
     split,
 )
@@ -50,8 +52,9 @@ def train(
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     after_step: Callable[[int, float], None] | None = None,
+    loss: Loss = row_losses,
 ) -> TrainingResult:
-    """Trains `model` in place to predict each next token.
+    """Trains `model` in place to predict each next token, or for another loss.
 
     The same arguments give the same weights on the same machine, bit for bit, even if the run was stopped
     and resumed. On a GPU this needs `torch.use_deterministic_algorithms(True)`. `config.seed` also
@@ -72,6 +75,8 @@ def train(
         resume: continue from the directory's checkpoint.
         after_step: called with the number of steps taken and the last loss. An accelerator's host then
             waits for each step; otherwise it is one step ahead.
+        loss: `loss(model, rows)` gives a number for each row of a batch, [batch pos]; their mean is minimised. It
+            also measures the held-out text. Give the same one to go on from a checkpoint.
 
     Raises:
         ValueError: before any work, if a text is shorter than a context and its next token, a text has
@@ -91,7 +96,7 @@ def train(
     (3, [2, 3])
     """
     batches, texts = _source(data, validation, model, config)
-    run = Run(model, config, texts, directory)
+    run = Run(model, config, texts, directory, loss)
     forked = [run.device] if run.device.type == "cuda" else []
     with (
         mode(model, training=True),
@@ -114,10 +119,10 @@ def train(
                 run.log()
                 bar.update()
                 rate = tokens[:, 1:].numel() * (bar.format_dict["rate"] or 0)
-                loss = run.records[-1]["loss"] if run.records else math.nan
-                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                last = run.records[-1]["loss"] if run.records else math.nan
+                bar.set_postfix_str(f"loss {last:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 if after_step:
-                    after_step(step, loss)
+                    after_step(step, last)
                 # Read once, because it can change in between.
                 stop = interrupted()
                 if due or stop:

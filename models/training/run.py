@@ -17,7 +17,7 @@ from torch import Tensor
 from hooks import storage
 from hooks.transfer import later, stacked
 from models.files import one_error, read_saved
-from models.training.data import TrainingConfig, check_learnable, evaluate, row_losses
+from models.training.data import Loss, TrainingConfig, check_learnable, evaluate, row_losses
 from models.transformer import Transformer
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
@@ -33,6 +33,7 @@ class Run:
         config: how to train.
         texts: the texts for training and validation that are known before training.
         directory: created if missing; if None, nothing is written.
+        loss: of each row of a batch.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Run:
         config: TrainingConfig,
         texts: Mapping[str, Tensor],
         directory: str | os.PathLike[str] | None,
+        loss: Loss = row_losses,
     ) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self._loss = model, config, loss
         self.directory = None if directory is None else Path(directory)
         self.device = model.token_embedding.weight.device
         self.records: list[dict[str, Any]] = []
@@ -121,7 +123,7 @@ class Run:
         """
         step, vocab_size = len(self.records) + len(self._pending), self.model.config.vocab_size
         check_learnable(f"the batch of step {step + 1}", tokens, 2, vocab_size)
-        loss = row_losses(self.model, tokens).mean()
+        loss = self._loss(self.model, tokens).mean()
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.clip or math.inf)
@@ -156,7 +158,8 @@ class Run:
             FloatingPointError: if it is not finite.
         """
         config, record = self.config, self.records[-1]
-        found = evaluate(self.model, held_out, config.batch_size, config.characters_per_token)
+        size, per_token = config.batch_size, config.characters_per_token
+        found = evaluate(self.model, held_out, size, per_token, self._loss)
         self._require_finite("the validation loss", found.nats, record["step"])
         record["validation_loss"] = found.nats
         record["standard_error"] = found.standard_error
