@@ -114,6 +114,7 @@ def generate_text(
     >>> generate_text(load("pydoc-4l"), "impor", max_new_tokens=1)
     'import'
     """
+    _require(model)
     several = [prompts] if isinstance(prompts, str) else prompts
     tokenizer: Tokenizer = model.require_tokenizer()
     ends: set[int] = set()

@@ -118,6 +118,8 @@ def test_tokens_become_text_again():
     model = reading()
     assert model.to_text(model.to_tokens(TEXTS, side="left")) == TEXTS
     assert model.to_text([3, 16]) == "the cat"
+    assert (model.to_text(16), model.to_text(torch.tensor(16))) == (" cat", " cat")
+    assert repr(model.to_tokens(TEXTS)) == "TokenBatch [2, 6], padded: 'the cat sat'"
     assert model.to_text(torch.tensor([[3, 16]])) == ["the cat"]
     assert model.to_pieces(torch.tensor([[[3], [16]], [[29], [4]]])) == [
         [["the"], [" cat"]],
@@ -140,7 +142,9 @@ def test_tokens_become_text_again():
         ([[1.5]], "list of integers"),
         ([True, False], "list of integers"),
         (["the", 3], "list of integers"),
-        (7, "iterable|len"),
+        (7, "got 7"),
+        (torch.zeros(2, 3, 4), r"float32 \[3, 4\]"),
+        (torch.tensor(3), "tensor"),
     ],
 )
 def test_what_is_no_text_is_refused(texts, said):

@@ -32,6 +32,11 @@ class TokenBatch:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.tokens, self.attention_mask))
 
+    def __repr__(self) -> str:
+        padded = "" if self.attention_mask is None else ", padded"
+        first = "" if self.texts is None else f": {self.texts[0]!r:.60}"
+        return f"TokenBatch {list(self.tokens.shape)}{padded}{first}"
+
 
 Texts = (
     str
@@ -162,8 +167,8 @@ class ReadsText:
         closing = getattr(tokenizer, "closing_token_ids", ()) if closed else ()
         return [*(() if begun else start), *tokens, *closing]
 
-    def to_text(self, tokens: Texts) -> Any:
-        """The text of the tokens of one text or, as a list, of several, without padding.
+    def to_text(self, tokens: Texts | int | Int[Tensor, ""]) -> Any:
+        """The text of a token, of the tokens of one text or, as a list, of several, without padding.
 
         Raises:
             ValueError: if there is no tokenizer, or it does not know a token.
@@ -173,7 +178,8 @@ class ReadsText:
         >>> model.to_text(model.to_tokens(["a list", "a"]))
         ['a list', 'a']
         """
-        batch = self.to_tokens(tokens)
+        listed: Any = [index(tokens)] if _is_integer(tokens) else tokens  # type: ignore[arg-type]
+        batch = self.to_tokens(listed)
         rows = batch.tokens.tolist()
         if batch.attention_mask is not None:
             kept = batch.attention_mask.tolist()
@@ -182,7 +188,7 @@ class ReadsText:
                 for pair in zip(rows, kept, strict=True)
             ]
         written = [self.require_tokenizer().decode(row) for row in rows]
-        return written[0] if _is_one(tokens) else written
+        return written[0] if _is_one(listed) else written
 
     def to_pieces(self, tokens: Any) -> Any:
         """The text of each token, for display: a string, or lists of them in the shape of the tokens.
@@ -252,6 +258,10 @@ def _is_one(texts: Any) -> bool:
         return isinstance(texts, str) or texts.ndim == 1
     if isinstance(texts, TokenBatch):
         return False
+    if not hasattr(texts, "__len__"):
+        raise ValueError(
+            f"texts must be a string, a list of tokens, a tensor, or several; got {texts!r:.40}"
+        )
     return bool(len(texts)) and all(_is_integer(token) for token in texts)
 
 
@@ -268,5 +278,6 @@ def _is_integer(value: Any) -> bool:
 def _integers(tokens: Any) -> list[int]:
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # NumPy's arrays too
     if not isinstance(listed, Sequence) or not all(map(_is_integer, listed)):
-        raise ValueError(f"a text must be a string or a list of integers; got {tokens!r:.80}")
+        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
+        raise ValueError(f"a text must be a string or a list of integers; got {got:.80}")
     return [*map(index, listed)]
