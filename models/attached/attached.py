@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints
+from hooks import ActivationCache, HookedRunner, HookError, HookPoint, HookPoints
 from hooks._torch import remove_hooks, without_gradients
 from hooks.point import tensors_in
 from hooks.session import Wire
 from models.attached.attention import AttentionPoints, register
+from models.attached.checked import POINTS, find_scales, problem_of
 from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Probe, evaluating, probed, tokens_for
 from models.attached.sums import is_close
+from models.attached.traced import TracedPoints, restore_forwards
 from models.attached.wiring import Forward
 
 
@@ -61,6 +63,7 @@ class Attached:
             if odd := [*names - {"eager", "sdpa"}]:
                 why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
                 self.left_out["scores"] = self.left_out["pattern"] = why
+            self._check_traced(probe)
             self._check_streams(found)
             self._check_attention(reference)
         except BaseException:
@@ -92,12 +95,36 @@ class Attached:
         probe = probed(self.model)
         # The kernels are the model's own, so in half precision too the numbers are the same.
         if not probe.attention or not _agree(probe.logits, reference, 1e-5, roundings=0):
-            what = "has no attention, or computes it by code of its own, not by the library's interface"
-            self.left_out["attn"] = f"{type(self.model).__name__} {what}"
             self._restore_configs()
-            probe = probed(self.model)
-            probe.attention.clear()
+            probe = probed(self.model, watch=True)
+        if not probe.attention:
+            what = "has no attention, or computes it in a way that is not recognised"
+            self.left_out["attn"] = f"{type(self.model).__name__} {what}"
         return probe
+
+    def _check_traced(self, probe: Probe) -> None:
+        """Leaves out the points of attention by code of its own where they would not hold what they promise."""
+        attention = {n: getattr(block, "attn", None) for n, block in enumerate(self.model.blocks)}
+        traced = {n: points for n, points in attention.items() if isinstance(points, TracedPoints)}
+        if not traced:
+            return
+        find_scales([*traced.values()], lambda: _logits(self.model))
+        names = [f"blocks.{n}.attn.{name}" for n in traced for name in POINTS]
+        rolled = {name: _rolled for name in names if not name.endswith(("scores", "z"))}
+        problems: dict[int, str | None] = {}
+        try:
+            _, plain = self._run(names)
+            with HookedRunner(self.model).hooks(rolled):
+                _, edited = self._run(names)
+            for n, points in traced.items():
+                read = probe.read_in(points.module)
+                problems[n] = problem_of(plain, n, read) or problem_of(edited, n)
+        except HookError as error:
+            problems = dict.fromkeys(traced, str(error))
+        for n, problem in problems.items():
+            if problem:
+                self._wiring.drop_attention(self.model.blocks[n])
+                self.left_out["attn"] = f"{type(traced[n].module).__name__}: {problem}"
 
     def _check_streams(self, found: Sequence[BlockLayout]) -> None:
         """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
@@ -206,14 +233,10 @@ def detach(model: nn.Module) -> None:
     >>> hasattr(copied, "blocks")
     False
     """
-    runs = _runs(model)
-    if isinstance(forward := vars(runs).get("forward"), Forward):
-        del runs.forward
-        if forward.replaced is not None:
-            runs.forward = forward.replaced
     for config in configs_of(model).values():
         if config._attn_implementation != kernel_name(config):
             config._attn_implementation_internal = kernel_name(config)
+    restore_forwards(model)
     for name in TOP:
         if isinstance(getattr(model, name, None), HookPoint | HookPoints | Blocks):
             delattr(model, name)
