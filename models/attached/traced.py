@@ -68,7 +68,8 @@ class TracedForward:
         if not is_listened_to(self._points):
             take_cache()
             return self.inner(*args, **kwargs)
-        with _Passing(self._points, next(tensors_in((args, kwargs)))) as passing:
+        passing = _Passing(self._points, next(tensors_in((args, kwargs))))
+        with passing:
             output = self.inner(*args, **kwargs)
         if passing.left:
             raise _changed(self._points)
