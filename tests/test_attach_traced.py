@@ -349,7 +349,7 @@ def test_hooks_are_confined_to_their_thread_and_run():
 def test_other_code_than_at_attach_is_refused():
     model = model_of("falcon")
     with attach(model):
-        plain = logits(model, output_attentions=True)
+        plain = logits(model)
         with (
             HookedRunner(model).hooks({"blocks.1.attn.z": edits.zero()}),
             pytest.raises(HookError, match="FalconAttention"),
