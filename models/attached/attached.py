@@ -117,7 +117,7 @@ class Attached:
             with HookedRunner(self.model).hooks(rolled):
                 _, edited = self._run(names)
             for n, points in traced.items():
-                read = probe.read_in(points.module)
+                read = probe.read_after(points.module)
                 problems[n] = problem_of(plain, n, read) or problem_of(edited, n)
         except HookError as error:
             problems = dict.fromkeys(traced, str(error))

@@ -68,9 +68,12 @@ class _Slope(TorchFunctionMode):
         if kind != "softmax" or self._product is None:
             return output
         scores = args[0]
-        (slopes,) = torch.autograd.grad(scores, self._product, torch.ones_like(scores))
-        slopes = slopes.reshape(output.shape)[output > 0]
-        same = torch.allclose(slopes, slopes[:1], rtol=1e-6, atol=0)
+        # Different weights, so that no other order of the places has the same slopes.
+        weights = torch.linspace(1, 2, scores.numel(), dtype=scores.dtype, device=scores.device)
+        weights = weights.view(scores.shape)
+        (slopes,) = torch.autograd.grad(scores, self._product, weights)
+        slopes = (slopes.reshape(scores.shape) / weights)[output > 0]
+        same = torch.allclose(slopes, slopes[:1], rtol=1e-5, atol=0)
         raise _Found(float(slopes[0]) if same else None)
 
 
@@ -82,10 +85,11 @@ def problem_of(
     Args:
         cache: the values of all its points in one run.
         layer: the layer.
-        read: what the modules inside its attention read in that run. One must read z.
+        read: what modules read after that in the same run. One must read z.
     """
-    eps = torch.finfo(cache["z", layer].dtype).eps
-    q, k, v, scores, pattern, z = (cache[name, layer].float().cpu() for name in POINTS)
+    values = [cache[f"blocks.{layer}.attn.{name}"] for name in POINTS]
+    eps = torch.finfo(values[-1].dtype).eps
+    q, k, v, scores, pattern, z = (value.float().cpu() for value in values)
     k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     scale = (products * scores).sum() / products.square().sum()

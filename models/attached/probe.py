@@ -98,10 +98,10 @@ class Probe:
             lending.setdefault(memory_of(keys), []).append(module)
         return {modules[0] for modules in lending.values() if len(modules) > 1}
 
-    def read_in(self, module: nn.Module) -> list[Tensor]:
-        """What the modules inside a module read."""
-        inside = {*module.modules()} - {module}
-        return [part for call in self.calls if call.module in inside for part in call.inputs]
+    def read_after(self, module: nn.Module) -> list[Tensor]:
+        """What modules read after a module began."""
+        began = next(call.began for call in self.calls if call.module is module)
+        return [part for call in self.calls if call.began > began for part in call.inputs]
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
