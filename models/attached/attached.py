@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner, HookError, HookPoint, HookPoints
+from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints
 from hooks._torch import remove_hooks, without_gradients
 from hooks.point import tensors_in
 from hooks.session import Wire
 from models.attached.attention import AttentionPoints, register
-from models.attached.checked import POINTS, find_scales, problem_of
+from models.attached.checked import POINTS, problem_of
 from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
@@ -108,18 +108,18 @@ class Attached:
         traced = {n: points for n, points in attention.items() if isinstance(points, TracedPoints)}
         if not traced:
             return
-        find_scales([*traced.values()], lambda: _logits(self.model))
         names = [f"blocks.{n}.attn.{name}" for n in traced for name in POINTS]
         rolled = {name: _rolled for name in names if not name.endswith(("scores", "z"))}
         problems: dict[int, str | None] = {}
         try:
-            _, plain = self._run(names)
-            with HookedRunner(self.model).hooks(rolled):
-                _, edited = self._run(names)
+            with torch.inference_mode(False):
+                _, plain = self._run(names)
+                with HookedRunner(self.model).hooks(rolled):
+                    _, edited = self._run(names)
             for n, points in traced.items():
                 read = probe.read_after(points.module)
                 problems[n] = problem_of(plain, n, read) or problem_of(edited, n)
-        except HookError as error:
+        except Exception as error:  # whatever another layout of its tensors leads to
             problems = dict.fromkeys(traced, str(error))
         for n, problem in problems.items():
             if problem:

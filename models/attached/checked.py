@@ -1,46 +1,33 @@
 """Attention by code of its own: the scale of its product, and whether its points hold what they promise."""
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hooks import ActivationCache
 from models.attached.probe import kind_of
-from models.attached.traced import TracedPoints
 
 POINTS = ("q", "k", "v", "scores", "pattern", "z")
 
 
-def find_scales(traced: Sequence[TracedPoints], run: Callable[[], Any]) -> None:
-    """Finds each module's `scale` while `run()` runs the model."""
-    handles = [
-        points.module.register_forward_pre_hook(partial(_find_scale, points), with_kwargs=True)
-        for points in traced
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _find_scale(points: TracedPoints, module: nn.Module, args: Any, kwargs: Any) -> None:
-    forward: Any = module.forward
+def slope_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
+    """The factor that a module's forward puts on the product of queries and keys; NaN if that is not one number."""
     try:
         with torch.enable_grad(), _Slope():
-            forward.inner(*args, **kwargs)
+            forward(*args, **kwargs)
     except _Found as found:
-        points.scale = found.slope
+        return found.slope
+    return math.nan
 
 
 class _Found(BaseException):
     """Ends a run at the softmax."""
 
-    def __init__(self, slope: float | None) -> None:
+    def __init__(self, slope: float) -> None:
         super().__init__()
         self.slope = slope
 
@@ -74,7 +61,7 @@ class _Slope(TorchFunctionMode):
         (slopes,) = torch.autograd.grad(scores, self._product, weights)
         slopes = (slopes.reshape(scores.shape) / weights)[output > 0]
         same = torch.allclose(slopes, slopes[:1], rtol=1e-5, atol=0)
-        raise _Found(float(slopes[0]) if same else None)
+        raise _Found(float(slopes[0]) if same else math.nan)
 
 
 def problem_of(

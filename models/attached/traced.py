@@ -4,9 +4,10 @@
 2. The first product of batches of matrices is of queries and keys, the softmax gives the pattern, the second
    product is of pattern and values. `F.scaled_dot_product_attention` is all three.
 3. Each value goes to its point with the point's axes; what the point gives goes on in the module's own layout.
-4. The module may scale the product later, and add to it. `checked` finds the scale, once, at attach.
+4. The module may scale the product later, and add to it. `slope_of` finds the scale, once, at attach.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from hooks import HookError, HookPoint
 from hooks.point import tensors_in
 from hooks.session import is_listened_to
 from models.attached.attention import AttentionPoints
-from models.attached.past import Keys, first_new, layer_of, number_of, passed, take_cache
+from models.attached.checked import slope_of
+from models.attached.past import first_new, layer_of, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
 from models.attached.wiring import Forward, fire
 
@@ -34,7 +36,7 @@ class TracedPoints(AttentionPoints):
         module: the attention module.
 
     Attributes:
-        scale: what the module multiplies the product of queries and keys with; None where it has not been seen.
+        scale: what the module multiplies the product of queries and keys with; NaN where it makes none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,13 +52,12 @@ class TracedForward:
         points: the points.
 
     Attributes:
-        inner: the forward that was there before.
-        replaced: that one too, if somebody else had put it on the module.
+        replaced: the forward that somebody else had put on the module, if any.
     """
 
     def __init__(self, points: TracedPoints) -> None:
         self.replaced = vars(points.module).get("forward")
-        self.inner = points.module.forward
+        self._inner = points.module.forward
         self._points = points
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +68,12 @@ class TracedForward:
         """
         if not is_listened_to(self._points):
             take_cache()
-            return self.inner(*args, **kwargs)
+            return self._inner(*args, **kwargs)
+        if self._points.scale is None:  # at attach
+            self._points.scale = slope_of(self._inner, args, kwargs)
         passing = _Passing(self._points, next(tensors_in((args, kwargs))))
         with passing:
-            output = self.inner(*args, **kwargs)
+            output = self._inner(*args, **kwargs)
         if passing.left:
             raise _changed(self._points)
         return output
@@ -107,7 +110,8 @@ class _Passing(TorchFunctionMode):
         super().__init__()
         self.points = points
         self.left: tuple[str, ...] = ATTENTION
-        self._batch, self._dtype = len(stream), stream.dtype
+        self._batch, self._n_pos, self._dtype = *stream.shape[:2], stream.dtype
+        self._new: range | None = None
         self._steps = (self._scores, self._pattern, self._z)
 
     def __torch_function__(
@@ -133,17 +137,15 @@ class _Passing(TorchFunctionMode):
 
     def _scores(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         points = self.points
-        if points.scale is None:
+        if not points.scale or math.isnan(points.scale):
             raise _changed(points)
         *added, query, key = (*args, *(kwargs.pop(n) for n in OPERANDS if n in kwargs))
-        self._cache, number = take_cache(), number_of(points.module)
-        self._held = None if self._cache is None else layer_of(self._cache, number)
-        keys = self._kept("keys", key.mT)
-        start = first_new(keys, query.shape[-2], self._cache, number)
-        self._new = range(start, start + query.shape[-2])
+        self._cache, self._number = take_cache(), number_of(points.module)
+        self._held = layer_of(self._cache, self._number)
         query = self._by_position(points.q, query)
         key = self._passed(points.k, "keys", key.mT).mT
         product = func(*added, query, key, **kwargs)
+        self._n_places = product.numel()
         if not is_listened_to(points.scores):
             return product
         plain = torch.matmul(query, key) * kwargs.get("alpha", 1) if added else product
@@ -157,6 +159,8 @@ class _Passing(TorchFunctionMode):
 
     def _pattern(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         weights = func(*args, **kwargs)
+        if weights.numel() != self._n_places:  # of a hook inside the module
+            raise _changed(self.points)
         pattern = weights.to(self._dtype)  # most modules do so next
         new = self._over_keys(self.points.pattern, pattern)
         return weights if new is pattern else new.to(weights.dtype)
@@ -176,26 +180,23 @@ class _Passing(TorchFunctionMode):
         return value if new is shown else new.transpose(1, 2).reshape(value.shape)
 
     def _over_keys(self, point: HookPoint, value: Tensor) -> Tensor:
-        places = self._by_head(value)
-        shown = places[..., : self._new.stop]  # the rest is free, in a static cache
+        assert self._new is not None
+        # Places after the last position are free, in a static cache.
+        shown, free = self._by_head(value).tensor_split([self._new.stop], -1)
         new = fire(point, shown)
-        if new is shown:
-            return value
-        return torch.cat([new, places[..., self._new.stop :]], -1).reshape(value.shape)
-
-    def _kept(self, name: str, operand: Tensor) -> Keys:
-        """The cache's own keys or values, where the module reads a copy in another precision."""
-        shown, held = self._by_head(operand), getattr(self._held, name, None)
-        if isinstance(held, Tensor) and held.shape == shown.shape and held.dtype != shown.dtype:
-            return held
-        return shown
+        return value if new is shown else torch.cat([new, free], -1).reshape(value.shape)
 
     def _passed(self, point: HookPoint, name: str, operand: Tensor) -> Tensor:
-        kept, held = self._kept(name, operand), getattr(self._held, name, None)
-        new = passed(point, kept, self._new, held, self._cache, self.points.is_lent)
-        if new is kept and kept.dtype == operand.dtype:
+        keys, held = self._by_head(operand), getattr(self._held, name, None)
+        if isinstance(held, Tensor) and held.shape == keys.shape and held.dtype != keys.dtype:
+            keys = held  # the operand is a copy in another precision
+        if self._new is None:  # not yet for values, of which the cache's keys are no part
+            start = first_new(keys, self._n_pos, self._cache, self._number)
+            self._new = range(start, start + self._n_pos)
+        after = passed(point, keys, self._new, held, self._cache, self.points.is_lent)
+        if after is keys and keys is not held:
             return operand  # whose memory may have been written into
-        return new.to(operand.dtype).reshape(operand.shape)
+        return after.to(operand.dtype).reshape(operand.shape)
 
 
 def _fused(
