@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from torch import nn
 
 from hooks import HookedRunner, HookError
 from interp import edits, log_prob, sweep
-from models import attach
-from tests.attachable import BATCH, HEADS, POS, VOCAB, config_of, made, transformers
+from models import attach, detach
+from tests.attachable import BATCH, HEADS, POS, SIZES, VOCAB, config_of, made, transformers
+from tests.test_attach_settings import in_form
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -228,6 +231,8 @@ def test_hooks_everywhere_change_nothing(kind, setting):
         torch.manual_seed(0)
         assert torch.equal(logits(model), theirs)
     assert len(cache) == 12
+    if setting == "bfloat16":
+        assert cache["pattern", 1].dtype == torch.bfloat16
     rounded = setting in ("bfloat16", "autocast")
     if twin.config._attn_implementation == "sdpa" and kind.startswith("falcon"):  # two kernels
         close(output.logits.float(), theirs.float(), 0.02 if rounded else 3e-6)
@@ -356,3 +361,95 @@ def test_other_code_than_at_attach_is_refused():
         ):
             logits(model, output_attentions=True)
         close(logits(model), plain)
+
+
+@pytest.mark.parametrize("form", ["copied", "saved"])
+@torch.no_grad()
+def test_copies_have_points_of_their_own_and_are_detached(form):
+    model = model_of("bloom")
+    plain, hooks = logits(model), {"blocks.1.attn.scores": edits.scale(0.3, head=HEAD)}
+    with torch.inference_mode(), attach(model):
+        twin = in_form(model, form)
+        with HookedRunner(twin).hooks(hooks):
+            assert torch.equal(logits(model), plain)
+            assert not torch.equal(logits(twin), plain)
+    assert not any("forward" in vars(part) for part in model.modules())
+    detach(twin)
+    assert not any("forward" in vars(part) for part in twin.modules())
+    assert torch.equal(logits(twin), plain)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@torch.no_grad()
+def test_an_encoder_whose_last_map_is_elsewhere(relative):
+    """DeBERTa's attention is three products without relative positions; with them it has more, and no points."""
+    sizes = {n: v for n, v in SIZES.items() if n.startswith(("vocab", "hidden", "num", "inter"))}
+    config = transformers.DebertaV2Config(
+        **sizes, relative_attention=relative, pos_att_type=["p2c"]
+    )
+    torch.manual_seed(0)
+    model = transformers.DebertaV2ForMaskedLM(config).eval()
+    theirs = model(input_ids=TOKENS, output_attentions=True)
+    with attach(model) as attached:
+        points = HookedRunner(model).points
+        assert ("attn" in attached.left_out) == relative == ("blocks.1.attn.q" not in points)
+        output, cache = HookedRunner(model).run_with_cache(input_ids=TOKENS)
+    assert torch.equal(output.logits, theirs.logits)
+    for layer, pattern in enumerate(() if relative else theirs.attentions):
+        assert torch.equal(cache["pattern", layer], pattern)
+
+
+@torch.no_grad()
+def test_products_of_hooks_inside_the_module_are_not_taken_for_its_own():
+    model = model_of("gptj")
+    with attach(model):
+        inside(model, "gptj", "q_proj").register_forward_hook(
+            lambda m, a, out: (out @ out.mT) @ out
+        )
+        zero = {"blocks.1.attn.q": edits.zero()}
+        with HookedRunner(model).hooks(zero), pytest.raises(HookError, match="GPTJAttention"):
+            logits(model)
+
+
+def reversed_product(query, key, value, mask):
+    scores = torch.matmul(key, query.mT).mT * 0.3
+    return torch.matmul((scores + mask).softmax(-1), value), None
+
+
+def capped(query, key, value, mask):
+    scores = torch.tanh(torch.matmul(query, key.mT))
+    return torch.matmul((scores + mask).softmax(-1), value), None
+
+
+@pytest.mark.parametrize("attend", [reversed_product, capped])
+@torch.no_grad()
+def test_scores_that_are_not_what_the_softmax_reads_are_left_out(attend):
+    model = model_of("gptj")
+    model.transformer.h[1].attn._attn = attend
+    plain = logits(model)
+    with attach(model) as attached:
+        assert "blocks.1.attn.q" not in HookedRunner(model).points
+        assert "GPTJAttention" in attached.left_out["attn"]
+        assert torch.equal(HookedRunner(model).run_with_cache(input_ids=TOKENS)[0].logits, plain)
+    assert torch.equal(logits(model), plain)
+
+
+@torch.no_grad()
+def test_attention_without_a_softmax_is_refused_after_attach():
+    model = model_of("gptj")
+    with attach(model):
+        model.transformer.h[1].attn._attn = lambda query, key, value, mask: (value, None)
+        zero = {"blocks.1.attn.z": edits.zero()}
+        with HookedRunner(model).hooks(zero), pytest.raises(HookError, match="GPTJAttention"):
+            logits(model)
+
+
+@torch.no_grad()
+def test_a_cache_is_freed_without_hooks():
+    model = model_of("gptj")
+    with attach(model):
+        past = model(TOKENS, use_cache=True).past_key_values
+        alive = weakref.ref(past)
+        del past
+        gc.collect()
+        assert alive() is None
