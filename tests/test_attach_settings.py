@@ -94,9 +94,13 @@ def test_a_mode_of_attention_of_its_own_stays():
             output, cache = run_with_cache(model, TOKENS, names="*.attn.*")
             assert torch.equal(output.logits, plain)
             assert len(cache) == 18
-            # The product is added to nothing, of which the memory may hold anything.
-            same = {"blocks.1.attn.scores": lambda scores, point: scores + 0}
-            edited = HookedRunner(model).run_with_hooks(TOKENS, hooks=same).logits
+            # The product is added to memory that was not written; this mode fills it with NaN.
+            torch.use_deterministic_algorithms(True)
+            try:
+                same = {"blocks.1.attn.scores": lambda scores, point: scores + 0}
+                edited = HookedRunner(model).run_with_hooks(TOKENS, hooks=same).logits
+            finally:
+                torch.use_deterministic_algorithms(False)
             torch.testing.assert_close(edited, plain)
 
 

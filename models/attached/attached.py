@@ -176,7 +176,8 @@ def attach(model: nn.Module) -> Attached:
 
     `HookedRunner(model)` and the analyses of `interp` then work as on a plain transformer. Weights, state
     dict and outputs stay as they are. Where the points belong is found from a run on fourteen tokens and
-    checked by two more, so no architecture needs to be known. A point is left out where the model does not
+    checked by a few more, so no architecture needs to be known. Attention by code of its own gets points if it
+    is two products with a softmax between, or PyTorch's fused function. A point is left out where the model does not
     show its value, or where an edit of it could not take effect.
 
     Args:

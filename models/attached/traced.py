@@ -194,8 +194,6 @@ class _Passing(TorchFunctionMode):
             start = first_new(keys, self._n_pos, self._cache, self._number)
             self._new = range(start, start + self._n_pos)
         after = passed(point, keys, self._new, held, self._cache, self.points.is_lent)
-        if after is keys and keys is not held:
-            return operand  # whose memory may have been written into
         return after.to(operand.dtype).reshape(operand.shape)
 
 
