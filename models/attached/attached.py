@@ -12,12 +12,14 @@ from hooks._torch import remove_hooks, without_gradients
 from hooks.point import tensors_in
 from hooks.session import Wire
 from models.attached.attention import AttentionPoints, register
+from models.attached.checked import POINTS, problem_of
 from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Probe, evaluating, probed, tokens_for
 from models.attached.sums import is_close
+from models.attached.traced import TracedPoints, restore_forwards
 from models.attached.wiring import Forward
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
@@ -67,6 +69,7 @@ class Attached(ReadsText):
             if odd := [*names - {"eager", "sdpa"}]:
                 why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
                 self.left_out["scores"] = self.left_out["pattern"] = why
+            self._check_traced(probe)
             self._check_streams(found)
             self._check_attention(reference)
         except BaseException:
@@ -115,12 +118,36 @@ class Attached(ReadsText):
         probe = probed(self.model)
         # The kernels are the model's own, so in half precision too the numbers are the same.
         if not probe.attention or not _agree(probe.logits, reference, 1e-5, roundings=0):
-            what = "has no attention, or computes it by code of its own, not by the library's interface"
-            self.left_out["attn"] = f"{type(self.model).__name__} {what}"
             self._restore_configs()
-            probe = probed(self.model)
-            probe.attention.clear()
+            probe = probed(self.model, watch=True)
+        if not probe.attention:
+            what = "has no attention, or computes it in a way that is not recognised"
+            self.left_out["attn"] = f"{type(self.model).__name__} {what}"
         return probe
+
+    def _check_traced(self, probe: Probe) -> None:
+        """Leaves out the points of attention by code of its own where they would not hold what they promise."""
+        attention = {n: getattr(block, "attn", None) for n, block in enumerate(self.model.blocks)}
+        traced = {n: points for n, points in attention.items() if isinstance(points, TracedPoints)}
+        if not traced:
+            return
+        names = [f"blocks.{n}.attn.{name}" for n in traced for name in POINTS]
+        rolled = {name: _rolled for name in names if not name.endswith(("scores", "z"))}
+        problems: dict[int, str | None] = {}
+        try:
+            with torch.inference_mode(False):
+                _, plain = self._run(names)
+                with HookedRunner(self.model).hooks(rolled):
+                    _, edited = self._run(names)
+            for n, points in traced.items():
+                read = probe.read_after(points.module)
+                problems[n] = problem_of(plain, n, read) or problem_of(edited, n)
+        except Exception as error:  # whatever another layout of its tensors leads to
+            problems = dict.fromkeys(traced, str(error))
+        for n, problem in problems.items():
+            if problem:
+                self._wiring.drop_attention(self.model.blocks[n])
+                self.left_out["attn"] = f"{type(traced[n].module).__name__}: {problem}"
 
     def _check_streams(self, found: Sequence[BlockLayout]) -> None:
         """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
@@ -172,7 +199,8 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
 
     `HookedRunner(model)` and the analyses of `interp` then work as on a plain transformer. Weights, state
     dict and outputs stay as they are. Where the points belong is found from a run on fourteen tokens and
-    checked by two more, so no architecture needs to be known. A point is left out where the model does not
+    checked by a few more, so no architecture needs to be known. Attention by code of its own gets points if it
+    is two products with a softmax between, or PyTorch's fused function. A point is left out where the model does not
     show its value, or where an edit of it could not take effect.
 
     Args:
@@ -233,14 +261,10 @@ def detach(model: nn.Module) -> None:
     >>> hasattr(copied, "blocks")
     False
     """
-    runs = _runs(model)
-    if isinstance(forward := vars(runs).get("forward"), Forward):
-        del runs.forward
-        if forward.replaced is not None:
-            runs.forward = forward.replaced
     for config in configs_of(model).values():
         if config._attn_implementation != kernel_name(config):
             config._attn_implementation_internal = kernel_name(config)
+    restore_forwards(model)
     for name in TOP:
         if isinstance(getattr(model, name, None), HookPoint | HookPoints | Blocks):
             delattr(model, name)

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, HookPoints
 from hooks.session import is_listened_to
-from models.attached.configs import HOOKED, kernel_name, kernel_of
-from models.attached.past import Keys, Past, first_new, layer_of, passed, past_of, take_cache
+from models.attached.configs import HOOKED, Kernel, kernel_name, kernel_of
+from models.attached.past import (
+    Keys,
+    Past,
+    first_new,
+    layer_of,
+    number_of,
+    passed,
+    past_of,
+    take_cache,
+)
 from models.attached.wiring import fire
 from models.files import library
 
@@ -56,21 +65,22 @@ class AttentionPoints(HookPoints):
 
     Args:
         module: the attention module.
+        kernel: its attention function; the one that its config asks for, if not given.
 
     Attributes:
-        kernel: the model's own attention function.
+        kernel: see above.
         is_lent: whether later modules attend to the same keys and values.
     """
 
     is_lent = False
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, kernel: Kernel | None = None) -> None:
         super().__init__(module)
-        self.kernel = kernel_of(module)
+        self.kernel = kernel or kernel_of(module)
         self.q = HookPoint("batch pos head d_head", "queries as they enter the dot product")
         self.k = HookPoint("batch pos kv_head d_head", "keys as they enter the dot product")
         self.v = HookPoint("batch pos kv_head d_head", "values")
-        if kernel_name(module.config) in ("eager", "sdpa"):
+        if kernel or kernel_name(module.config) in ("eager", "sdpa"):
             self.scores = HookPoint(
                 "batch head query key", "q·k·scale before the mask: not zero above the diagonal"
             )
@@ -81,13 +91,13 @@ class AttentionPoints(HookPoints):
 
     def plain(self, argument: Any) -> Any:
         """What a later run of the module needs of a cache of keys and values; see `past_of`."""
-        return past_of(argument, getattr(self.module, "layer_idx", None))
+        return past_of(argument, number_of(self.module))
 
     def attend(
         self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         """z, [batch, query, head, d_head], and the pattern or None."""
-        cache, layer = take_cache(), getattr(module, "layer_idx", None)
+        cache, layer = take_cache(), number_of(module)
         held = None if isinstance(cache, Past) else layer_of(cache, layer)
         start = first_new(key, query.shape[2], cache, layer)
         new = range(start, start + query.shape[2])

@@ -23,6 +23,7 @@ class BlockLayout:
     Attributes:
         block: the module.
         attention: the module that calls the attention function.
+        is_traced: whether that module computes attention by code of its own.
         attn_out, mlp_out: what the sublayers add.
         mid_in, mid_out: the module whose input, or output, is the stream between them.
         norms: by our names.
@@ -32,6 +33,7 @@ class BlockLayout:
 
     block: nn.Module
     attention: nn.Module | None = None
+    is_traced: bool = False
     attn_out: Summand | None = None
     mlp_out: Summand | None = None
     mid_in: nn.Module | None = None
@@ -86,8 +88,8 @@ def layout_of(block: Call, probe: Probe, *configs: Any) -> BlockLayout:
     attending = [call for call in once if probe.attention[call.module] == 1]
     found = BlockLayout(block.module)
     if len(attending) == 1:
-        found.attention = attending[0].module
-    # Attention by code of its own shows in nothing else.
+        found.attention, found.is_traced = attending[0].module, probe.parts is not None
+    # Attention in other functions shows in nothing else.
     named = [c for c in once if "attention" in type(c.module).__name__.lower()]
     factors = factors_of(*block.module.modules(), *configs)
     sublayers = _sublayers(found, block, once, [1.0]) or _sublayers(found, block, once, factors)

@@ -78,6 +78,11 @@ def past_of(cache: Any, layer: int | None) -> Past | None:
     return Past(own.keys.detach().clone(), own.values.detach().clone())
 
 
+def number_of(attention: nn.Module) -> Any:
+    """The number of an attention module's layer in a cache, or None."""
+    return getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
+
+
 def layer_of(cache: Any, layer: Any) -> Any:
     """What a cache holds for one layer, or None."""
     layers = getattr(cache, "layers", ())

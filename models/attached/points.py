@@ -11,9 +11,10 @@ from models.attached.attention import AttentionPoints
 from models.attached.configs import text_config
 from models.attached.layout import BlockLayout
 from models.attached.norms import Norm, norm_of
-from models.attached.past import CacheGiven, past_of
+from models.attached.past import CacheGiven, number_of, past_of
 from models.attached.probe import SHAPE, Call, Probe
 from models.attached.sums import Summand, factors_of, is_same, summand
+from models.attached.traced import TracedPoints, restore_forwards
 from models.attached.wiring import BlockInput, Input, Output, Positions, Routing, Scale
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
@@ -69,6 +70,13 @@ class Wiring:
             handle.remove()
         delattr(parent, name)
 
+    def drop_attention(self, block: Any) -> None:
+        """Takes the points of a block's attention out."""
+        restore_forwards(block.attn.module)
+        for name in [name for name, _ in block.attn.named_children()]:
+            self.drop(block.attn, name)
+        del vars(block.attn.module)["hook_points"], block.attn
+
     def _listen(self, module: nn.Module, hook: Any) -> None:
         if isinstance(hook, Input | CacheGiven):
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -123,8 +131,9 @@ class Wiring:
         self._listen(found.block, BlockInput(points.resid_pre))
         self._norm(points, "ln1", found)
         if found.attention is not None:
-            points.attn = AttentionPoints(found.attention)
-            points.layer = getattr(found.attention, "layer_idx", None)
+            attention = TracedPoints if found.is_traced else AttentionPoints
+            points.attn = attention(found.attention)
+            points.layer = number_of(found.attention)
             self._listen(found.attention, CacheGiven(points.attn.k))
         self._norm(points, "ln1_post", found)
         if found.attn_out:

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hooks._torch import memory_of, version, without_gradients
 from hooks.point import tensors_in
@@ -16,6 +17,21 @@ from models.attached.configs import kernel_of
 
 SHAPE = (2, 7)
 N = 14
+
+PRODUCTS = ("matmul", "bmm", "baddbmm")
+ATTENTION, FUSED = ("product", "softmax", "product"), "fused"
+"""The kinds of functions that attention by code of its own calls: three in order, or one."""
+
+
+def kind_of(func: Any, *arguments: Any) -> str | None:
+    """The part of attention that a function of PyTorch may compute. A product with a weight is none."""
+    name = getattr(func, "__name__", "")
+    if name == "softmax":
+        return name
+    if name == "scaled_dot_product_attention":
+        return FUSED
+    batches = name in PRODUCTS and all(part.ndim > 2 for part in tensors_in(arguments))
+    return "product" if batches else None
 
 
 @dataclass(eq=False)
@@ -28,6 +44,7 @@ class Call:
             split in two.
         output: likewise of the first tensor that it returned; None until it returns, or without one.
         began, ended: when, in calls and returns of all modules.
+        heard: how many parts of attention were computed before.
     """
 
     name: str
@@ -36,6 +53,7 @@ class Call:
     began: int
     output: Tensor | None = None
     ended: int = -1
+    heard: int = 0
     _returned: Tensor | None = None
     _written: int = 0
 
@@ -51,16 +69,19 @@ class Probe:
 
     Attributes:
         calls: every call, in the order in which they began.
-        attention: how often each module called the attention function.
+        attention: how often each module called the attention function, or computed attention by itself.
         logits: the first tensor of the output.
-        keys: the modules that computed attention, in order, each with its keys.
+        keys: the modules that called it, in order, each with its keys.
+        parts: the parts of attention that any code computed, in order; None if nobody watched.
     """
 
     calls: list[Call] = field(default_factory=list)
     attention: Counter[nn.Module] = field(default_factory=Counter)
     logits: Tensor | None = None
     keys: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
+    parts: list[str] | None = None
     _open: list[Call] = field(default_factory=list)
+    _told: int = 0
     _clock: int = 0
 
     @property
@@ -77,10 +98,15 @@ class Probe:
             lending.setdefault(memory_of(keys), []).append(module)
         return {modules[0] for modules in lending.values() if len(modules) > 1}
 
+    def read_after(self, module: nn.Module) -> list[Tensor]:
+        """What modules read after a module began."""
+        began = next(call.began for call in self.calls if call.module is module)
+        return [part for call in self.calls if call.began > began for part in call.inputs]
+
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
         inputs = [_by_text(_copy(tensor)) for tensor in tensors]
-        self._open.append(Call(name, module, inputs, self._clock))
+        self._open.append(Call(name, module, inputs, self._clock, heard=len(self.parts or ())))
         self.calls.append(self._open[-1])
         self._clock += 1
 
@@ -92,12 +118,32 @@ class Probe:
             break
         call.ended = self._clock
         self._clock += 1
+        parts = (self.parts or [])[call.heard :]
+        if call.heard >= self._told and parts in ([*ATTENTION], [FUSED]):  # no module inside did
+            self.attention[module] += 1
+            self._told = call.heard + len(parts)
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Computes attention, and notes which module asked for it."""
         self.attention[module] += 1
         self.keys.append((module, args[1]))
         return kernel_of(module)(module, *args, **kwargs)
+
+
+class _Watching(TorchFunctionMode):
+    """Notes which parts of attention are computed."""
+
+    def __init__(self, parts: list[str]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function's result."""
+        if kind := kind_of(func, args, kwargs):
+            self._parts.append(kind)
+        return func(*args, **(kwargs or {}))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -130,9 +176,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @without_gradients
-def probed(model: Any) -> Probe:
-    """Runs the model, whose attention must be `hooked_attention`, on `tokens_for` it."""
-    probe, handles = Probe(), []
+def probed(model: Any, watch: bool = False) -> Probe:
+    """Runs the model, whose attention must be `hooked_attention` or is watched, on `tokens_for` it."""
+    probe, handles = Probe(parts=[] if watch else None), []
+    watching = nullcontext() if probe.parts is None else _Watching(probe.parts)
     try:
         for name, module in model.named_modules():
             vars(module)["hook_points"] = probe
@@ -142,7 +189,7 @@ def probed(model: Any) -> Probe:
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
                     module.register_forward_hook(probe._leave),
                 ]
-        with evaluating(model):
+        with evaluating(model), watching:
             output = model(input_ids=tokens_for(model), use_cache=False)
     finally:
         for handle in handles:
