@@ -148,7 +148,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 14_600, 152), (("tests",), 20_300, 108)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 14_900, 154), (("tests",), 20_800, 108)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)
