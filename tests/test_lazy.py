@@ -315,6 +315,25 @@ def test_weights_offloaded_by_accelerate(kind, attached, tmp_path):
         lazy[name]
 
 
+def test_left_padding_in_a_model_of_transformers():
+    """At real positions: kernels differ at those that see no key."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.LlamaConfig(**sizes, vocab_size=23, num_key_value_heads=1)
+    model = transformers.LlamaForCausalLM(config).eval()
+    assert model.config._attn_implementation == "sdpa"
+    attach(model)
+    runner = HookedRunner(model)
+    tokens = torch.arange(1, 11).view(2, 5)
+    padded = dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]), use_cache=False)
+    _, eager = runner.run_with_cache(tokens, **padded)
+    _, lazy = runner.run_with_cache(tokens, **padded, lazy=True)
+    real = padded["attention_mask"].bool()
+    for short, layer in itertools.product(["attn.q", "attn.z", "mlp.post", "resid_post"], range(2)):
+        ours, theirs = lazy[short, layer][real], eager[short, layer][real]
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
 def test_an_edit_that_acts_every_second_time(runner, tokens):
     turns = itertools.count()
     with runner.hooks({"blocks.1.mlp_out": lambda value, point: value * (1 + next(turns) % 2)}):
