@@ -191,9 +191,12 @@ def state_of(module: nn.Module) -> list[Tensor]:
 
 
 def marks(module: nn.Module) -> list[int]:
-    """The identity, `memory_of` and `version` of each tensor of `state_of`: they show later changes."""
+    """The identity, `memory_of` and `version` of each tensor of `state_of`: they show later changes.
+
+    Those on the meta device are left out: what offloads weights puts new ones there after each call.
+    """
     # Not by those functions, and no tuples: a lazy run asks this of every weight.
-    tensors = state_of(module)
+    tensors = [tensor for tensor in state_of(module) if not tensor.is_meta]
     memory = [storage._cdata for storage in map(Tensor.untyped_storage, tensors)]
     try:
         versions = [tensor._version for tensor in tensors]

@@ -76,9 +76,10 @@ def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
 class BlockCall:
     """One call of a block: copies of its arguments, and enough to detect later changes of the block.
 
-    Weights and buffers that were written or replaced are always detected. Other changes are detected by
-    the output, of which a sample of every row and column is kept: they must change a whole row or column
-    by more than rounding. A change of single numbers may be missed.
+    Weights and buffers that were written or replaced are always detected, unless they are offloaded to the
+    meta device while nothing runs. Other changes are detected by the output, of which a sample of every row
+    and column is kept: they must change a whole row or column by more than rounding. A change of single
+    numbers may be missed.
 
     Attributes:
         name: the block's name.

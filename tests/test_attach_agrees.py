@@ -30,8 +30,6 @@ from interp import (
 from models import attach, from_hf
 from tests.attachable import BATCH, POS, VOCAB, config_of, made
 
-pytestmark = pytest.mark.usefixtures("unchecked")
-
 # Sizes under other families' names, which this config only stores.
 STORED = {
     "gpt2": ["head_dim", "intermediate_size", "num_key_value_heads"],

@@ -13,8 +13,6 @@ from interp import edits
 from models import attach
 from tests.attachable import BATCH, LAYERS, MODELS, POS, VOCAB, config_of, made, transformers
 
-pytestmark = pytest.mark.usefixtures("unchecked")
-
 NAMES = [name for name in MODELS if name in transformers.CONFIG_MAPPING]
 ATTENTION = "attn.q attn.k attn.v attn.scores attn.pattern attn.z"
 HIDDEN, LN1, LN2 = "mlp.pre mlp.post", "ln1.scale ln1.normalized", "ln2.scale ln2.normalized"

@@ -22,9 +22,11 @@ from hooks import (
     ModeError,
     NeverFiredError,
 )
+from models import attach
 
-# The shape checks look at a value of every mapping, which would compute one.
-pytestmark = pytest.mark.usefixtures("unchecked")
+# The shape checks look at a value of every mapping, and so compute one of a lazy cache: not in tests that
+# count runs or bytes, or in which a block cannot run again.
+uncomputed = pytest.mark.usefixtures("unchecked")
 
 X = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
 
@@ -157,7 +159,7 @@ CHANGES = {
     "through data": lambda block: block.attn.output.weight.data.mul_(1.5),
     "cast": lambda block: block.double(),
     "hook": lambda block: block.mlp.register_forward_hook(lambda m, args, value: value * 2),
-    "attribute": lambda block: setattr(block.attn, "scale", 3),
+    "attribute": lambda block: setattr(block.attn, "scale", 3.0),
     "activation": lambda block: setattr(block.mlp, "activation", torch.tanh),
     "child": lambda block: setattr(block, "attn_out", nn.Tanh()),
     "adapter": adapt,
@@ -229,6 +231,7 @@ def test_hooks_on_all_modules_and_dropout_that_is_always_on(model, runner, token
     assert lazy["z", 1].shape == (4, 7, 2, 5)
 
 
+@uncomputed
 @pytest.mark.parametrize("shape", [(2, 5), (5, 2), (2, 4), (4, 4), (1, 7), (7, 1), (2, 3, 4), (3,)])
 def test_a_change_of_one_row_or_one_column_is_an_error(shape):
     block, x = nn.Sequential(nn.Identity()), torch.randn(shape)
@@ -267,6 +270,68 @@ def test_a_model_of_transformers():
     model.set_attn_implementation("eager")
     with pytest.raises(CacheError, match="layers.1"):
         lazy["model.layers.1.mlp"]
+
+
+OFFLOADED = {
+    "cpu": lambda accelerate, model, path: accelerate.cpu_offload(model, torch.device("cpu")),
+    "disk": lambda accelerate, model, path: accelerate.disk_offload(
+        model, path, torch.device("cpu")
+    ),
+    "map": lambda accelerate, model, path: accelerate.dispatch_model(
+        model,
+        dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm"], "cpu")
+        | {"model.rotary_emb": "cpu", "model.layers.1": "disk", "lm_head": "cpu"},
+        main_device="cpu",
+        offload_dir=path,
+    ),
+}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_weights_offloaded_by_accelerate(kind, attached, tmp_path):
+    """They are on the meta device while nothing runs, in new tensors after each call."""
+    accelerate = pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.LlamaConfig(**sizes, vocab_size=23, num_key_value_heads=1)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.arange(1, 11).view(2, 5)
+    untouched, outputs = copy.deepcopy(model), []
+    untouched.model.layers[1].mlp.register_forward_hook(lambda m, args, out: outputs.append(out))
+    untouched(tokens, use_cache=False)
+    if attached:
+        attach(model)
+    OFFLOADED[kind](accelerate, model, str(tmp_path))
+    linear = model.model.layers[1].mlp.down_proj
+    assert linear.weight.is_meta
+    name = "blocks.1.mlp_out" if attached else "model.layers.1.mlp"
+    runner = HookedRunner(model)
+    _, lazy = runner.run_with_cache(tokens, names=[name], use_cache=False, lazy=True)
+    torch.testing.assert_close(lazy[name], outputs[0].detach(), atol=1e-6, rtol=0)
+    lazy.drop()
+    linear._hf_hook.weights_map = {"weight": torch.zeros(8, 12)}
+    with pytest.raises(CacheError, match="changed after the run"):
+        lazy[name]
+
+
+def test_left_padding_in_a_model_of_transformers():
+    """At real positions: kernels differ at those that see no key."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.LlamaConfig(**sizes, vocab_size=23, num_key_value_heads=1)
+    model = transformers.LlamaForCausalLM(config).eval()
+    assert model.config._attn_implementation == "sdpa"
+    attach(model)
+    runner = HookedRunner(model)
+    tokens = torch.arange(1, 11).view(2, 5)
+    padded = dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]), use_cache=False)
+    _, eager = runner.run_with_cache(tokens, **padded)
+    _, lazy = runner.run_with_cache(tokens, **padded, lazy=True)
+    real = padded["attention_mask"].bool()
+    for short, layer in itertools.product(["attn.q", "attn.z", "mlp.post", "resid_post"], range(2)):
+        ours, theirs = lazy[short, layer][real], eager[short, layer][real]
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
 def test_an_edit_that_acts_every_second_time(runner, tokens):
@@ -323,6 +388,7 @@ def test_whoever_writes_into_an_argument_leaves_the_cache_as_it_was(mode):
             lazy.drop()
 
 
+@uncomputed
 def test_blocks_share_one_copy_of_what_they_share():
     """Unless it is written in between. An expanded tensor stays small."""
     model, mask = nn.Module(), torch.ones(1, 5).expand(7, 5)
@@ -430,6 +496,7 @@ def test_blocks_with_keyword_arguments_that_they_write_into(error, match, argume
         runner.run_with_cache(X, names=list(eager), lazy=True, **arguments)
 
 
+@uncomputed
 def test_blocks_eleven_and_one_are_told_apart_and_containers_descended_into():
     model = nn.Module()
     nested = [{"ff": nn.Sequential(nn.Linear(3, 3))} for _ in range(11)]
@@ -503,6 +570,7 @@ def test_arguments_nested_in_any_container():
         lazy.drop()
 
 
+@uncomputed
 def test_a_block_that_writes_its_own_buffers_is_not_run_again():
     block = nn.Sequential(nn.Identity())
     block.register_buffer("calls", torch.zeros(()))
