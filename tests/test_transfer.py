@@ -254,7 +254,8 @@ def test_receipts_wait_when_they_are_read(device):
 def test_scores_of_heads_read_the_tokens_once(device):
     model, there, text = made("cpu"), made(DEVICE), interp.repeated_tokens(23, period=7)
     caches = [
-        HookedRunner(one).run_with_cache(text, names="*.pattern")[1] for one in (model, there)
+        HookedRunner(one).run_with_cache(tokens, names="*.pattern")[1]
+        for one, tokens in ((model, text), (there, text.to(DEVICE)))
     ]
     found, stops, _ = device.counted(
         lambda: interp.head_scores(there, caches[1], "induction").values
