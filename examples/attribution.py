@@ -20,7 +20,7 @@ from interp import (
     attribution_patching,
     compare,
     integrated_gradients,
-    verified_top,
+    patch_top_k,
 )
 from models import load
 
@@ -55,7 +55,7 @@ def run(out: Path | None) -> None:
 
     at = TEXT.index("{")
     print(f"\nWithout exact effects of all places (the digit is at position {at}):")
-    print(verified_top(model, pairs, estimate=attribution_patching(model, pairs), k=5, budget=60))
+    print(patch_top_k(model, pairs, estimate=attribution_patching(model, pairs), k=5, budget=60))
 
 
 def verdict(rank_correlation: float) -> str:

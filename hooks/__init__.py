@@ -15,7 +15,7 @@ from hooks.errors import (
 )
 from hooks.modes import Mode, Options
 from hooks.names import Selector
-from hooks.pieces import start_of_piece, starting_at
+from hooks.pieces import position_offset, start_of_piece
 from hooks.plan import Plan, Planned
 from hooks.point import Hook, HookPoint, HookPoints, Point, index_by_axis
 from hooks.receipts import Receipt, Receipts
@@ -50,6 +50,6 @@ __all__ = [
     "Selector",
     "UnknownNameError",
     "index_by_axis",
+    "position_offset",
     "start_of_piece",
-    "starting_at",
 ]

@@ -13,7 +13,7 @@ from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, requir
 from hooks.names import resolve
 from hooks.point import Hook, Point, as_node, first_tensor, with_first_tensor
 from hooks.receipts import Receipt, Receipts
-from hooks.session import OutputHook, Session, muted
+from hooks.session import OutputHook, Session, hooks_disabled
 
 ELSEWHERE = (
     "the model ran to its end only in other threads; hooks act in the thread that enters the `with`, and in "
@@ -47,7 +47,9 @@ class EditedPoint:
         for hook in self.hooks:
             # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
             is_compiling = torch.compiler.is_compiling()
-            changed = hook(new, self.point) if is_compiling else muted(hook, new, self.point)
+            changed = (
+                hook(new, self.point) if is_compiling else hooks_disabled(hook, new, self.point)
+            )
             # A hook that returns nothing may have reshaped its copy in place.
             new = new if changed is None else changed
             if not isinstance(new, Tensor):

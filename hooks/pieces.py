@@ -51,7 +51,7 @@ _WHOLE = Piece()
 _piece = Scoped("piece", _WHOLE)
 
 
-def starting_at(column: int | None, real: Mask | None = None) -> AbstractContextManager[None]:
+def position_offset(column: int | None, real: Mask | None = None) -> AbstractContextManager[None]:
     """A `with` in which runs read a piece of their texts: columns `column`, `column + 1` and so on.
 
     Edits count positions from the start of the text, and negative ones from its last real token. Whoever
@@ -66,7 +66,7 @@ def starting_at(column: int | None, real: Mask | None = None) -> AbstractContext
     Raises:
         ValueError: if the column is negative.
 
-    >>> with starting_at(5):
+    >>> with position_offset(5):
     ...     start_of_piece()
     5
     """

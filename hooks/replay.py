@@ -19,7 +19,7 @@ from hooks.names import Blocks
 from hooks.pieces import piece_read, reading
 from hooks.point import Point, inside, mapped
 from hooks.samples import agree, numerics, sampled
-from hooks.session import Edits, Session, muted
+from hooks.session import Edits, Session, hooks_disabled
 
 
 def replay(
@@ -51,7 +51,7 @@ def replay(
                 recorder.listen(session)
             return block(*args, **kwargs)
 
-    return muted(run)
+    return hooks_disabled(run)
 
 
 _PLAIN = (type(None), int, float, str, torch.dtype)

@@ -141,7 +141,7 @@ class _Before(_Listener):
             self.hook(args, kwargs)
 
 
-def muted(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """The result of `call`, without any session that is open in this context."""
     before = _sessions.get()
     # No `with`: an interrupt could come while it begins or ends.

@@ -33,18 +33,18 @@ except ImportError as error:
     raise ImportError(_reason) from error
 
 from interp import edits, graph, spectral
-from interp.causal.attribution import attribution_patching
-from interp.causal.comparison import compare
-from interp.causal.edges import edge_attribution
-from interp.causal.evaluation import auroc, completeness, curve, faithfulness, minimality
-from interp.causal.integrated import integrated_gradients
-from interp.causal.patching import activation_patching
-from interp.causal.paths import edge_patching, path_patching
-from interp.causal.top import top_attributions
-from interp.causal.verified import verified_top
+from interp.effects.attribution import attribution_patching
+from interp.effects.comparison import compare
+from interp.effects.edges import edge_attribution
+from interp.effects.evaluation import auroc, completeness, curve, faithfulness, minimality
+from interp.effects.integrated import integrated_gradients
+from interp.effects.patch_top_k import patch_top_k
+from interp.effects.patching import activation_patching
+from interp.effects.paths import edge_patching, path_patching
+from interp.effects.top import top_attributions
 from interp.graph import circuits
 from interp.graph.circuit import Circuit
-from interp.graph.masked import run_circuit
+from interp.inputs.pairs import Pairs
 from interp.metrics import (
     Metric,
     accuracy,
@@ -55,7 +55,6 @@ from interp.metrics import (
     measure,
     rank,
 )
-from interp.pairs import Pairs
 from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.composition import composition_scores
 from interp.reading.copying import copying_scores, positional_scores
@@ -73,9 +72,10 @@ from interp.reading.weights import (
     token_directions,
 )
 from interp.results.result import Result
+from interp.running.masked import run_circuit
+from interp.running.sweep import sweep
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.targets import residual_stream, spectra, svd_targets
-from interp.sweeps.sweep import sweep
 
 __all__ = [
     "Circuit",
@@ -117,6 +117,7 @@ __all__ = [
     "measure",
     "minimality",
     "ov_circuit",
+    "patch_top_k",
     "path_patching",
     "positional_scores",
     "qk_circuit",
@@ -133,5 +134,4 @@ __all__ = [
     "token_directions",
     "top_attributions",
     "tuned_lens",
-    "verified_top",
 ]

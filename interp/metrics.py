@@ -8,7 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks.transfer import to_device
-from interp.columns import (
+from interp.inputs.texts import Texts, is_worded, text_for, token_ids
+from interp.inputs.token_positions import (
     Mask,
     Position,
     SeveralTokens,
@@ -21,7 +22,6 @@ from interp.columns import (
     short,
     tokens_of,
 )
-from interp.texts import Texts, is_worded, text_for, token_ids
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A user's own function is a metric as it is. An attribute `last` says how many of the last real

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hooks._torch import without_gradients
-from interp.causal.patching import patched
+from interp.effects.patching import patched
+from interp.inputs.texts import Text, writer_of
 from interp.metrics import Metric, log_prob
 from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import LensReadout, logit_lens
 from interp.results.result import Result
-from interp.sites import Choice
-from interp.texts import Text, writer_of
+from interp.running.sites import Choice
 
 try:
     import jinja2

@@ -6,14 +6,14 @@ from models.attention import Attention, causal_mask, scaled_dot_product_attentio
 from models.block import Block
 from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
 from models.config import RotaryScaling, TransformerConfig
-from models.context import Context
-from models.generation import Step, generate, generate_text, stream
-from models.kvcache import KVCache
 from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
-from models.sampling import Sampling, row_generator
+from models.running.context import Context
+from models.running.generation import Step, generate, generate_text, stream
+from models.running.kvcache import KVCache
+from models.running.sampling import Sampling, row_generator
 from models.text.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import is_unwatched
 from models.config import TransformerConfig
-from models.context import Context, ContextOrMask, place
 from models.kernels import by_blocks, fused
 from models.linear import Linear
-from models.masks import Mask, dense
 from models.norm import ByConfig, QKNorm, dropout
 from models.positions import rotary
+from models.running.context import Context, ContextOrMask, place
+from models.running.masks import Mask, dense
 
 
 def scaled_dot_product_attention(

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from hooks import HookPoint, Identity
 from models.attention import Attention
 from models.config import TransformerConfig
-from models.context import ContextOrMask
 from models.mlp import MLP
 from models.norm import ByConfig, norm
+from models.running.context import ContextOrMask
 
 ADDED = "what the sublayer adds: the norm of its output"
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from models.masks import BLOCK, Mask, Rule, dense, part
+from models.running.masks import BLOCK, Mask, Rule, dense, part
 
 # Which kernels may run is a setting of the whole process.
 _CHOICE = RLock()

@@ -15,11 +15,11 @@ from models.attention import SoftCap
 from models.block import Block
 from models.checks import check_tokens, should_read
 from models.config import TransformerConfig
-from models.context import Context, place
-from models.kvcache import KVCache
 from models.linear import Linear
 from models.norm import dropout, norm
 from models.positions import added_positions, rotary
+from models.running.context import Context, place
+from models.running.kvcache import KVCache
 from models.text.texts import ReadsText, Texts, read
 from models.weights import BlockWeights, tie
 

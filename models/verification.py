@@ -13,8 +13,8 @@ from hooks._torch import without_gradients
 from models.block import Block
 from models.checks import mode
 from models.config import TransformerConfig
-from models.kvcache import KVCache
 from models.norm import widened
+from models.running.kvcache import KVCache
 from models.transformer import Transformer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}

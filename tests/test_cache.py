@@ -11,7 +11,7 @@ from torch import nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
 from hooks.storage import config_hash, weights_hash
-from interp.texts import text_of
+from interp.inputs.texts import text_of
 
 
 @pytest.fixture

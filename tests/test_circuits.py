@@ -9,7 +9,7 @@ import torch
 
 from hooks import CacheError, UnknownNameError
 from interp import Pairs, Result
-from interp.causal.evaluation import auroc
+from interp.effects.evaluation import auroc
 from interp.graph import Graph, circuits
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, random, read_mib, top, write_mib
@@ -74,7 +74,7 @@ def test_circuits_are_sets_of_edges():
     assert a == Circuit(GRAPH, a.kept)
     assert a != b
     model = variant("pre", positions="rotary")
-    assert Circuit(Graph(model), []) != Circuit(Graph(model, apart=True), [])
+    assert Circuit(Graph(model), []) != Circuit(Graph(model, split_embeddings=True), [])
     first, second = (Circuit(GRAPH, one, found_on=[text]) for text in ("ab", "cd"))
     assert all(c.found_on == {"ab", "cd"} for c in (first | second, first & second, first - second))
 
@@ -182,7 +182,7 @@ def test_the_format_of_mib(tmp_path):
     with pytest.raises(ValueError, match="m0->logits"):
         read_mib(tmp_path / "mib.json", graph)
     with pytest.raises(ValueError, match="embed"):
-        write_mib(Circuit(Graph(model, apart=True), []), tmp_path / "apart.json")
+        write_mib(Circuit(Graph(model, split_embeddings=True), []), tmp_path / "apart.json")
     with pytest.raises(CacheError, match="MIB's JSON"):
         read_mib(__file__, graph)
 

@@ -17,8 +17,8 @@ from hooks import (
     HookPoint,
     Point,
     UnknownNameError,
+    position_offset,
     start_of_piece,
-    starting_at,
 )
 from interp import edits
 from models import KVCache, Transformer, TransformerConfig, generate
@@ -318,7 +318,7 @@ def test_noise_is_normal_and_belongs_to_its_place():
     part = edits.noise(0.5, 3, batch=1, pos=[4, 9])(torch.zeros_like(drawn), Point("embed", axes))
     assert torch.equal(part[1, [4, 9]], drawn[1, [4, 9]])
     assert not part[1, 5:9].any()
-    with starting_at(200):
+    with position_offset(200):
         late = noisy(torch.zeros(1, 11, 401, dtype=torch.float64), Point("embed", axes))
     assert torch.equal(late[0], drawn[0, 200:])
 
@@ -422,13 +422,13 @@ def test_a_lazy_cache_is_edited_as_the_run_was(wide, texts):
         ("*.mlp_out", edits.noise(0.4, pos=-1)),
         ("*.scores", edits.knockout(query=3)),
     ]
-    with starting_at(2), wide.hooks(hooks, receipts=True) as context:
+    with position_offset(2), wide.hooks(hooks, receipts=True) as context:
         _, eager = wide.run_with_cache(texts[0])
         _, lazy = wide.run_with_cache(texts[0], lazy=True)
         before = [receipt.calls for receipt in context.receipts]
         inside = lazy["z", 0]
     torch.testing.assert_close(inside, eager["z", 0], rtol=0, atol=1e-11)
-    with starting_at(11):
+    with position_offset(11):
         for name in eager:
             torch.testing.assert_close(lazy[name], eager[name], rtol=0, atol=1e-11)
     assert before == [receipt.calls for receipt in context.receipts] == [2] * 6
@@ -636,7 +636,7 @@ def test_what_no_point_takes_is_an_error_at_once(source):
         edits.noise(-0.5)
     with pytest.raises(TypeError, match="pairs"):
         HookedRunner(nn.Sequential(HookPoint("pos"))).edits(["embed"])
-    with pytest.raises(ValueError, match="-1"), starting_at(-1):
+    with pytest.raises(ValueError, match="-1"), position_offset(-1):
         pass
 
 

@@ -15,7 +15,7 @@ from interp import (
     run_circuit,
     run_with_cache,
 )  # fmt: skip
-from interp.causal.evaluation import completeness, minimality
+from interp.effects.evaluation import completeness, minimality
 from interp.graph import Graph, circuits
 from interp.results.intervals import interval
 from tests.reference import some_tokens, variant
@@ -58,7 +58,7 @@ def test_a_mean_can_take_the_place_of_the_other_text():
 
 def test_examples_that_run_apart_get_their_own_source(monkeypatch):
     together = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
-    monkeypatch.setattr("interp.graph.masked._QUICK", 1)
+    monkeypatch.setattr("interp.running.masked._QUICK", 1)
     apart = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
     torch.testing.assert_close(apart.values, together.values)
 
@@ -138,20 +138,22 @@ def test_a_circuit_knows_the_pairs_that_its_scores_are_from(find):
 
 def test_a_circuit_of_embeddings_apart():
     model, pairs = made(embed_norm=True), Pairs(*TEXTS, ANSWERS)
-    nodes = Graph(model, apart=True)
+    nodes = Graph(model, split_embeddings=True)
     edges = ["embed->a0.h1<v>", "pos_embed->a1.h5<q>", "a0.h3->logits"]
-    found = edge_patching(model, pairs, edges, apart=True)
+    found = edge_patching(model, pairs, edges, split_embeddings=True)
     for edge, effect in zip(edges, found.values, strict=True):
         mask = torch.zeros(nodes.allowed.shape)
         mask[nodes.index(edge)] = 1
         with torch.no_grad():
-            exact = pairs.metric(run_circuit(model, pairs, mask, apart=True)) - found.base
+            exact = (
+                pairs.metric(run_circuit(model, pairs, mask, split_embeddings=True)) - found.base
+            )
         torch.testing.assert_close(effect, exact)
     kept = nodes.edges[::3]
     measured = faithfulness(model, pairs, Circuit(nodes, kept), max_bytes=100_000)
     with torch.no_grad():
         own, none, whole = (
-            pairs.metric(run_circuit(model, pairs, given, apart=True))
+            pairs.metric(run_circuit(model, pairs, given, split_embeddings=True))
             for given in (kept, [], nodes.edges)
         )
     torch.testing.assert_close(measured.mean()[0], share(own, none, whole))
@@ -162,8 +164,10 @@ def test_a_circuit_of_embeddings_apart():
 @pytest.mark.parametrize("method", ["eap", "eap_ig_inputs"])
 def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
     model = made(embed_norm=True, n_layers=1).requires_grad_(False)
-    nodes, pairs = Graph(model, apart=True), Pairs(*TEXTS, ANSWERS)
-    found = edge_attribution(model, pairs, method=method, apart=True, steps=8, tolerance=0.1)
+    nodes, pairs = Graph(model, split_embeddings=True), Pairs(*TEXTS, ANSWERS)
+    found = edge_attribution(
+        model, pairs, method=method, split_embeddings=True, steps=8, tolerance=0.1
+    )
     joined = edge_attribution(model, pairs, method=method, steps=8, tolerance=0.1)
     of_each = dict(zip(nodes.edges, found.values, strict=True))
     for edge, values in zip(Graph(model).edges, joined.values, strict=True):
@@ -174,7 +178,7 @@ def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
     assert found.about.get("gaps") == joined.about.get("gaps")
     if method == "eap":
         mask = torch.zeros(nodes.allowed.shape).double().requires_grad_()
-        pairs.metric(run_circuit(model, pairs, mask, apart=True)).mean().backward()
+        pairs.metric(run_circuit(model, pairs, mask, split_embeddings=True)).mean().backward()
         torch.testing.assert_close(found.mean(), mask.grad[nodes.allowed])
 
 

@@ -15,11 +15,11 @@ def ran(model, nodes, **options):
     return HookedRunner(model).run_with_cache(TOKENS, names=nodes.needed, **options)[1]
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("split_embeddings", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_written_adds_up_to_the_stream(form, apart):
+def test_what_is_written_adds_up_to_the_stream(form, split_embeddings):
     model = made(**FORMS[form])
-    nodes = graph.Graph(model, apart)
+    nodes = graph.Graph(model, split_embeddings)
     for lazy in (False, True):
         cache = ran(model, nodes, lazy=lazy)
         found = nodes.contributions(cache)
@@ -50,7 +50,7 @@ def test_a_head_writes_its_share_of_the_norm(norm):
 
 def test_embeddings_apart_are_divided_by_the_scale_of_their_norm():
     model = made(embed_norm=True)
-    nodes = graph.Graph(model, apart=True)
+    nodes = graph.Graph(model, split_embeddings=True)
     found = nodes.contributions(ran(model, nodes))
     token, place = model.W_E[TOKENS], model.W_pos[:7].expand(5, -1, -1)
     scale = ((token + place).var(-1, correction=0, keepdim=True) + 1e-5).sqrt()

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hooks import HookedRunner, HookPoint, start_of_piece, starting_at
+from hooks import HookedRunner, HookPoint, position_offset, start_of_piece
 from hooks._torch import peak_bytes, without_gradients
 from hooks.scoped import Scoped
-from hooks.session import muted
+from hooks.session import hooks_disabled
 from hooks.transfer import is_trusted, trusted
 from tests.test_leaks import hooks_of
 
@@ -68,7 +68,7 @@ def checks(runner):
 
 
 def piece(runner):
-    with starting_at(5):
+    with position_offset(5):
         assert start_of_piece() == 5
 
 
@@ -89,7 +89,7 @@ CALLS = {
     "piece": piece,
     "hooks": edited,
     "lazy": read,
-    "muted": lambda runner: muted(runner.model, X),
+    "hooks_disabled": lambda runner: hooks_disabled(runner.model, X),
     "bytes": lambda runner: peak_bytes(lambda: X + 1),
     "no gradients": lambda runner: without_gradients(lambda: X + 1)(),
 }

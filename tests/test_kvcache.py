@@ -409,7 +409,7 @@ def test_another_model_is_refused(other):
 
 
 def test_a_model_with_the_same_keys_goes_on():
-    """Folded norms change no key and no value; another precision rounds them."""
+    """FoldedWeights norms change no key and no value; another precision rounds them."""
     model, tokens = build("window"), text(2, LENGTH)
     twin = fold_norms(model)
     assert twin.config != model.config

@@ -34,11 +34,35 @@ def test_imports_go_one_way(path):
     assert ours <= allowed
 
 
-# What is at the top of `interp`. Each imports only what is before it, and a room its own files.
-INTERP = """pictures protocol positions columns texts wording metrics pairs edits results sites sweeps linear graph gradients
-    spectral reading causal report __main__"""
+# The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
+INTERP = [
+    "pictures",
+    "protocol",
+    "inputs",
+    "inputs.positions",
+    "inputs.token_positions",
+    "inputs.texts",
+    "inputs.wording",
+    "metrics",
+    "inputs.pairs",
+    "edits",
+    "results",
+    "linear",
+    "graph",
+    "running",
+    "spectral",
+    "reading",
+    "effects",
+    "report",
+    "__main__",
+]
 # Where files stand side by side, the ones that others of the room may import.
-FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "causal": "", "pictures": ""}
+FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "effects": "", "pictures": ""}
+
+
+def room_of(names):
+    """The entry of `INTERP` that a module is in."""
+    return ".".join(names[:2]) if ".".join(names[:2]) in INTERP else names[0]
 
 
 @pytest.mark.parametrize(
@@ -47,13 +71,12 @@ FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "causal": "", 
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_imports_inside_interp_go_one_way(path):
-    room = path.relative_to(ROOT / "interp").with_suffix("").parts[0]
+    here = path.relative_to(ROOT / "interp").with_suffix("").parts
     names = [name.split(".") for name in imported(path)]
     ours = [name[1:] for name in names if name[0] == "interp"]
-    rooms = INTERP.split()
-    assert {name[0] for name in ours} <= {*rooms[: rooms.index(room) + 1]}
-    own = {name[1] for name in ours if name[0] == room}
-    assert room not in FLAT or path.name == "__init__.py" or own <= {*FLAT[room].split()}
+    assert {room_of(name) for name in ours} <= {*INTERP[: INTERP.index(room_of(here)) + 1]}
+    own = {name[1] for name in ours if name[0] == here[0]}
+    assert here[0] not in FLAT or path.name == "__init__.py" or own <= {*FLAT[here[0]].split()}
 
 
 def test_no_name_hides_a_module():
@@ -106,7 +129,7 @@ PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext
         HookError HookPoint HookPoints HookedRunner Hooks Identity Mode ModeError NeverFiredError
         Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
-        start_of_piece starting_at""",
+        start_of_piece position_offset""",
     "models": """Attached Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP
         RMSNorm RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult
         Transformer TransformerConfig VerificationError attach available build bundled causal_mask
@@ -122,7 +145,7 @@ PUBLIC = {
         max_activating measure minimality ov_circuit path_patching positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
         spectra spectral svd_targets sweep token_directions top_attributions tuned_lens
-        verified_top""",
+        patch_top_k""",
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from hooks import CacheError, HookedRunner, HookError, UnknownNameError
 from hooks._torch import PeakBytes
 from interp import Circuit, Pairs, graph, run_circuit
-from interp.graph.masked import MaskedRuns
+from interp.running.masked import MaskedRuns
 from tests.streams import FORMS, made, slow_run
 
 PLACES = torch.randint(23, (2, 5, 7), generator=torch.Generator().manual_seed(1))
@@ -75,7 +75,7 @@ def test_a_circuit_is_the_same_however_it_is_run(mode):
             for e in circuit
             for e_ in (("embed", "pos_embed") if "input" in e else ("",))
         ]
-        found = run_circuit(model, pairs, apart, apart=True)
+        found = run_circuit(model, pairs, apart, split_embeddings=True)
     torch.testing.assert_close(found, expected)
 
 
@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("from 0 to 1", pairs, [zeros - 0.1]),
         ("Circuit", pairs, [nodes.allowed]),
         ("another config", pairs, [wider]),
-        ("other nodes", pairs, [Circuit(graph.Graph(made(), apart=True), [])]),
+        ("other nodes", pairs, [Circuit(graph.Graph(made(), split_embeddings=True), [])]),
         ("m2", pairs, [["m7->logits"]]),
         ("later", pairs, [["m2->a1.h0<q>"]]),
         ("source must be", pairs, [zeros, contributions[:, :3]]),

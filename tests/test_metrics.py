@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
-from interp.columns import columns_of_last
+from interp.inputs.token_positions import columns_of_last
 from interp.metrics import evaluate, last_of, measure
 
 BATCH, POS, VOCAB = 3, 5, 11

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interp import Pairs, edge_attribution, edge_patching, faithfulness
-from interp.causal.evaluation import auroc, completeness, minimality
+from interp.effects.evaluation import auroc, completeness, minimality
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, top

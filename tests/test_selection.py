@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hooks import HookedRunner, HookPoint, Point, SelectionError, starting_at
+from hooks import HookedRunner, HookPoint, Point, SelectionError, position_offset
 from interp import Pairs, activation_patching, edits, log_prob, sweep
-from interp.positions import Selection
+from interp.inputs.positions import Selection
 from models import KVCache, attach, generate
 from tests.reference import some_tokens, variant
 
@@ -149,7 +149,7 @@ def test_pieces_of_a_padded_batch_are_edited_as_in_one():
         rest = model(tokens[:, 4:], attention_mask=mask, kv_cache=cache)
         pieces = torch.cat([first, rest], 1)
     torch.testing.assert_close(pieces[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-12)
-    with starting_at(4, mask):
+    with position_offset(4, mask):
         assert not edits.zero(pos=-1)(torch.ones(BATCH, 2), Point("any", ("batch", "pos")))[
             :, 1
         ].any()

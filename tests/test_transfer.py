@@ -43,7 +43,7 @@ def asked(monkeypatch):
         devices.append(device)
         return row_generator(seed, row)
 
-    monkeypatch.setattr("models.generation.row_generator", on_cpu)
+    monkeypatch.setattr("models.running.generation.row_generator", on_cpu)
     return devices
 
 

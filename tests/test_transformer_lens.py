@@ -24,7 +24,7 @@ from interp import (
     singular_tokens,
     token_directions,
 )
-from interp.sites import SITES
+from interp.running.sites import SITES
 from tests.reference import D_HEAD, D_MODEL, HEADS, LAYERS, N_CTX, VOCAB, some_tokens, variant
 
 with warnings.catch_warnings():

@@ -6,7 +6,7 @@ import torch
 from hooks import HookedRunner
 from models import Transformer
 from models.checkpoints import load
-from models.kvcache import LayerCache
+from models.running.kvcache import LayerCache
 from models.verification import VerificationError, random_tokens, verify
 from tests.test_processing import built
 

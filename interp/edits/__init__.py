@@ -5,7 +5,7 @@ list or a mask. Several axes select where all of them do. `pos`, `query` and `ke
 start of the text, padding included; negative ones count from the end of what has been read so far. A list or
 tensor [n] means these columns in every example, also if n is the batch size; [batch, n] means columns of each
 example's own. Columns outside a text are an error; those that a piece of it does not hold (see
-`hooks.starting_at`) change nothing there.
+`hooks.position_offset`) change nothing there.
 
 Here: `places` says what axis names select, `edit` is a change at such a place, `draws` are random numbers
 that follow from a seed, and `kinds` makes edits of these.

@@ -16,8 +16,8 @@ from hooks.pieces import real_columns
 from hooks.point import POSITION_AXES
 from hooks.transfer import to_device
 from interp.edits.places import TEXT_AXES, Place, Where, axes_of, first_column, locate
-from interp.positions import Index, Selection
-from interp.texts import text_of
+from interp.inputs.positions import Index, Selection
+from interp.inputs.texts import text_of
 
 Values = Shaped[Tensor, "..."] | ActivationCache
 """Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.

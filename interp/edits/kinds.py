@@ -12,7 +12,7 @@ from hooks.transfer import to_device
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Axes, Edit, Source, Values
 from interp.edits.places import Place
-from interp.positions import Index, Selection
+from interp.inputs.positions import Index, Selection
 
 
 def zero(**where: Index) -> Edit:

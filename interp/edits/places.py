@@ -12,7 +12,7 @@ from hooks import EditError, Point, SelectionError, start_of_piece
 from hooks.pieces import piece_read
 from hooks.point import require_axes
 from hooks.transfer import to_device
-from interp.positions import Rows, Selection
+from interp.inputs.positions import Rows, Selection
 
 Where = Mapping[str, Selection]
 """What is selected, by axis."""

@@ -1,8 +1,7 @@
-"""The graph of a model's residual stream, sets of its edges, and runs in which values move along edges.
+"""The graph of a model's residual stream, and sets of its edges.
 
 `graph` stands on `nodes`, and everything else on `graph`: `circuit` is a set of edges, `circuits` finds one
-from scores, `masked` runs one, `carried` moves values along single edges, and `parts` keeps what each node
-wrote as factors.
+from scores, and `components` keeps what each node wrote as factors.
 """
 
 from interp.graph.graph import Graph, writers

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, storage
 from hooks.errors import unknown_name
 from hooks.session import is_listened_to
-from interp.columns import like, real_of
 from interp.graph.nodes import At, add, layer_of
+from interp.inputs.texts import text_of
+from interp.inputs.token_positions import like, real_of
 from interp.linear.norms import is_identity, linear_part
 from interp.protocol import plain, runner_of
-from interp.texts import text_of
 
 _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
 
@@ -40,7 +40,7 @@ class Graph:
     Args:
         model: a model with the parts that `interp.protocol` lists for graphs, such as a `models.Transformer`; or
             an attached one that `models.from_hf` knows, of which the plain one is used.
-        apart: whether token and position embeddings are the writers `embed` and `pos_embed`, in place of
+        split_embeddings: whether token and position embeddings are the writers `embed` and `pos_embed`, in place of
             `input`. A norm of their sum divides them likewise, and its bias is the writer `input.bias`.
 
     Attributes:
@@ -57,23 +57,28 @@ class Graph:
             a sum of what was written; or as for `models.from_hf`.
     """
 
-    def __init__(self, model: nn.Module, apart: bool = False) -> None:
+    def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
         self._whole = model
         self.model: Any = plain(model, *_STEPS)
         _check(self.model.blocks)
         self.names = {p.module: name for name, p in HookedRunner(self.model).points.items()}
         blocks = self.model.blocks
         parts = [
-            getattr(self.model, part, None) for part in (("embed", "pos_embed") if apart else ())
+            getattr(self.model, part, None)
+            for part in (("embed", "pos_embed") if split_embeddings else ())
         ]
         # What the first block's stream is a sum of, and the norm of that sum.
         self._inputs = [part for part in parts if part in self.names] or [blocks[0].resid_pre]
         norm: Any = getattr(self.model, "ln_embed", None)
-        self._norm = norm if apart and not is_identity(norm) else None
+        self._norm = norm if split_embeddings and not is_identity(norm) else None
         # Each node with the time when it writes or reads.
         writers: dict[str, int] = {}
         readers: dict[str, int] = {}
-        add(writers, 0, [self.names[point] for point in self._inputs] if apart else ["input"])
+        add(
+            writers,
+            0,
+            [self.names[point] for point in self._inputs] if split_embeddings else ["input"],
+        )
         if linear_part(self._norm, self.model.config.d_model).bias.any():
             add(writers, 0, ["input.bias"])
         self.layers = tuple(layer_of(n, block, writers, readers) for n, block in enumerate(blocks))

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.transfer import all_to_device
-from interp.columns import like
+from interp.inputs.token_positions import like
 from interp.linear.norms import is_identity, linear_part
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hooks import HookedRunner, storage
 from hooks.names import layers
 from hooks.transfer import to_device
-from interp.columns import at_least_float32
+from interp.inputs.token_positions import at_least_float32
 from interp.protocol import of, runner_of
 
 L = TypeVar("L", bound="AffineLens")

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.transfer import stacked, to_device
-from interp.columns import at_least_float32
+from interp.inputs.token_positions import at_least_float32
 from interp.linear.norms import LinearPart, linear_part
 from interp.protocol import plain
 
@@ -29,7 +29,7 @@ def part_of(owner: Any, name: str, purpose: str) -> Any:
     return getattr(owner, name)
 
 
-class Folded:
+class FoldedWeights:
     """Weights of a model for row vectors, as they act: `x @ W`, in at least float32.
 
     A norm divides by its scale, which depends on the text. Everything else that it does is linear, and is

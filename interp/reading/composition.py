@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks._torch import without_gradients
-from interp.linear.folded import Folded
+from interp.linear.folded import FoldedWeights
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
 
@@ -49,7 +49,7 @@ def composition_scores(
         raise ValueError(f"kind must be 'Q', 'K' or 'V'; got {kind!r}")
     if draws < 2:
         raise ValueError(f"draws must be at least 2; got {draws}")
-    folded = Folded(model, fold, "W_Q", "W_K", "W_V", "W_O")
+    folded = FoldedWeights(model, fold, "W_Q", "W_K", "W_V", "W_O")
     first = later = FactoredMatrix(folded.values(), folded.written())
     if kind != "V":
         queries, keys = folded.queries_and_keys(distance)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from hooks import Point
 from hooks._torch import without_gradients
 from hooks.transfer import to_device
-from interp.columns import at_least_float32
-from interp.linear.folded import Folded
+from interp.inputs.token_positions import at_least_float32
+from interp.linear.folded import FoldedWeights
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
@@ -32,7 +32,7 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
         TypeError, ValueError: as for `ov_circuit`; or if the embedding and the unembedding have
             different numbers of tokens: such a circuit has no eigenvalues.
     """
-    folded = Folded(model, fold, "W_E", "W_V", "W_O", "W_U")
+    folded = FoldedWeights(model, fold, "W_E", "W_V", "W_O", "W_U")
     embedding, unembedding = folded.embedding(), folded.unembedding()
     if len(embedding) != unembedding.shape[1]:
         raise ValueError(
@@ -72,7 +72,7 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     """
     if not 0 <= back < n_pos:
         raise ValueError(f"back must be 0 to {n_pos - 1}; got {back}")
-    runner, mean = runner_of(model), Folded(model, False, "W_E").embedding().mean(0)
+    runner, mean = runner_of(model), FoldedWeights(model, False, "W_E").embedding().mean(0)
     first: list[Tensor] = []
 
     def mean_embedding(embed: Tensor, point: Point) -> Tensor:

@@ -12,13 +12,13 @@ from hooks import ActivationCache
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.transfer import stacked, to_device
-from interp.columns import at_least_float32, like, short, tokens_of
-from interp.graph.parts import Parts
+from interp.graph.components import ResidualComponents
+from interp.inputs.positions import Index
+from interp.inputs.texts import nan_at_padding, text_of, token_ids, words_of
+from interp.inputs.token_positions import at_least_float32, like, short, tokens_of
 from interp.linear.norms import is_identity, linear_part
-from interp.positions import Index
 from interp.protocol import of
 from interp.results.result import Result
-from interp.texts import nan_at_padding, text_of, token_ids, words_of
 
 Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
 """One token for all positions, one for each example, or one for each position; as a text too, such as `" Mary"`."""
@@ -76,7 +76,7 @@ def decompose(
     Args:
         model: the model of the run, with the parts that a graph needs. An attached one is copied at each
             call, if `models.from_hf` knows its family.
-        cache: the cache of a run that kept all points, or `Graph(model, apart=True).needed`.
+        cache: the cache of a run that kept all points, or `Graph(model, split_embeddings=True).needed`.
         before: decompose the stream entering this block; None for the stream after the last one.
         neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
 
@@ -84,7 +84,7 @@ def decompose(
         TypeError, ValueError: as for `Graph`; or if there is no such block.
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the stream.
     """
-    parts = Parts(model, cache)
+    parts = ResidualComponents(model, cache)
     n_layers = len(parts.model.blocks)
     if before is not None and not 0 <= before < n_layers:
         raise ValueError(f"before must be 0 to {n_layers - 1}; got {before}")
@@ -121,7 +121,7 @@ def direct_logit_attribution(
 
     Args:
         model: see `decompose`; it also needs `W_U`.
-        cache: the cache of a run that kept all points, or `Graph(model, apart=True).needed` and
+        cache: the cache of a run that kept all points, or `Graph(model, split_embeddings=True).needed` and
             `ln_final.scale`.
         right: the token of the logit.
         wrong: the token of a logit to subtract.
@@ -209,7 +209,7 @@ class _Reading:
         pos: Index | None,
     ) -> None:
         self._named, self._cache = model, cache
-        self.parts, self._one = Parts(model, cache, pos), pos is not None
+        self.parts, self._one = ResidualComponents(model, cache, pos), pos is not None
         stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
         if direction is not None and right is None and wrong is None:

@@ -8,11 +8,11 @@ from hooks import ActivationCache
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.transfer import stacked
-from interp.columns import at_least_float32, like, real_of
-from interp.positions import Index, Selection
+from interp.inputs.positions import Index, Selection
+from interp.inputs.texts import text_of
+from interp.inputs.token_positions import at_least_float32, like, real_of
 from interp.protocol import of
 from interp.results.result import Result
-from interp.texts import text_of
 
 _SHARE = "share of attention"
 _UNITS = {

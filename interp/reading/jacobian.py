@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from hooks import HookedRunner, storage
 from hooks._torch import peak_bytes
 from hooks.transfer import stacked
-from interp.columns import at_least_float32
+from interp.inputs.texts import Texts, batches
+from interp.inputs.token_positions import at_least_float32
 from interp.linear.affine import AffineLens, for_fit
-from interp.texts import Texts, batches
 
 
 @dataclass(frozen=True, eq=False)

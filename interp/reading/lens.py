@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks._torch import without_gradients
 from hooks.transfer import stacked, to_device
-from interp.columns import divergence
+from interp.inputs.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
+from interp.inputs.token_positions import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
 from interp.protocol import of
-from interp.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
 
 _SHOWN = 8  # positions in a printed table
 

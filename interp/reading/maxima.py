@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from hooks.point import index_by_axis
 from hooks.transfer import to_device
-from interp.columns import at_least_float32, like, real_of
+from interp.inputs.texts import Texts, batches, writer_of
+from interp.inputs.token_positions import at_least_float32, like, real_of
 from interp.protocol import runner_of
-from interp.sites import SELECTS
-from interp.texts import Texts, batches, writer_of
+from interp.running.sites import SELECTS
 
 
 class Activation(NamedTuple):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hooks import storage
 from hooks._torch import without_gradients
 from hooks.transfer import stacked, to_device
-from interp.columns import divergence
+from interp.inputs.texts import Texts, each_text, padded
+from interp.inputs.token_positions import divergence
 from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
 from interp.protocol import of
-from interp.texts import Texts, each_text, padded
 
 
 @dataclass(frozen=True, eq=False)

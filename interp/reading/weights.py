@@ -8,11 +8,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks._torch import without_gradients
-from interp.columns import tokens_of
-from interp.linear.folded import Folded
+from interp.inputs.texts import token_ids, writer_of
+from interp.inputs.token_positions import tokens_of
+from interp.linear.folded import FoldedWeights
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import check_k
-from interp.texts import token_ids, writer_of
 
 
 @without_gradients
@@ -33,7 +33,7 @@ def ov_circuit(model: nn.Module, fold: bool = True) -> FactoredMatrix:
             LayerNorm nor an RMSNorm.
         ValueError: if `fold`, and norms are of the stream itself (`norm_place="post"`).
     """
-    folded = Folded(model, fold, "W_V", "W_O")
+    folded = FoldedWeights(model, fold, "W_V", "W_O")
     return FactoredMatrix(folded.values(), folded.written())
 
 
@@ -54,7 +54,7 @@ def qk_circuit(model: nn.Module, fold: bool = True, distance: int | None = None)
         TypeError, ValueError: as for `ov_circuit`; or if positions are rotary and there is no distance
             from 0 to n_ctx - 1.
     """
-    queries, keys = Folded(model, fold, "W_Q", "W_K").queries_and_keys(distance)
+    queries, keys = FoldedWeights(model, fold, "W_Q", "W_K").queries_and_keys(distance)
     return FactoredMatrix(queries, keys.mT)
 
 
@@ -86,7 +86,7 @@ def full_circuits(
     Raises:
         TypeError, ValueError: as for `qk_circuit`.
     """
-    folded = Folded(model, fold, "W_E", "W_Q", "W_K", "W_V", "W_O", "W_U")
+    folded = FoldedWeights(model, fold, "W_E", "W_Q", "W_K", "W_V", "W_O", "W_U")
     queries, keys = folded.queries_and_keys(distance)
     at, embedding = (layer, head), folded.embedding()
     return FullCircuits(
@@ -103,7 +103,7 @@ def token_directions(
 ) -> Float[Tensor, "*axes d_model"]:
     """The direction of each token's logit in the stream: columns of `W_U`.
 
-    The final stream's product with it, over the scale of the final norm, is the logit up to biases. Folded,
+    The final stream's product with it, over the scale of the final norm, is the logit up to biases. FoldedWeights,
     that is the logit less the mean over the vocabulary, unless logits are capped.
 
     Args:
@@ -113,7 +113,7 @@ def token_directions(
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or one is negative.
     """
-    folded = Folded(model, fold, "W_U")
+    folded = FoldedWeights(model, fold, "W_U")
     tokens = torch.as_tensor(token_ids(model, tokens))
     flat = tokens_of(tokens, tokens.ndim).flatten()
     return folded.unembedding(flat).mT.reshape(*tokens.shape, -1)
@@ -182,7 +182,7 @@ def singular_tokens(
     if circuit not in ("ov", "qk"):
         raise ValueError(f"circuit must be 'ov' or 'qk'; got {circuit!r}")
     made = ov_circuit(model, fold) if circuit == "ov" else qk_circuit(model, fold, distance)
-    found, folded = made[layer, head].svd(), Folded(model, fold, "W_E", "W_U")
+    found, folded = made[layer, head].svd(), FoldedWeights(model, fold, "W_E", "W_U")
     embedding = folded.embedding()
     unembedding = folded.unembedding() if circuit == "ov" else embedding.mT
     check_k(k, len(found.s))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hooks import storage
 from hooks.errors import unknown_name
-from interp.columns import short
+from interp.inputs.token_positions import short
 from interp.results.intervals import Interval, interval
 from interp.results.places import Place, Places
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, UnknownNameError
 from hooks._torch import without_gradients
 from hooks.transfer import to_device
+from interp.inputs.texts import mask_of, nan_at_padding
 from interp.protocol import LanguageModel, of
 from interp.spectral.singular import SVD, randomized_svd, svd
-from interp.texts import mask_of, nan_at_padding
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hooks import HookError, HookPoint, start_of_piece
 from hooks._torch import memory_of
 from hooks.session import Wire, is_listened_to
 from models.attached.wiring import fire, is_cache
-from models.context import joined
+from models.running.context import joined
 
 # Values may be narrower than keys, and there may be copies of the rows.
 Keys = Float[Tensor, "_rows _kv_head _key _d_head"]

@@ -1,0 +1,143 @@
+"""Attribution patching: a first-order estimate of activation patching, from one backward pass."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hooks import Point
+from hooks.names import layers as by_layer
+from hooks.session import Session
+from interp.inputs.pairs import Direction, Pairs
+from interp.results.result import Result
+from interp.running.gradients.attention import Attention, OtherKeys, OtherQueries
+from interp.running.gradients.backward import Gradients
+from interp.running.gradients.estimates import (
+    Contrast,
+    contrast,
+    effects,
+    joined,
+    others,
+    summed,
+    warn_of_flat,
+)
+from interp.running.sites import Choice, Some
+
+
+def attribution_patching(
+    model: nn.Module,
+    pairs: Pairs,
+    site: str = "resid_pre",
+    over: Sequence[str] | None = None,
+    *,
+    direction: Direction = "denoising",
+    layers: Some = None,
+    heads: Some = None,
+    neurons: int | None = None,
+    qk_correction: bool = False,
+    grad_drop: bool = False,
+) -> Result:
+    """Estimates what `activation_patching` measures: (target - base) times the gradient at the base run.
+
+    All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
+    Patching"). The estimate is exact where the metric is linear in the value. It can be far off
+    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`.
+
+    Two options are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing
+    LLM behaviour to components").
+
+    Args:
+        model: any model with the usual points. Its weights need no gradients, and get none.
+        pairs: see `activation_patching`. Their metric is differentiable.
+        site: see `activation_patching`.
+        over: see `activation_patching`; with several layers `layer` is one of them. A value changes those of
+            later layers, so estimates of several layers do not add up to the effect of patching them
+            together.
+        direction: denoising edits the corrupted run, and takes gradients there; noising the clean one.
+        layers, heads, neurons: see `activation_patching`.
+        qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each query, and
+            for one key position at a time, and take gradients at the pattern. It costs a few runs of
+            the attention alone. Saturated attention has almost no gradient, and needs it.
+        grad_drop: take the gradient again for each layer, without what passes through what that layer adds
+            to the stream. The effects are then mean absolute ones, for paths that cancel.
+
+    Returns:
+        Estimated effects [*over, example], in float32 at least. `base` and `target` are measured. With
+        `grad_drop` they have no signs, and `about` says `signed: False`.
+
+    Raises:
+        ValueError: if texts, choices or the metric do not fit, the metric has no gradient, or one is NaN.
+        UnknownNameError: if there is no such site, or the model lacks it; with close matches.
+        ModeError: if the model is in training mode.
+
+    Warns:
+        UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if the metric is
+            smallest at the base run, as `kl_divergence` from that run is: it has no gradient there.
+    """
+    if qk_correction and site not in ("q", "k"):
+        raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
+    choice = Choice(site, over, layers, heads, neurons)
+    runs = contrast(model, pairs, choice, direction)
+    names, points = runs.names.values(), runs.runner.points
+    attentions = {name: Attention(runs.runner, name) for name in names} if qk_correction else {}
+    # By the point whose gradient counts.
+    listened = {a.pattern: name for name, a in attentions.items()} or {name: name for name in names}
+    dropped = _added_by_blocks(points) if grad_drop else [()]
+    with Session() as session:
+        for attention in attentions.values():
+            attention.listen(session)
+        every = [*listened, *itertools.chain(*dropped)]
+        run = Gradients(runs.runner, runs.edited, runs.metric, every)
+
+    def estimate(name: str) -> Callable[[Tensor], Tensor]:
+        if name in attentions:
+            return _corrected(runs, points[name], attentions[name])
+        own = points[name], run.values[name]
+        return lambda gradient: effects(*own, gradient, runs.cache, runs.places)
+
+    estimates = {heard: estimate(name) for heard, name in listened.items()}
+    found: dict[str, Tensor] = {}
+
+    def receive(heard: str, gradient: Tensor) -> None:
+        if heard in listened:
+            effect, name = estimates[heard](gradient), listened[heard]
+            found[name] = (
+                found.get(name, 0) + effect.abs() / (len(dropped) - 1) if grad_drop else effect
+            )
+
+    for n, without in enumerate(dropped, 1):
+        run.backward(receive, without, last=n == len(dropped))
+    warn_of_flat(run, 3)
+    options = {"qk_correction": qk_correction, "grad_drop": grad_drop}
+    parts = ["attribution", *(option for option, on in options.items() if on)]
+    about: dict[str, Any] = {"estimate": " with ".join(parts)}
+    if grad_drop:
+        about["signed"] = False
+    return runs.of_layers(found, run.base, **about)
+
+
+def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
+    """For each layer the points of what it adds to the residual stream."""
+    attn = by_layer("attn_out", points)
+    mlp = by_layer("mlp_out", points) if any(n.endswith("mlp_out") for n in points) else {}
+    added = [[attn[layer], *filter(None, [mlp.get(layer)])] for layer in attn]
+    if len(added) < 2:
+        raise ValueError(f"grad_drop needs at least 2 layers; got {len(added)}")
+    return added
+
+
+def _corrected(runs: Contrast, point: Point, attention: Attention) -> Callable[[Tensor], Tensor]:
+    """The effects of other queries or keys through the pattern, from the gradient there."""
+    kind = OtherQueries if point.name.endswith(".q") else OtherKeys
+    base = attention.values()
+    own = base[point.name.rpartition(".")[2]]
+    moved = others(point, own, runs.cache, runs.places)
+    changes = [kind(attention, base, other) for other in moved]
+    axes = point.axes[:-1]
+
+    def effects_of(gradient: Tensor) -> Tensor:
+        each = [summed(axes, runs.places, change.effects(gradient)) for change in changes]
+        return joined(each, runs.places)
+
+    return effects_of

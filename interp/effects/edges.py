@@ -1,0 +1,124 @@
+"""Edge attribution: estimates of the effect of every edge of a model at once, from gradients."""
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hooks._torch import without_gradients
+from hooks.errors import unknown_name
+from interp.graph import Graph
+from interp.inputs.pairs import Direction, Pairs
+from interp.results.result import Result
+from interp.running.gradients.backward import Gradients
+from interp.running.gradients.edge_paths import Found, Paths
+from interp.running.gradients.edge_scores import Scores, positions
+from interp.running.gradients.estimates import warn_of_flat
+from interp.running.gradients.trapezoid import Steps
+from interp.running.sites import two_runs
+
+METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
+
+
+@without_gradients
+def edge_attribution(
+    model: nn.Module,
+    pairs: Pairs,
+    method: str = "eap",
+    over: Literal["pos", "span"] | None = None,
+    *,
+    steps: Steps = "auto",
+    tolerance: float = 0.01,
+    direction: Direction = "noising",
+    split_embeddings: bool = False,
+) -> Result:
+    """Estimates the effect of replacing what one reader sees of one writer, for all edges of a `Graph`.
+
+    The score of an edge is the writer's change, target - base, times the gradient of the metric with respect
+    to the stream before the reader's norm, through this reader alone. Norms count with their whole derivative.
+
+    - `eap` takes gradients at the base run: two forward passes and one backward pass for all edges (Syed et
+      al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"). It is the derivative of
+      `run_circuit` by its mask.
+    - `eap_ig_inputs` takes the mean gradient while the stream that enters the first block moves from base to
+      target (Hanna et al. 2024, "Have Faith in Faithfulness"). The edges of `input` then add up to what
+      replacing the input does.
+    - `eap_ig_activations` takes, for each writer, the mean gradient while this writer alone moves. The
+      edges of each writer add up to what replacing it does. Every step is a run for each writer.
+
+    Memory beyond that of the gradients is one residual stream of an example for each writer, or, for
+    `eap_ig_activations`, of all examples.
+
+    Args:
+        model: a model that has a `Graph`. Its weights need no gradients, and get none.
+        pairs: see `activation_patching`. Their metric is differentiable.
+        method: one of these three.
+        over: `pos` keeps the positions at which the reader reads apart, `span` those of each named span. By
+            default they are summed.
+        steps: how many steps each path has; `auto` doubles them until the gap of every example is within
+            the tolerance, at most 1024. `eap` has none.
+        tolerance: for gaps, as a share of the mean absolute difference of target and base.
+        direction: noising edits the clean run, as circuits do; denoising the corrupted one.
+        split_embeddings: whether token and position embeddings are writers of their own; see `Graph`. Together they are
+            the input of `eap_ig_inputs`.
+
+    Returns:
+        Scores [edge, example], or [edge, pos, example], [edge, span, example], in float32 at least, in the
+        order of `Graph.edges`. `about` has `node_gap`: how far the edges of a writer are from adding up to the
+        writer's own attribution, as a share of the largest; that should be rounding. It has the `steps` of
+        the paths, and their `gaps` for each example, the largest of all writers; and `texts`, by which circuits
+        know what they were found on (`Pairs.digests`).
+
+    Raises:
+        ValueError: if texts, positions or steps do not fit, the metric has no gradient, or gradients or scores
+            are not finite; or as for `Graph`.
+        TypeError: if the model lacks a part for a `Graph`.
+        UnknownNameError: if there is no such method; with close matches.
+        HookError: if hooks act on the model.
+        ModeError: if the model is in training mode.
+
+    Warns:
+        UserWarning: if a gap is larger than the tolerance.
+    """
+    if method not in METHODS:
+        raise unknown_name(method, METHODS, "method")
+    graph = Graph(model, split_embeddings)
+    runner = graph.runner()
+    runs = two_runs(runner, pairs, direction, graph.needed)
+    edited, metric, target = runs.edited, runs.metric, runs.target
+    where = positions(over, edited, runs.source)
+    scores = Scores(graph, where, runs.cache, target.device)
+    start = Gradients(runner, edited, metric, scores.names)
+    scores.base, base = start.values, start.base
+    found = Found(scores.of_all(start))
+    if method == "eap":
+        warn_of_flat(start, 4)
+    del start
+    if method != "eap":
+        size = (target - base).abs().mean()
+        paths = Paths(runner, edited, metric, scores, base, size, steps, tolerance)
+        of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
+        found = of(found.scores)
+    if not (found.scores.isfinite().all() and (target - base).isfinite().all()):
+        raise ValueError("scores and metrics must be finite; got others")
+    edges, nodes = found.scores[:, :-1], found.scores[:, -1]
+    gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
+    about: dict[str, Any] = {"estimate": method, "node_gap": _rounded(gap)}
+    if found.gaps is not None:
+        about |= {"steps": found.steps, "gaps": [*map(_rounded, found.gaps)]}
+        gap = torch.maximum(gap, found.gaps.max())
+    if gap > tolerance:
+        rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
+        warnings.warn(f"{rule}; got {float(gap):.2g}", stacklevel=2)
+    values = edges[graph.allowed.to(edges.device)]
+    labels: dict[str, Any] = {"edge": graph.edges}
+    if over is None:
+        values = values.squeeze(1)
+    else:
+        labels[over] = where.labels
+    return runs.result(values, labels, base, **about)
+
+
+def _rounded(share: Tensor) -> float:
+    return float(f"{float(share.nan_to_num()):.2g}")

@@ -1,0 +1,179 @@
+"""The places that an estimate ranks first, checked exactly, and what it may have missed elsewhere."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from interp import edits
+from interp.inputs.pairs import Pairs
+from interp.results.result import Result
+from interp.running.gradients.estimates import contrast
+from interp.running.sites import SELECTS, Choice, entries, labels_of
+from interp.running.sweep import sweep_text
+
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Verified:
+    """Exact effects at the top of an estimate, and at a sample from outside it; made by `patch_top_k`.
+
+    Bounds hold with 95% confidence over samples. "Larger" is of absolute mean effects.
+
+    Attributes:
+        top: exact effects [place, example] of the places with the largest estimates, the largest effect first.
+        outside: the same for the sample.
+        estimate: the estimates at the places of `top`, then at those of `outside`.
+        n_outside: how many places there are outside the top.
+        missed: how many of the sample have a larger effect than the smallest of the top.
+        missed_at_most: a bound on how many there are of these outside the top.
+        larger_at_most: a bound on how many outside the top have a larger effect than the sample's largest.
+    """
+
+    top: Result
+    outside: Result
+    estimate: Result
+    n_outside: int
+    missed: int
+    missed_at_most: int
+    larger_at_most: int
+
+    def __repr__(self) -> str:
+        every = self.n_outside + len(self.top.values)
+        missed, larger = (
+            f"at most {bound} of {self.n_outside} ({bound / self.n_outside:.0%})"
+            for bound in (self.missed_at_most, self.larger_at_most)
+        )
+        lines = [
+            f"The top {len(self.top.values)} of {every} places",
+            *repr(self.top.top(3)).splitlines(),
+            f"outside, {len(self.outside.values)} sampled: {self.missed} larger than the smallest of the top; "
+            f"{missed} are, with {_CONFIDENCE:.0%} confidence",
+            f"the largest there: {self.outside.top(1)}; {larger} are larger",
+        ]
+        return "\n  ".join(lines)
+
+
+def patch_top_k(
+    model: nn.Module,
+    pairs: Pairs,
+    *,
+    estimate: Result,
+    k: int = 10,
+    budget: int = 100,
+    seed: int = 0,
+    max_bytes: int = 2**30,
+) -> Verified:
+    """Patches the places with the largest estimates, and a random sample of all others.
+
+    The top alone does not say what an estimate missed. The sample does: it bounds how many other places have
+    effects that belong to the top (from the hypergeometric distribution), and shows how large they are.
+
+    Args:
+        model, pairs: those of the estimate.
+        estimate: a result of `attribution_patching` or `integrated_gradients` at a site of `activation_patching`.
+        k: how many places are proposed.
+        budget: how many forward passes may be used, at most: two for the unedited runs, and one for each
+            place, which mostly costs less (see `sweep`). What the top leaves goes to the sample.
+        seed: draws the sample.
+        max_bytes: see `sweep`.
+
+    Raises:
+        ValueError: if there are not more than `k` places, the budget leaves no sample, or the estimate is of
+            another model, metric or texts.
+    """
+    known = estimate.about.keys()
+    if not {"site", "direction"} <= known or known & SELECTS.keys():
+        raise ValueError(
+            f"estimate must be of a site and a direction, whole; got {dict(estimate.about)}"
+        )
+    choice, direction = _choice(estimate), estimate.about["direction"]
+    runs = contrast(model, pairs, choice, direction)
+    guess = estimate.mean().flatten().abs()
+    if not 1 <= k < len(guess):
+        raise ValueError(f"k must be 1 to {len(guess) - 1}, fewer than there are places; got {k}")
+    if budget < k + 3:
+        raise ValueError(f"budget must be at least k + 3 = {k + 3} forward passes; got {budget}")
+    own = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
+    same = own == labels_of(runs.places)
+    # Two runs of one text in half precision differ by as much.
+    dtypes = (runs.target.dtype, next(iter(runs.cache.values())).dtype)
+    precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
+    _require_same(same and _are_close(estimate.target, runs.target, precision))
+    order = guess.argsort(descending=True, stable=True).tolist()
+    n = min(budget - 2 - k, len(order) - k)
+    chosen = order[:k] + random.Random(seed).sample(order[k:], n)
+    given = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
+    tested, text = [given[at] for at in chosen], runs.edited
+    swept = sweep_text(model, text, tested, runs.metric, max_bytes)
+    _require_same(_are_close(estimate.base, swept.base, precision))
+    size = swept.values.mean(-1).abs().tolist()
+    ranked = sorted(range(k + n), key=lambda at: (at >= k, -size[at]))
+    guessed = _listed(estimate, [chosen[at] for at in ranked])
+    exact = replace(
+        guessed,
+        values=swept.values[ranked],
+        base=swept.base,
+        target=runs.target,
+        about={**swept.about, **runs.about},
+    )
+    labels = exact.labels["place"]
+    top, outside = exact.select(place=labels[:k]), exact.select(place=labels[k:])
+    missed = sum(one > min(size[:k]) for one in size[k:])
+    left = len(order) - k
+    return Verified(
+        top, outside, guessed, left, missed, _bound(n, missed, left), _bound(n, 0, left)
+    )
+
+
+def _choice(estimate: Result) -> Choice:
+    """The places of an estimate."""
+    labels, about = estimate.labels, estimate.about
+    return Choice(
+        about["site"],
+        estimate.axes[:-1],
+        labels["layer"] if "layer" in labels else [about["layer"]],
+        labels.get("head"),
+        about.get("neurons"),
+    )
+
+
+def _require_same(is_same: bool) -> None:
+    if not is_same:
+        raise ValueError("estimate must be all of this model, metric and texts; got another's")
+
+
+def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
+    if ours is None or theirs is None:
+        return False
+    return torch.allclose(ours, theirs, rtol=precision, atol=precision)
+
+
+def _listed(result: Result, chosen: Sequence[int]) -> Result:
+    """Some places of a result along one axis, `place`, with labels in words."""
+    return replace(
+        result,
+        values=result.values.flatten(0, -2)[chosen],
+        axes=("place", "example"),
+        labels={"place": [place.name for place in result.places(chosen)]},
+        words={},
+    )
+
+
+def _bound(sampled: int, missed: int, n: int) -> int:
+    """The most of `n` that may be of a kind of which a sample has `missed`.
+
+    More would give a sample with so few in less than 5% of draws (hypergeometric distribution).
+    """
+
+    def chance(kind: int) -> float:
+        ways = (math.comb(kind, i) * math.comb(n - kind, sampled - i) for i in range(missed + 1))
+        return sum(ways) / math.comb(n, sampled)
+
+    possible = range(missed, n - sampled + missed + 1)
+    return max(kind for kind in possible if chance(kind) > 1 - _CONFIDENCE)

@@ -1,0 +1,142 @@
+"""Activation patching: how the metric changes when values of one run are put into another."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from hooks import ActivationCache
+from hooks._torch import without_gradients
+from interp import edits
+from interp.edits import Edit
+from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.texts import Text
+from interp.metrics import Metric
+from interp.protocol import runner_of
+from interp.results.result import Result
+from interp.running.sites import (
+    Choice,
+    Place,
+    Some,
+    entries,
+    labels_of,
+    named,
+    places_of,
+    two_runs,
+    worded,
+)
+from interp.running.sweep import sweep_text
+
+
+@without_gradients
+def activation_patching(
+    model: nn.Module,
+    pairs: Pairs,
+    site: str = "resid_pre",
+    over: Sequence[str] | None = None,
+    *,
+    direction: Direction = "denoising",
+    edit: Edit | None = None,
+    layers: Some = None,
+    heads: Some = None,
+    neurons: int | None = None,
+    max_bytes: int = 2**30,
+) -> Result:
+    """The effect on the metric of putting values of one run into another, one place at a time.
+
+    Denoising puts values of the clean run into the corrupted one, and shows what suffices for the answer.
+    Noising puts values of the corrupted run into the clean one, and shows what the answer needs (Heimersheim
+    & Nanda 2024, "How to use and interpret activation patching").
+
+    Args:
+        model: any model with the usual points.
+        pairs: clean texts with the right answer, corrupted ones with another, and the metric. With `edit`
+            corrupted texts are not needed.
+        site: what to patch, one of `SITES`.
+        over: the axes of the result: `layer`, and those of `pos`, `span`, `head`, `neuron`, `query` and
+            `key` that the site has. Without `layer` a patch acts in all layers at once.
+        direction: denoising edits the corrupted run, noising the clean one; not with `edit`.
+        edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
+        layers, heads: only this one or these; all by default. `heads` needs `head` in `over`.
+        neurons: how many neighbouring neurons are one place; 1 by default. It needs `neuron` in `over`.
+        max_bytes: see `sweep`.
+
+    Returns:
+        Effects [*over, example]. `base` is the metric of the edited run, `target` that of the other.
+
+    Raises:
+        ValueError: if texts, choices or the metric do not fit.
+        UnknownNameError: if there is no such site, or the model lacks it; with close matches.
+        ModeError: if the model is in training mode.
+    """
+    runner, choice = runner_of(model), Choice(site, over, layers, heads, neurons)
+    names = named(runner, choice)
+    if edit is not None:
+        if not isinstance(edit, Edit):
+            raise TypeError(
+                f"edit must be one of interp.edits; got {edit!r} (sweep takes functions)"
+            )
+        if direction != "denoising":
+            raise ValueError(
+                f"an edit changes the clean run; got direction={direction!r} beside it"
+            )
+        pairs = pairs_for(model, pairs)
+        text = pairs.text
+        first = runner.capture(
+            text.tokens, names=next(iter(names.values())), **text.arguments(model)
+        )
+        places = places_of(choice, names, first, text)
+        effects = _swept(model, text, edit.at, names, places, pairs.metric, max_bytes)
+        words = worded(model, effects.labels, text)
+        about = {**effects.about, "site": site, "edit": repr(edit)}
+        return replace(effects, about=about, words=words)
+    runs = two_runs(runner, pairs, direction, names.values())
+    effects = patched(model, runs.edited, runs.source, runs.cache, runs.metric, choice, max_bytes)
+    return replace(effects, target=runs.target, about={**effects.about, **runs.about})
+
+
+def patched(
+    model: nn.Module,
+    edited: Text,
+    source: Text,
+    cache: ActivationCache,
+    metric: Metric,
+    choice: Choice,
+    max_bytes: int = 2**30,
+) -> Result:
+    """The effect of each value of one run, in a cache, on another run; see `activation_patching`.
+
+    Args:
+        model: the model.
+        edited, source: the texts of the two runs.
+        cache: the chosen points of the source's run.
+        metric: a function from logits to a number per example.
+        choice: the places.
+        max_bytes: see `sweep`.
+    """
+    names = named(runner_of(model), choice)
+    places = places_of(choice, names, cache, edited, source)
+    put = partial(edits.replace, cache)
+    effects = _swept(model, edited, put, names, places, metric, max_bytes)
+    words = worded(model, effects.labels, edited, source)
+    return replace(effects, about={**effects.about, "site": choice.site}, words=words)
+
+
+def _swept(
+    model: nn.Module,
+    text: Text,
+    put: Callable[..., Edit],
+    names: Mapping[int, str],
+    places: Mapping[str, list[Place]],
+    metric: Metric,
+    max_bytes: int,
+) -> Result:
+    jobs = entries(names, places, put)
+    swept = sweep_text(model, text, jobs, metric, max_bytes)
+    return replace(
+        swept,
+        values=swept.values.view(*map(len, places.values()), -1),
+        axes=(*places, "example"),
+        labels=labels_of(places),
+    )

@@ -1,0 +1,130 @@
+"""Edge and path patching: how the metric changes when a value of one run is carried along some paths only."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Literal
+
+from torch import nn
+
+from hooks._torch import without_gradients
+from hooks.errors import unknown_name
+from interp.graph.nodes import listed
+from interp.inputs.pairs import Direction, Pairs
+from interp.results.result import Result
+from interp.running.path_edits import PathEdits
+
+
+@without_gradients
+def edge_patching(
+    model: nn.Module,
+    pairs: Pairs,
+    edges: str | Iterable[str] | None = None,
+    *,
+    direction: Direction = "noising",
+    split_embeddings: bool = False,
+    max_bytes: int = 2**30,
+) -> Result:
+    """The effect of each edge alone: its reader sees what its writer adds in the other run.
+
+    All other edges carry the values of the edited run, and what the reader passes on reaches everything after
+    it. So the effect is that of `run_circuit` with a mask of this edge, and is exact. An edge is direct: what
+    the writer changes in heads and MLPs between does not reach the reader. `path_patching` with frozen MLPs
+    carries the same difference to several receivers, and then fixes them: the two agree unless a receiver
+    is upstream of another. With recomputed MLPs it also counts the paths through MLPs.
+
+    Args:
+        model: a model that has a `Graph`, in evaluation mode.
+        pairs: see `activation_patching`.
+        edges: the name of one edge, or of several; all by default, which is many runs: see `edge_attribution`.
+        direction: noising edits the clean run, as circuits do; denoising the corrupted one.
+        split_embeddings: whether token and position embeddings are writers of their own; see `Graph`.
+        max_bytes: bounds the memory beyond the model, two runs and what their writers add.
+
+    Returns:
+        Effects [edge, example]. `base` is the metric of the edited run, `target` that of the other. `about`
+        has `texts`, by which circuits know what they were found on (`Pairs.digests`).
+
+    Raises:
+        ValueError: if texts or metric do not fit, there is no edge, or one runs backwards.
+        UnknownNameError: if an edge has a node that the model lacks; with close matches.
+        HookError: if hooks act on the model.
+        ModeError: if the model is in training mode.
+    """
+    runs = PathEdits(model, pairs, direction, max_bytes, split_embeddings)
+    graph = runs.graph
+    names = graph.edges if edges is None else listed(edges, "edges")
+    if not names:
+        raise ValueError("edges must be at least one; got none")
+    places = [graph.index(name) for name in names]
+    jobs = (
+        (n, carried)
+        # Readers in order, so that runs of one sweep begin at about the same block.
+        for n in sorted(range(len(names)), key=lambda n: places[n][::-1])
+        for carried in [runs.over_edge(*places[n])]
+    )
+    return runs.result(jobs, "edge", names)
+
+
+@without_gradients
+def path_patching(
+    model: nn.Module,
+    pairs: Pairs,
+    receivers: str | Iterable[str] = "logits",
+    senders: str | Iterable[str] | None = None,
+    *,
+    mlps: Literal["recomputed", "frozen"] = "recomputed",
+    direction: Direction = "noising",
+    split_embeddings: bool = False,
+    max_bytes: int = 2**30,
+) -> Result:
+    """The effect of each sender through its paths to the receivers that pass no other head.
+
+    As in Wang et al. 2022, "Interpretability in the Wild": a first run takes the sender's output from the
+    other run, keeps what all other heads add, and records what the receivers compute from it. A second run
+    takes the receivers' recorded values, and everything after them is computed again. So each receiver
+    is fixed, also if it is downstream of another one; see `edge_patching`, which fixes none.
+
+    Args:
+        model, pairs, direction, split_embeddings, max_bytes: see `edge_patching`.
+        receivers: readers, such as `a9.h6<q>` or `m3`, whose values take part together; or `logits` alone.
+            Of a head its queries, keys or values at the point `q`, `k` or `v` are taken, of an MLP what it adds.
+        senders: writers; by default all that a receiver comes after.
+        mlps: `recomputed`: in the first run MLPs follow, as in the paper, so paths through MLPs count.
+            `frozen`: they add what they add in the edited run, so only the direct path to each receiver counts.
+
+    Returns:
+        Effects [sender, example]. `base` is the metric of the edited run, `target` that of the other.
+
+    Raises:
+        ValueError: if no receiver comes after a sender, `logits` has other receivers beside it, or as for
+            `edge_patching`.
+        UnknownNameError, HookError, ModeError: as for `edge_patching`.
+    """
+    if mlps not in ("recomputed", "frozen"):
+        raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")
+    runs = PathEdits(model, pairs, direction, max_bytes, split_embeddings)
+    graph = runs.graph
+    receivers = listed(receivers, "receivers")
+    senders = None if senders is None else listed(senders, "senders")
+    for what, given, known in (
+        ("receiver", receivers, graph.readers),
+        ("sender", senders or (), graph.writers),
+    ):
+        for name in given:
+            if name not in known:
+                raise unknown_name(name, known, f"{what} of this graph")
+    if not receivers or ("logits" in receivers and len(receivers) > 1):
+        raise ValueError(f"receivers must be heads and MLPs, or 'logits' alone; got {[*receivers]}")
+    at = {graph.readers.index(name) for name in receivers}
+    reached = graph.allowed[:, [*at]].any(1)
+    if senders is None:
+        senders = tuple(itertools.compress(graph.writers, reached.tolist()))
+    places = [graph.writers.index(name) for name in senders]
+    unread = [graph.writers[place] for place in places if not reached[place]]
+    if unread or not places:
+        raise ValueError(
+            f"senders must come before a receiver; got {unread[0] if unread else 'none'}"
+        )
+    jobs = ((n, runs.through(place, at, mlps == "recomputed")) for n, place in enumerate(places))
+    about = {"receivers": [*receivers], "mlps": mlps}
+    return runs.result(jobs, "sender", senders, **about)

@@ -1,0 +1,126 @@
+"""The largest of very many estimated effects: of neurons, or of directions, at each position."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import ActivationCache
+from hooks.names import layers as by_layer
+from hooks.transfer import to_device
+from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.texts import are_aligned
+from interp.inputs.token_positions import at_least_float32
+from interp.protocol import runner_of
+from interp.results.result import Result
+from interp.running.gradients.backward import Gradients
+from interp.running.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
+from interp.running.sites import two_runs
+
+
+def top_attributions(
+    model: nn.Module,
+    pairs: Pairs,
+    directions: Mapping[str, Float[Tensor, "dim _n"]] | None = None,
+    *,
+    k: int = 100,
+    direction: Direction = "denoising",
+) -> Result:
+    """The `k` largest estimated effects of MLP neurons at single positions, or of directions.
+
+    The estimate is that of `attribution_patching`. For a unit vector u it is ((target - base) · u) times
+    (u · gradient), which estimates `edits.interchange` along u. Of each layer only the largest mean effects are
+    kept, so there is never a table of all places.
+
+    Args:
+        model, pairs, direction: see `attribution_patching`. Both texts must have the same columns.
+        directions: by the exact name of any point, vectors of its last axis, as columns. Their lengths do
+            not count. None for the neurons of `mlp.post`.
+        k: how many places are kept.
+
+    Returns:
+        Estimated effects [place, example], the largest mean first. Their labels are such as
+        `layer 3, pos 5, neuron 17`, or `blocks.3.resid_post, pos 5, direction 2`.
+
+    Raises:
+        ValueError: as for `attribution_patching`, or if vectors do not fit their point or are 0.
+        UnknownNameError: if the model has no such point.
+        ModeError: if the model is in training mode.
+
+    Warns:
+        UserWarning: as `attribution_patching` does.
+    """
+    runner = runner_of(model)
+    if k < 1:
+        raise ValueError(f"k must be at least 1; got {k}")
+    if directions is None:
+        found = by_layer("mlp.post", runner.points)
+        titles = {name: f"layer {layer}" for layer, name in found.items()}
+    else:
+        titles = {name: name for name in directions}
+    names = [*titles]
+    runs = two_runs(runner, pairs, direction, names)
+    if not are_aligned(runs.edited, runs.source):
+        raise ValueError("both texts must have the same columns and padding; got others")
+    cache = runs.cache
+    units = {name: _units(given, cache, name) for name, given in (directions or {}).items()}
+    run = Gradients(runner, runs.edited, runs.metric, names)
+    last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
+
+    def receive(name: str, gradient: Tensor) -> None:
+        change, gradient = (
+            at_least_float32(cache[name]) - run.values[name],
+            at_least_float32(gradient),
+        )
+        if name in units:
+            change, gradient = change @ units[name], gradient @ units[name]
+        axes = runner.points[name].axes
+        effects = (change * gradient).movedim(axes.index("batch"), -1)
+        require_numbers(name, effects)
+        kept.offer(effects, titles[name], [*(axis for axis in axes[:-1] if axis != "batch"), last])
+        read.add(name)
+
+    run.backward(receive)
+    warn_of_flat(run, 3)
+    warn_of_unread([name for name in names if name not in read], 3)
+    return runs.result(kept.values, {"place": kept.labels}, run.base, estimate="attribution")
+
+
+class _Largest:
+    """The places with the largest mean effects of those that were offered, at most `k`."""
+
+    def __init__(self, k: int, base: Float[Tensor, " batch"]) -> None:
+        self._k = k
+        self.values: Float[Tensor, "place batch"] = base.new_zeros(0, len(base))
+        self.labels: list[str] = []
+
+    def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
+        """Takes effects [*axes, batch] into account."""
+        flat = effects.flatten(0, -2)
+        best = flat.mean(-1).abs().topk(min(self._k, len(flat))).indices
+        places = zip(
+            *(at.tolist() for at in torch.unravel_index(best, effects.shape[:-1])), strict=True
+        )
+        labels = [
+            ", ".join([title, *(f"{axis} {at}" for axis, at in zip(axes, place, strict=True))])
+            for place in places
+        ]
+        values = torch.cat([self.values, to_device(flat[best], self.values.device)])
+        order = values.mean(-1).abs().argsort(descending=True, stable=True)[: self._k].tolist()
+        self.values = values[order]
+        self.labels = [[*self.labels, *labels][at] for at in order]
+
+
+def _units(given: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, "dim n"]:
+    """The columns as unit vectors of a point's last axis."""
+    value, axes = at_least_float32(cache[name]), cache.axes(name)
+    if "batch" not in axes[:-1]:
+        raise ValueError(f"directions need points with named axes; got {name}")
+    units = given.to(value) / given.to(value).norm(dim=0)
+    if given.ndim != 2 or len(given) != value.shape[-1] or not units.isfinite().all():
+        rule = (
+            f"directions at {name} must be columns of {value.shape[-1]} numbers that are not all 0"
+        )
+        raise ValueError(f"{rule}; got {list(given.shape)}")
+    return units

@@ -1,0 +1,416 @@
+"""Pairs of clean and corrupted texts, checked for alignment, with their answers and named spans."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor, nn
+
+from hooks._torch import without_gradients
+from hooks.pieces import real_columns
+from interp.inputs.positions import Index, Selection
+from interp.inputs.texts import Text, Texts, each_row, each_text
+from interp.inputs.token_positions import check_tokens, last_real, real_of
+from interp.inputs.wording import tokens_of_pairs
+from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff, metric_for
+from interp.protocol import logits_of, runner_of
+
+Spans = Mapping[str, Index]
+"""By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
+
+Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | str | Sequence[Any]
+"""The right token of each text, or the right and the wrong one, as numbers or as text."""
+
+Direction = Literal["denoising", "noising"]
+"""Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
+
+_TOKENS_AT_ONCE = 2048
+
+
+class Pairs:
+    """Texts to analyse: clean ones and, where two runs are compared, corrupted ones; and what is measured on them.
+
+    Without spans, a position of the clean text corresponds to the same position of the corrupted one, so
+    the two have the same shape and padding. With spans, only the positions of a span correspond, and
+    lengths may differ.
+
+    Texts may be strings: `Pairs("Anne lost to", "Mark lost to", ("Mary", "John"))`. Then the analyses read them by
+    the model's tokenizer, or `read_by(model)` does.
+
+    Args:
+        clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes.
+        corrupted: other texts. None where no analysis needs them, because values come from an edit or a source.
+        answers: the right token of each clean text, or the right and the wrong one. Of strings: a token, or a tuple
+            (right, wrong), for all texts, or a list of these. An answer that is a word of the text is that word
+            with a space before it, where that is one token.
+        attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
+        spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
+            token. Of strings: a part of the text, or a tuple (of the clean one, of the corrupted one), or a list of
+            these; all tokens that it touches.
+        metric: a function from logits to a number per example. By default the logit difference of right and
+            wrong answers, or the log-probability of the right ones.
+        corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
+        arguments: other arguments of the model by name, such as `position_ids` or `query_key_mask`. Tensors with a
+            row for each text go with the texts.
+        corrupted_arguments: the same for the corrupted texts; by default as for the clean ones.
+        last_only: keep only the last position of each span. Otherwise a span has as many positions in
+            the clean text as in the corrupted one.
+
+    Attributes:
+        spans, corrupted_spans: by name, positions [batch, n]. Where an example has fewer than n, its
+            last one is repeated.
+        solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
+
+    Raises:
+        ValueError: if texts, answers, masks or spans do not fit each other; of strings when a model reads them.
+        TypeError: if the metric is no function.
+
+    >>> clean, corrupted = torch.tensor([[3, 1, 4], [2, 1, 5]]), torch.tensor([[3, 6, 4], [2, 6, 5]])
+    >>> pairs = Pairs(clean, corrupted, torch.tensor([[7, 8], [9, 8]]), spans={"name": [[1], [1]]})
+    >>> pairs
+    Pairs: 2, clean [2, 3], corrupted [2, 3], spans name
+    >>> pairs.metric
+    logit_diff([7, 9], [8, 8], pos=-1)
+    """
+
+    clean: Int[Tensor, "batch pos"]
+    corrupted: Int[Tensor, "batch other"] | None
+    answers: Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | None
+    attention_mask: Tensor | None
+    corrupted_mask: Tensor | None
+    corrupted_spans: dict[str, Tensor]
+    solved_of: int | None
+
+    def __init__(
+        self,
+        clean: Texts,
+        corrupted: Texts | None = None,
+        answers: Answers | None = None,
+        *,
+        attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+        spans: Mapping[str, Any] | None = None,
+        metric: Metric | None = None,
+        corrupted_mask: Shaped[Tensor, "batch other"] | None = None,
+        corrupted_spans: Spans | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        corrupted_arguments: Mapping[str, Any] | None = None,
+        last_only: bool = False,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "metric")}
+        if metric is not None:
+            last_of(metric)  # refuses what is no function
+        self._metric, self.solved_of = metric, None
+        is_read = isinstance(clean, Tensor) and clean.ndim == 2
+        is_read &= all(isinstance(value, Tensor | None) for value in (corrupted, answers))
+        self._unread = None if is_read else given
+        if self._unread is None:
+            self._hold(**given)
+
+    def _hold(
+        self,
+        clean: Tensor,
+        corrupted: Tensor | None,
+        answers: Tensor | None,
+        attention_mask: Tensor | None,
+        spans: Spans | None,
+        corrupted_mask: Tensor | None,
+        corrupted_spans: Spans | None,
+        arguments: Mapping[str, Any] | None,
+        corrupted_arguments: Mapping[str, Any] | None,
+        last_only: bool,
+    ) -> None:
+        """Keeps texts, after checks that they fit each other."""
+        for what, tokens in (("clean", clean), ("corrupted", corrupted)):
+            if tokens is not None:
+                check_tokens(tokens, what)
+        if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
+            counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
+            raise ValueError(
+                f"clean and corrupted texts must be as many, at least one; got {counts}"
+            )
+        if answers is not None:
+            _check_answers(answers, len(clean))
+        if attention_mask is not None and corrupted is not None and corrupted_mask is None:
+            if clean.shape != corrupted.shape:
+                raise ValueError(
+                    "corrupted_mask must be given beside attention_mask where the texts differ in "
+                    f"shape; got {list(clean.shape)} and {list(corrupted.shape)}"
+                )
+            corrupted_mask = attention_mask
+        real = real_of(attention_mask, clean.shape)
+        self.clean, self.corrupted, self.answers = clean, corrupted, answers
+        self.attention_mask = None if attention_mask is None else real
+        self.corrupted_mask = None
+        self.corrupted_spans = {}
+        self.arguments = dict(arguments or {})
+        self.corrupted_arguments = dict(
+            self.arguments if corrupted_arguments is None else corrupted_arguments
+        )
+        for what, listed in (
+            ("arguments", self.arguments),
+            ("corrupted_arguments", self.corrupted_arguments),
+        ):
+            if "attention_mask" in listed:
+                raise ValueError(
+                    f"{what} must not hold attention_mask, which is an argument itself"
+                )
+        own = _positions(spans or {}, real, "clean", last_only)
+        self.spans = {name: _padded(rows, clean) for name, rows in own.items()}
+        if corrupted is not None:
+            other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
+            self.corrupted_mask = None if corrupted_mask is None else other
+            if not spans and not torch.equal(real.cpu(), other.cpu()):
+                raise ValueError(
+                    "clean and corrupted tokens must have the same shape and padding, unless spans say "
+                    f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
+                )
+            others = spans if corrupted_spans is None else corrupted_spans
+            others = _positions(others or {}, other, "corrupted", last_only)
+            _check_counts(own, others)
+            self.corrupted_spans = {name: _padded(rows, clean) for name, rows in others.items()}
+
+    def read_by(self, model: nn.Module) -> "Pairs":
+        """These pairs as tokens of a model, which analyses ask for; the pairs themselves if they are that already.
+
+        Raises:
+            ValueError: if an answer or a token of the metric is several tokens or may be two, a span is not in
+                its text once, or texts do not correspond.
+            TypeError: if the model reads tensors only.
+        """
+        pairs = self
+        if self._unread is not None:
+            given, masks = self._unread, ("attention_mask", "corrupted_mask", "corrupted_spans")
+            if named := [name for name in masks if given[name] is not None]:
+                raise ValueError(f"{named[0]} needs texts that are tensors [batch, pos]")
+            texts = [given[name] for name in ("clean", "corrupted", "answers", "spans")]
+            pairs = Pairs(**given | tokens_of_pairs(model, *texts), metric=self._metric)
+        if pairs._metric is None or (metric := metric_for(model, pairs._metric)) is pairs._metric:
+            return pairs
+        return pairs.measured_by(metric)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and vars(self).get("_unread"):
+            raise AttributeError(
+                f"pairs of strings must be read by a model first, pairs.read_by(model); got .{name}"
+            )
+        raise AttributeError(f"Pairs have no {name!r}")
+
+    @property
+    def metric(self) -> Metric:
+        """What is measured: the metric that was given, or that of the answers.
+
+        Raises:
+            ValueError: if there is neither.
+        """
+        if self._metric is not None:
+            return self._metric
+        if self.answers is None:
+            raise ValueError("pairs must have answers or a metric; got neither")
+        if self.answers.ndim == 1:
+            return log_prob(self.answers)
+        return logit_diff(self.answers[:, 0], self.answers[:, 1])
+
+    def measured_by(self, metric: Metric) -> "Pairs":
+        """The same pairs with another metric."""
+        same = self._mapped(lambda value: value)
+        same._metric, same.solved_of = metric, self.solved_of
+        return same
+
+    def texts(self, direction: Direction) -> tuple[Text, Text]:
+        """The text of the run that is edited, and that of the run that values come from.
+
+        Raises:
+            ValueError: if there is no such direction, or there are no corrupted texts.
+        """
+        if direction not in ("denoising", "noising"):
+            raise ValueError(f"direction must be 'denoising' or 'noising'; got {direction!r}")
+        if self.corrupted is None:
+            raise ValueError(
+                "pairs must have corrupted texts to compare with; got clean ones alone"
+            )
+        other = Text(
+            self.corrupted, self.corrupted_mask, self.corrupted_spans, self.corrupted_arguments
+        )
+        return (self.text, other) if direction == "noising" else (other, self.text)
+
+    @property
+    def text(self) -> Text:
+        """The clean texts."""
+        return Text(self.clean, self.attention_mask, self.spans, self.arguments)
+
+    @without_gradients
+    def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
+        """The pairs that the model gets right. They print how many they were of, as `17 of 20`.
+
+        Args:
+            model: a model in evaluation mode.
+            metric: what must be above 0 on the clean text. By default the right answer must be likelier
+                than the wrong one or, without wrong ones, the likeliest token.
+
+        Raises:
+            ValueError: if the model gets none right, or there are neither answers nor a metric.
+            ModeError: if the model is in training mode.
+        """
+        if (pairs := self.read_by(model)) is not self:
+            return pairs.solved(model, metric)
+        right = self.answers
+        if metric is None and self._metric is None and right is not None and right.ndim == 1:
+            metric = accuracy(right)
+        metric = self.metric if metric is None else metric_for(model, metric)
+        runner_of(model)  # refuses dropout
+        last = last_of(metric, self.attention_mask)
+        logits, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
+        for start in range(0, len(self), n_rows):
+            text = self.text.rows(slice(start, start + n_rows))
+            logits.append(
+                last_real(logits_of(model(text.tokens, **text.arguments(model))), last, text.mask)
+            )
+        values = evaluate(metric, torch.cat(logits), len(self))
+        if not (values > 0).any():
+            raise ValueError(
+                f"the model must get a pair right; got none of {len(self)} by {metric!r}"
+            )
+        kept = self[values > 0]
+        kept.solved_of = len(self)
+        return kept
+
+    def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
+        """Two parts drawn at random, without replacement: `share` of the pairs, and the others.
+
+        Raises:
+            ValueError: if a part would be empty.
+        """
+        n = round(share * len(self))
+        if not 0 < n < len(self):
+            raise ValueError(f"each part must have a pair; got {n} and {len(self) - n}")
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        first, second = order[:n].sort().values, order[n:].sort().values
+        return self[first], self[second]
+
+    def digests(self) -> list[str]:
+        """For each pair a digest of its texts, by which it can be recognised."""
+        texts = [(self.clean, self.attention_mask)]
+        if self.corrupted is not None:
+            texts.append((self.corrupted, self.corrupted_mask))
+        real = [
+            [
+                row[keep].tolist()
+                for row, keep in zip(tokens, real_of(mask, tokens.shape), strict=True)
+            ]
+            for tokens, mask in texts
+        ]
+        return [
+            hashlib.blake2b(repr(pair).encode(), digest_size=8).hexdigest()
+            for pair in zip(*real, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        if self._unread is None:
+            return len(self.clean)
+        return sum(1 for _ in each_text(self._unread["clean"]))
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Pairs":
+        """Some of the pairs: an index, a slice, a list, or a tensor of indices or booleans."""
+        at = index.cpu() if isinstance(index, Tensor) else index
+        rows = torch.arange(len(self))[at].view(-1)
+        return self._mapped(lambda value: value[rows.to(value.device)])
+
+    def to(self, device: torch.device | str) -> "Pairs":
+        """The pairs on another device."""
+        moved = self._mapped(lambda value: value.to(device))
+        moved.solved_of = self.solved_of
+        return moved
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
+        def optional(value: Tensor | None) -> Tensor | None:
+            return None if value is None else change(value)
+
+        return Pairs(
+            change(self.clean),
+            optional(self.corrupted),
+            optional(self.answers),
+            attention_mask=optional(self.attention_mask),
+            spans={name: change(value) for name, value in self.spans.items()},
+            metric=self._metric,
+            corrupted_mask=optional(self.corrupted_mask),
+            corrupted_spans={name: change(v) for name, v in self.corrupted_spans.items()},
+            arguments=each_row(self.arguments, len(self), change),
+            corrupted_arguments=each_row(self.corrupted_arguments, len(self), change),
+        )
+
+    def __repr__(self) -> str:
+        if self._unread is not None:
+            return f"Pairs: {len(self)}, of texts that a model will read"
+        count = (
+            f"{len(self)}" if self.solved_of is None else f"{len(self)} of {self.solved_of} solved"
+        )
+        parts = [count, f"clean {list(self.clean.shape)}"]
+        if self.corrupted is not None:
+            parts.append(f"corrupted {list(self.corrupted.shape)}")
+        if self.spans:
+            parts.append(f"spans {', '.join(self.spans)}")
+        return f"Pairs: {', '.join(parts)}"
+
+
+def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
+    """The pairs as tokens of a model, after a check that they are not something else.
+
+    Raises:
+        TypeError: if they are.
+        ValueError: as for `Pairs.read_by`.
+    """
+    if not isinstance(pairs, Pairs):
+        raise TypeError(
+            f"texts must be given as Pairs(clean, corrupted, ...); got {type(pairs).__name__}"
+        )
+    return pairs.read_by(model)
+
+
+def _check_answers(answers: Tensor, batch: int) -> None:
+    if answers.shape not in ((batch,), (batch, 2)):
+        raise ValueError(
+            f"answers must be right ones [{batch}], or right and wrong ones [{batch}, 2]; "
+            f"got {list(answers.shape)}"
+        )
+    if int(answers.min()) < 0:
+        raise ValueError(f"answers must be tokens, 0 and up; got {int(answers.min())}")
+
+
+def _positions(
+    spans: Spans, real: Tensor, text: str, last_only: bool
+) -> dict[str, list[list[int]]]:
+    """The columns of the spans in each example, all of real tokens."""
+    listed, (batch, n_pos) = {}, real.shape
+    for name, given in spans.items():
+        span, what = Selection(given), f"span {name!r} of the {text} text"
+        if len(span.parts) != batch:
+            raise ValueError(
+                f"{what} must have a list of positions for each of the {batch} examples; got {given!r:.60}"
+            )
+        rows = span.rows(n_pos, what, batch, real_columns(real))
+        if not all(rows):
+            raise ValueError(f"{what} must have a position in each example; got {given!r:.60}")
+        listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
+    return listed
+
+
+def _check_counts(own: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
+    if own.keys() != others.keys():
+        raise ValueError(
+            f"spans must have the same names in both texts; got {[*own]} and {[*others]}"
+        )
+    for name in own:
+        for example, (row, other) in enumerate(zip(own[name], others[name], strict=True)):
+            if len(row) != len(other):
+                raise ValueError(
+                    f"span {name!r} must have as many positions in both texts, or last_only=True; "
+                    f"got {len(row)} and {len(other)} in example {example}"
+                )
+
+
+def _padded(rows: list[list[int]], tokens: Tensor) -> Int[Tensor, "batch n"]:
+    longest = max(map(len, rows))
+    full = [row + row[-1:] * (longest - len(row)) for row in rows]
+    return torch.tensor(full, device=tokens.device)

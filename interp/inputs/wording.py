@@ -1,0 +1,147 @@
+"""Pairs of strings: their tokens, their answers, and the columns of their spans, by a model's tokenizer."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interp.inputs.texts import Text, Texts, is_worded, text_for
+from interp.inputs.token_positions import real_of
+from interp.protocol import of
+
+
+def tokens_of_pairs(
+    model: nn.Module,
+    clean: Texts,
+    corrupted: Texts | None,
+    answers: Any,
+    spans: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The arguments of `Pairs` that hold tokens, for texts, answers and spans that are strings; see there.
+
+    Raises:
+        ValueError: if an answer is no token of its own or may be two, a span is not once in its text, or texts
+            without spans have another number of tokens; it shows both as tokens.
+        TypeError: if the model cannot read text.
+    """
+    one = text_for(model, clean)
+    other = None if corrupted is None else text_for(model, corrupted)
+    pairs: dict[str, Any] = {"clean": one.tokens, "attention_mask": one.mask, "answers": answers}
+    if other is not None:
+        pairs |= {"corrupted": other.tokens, "corrupted_mask": other.mask}
+        if one.mask is not None or other.mask is not None:
+            pairs |= {"attention_mask": _real(one), "corrupted_mask": _real(other)}
+        if not spans:
+            _require_same_lengths(model, one, other)
+    if answers is not None and not isinstance(answers, Tensor):
+        several = [answers] * len(one.tokens) if _is_one(answers) else answers
+        pairs["answers"] = _answers(model, one, several)
+    if spans:
+        found = [
+            {name: _columns(model, text, name, given, side) for name, given in spans.items()}
+            for side, text in enumerate((one, other))
+            if text is not None
+        ]
+        pairs |= dict(zip(("spans", "corrupted_spans"), found, strict=False))
+    return pairs
+
+
+def _is_one(answers: Any) -> bool:
+    """Whether answers are those of every text: a token, or a tuple of the right and the wrong one."""
+    return isinstance(answers, (str, tuple))
+
+
+def _real(text: Text) -> Tensor:
+    return real_of(text.mask, text.tokens.shape).to(text.tokens.device)
+
+
+def _rows(text: Text) -> list[list[int]]:
+    """The real tokens of each text."""
+    return [row[kept].tolist() for row, kept in zip(text.tokens, _real(text), strict=True)]
+
+
+def _require_same_lengths(model: nn.Module, one: Text, other: Text) -> None:
+    for row, another in zip(_rows(one), _rows(other), strict=False):
+        if len(row) != len(another):
+            shown = ["|".join(of(model).to_pieces(tokens)) for tokens in (row, another)]
+            raise ValueError(
+                "clean and corrupted texts must have equally many tokens, or spans that correspond; got "
+                f"{len(row)}, {shown[0]!r}, and {len(another)}, {shown[1]!r}"
+            )
+
+
+def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
+    """The right token of each text, [batch], or the right and the wrong one, [batch, 2]."""
+    rows = _rows(text)
+    if len(answers) != len(rows):
+        raise ValueError(
+            f"answers must be one for each of {len(rows)} texts, or a tuple (right, wrong); got {len(answers)}"
+        )
+    read = [
+        [_answer(model, row, a) for a in given]
+        if isinstance(given, (tuple, list))
+        else _answer(model, row, given)
+        for row, given in zip(rows, answers, strict=True)
+    ]
+    return torch.tensor(read, device=text.tokens.device)
+
+
+def _answer(model: nn.Module, row: list[int], answer: str | int) -> int:
+    """The token of an answer that continues a text.
+
+    Raises:
+        ValueError: if it is several tokens, or may be a word with a space or the rest of one.
+    """
+    if isinstance(answer, int):
+        return answer
+    language = of(model, "to_id")
+    try:
+        spaced = language.to_id(f" {answer}")
+    except ValueError:
+        return int(language.to_id(answer))
+    text = language.to_text(row)
+    if answer[:1].isspace() or text[-1:].isspace():
+        return int(language.to_id(answer))
+    if re.search(rf"\b{re.escape(answer)}\b", text):
+        return int(spaced)  # a word of the text
+    raise ValueError(
+        f"an answer must say whether it is a new word; after {text[-20:]!r} got {answer!r}: write {' ' + answer!r}, "
+        f"or give the token of the rest of a word, model.to_id({answer!r})"
+    )
+
+
+def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> Any:
+    """The columns of a span in each text: of a string, or of one for the clean texts and one for the corrupted."""
+    if not is_worded(span):
+        return span
+    each = [span] * len(text.tokens) if _is_one(span) else span
+    if len(each) != len(text.tokens):
+        raise ValueError(
+            f"span {name!r} must be given once, or for each of {len(text.tokens)} texts; got {len(each)}"
+        )
+    columns = [kept.nonzero().flatten().tolist() for kept in _real(text)]
+    return [
+        [places[n] for n in _inside(model, row, name, s if isinstance(s, str) else s[side])]
+        for row, places, s in zip(_rows(text), columns, each, strict=True)
+    ]
+
+
+def _inside(model: nn.Module, row: list[int], name: str, part: str) -> list[int]:
+    """The tokens of a text in which a part of it lies.
+
+    Raises:
+        ValueError: if the part is not in the text once.
+    """
+    written = [of(model).to_text(row[:n]) if n else "" for n in range(len(row) + 1)]
+    if (count := written[-1].count(part)) != 1:
+        raise ValueError(
+            f"span {name!r} must be in the text once; got {part!r} {count} times in {written[-1]!r:.100}"
+        )
+    start = written[-1].index(part)
+    stop = start + len(part)
+    # While the bytes of a character are not complete, its place shows a sign for that.
+    starts = [len(before.rstrip("\ufffd")) for before in written[:-1]]
+    ends = [max(len(after), 1) for after in written[1:]]
+    return [n for n, (a, b) in enumerate(zip(starts, ends, strict=True)) if a < stop and b > start]

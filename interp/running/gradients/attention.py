@@ -1,0 +1,155 @@
+"""Attention with other queries or keys: how its pattern would change, without a run of the whole model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import HookedRunner, HookPoints, Options
+from hooks._torch import without_gradients
+from hooks.capture import Recorder
+from hooks.errors import unknown_name
+from hooks.point import mapped
+from hooks.replay import plain_argument, replay
+from hooks.session import Session, edits_in_force
+from interp.inputs.token_positions import at_least_float32
+
+Patterns = Float[Tensor, "batch head query key"]
+_PARTS = ("q", "k", "scores", "pattern")
+
+
+class Attention:
+    """One layer's attention in a run, which can be repeated with other queries or keys.
+
+    Args:
+        runner: the model's.
+        name: the exact name of a point of that attention, such as `blocks.3.attn.q`.
+
+    Attributes:
+        pattern: the name of its pattern.
+        cap: what its scores pass on the way to the softmax.
+
+    Raises:
+        UnknownNameError: if there are no queries, keys, scores or pattern beside that point.
+    """
+
+    def __init__(self, runner: HookedRunner, name: str) -> None:
+        path = name.rpartition(".")[0]
+        names = {part: f"{path}.{part}" for part in _PARTS}
+        for given in names.values():
+            if given not in runner.points:
+                raise unknown_name(given, runner.points, "point of the model")
+        self._points = {part: runner.points[given] for part, given in names.items()}
+        points = runner.model.get_submodule(path)
+        self._module = points.module if isinstance(points, HookPoints) else points
+        self.pattern = names["pattern"]
+        self.cap: Any = getattr(self._module, "cap", nn.Identity())
+
+    def listen(self, session: Session) -> None:
+        """Stores the attention's arguments in the run that follows."""
+        session.before(self._module, self._store)
+
+    def _store(self, args: Any, kwargs: Any) -> None:
+        def kept(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, Tensor)
+            return leaf if is_tensor else plain_argument(self._module, leaf, self.pattern)
+
+        self._args, self._kwargs = mapped((args, kwargs), kept)
+
+    @without_gradients
+    def values(self, **changed: Tensor) -> dict[str, Tensor]:
+        """Queries, keys, scores and pattern, after some of them are replaced."""
+        edits = [
+            (self._points[part].module, lambda output, value=value: value.to(output.dtype))
+            for part, value in changed.items()
+        ]
+        recorder = Recorder({p.name: p for p in self._points.values()}, Options())
+        replay(self._module, self._args, self._kwargs, [*edits_in_force(), *edits], recorder)
+        recorder.finish()
+        return {part: recorder.values[point.name] for part, point in self._points.items()}
+
+
+class OtherQueries:
+    """What other queries would do to the metric through the pattern. The softmax is computed again.
+
+    Args:
+        attention: after the run.
+        base: its values there.
+        queries: what takes the place of its queries.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        base: Mapping[str, Tensor],
+        queries: Float[Tensor, "batch pos head d_head"],
+    ) -> None:
+        found = attention.values(q=queries)["pattern"]
+        self._change = at_least_float32(found) - base["pattern"]
+
+    def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos head"]:
+        """The pattern's change times the gradient there, for each query."""
+        return (self._change * gradient).sum(-1).transpose(1, 2)
+
+
+class OtherKeys:
+    """What another key would do to the metric through the pattern, one position at a time.
+
+    If the score of one key changes, its weight goes from p to r, and those of the other keys shrink or grow
+    by one factor. The pattern's change times the gradient g is then (r - p) (g - h), with h the mean of g
+    over the other keys by their weights.
+
+    Args:
+        attention: after the run.
+        base: its values there.
+        keys: what takes the place of its keys.
+
+    Raises:
+        ValueError: if the pattern is not the softmax of the scores that a query sees, after the attention's `cap`.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        base: Mapping[str, Tensor],
+        keys: Float[Tensor, "batch pos kv_head d_head"],
+    ) -> None:
+        self._kv_heads = keys.shape[2]
+        # Equal scores show which keys a query sees: these get the same weight, the others none.
+        equal = attention.values(scores=torch.zeros_like(base["scores"]))["pattern"]
+        scores, other = base["scores"], attention.values(k=keys)["scores"]
+        self._seen = (equal > 0) & (scores > -torch.inf)
+        scores, other = (at_least_float32(attention.cap(part)) for part in (scores, other))
+        masked = scores.where(self._seen, -torch.inf)
+        self._weights = masked.softmax(-1).where(self._seen, 0)
+        precision = max(1e-5, 4 * torch.finfo(base["pattern"].dtype).eps)
+        if (self._weights - base["pattern"]).abs().max() > precision:
+            raise ValueError(
+                "qk_correction of keys needs patterns that are the softmax of scores, or of what `cap` makes of "
+                f"them; got others at {attention.pattern}"
+            )
+        total = masked.logsumexp(-1, keepdim=True)
+        # 1 - p loses its digits where p is almost 1. There it is the sum of the other weights.
+        self._top = masked.argmax(-1, keepdim=True)
+        rest = masked.scatter(-1, self._top, -torch.inf)
+        self._rest = rest.softmax(-1)
+        log_others = (-self._weights.clamp(max=0.5)).log1p()
+        log_others = log_others.scatter(-1, self._top, rest.logsumexp(-1, keepdim=True) - total)
+        change = other - scores
+        moved = (masked - total + change - log_others).sigmoid()
+        self._change = (moved - self._weights).masked_fill(~self._seen, 0)
+        # A key that is the only one has no others.
+        self._rest = self._rest.masked_fill(self._seen.sum(-1, keepdim=True) < 2, 0)
+
+    def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos kv_head"]:
+        """The pattern's change times the gradient there, for each key, summed over queries."""
+        gradient = at_least_float32(gradient)
+        weighted = self._weights * gradient
+        others = weighted.sum(-1, keepdim=True) - weighted
+        others = others / (1 - self._weights.clamp(max=0.5))
+        top = (self._rest * gradient).sum(-1, keepdim=True)
+        each = self._change * (gradient - others.scatter(-1, self._top, top))
+        # Query heads that share a key head follow each other.
+        return each.sum(2).unflatten(1, (self._kv_heads, -1)).sum(2).transpose(1, 2)

@@ -1,0 +1,142 @@
+"""Mean scores of edges along paths: while the input moves to another run's, or one writer at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hooks import HookedRunner, Point
+from interp.inputs.texts import Text
+from interp.metrics import Metric, per_example
+from interp.running.gradients.backward import Gradients
+from interp.running.gradients.edge_scores import Scores
+from interp.running.gradients.trapezoid import Steps, averaged
+
+_TOKENS = 1024  # of runs that are rows of one batch
+
+At = Callable[[Sequence[int], float], tuple[Tensor, Tensor]]
+"""The scores on some paths after a share of them, and the metrics there."""
+
+
+class Found(NamedTuple):
+    """Scores, with the steps of each path, and how far off its sum is for each example."""
+
+    scores: Float[Tensor, "writer column group batch"]
+    steps: int | list[int] = 0
+    gaps: Float[Tensor, " batch"] | None = None
+
+
+class Paths:
+    """Paths from a run to one with other values.
+
+    Args:
+        runner, text, metric: the run.
+        scores: the scores of its edges.
+        base: the metric of the run.
+        size: what gaps are a share of.
+        steps, tolerance: see `edge_attribution`.
+    """
+
+    def __init__(
+        self,
+        runner: HookedRunner,
+        text: Text,
+        metric: Metric,
+        scores: Scores,
+        base: Float[Tensor, " batch"],
+        size: Float[Tensor, ""],
+        steps: Steps,
+        tolerance: float,
+    ) -> None:
+        self._runner, self._text, self._metric = runner, text, metric
+        self._scores, self._base, self._size = scores, base, size
+        self._steps, self._tolerance = steps, tolerance
+
+    def of_input(self, first: Float[Tensor, "writer column group batch"]) -> Found:
+        """The scores of all edges, from their values at the start of the path."""
+        # The input is the first writers, and only their edges have a known sum.
+        n = self._scores.graph.layers[0].heads.start
+        change = self._scores.changes(slice(None))[:n].sum(0, keepdim=True)
+
+        def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
+            run = self._run(paths, change, share)
+            return self._scores.of_all(run)[None], run.base[None]
+
+        mean, (steps,), gaps = self._averaged(at, first[None], lambda scores: scores[:, :n].sum(1))
+        return Found(mean[0], steps, gaps[0])
+
+    def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> Found:
+        """The scores of each writer's edges on a path of its own."""
+        changes, batch = self._scores.changes(slice(None)), len(self._base)
+        at_once = max(1, _TOKENS // self._text.tokens.numel())
+
+        def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
+            found, metrics = [], []
+            for start in range(0, len(paths), at_once):
+                some = paths[start : start + at_once]
+                run = self._run(some, changes, share)
+                parts = ((w, n * batch, changes[w][None]) for n, w in enumerate(some))
+                found.append(self._scores.of(run, parts)[some])
+                metrics.append(run.base.view(-1, batch))
+            return torch.cat(found), torch.cat(metrics)
+
+        mean, steps, gaps = self._averaged(at, first, lambda scores: scores)
+        return Found(mean, steps, gaps.amax(0))
+
+    def _averaged(
+        self, at: At, first: Float[Tensor, "path *axes"], moving: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, list[int], Float[Tensor, "path batch"]]:
+        """The mean scores, their steps, and how far the edges of what moves are from adding up."""
+        last, end = at(range(len(first)), 1.0)
+        difference = end - self._base
+
+        def gaps(means: Tensor) -> Tensor:
+            added = moving(means)[:, :-1].sum((1, 2))
+            return ((added - difference).abs() / self._size).nan_to_num()
+
+        mean, steps = averaged(
+            lambda paths, share: at(paths, share)[0],
+            first,
+            last,
+            self._steps,
+            lambda means: gaps(means).amax(1),
+            self._tolerance,
+        )
+        return mean, steps, gaps(mean)
+
+    def _run(self, writers: Sequence[int], changes: Tensor, share: float) -> Gradients:
+        """A run of copies of the text, in each of which one writer has moved."""
+        added, batch, n = self._scores.added, len(self._base), len(writers)
+
+        def moved(value: Tensor, point: Point) -> Tensor:
+            move, own = self._scores.where.change, added[point.name]
+            each = zip(value.split(batch), writers, strict=True)
+            return torch.cat(
+                [move(rows, share * changes[w]) if w in own else rows for rows, w in each]
+            )
+
+        moving = {name: moved for name, own in added.items() if {*own} & {*writers}}
+        with self._runner.hooks(moving):
+            return Gradients(
+                self._runner,
+                self._text.repeated(n),
+                _Copies(self._metric, batch),
+                self._scores.names,
+            )
+
+
+class _Copies:
+    """A metric of several copies of a batch, which is called once for each."""
+
+    def __init__(self, metric: Metric, batch: int) -> None:
+        self.last, self.unmasked = getattr(metric, "last", 0), getattr(metric, "unmasked", False)
+        self._metric, self._batch = metric, batch
+
+    def __call__(self, logits: Float[Tensor, "rows pos vocab"]) -> Float[Tensor, " rows"]:
+        each = logits.split(self._batch)
+        return torch.cat([per_example(self._metric, part, self._batch) for part in each])
+
+    def __repr__(self) -> str:
+        return repr(self._metric)

@@ -1,0 +1,261 @@
+"""Scores of all edges, at some positions: writers' changes times readers' gradients of one backward pass."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks.transfer import all_to_device, to_device
+from interp.graph import Graph
+from interp.inputs.texts import Text, are_aligned
+from interp.inputs.token_positions import at_least_float32
+from interp.running.gradients.backward import Gradients
+from interp.running.gradients.estimates import require_numbers
+from interp.running.gradients.pullback import Pullback, Pullbacks, readings
+
+# A matrix product with fewer columns reads the changes for too little work.
+_ENOUGH = 60
+
+
+class Positions(NamedTuple):
+    """Where writers change.
+
+    Attributes:
+        here: columns of the text that is edited.
+        there: the columns of the other text whose values come there.
+        group: the place of each column in the result. A column that comes again has the last, which is dropped.
+        labels: the places of the result; None for the sum of all columns.
+    """
+
+    here: Int[Tensor, "batch n"]
+    there: Int[Tensor, "batch n"]
+    group: Int[Tensor, "batch n"]
+    labels: list[int | str] | None
+
+    def change(self, whole: Tensor, by: Float[Tensor, "batch n d_model"]) -> Tensor:
+        """A copy of `whole` with something added at the columns."""
+        row, column = (self.group < self.groups).nonzero(as_tuple=True)
+        index = row, self.here[row, column]
+        index, by = all_to_device((index, by[row, column]), whole.device)
+        return whole.index_put(index, by.to(whole.dtype), accumulate=True)
+
+    @property
+    def groups(self) -> int:
+        """How many places there are."""
+        return 1 if self.labels is None else len(self.labels)
+
+
+def positions(over: str | None, edited: Text, source: Text) -> Positions:
+    """The positions of one of the ways to sum; see `edge_attribution`.
+
+    Raises:
+        ValueError: if there is no such way, or the texts do not fit it.
+    """
+    if over not in (None, "pos", "span"):
+        raise ValueError(f"over must be None, 'pos' or 'span'; got {over!r}")
+    batch, n = edited.tokens.shape
+    if over != "span":
+        if not are_aligned(edited, source):
+            raise ValueError(f"over must be 'span' where positions do not correspond; got {over!r}")
+        columns = torch.arange(n, device=edited.tokens.device).expand(batch, n)
+        if over is None:
+            return Positions(columns, columns, torch.zeros_like(columns), None)
+        return Positions(columns, columns, columns, [*range(n)])
+    if not edited.spans:
+        raise ValueError("over='span' needs Pairs with spans; got none")
+    here, there, group = [], [], []
+    for place, (name, columns) in enumerate(edited.spans.items()):
+        again = (columns[:, :, None] == columns[:, None]).triu(1).any(2)
+        here.append(columns)
+        there.append(source.spans[name])
+        group.append(torch.full_like(columns, place).masked_fill(again, len(edited.spans)))
+    joined = [torch.cat(part, 1) for part in (here, there, group)]
+    return Positions(joined[0], joined[1], joined[2], [*edited.spans])
+
+
+class _Target(NamedTuple):
+    """What gradients some writers' changes are multiplied with, and the columns of the scores for that."""
+
+    gradients: Callable[[int, Tensor, Tensor], Tensor]
+    writers: range
+    columns: slice
+
+
+class Scores:
+    """Scores of the edges of a graph, from gradients of runs of one text.
+
+    Besides the readers there is a last column: the writer's own score, by the gradient where it is added to
+    the stream. It is what the others should sum to.
+
+    Args:
+        graph: the graph.
+        where: the positions.
+        source: values that come in place of those of the base run, at `graph.needed`.
+        device: where scores are computed.
+
+    Attributes:
+        names: the points that gradients and values are needed at.
+        base: the values of the base run; to be set before the first use.
+    """
+
+    base: Mapping[str, Tensor]
+
+    def __init__(
+        self,
+        graph: Graph,
+        where: Positions,
+        source: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.graph, self._source, self._device = graph, source, device
+        self.where: Positions = all_to_device(where, device)
+        self._readings = [*readings(graph)]
+        self._written = [all_to_device(layer.written, device) for layer in graph.layers]
+        self.added = _added(graph)
+        read = [name for reading in self._readings for name in (reading.stream, reading.at)]
+        self.names = [*graph.needed, *self.added, *read]
+
+    def changes(
+        self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
+    ) -> Float[Tensor, "writer batch n d_model"]:
+        """How what each writer adds differs between the two runs, for some examples.
+
+        Args:
+            rows: the examples.
+            space: the result of an earlier call for as many, which is written over.
+        """
+        graph, (here, there, _, _) = self.graph, self.where
+        base, source = self._values(self.base, here, rows), self._values(self._source, there, rows)
+        inputs = graph.inputs(source.__getitem__) - graph.inputs(base.__getitem__)
+        size = len(graph.writers), *inputs.shape[1:]
+        found = inputs.new_zeros(size) if space is None else space
+        found[: len(inputs)] = inputs
+        for layer, written in zip(graph.layers, self._written, strict=True):
+            z, scale = layer.attention.sublayer.z, layer.scale
+            now, then = source[z], base[z]
+            if scale is not None:
+                now, then = now / source[scale][..., None], then / base[scale][..., None]
+                if layer.bias is not None:
+                    by = source[scale].reciprocal() - base[scale].reciprocal()
+                    found[layer.bias] = by * at_least_float32(written.bias)
+            by_head = (now - then).flatten(0, 1).transpose(0, 1)
+            weight = at_least_float32(written.weight)
+            torch.bmm(by_head, weight, out=found[layer.heads].flatten(1, 2))
+            if layer.mlp is not None:
+                mlp_out = layer.mlp.branch.added
+                torch.sub(source[mlp_out], base[mlp_out], out=found[layer.mlp.writer])
+        return found
+
+    def _values(
+        self, values: Mapping[str, Tensor], columns: Tensor, rows: slice
+    ) -> dict[nn.Module, Tensor]:
+        """The values of a run by point, at some columns of some examples."""
+        row = torch.arange(len(columns), device=columns.device)[rows, None]
+
+        def read(value: Tensor) -> Tensor:
+            at = all_to_device((row, columns[rows]), value.device)
+            return to_device(at_least_float32(value[at]), self._device)
+
+        named = zip(self.graph.points, self.graph.needed, strict=True)
+        return {point: read(values[name]) for point, name in named}
+
+    def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
+        """The scores of all writers, by the gradients of one run of the text."""
+
+        # One example at a time, in memory that is used again: fresh memory takes longer than the work.
+        def parts() -> Iterator[tuple[int, int, Tensor]]:
+            space = None
+            for row in range(len(self.where.here)):
+                space = self.changes(slice(row, row + 1), space)
+                yield 0, row, space
+
+        return self.of(run, parts())
+
+    def of(
+        self, run: Gradients, parts: Iterable[tuple[int, int, Tensor]]
+    ) -> Float[Tensor, "writer column group batch"]:
+        """The scores of some writers on some rows of a run. Others are 0.
+
+        Args:
+            run: its rows are those of the text, or of copies of it.
+            parts: the first writer, the first row, and changes [writer, row, n, d_model].
+        """
+        targets = self._targets(run)
+        graph, (here, _, group, _) = self.graph, self.where
+        stream = self._source[graph.needed[-1]]
+        size = len(graph.writers), len(graph.readers) + 1, self.where.groups, len(here)
+        wide = at_least_float32(stream[:0]).dtype
+        found = stream.new_zeros(size, dtype=wide, device=self._device)
+        most = max(target.columns.stop - target.columns.start for target in targets)
+        space = found.new_empty(most, here.shape[1], stream.shape[-1])
+        for first, start, changes in parts:
+            for row, change in enumerate(changes.unbind(1), start):
+                example = row % len(here)
+                for gradients, writers, columns in targets:
+                    some = range(max(first, writers.start), min(first + len(change), writers.stop))
+                    if some:
+                        own = change[some.start - first : some.stop - first]
+                        gradient = gradients(row, here[example], space)
+                        product = self._product(own, gradient, group[example])
+                        found[some.start : some.stop, columns, :, example] = product
+        found[:, :-1].masked_fill_(~graph.allowed[..., None, None].to(found.device), 0)
+        return found
+
+    def _targets(self, run: Gradients) -> list[_Target]:
+        """Everything that a backward pass gives to multiply changes with."""
+        found: dict[str, Tensor] = {}
+
+        wanted = {*self.added, *(reading.at for reading in self._readings)}
+
+        def receive(name: str, gradient: Tensor) -> None:
+            if name in wanted:
+                require_numbers(name, gradient)
+                found[name] = at_least_float32(gradient)
+
+        run.backward(receive)
+        targets, parts, last = [], [], len(self.graph.readers)
+        for reading in self._readings:
+            value = run.values[reading.at]
+            gradient = found.get(reading.at, torch.zeros_like(value))
+            pull = Pullback(reading, run.values[reading.stream], gradient, self._device)
+            parts.append((reading.readers, pull))
+            readers = slice(parts[0][0].start, reading.readers.stop)
+            if readers.stop - readers.start >= _ENOUGH or reading is self._readings[-1]:
+                writers = self.graph.allowed[:, readers].any(1).nonzero()
+                targets.append(_Target(Pullbacks(parts), range(int(writers.max()) + 1), readers))
+                parts = []
+        for name, own in self.added.items():
+            if name in found:
+                gradients = partial(_at, to_device(found[name], self._device))
+                targets.append(_Target(gradients, own, slice(last, last + 1)))
+        return targets
+
+    def _product(
+        self,
+        change: Float[Tensor, "writer n d_model"],
+        gradient: Float[Tensor, "reader n d_model"],
+        group: Int[Tensor, " n"],
+    ) -> Float[Tensor, "writer reader group"]:
+        """The products, summed over the columns of each group."""
+        if self.where.labels is None:
+            return (change.flatten(1) @ gradient.flatten(1).T)[..., None]
+        each = torch.einsum("wnd,rnd->wrn", change, gradient)
+        sums = each.new_zeros(*each.shape[:2], self.where.groups + 1)
+        return sums.index_add_(2, group, each)[..., :-1]
+
+
+def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
+    return gradient[row, columns][None]
+
+
+def _added(graph: Graph) -> dict[str, range]:
+    """The points where writers are added to the stream, with these writers."""
+    found = {graph.layers[0].attention.reads: range(graph.layers[0].heads.start)}
+    for layer in graph.layers:
+        found[layer.attention.added] = range(layer.attn.start, layer.attn.stop)
+        if layer.mlp is not None:
+            found[layer.mlp.branch.added] = range(layer.mlp.writer, layer.mlp.writer + 1)
+    return {graph.names[point]: wrote for point, wrote in found.items()}

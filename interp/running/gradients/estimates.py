@@ -1,0 +1,198 @@
+"""Estimates of effects from gradients: the two runs that are compared, and sums over places."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import ActivationCache, Point
+from hooks.transfer import to_device
+from interp import edits
+from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.token_positions import at_least_float32
+from interp.protocol import runner_of
+from interp.results.result import Result
+from interp.running.gradients.backward import Gradients
+from interp.running.sites import Choice, Place, TwoRuns, labels_of, named, places_of, two_runs
+
+
+@dataclass(frozen=True, eq=False)
+class Contrast(TwoRuns):
+    """Two runs that are compared at some places; made by `contrast`.
+
+    Attributes:
+        names: the names of the chosen points, by layer.
+        places: the places along each axis of a result.
+    """
+
+    names: Mapping[int, str]
+    places: Mapping[str, list[Place]]
+
+    def of_layers(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
+        """The effects of all layers together.
+
+        Args:
+            found: the effects [*places, example] of each point that a backward pass reached, in its order.
+            base: the metric of the run to be edited.
+            about: more facts.
+
+        Raises:
+            ValueError: if an effect is NaN.
+
+        Warns:
+            UserWarning: if a point was not reached. Its effects are 0.
+        """
+        for name, values in found.items():
+            require_numbers(name, values)
+        warn_of_unread([name for name in self.names.values() if name not in found], 4)
+        sizes = [len(along) for axis, along in self.places.items() if axis != "layer"]
+        zero = base.new_zeros(*sizes, len(base))
+        each = [to_device(found.get(name, zero), base.device) for name in self.names.values()]
+        at = [*self.places].index("layer") if "layer" in self.places else None
+        values = each[0] if at is None else torch.stack(each, at)
+        return self.result(values, labels_of(self.places), base, **about)
+
+
+def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
+    """Refuses NaN. Called in the order of a backward pass, it names where that began."""
+    if effects.isnan().any():
+        raise ValueError(f"gradients must be numbers; going back, the first NaN is at {name}")
+
+
+def warn_of_unread(names: Sequence[str], stacklevel: int) -> None:
+    """Warns once of points that no gradient reached; `stacklevel` as in `warnings.warn`, called here."""
+    if names:
+        more = f" and {len(names) - 1} more points" if len(names) > 1 else ""
+        without = f"the metric does not depend on {names[0]}{more}: effects there are 0"
+        warnings.warn(without, stacklevel=stacklevel)
+
+
+def warn_of_flat(run: Gradients, stacklevel: int) -> None:
+    """Warns if the metric has no gradient at the base run; `stacklevel` as in `warnings.warn`, called here."""
+    if run.is_flat():
+        warnings.warn(
+            "the metric has no gradient at the base run, where it is smallest or largest: these estimates are "
+            "rounding. integrated_gradients, or method='eap_ig_inputs' of edges, takes gradients along the way",
+            stacklevel=stacklevel,
+        )
+
+
+def contrast(
+    model: nn.Module,
+    pairs: Pairs,
+    choice: Choice,
+    direction: Direction,
+    names: Mapping[int, str] | None = None,
+) -> Contrast:
+    """Runs the model on the text that values come from; for arguments see `attribution_patching`.
+
+    Args:
+        choice: the places.
+        names: the points, by layer; by default those of the choice.
+
+    Raises:
+        ValueError: if there are several layers and no axis for them.
+    """
+    runner = runner_of(model)
+    names = named(runner, choice) if names is None else names
+    runs = two_runs(runner, pairs, direction, names.values())
+    places = places_of(choice, names, runs.cache, runs.edited, runs.source)
+    if "layer" not in places and len(names) > 1:
+        raise ValueError(f"over must have 'layer' where there are several; got {(*places,)}")
+    about = {**runs.about, "site": choice.site}
+    if "layer" not in places:
+        about["layer"] = next(iter(names))
+    if choice.neurons is not None:
+        about["neurons"] = choice.neurons
+    return Contrast(**{**vars(runs), "about": about}, names=names, places=places)
+
+
+def effects(
+    point: Point,
+    base: Float[Tensor, "..."],
+    gradient: Float[Tensor, "..."],
+    source: ActivationCache,
+    places: Mapping[str, list[Place]],
+) -> Float[Tensor, "..."]:
+    """(source - base) · gradient at each place of one point, in float32 at least.
+
+    Args:
+        point: where the values are.
+        base: the value there.
+        gradient: that of the metric.
+        source: holds the values that would take the place of `base`.
+        places: the places along each axis.
+
+    Returns:
+        Estimated effects [*axes, example], the axes of the places without `layer`.
+    """
+    gradient = at_least_float32(gradient)
+    changes = [at_least_float32(other) - base for other in others(point, base, source, places)]
+    return joined([summed(point.axes, places, change, gradient) for change in changes], places)
+
+
+def others(
+    point: Point,
+    base: Float[Tensor, "..."],
+    source: ActivationCache,
+    places: Mapping[str, list[Place]],
+) -> list[Float[Tensor, "..."]]:
+    """What would take the place of a point's value: the source's, or for each span that with the span replaced.
+
+    For arguments see `effects`.
+    """
+    if "span" not in places:
+        return [source[point.name]]
+    moves = [edits.replace(source, **selected) for _, selected in places["span"]]
+    return [move(base.clone(), point) for move in moves]
+
+
+def joined(
+    each: list[Float[Tensor, "..."]], places: Mapping[str, list[Place]]
+) -> Float[Tensor, "..."]:
+    """The effects of each of `others` as one tensor [*axes, example]."""
+    axes = [axis for axis in places if axis != "layer"]
+    return torch.stack(each, axes.index("span")) if "span" in axes else each[0]
+
+
+def summed(
+    axes: Sequence[str], places: Mapping[str, list[Place]], *factors: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """The product of the factors, summed over all axes but `batch` and those that places select along.
+
+    Args:
+        axes: those of each factor.
+        places: the places along each axis; those along `layer` and `span` do not count.
+        factors: tensors with these axes.
+
+    Returns:
+        One number for each place and example, [*places, example].
+    """
+    kept: dict[str, list[int | slice]] = {}
+    for axis, along in places.items():
+        if axis not in ("layer", "span"):
+            # Each place selects along one axis.
+            (own,) = along[0][1]
+            kept[own] = [selected[own] for _, selected in along]
+    numbers = {axis: n for n, axis in enumerate(axes)}
+    operands = [part for factor in factors for part in (factor, [*numbers.values()])]
+    found = torch.einsum(*operands, [numbers[axis] for axis in (*kept, "batch")])
+    for at, indices in enumerate(kept.values()):
+        found = _grouped(found, at, indices)
+    return found
+
+
+def _grouped(values: Tensor, at: int, indices: list[int | slice]) -> Tensor:
+    """The sum of `values` along one axis for each index: a number, or a slice of several."""
+    chosen = [range(i, i + 1) if isinstance(i, int) else range(i.start, i.stop) for i in indices]
+    members = [(n, member) for n, several in enumerate(chosen) for member in several]
+    if [(n, n) for n in range(values.shape[at])] == members:
+        return values
+    group, member = torch.tensor(members, device=values.device).T
+    shape = [*values.shape]
+    shape[at] = len(indices)
+    return values.new_zeros(shape).index_add_(at, group, values.index_select(at, member))

@@ -1,0 +1,131 @@
+"""Gradients at the readers of a graph, pulled back through their norms to the stream."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hooks._torch import without_gradients
+from hooks.replay import replay
+from hooks.transfer import all_to_device, to_device
+from interp.graph import Graph
+from interp.inputs.token_positions import at_least_float32
+from interp.linear.norms import is_identity, linear_part
+
+
+class Reading(NamedTuple):
+    """Readers that read one stream through one norm: the heads of a block, its MLP, or the logits.
+
+    Attributes:
+        stream: the name of the point before the norm.
+        norm: the norm.
+        at: the module whose output has the gradient: the heads' projection, or the norm itself.
+        weight: the projection of each reader; None for one reader of the norm's output.
+        readers: which readers of the graph they are.
+    """
+
+    stream: str
+    norm: Any
+    at: str
+    weight: Float[Tensor, "reader d_head d_model"] | None
+    readers: slice
+
+
+def readings(graph: Graph) -> Iterator[Reading]:
+    """All readers of a graph, in the order of computation."""
+    for n, layer in enumerate(graph.layers):
+        attention, heads = layer.attention, slice(layer.q.start, layer.v.stop)
+        weight = attention.sublayer.qkv.weight.unflatten(0, (-1, attention.sublayer.W_O.shape[1]))
+        stream = graph.names[attention.reads]
+        yield Reading(stream, attention.norm, f"blocks.{n}.attn.qkv", weight, heads)
+        if layer.mlp is not None:
+            branch, one = layer.mlp.branch, slice(layer.mlp.reader, layer.mlp.reader + 1)
+            yield Reading(graph.names[branch.reads], branch.norm, f"blocks.{n}.ln2", None, one)
+    last = len(graph.readers) - 1
+    norm = graph.model.ln_final
+    yield Reading(graph.needed[-1], norm, "ln_final", None, slice(last, last + 1))
+
+
+class Pullback:
+    """The gradient of each reader with respect to the stream, through that reader alone.
+
+    A norm is `A x / scale(x) + constant`, so what it passes back of a gradient g is
+    `A^T g / scale`, less the gradient of the scale times `x · A^T g / scale²`. `A` is applied to the
+    weights, once.
+
+    Args:
+        reading: the readers.
+        stream: the stream before the norm.
+        gradient: that of the metric at the output of the projection, or of the norm.
+        device: where the results are wanted.
+    """
+
+    @without_gradients
+    def __init__(
+        self,
+        reading: Reading,
+        stream: Float[Tensor, "batch pos d_model"],
+        gradient: Float[Tensor, "batch pos d"],
+        device: torch.device,
+    ) -> None:
+        gradient = at_least_float32(gradient)
+        stream = to_device(at_least_float32(stream), gradient.device)
+        weight: Tensor | None = None
+        slope: Tensor | None = None
+        if not is_identity(reading.norm):
+            scale, slope = _scale(reading.norm, stream)
+            gradient, slope = gradient / scale, slope / scale
+        linear = linear_part(reading.norm, stream.shape[-1])
+        if reading.weight is None:
+            gradient = linear.before(gradient)
+        else:
+            weight = at_least_float32(linear.before(reading.weight))
+        self.stream, self.gradient = all_to_device((stream, gradient), device)
+        self.weight, self.slope = all_to_device((weight, slope), device)
+
+    def __call__(
+        self, example: int, pos: Int[Tensor, " n"], out: Float[Tensor, "reader n d_model"]
+    ) -> None:
+        """Writes the gradients at some positions of an example into `out`."""
+        found = self.gradient[example, pos]
+        if self.weight is None:
+            out.copy_(found)
+        else:
+            by_head = found.unflatten(1, self.weight.shape[:2]).transpose(0, 1)
+            torch.bmm(by_head, self.weight, out=out)
+        if self.slope is not None:
+            along = torch.einsum("rnd,nd->rn", out, self.stream[example, pos])
+            out.addcmul_(along[..., None], self.slope[example, pos], value=-1)
+
+
+class Pullbacks:
+    """Those of consecutive readings: a matrix product with all their gradients is faster than several.
+
+    Attributes:
+        readers: which readers of the graph they are.
+    """
+
+    def __init__(self, parts: Sequence[tuple[slice, Pullback]]) -> None:
+        self.readers = slice(parts[0][0].start, parts[-1][0].stop)
+        self._parts = parts
+
+    def __call__(
+        self, example: int, pos: Int[Tensor, " n"], space: Float[Tensor, "most n d_model"]
+    ) -> Float[Tensor, "reader n d_model"]:
+        """The gradients at some positions of an example, in memory that the next call may use again."""
+        first = self.readers.start
+        for at, pull in self._parts:
+            pull(example, pos, space[at.start - first : at.stop - first])
+        return space[: self.readers.stop - first]
+
+
+def _scale(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a norm divides by, and the gradient of that."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        found: list[Tensor] = []
+        replay(norm, (x,), {}, [(norm.scale, found.append)])
+        (slope,) = torch.autograd.grad(found[0].sum(), x)
+    return found[0].detach(), slope

@@ -1,0 +1,309 @@
+"""Masked runs: forward passes in which each reader sees some writers as in another run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from hooks import ActivationCache
+from hooks._torch import without_gradients
+from hooks.session import Session
+from hooks.transfer import all_to_device, to_device
+from interp.graph.circuit import Circuit
+from interp.graph.graph import Graph
+from interp.graph.nodes import Layer
+from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.texts import Text, are_aligned
+from interp.inputs.token_positions import real_of
+from interp.metrics import evaluate
+from interp.running.rows import Batch
+
+Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
+"""For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no edge do not
+count."""
+
+Source = Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
+"""Where replaced values come from: the other text of each pair, another run of texts with the same positions,
+what each writer adds (`Graph.contributions`, or `Graph.mean` of several texts), or zeros."""
+
+# More examples at a time are slower: what the readers of a block see leaves the processor's cache.
+_QUICK = 2**28
+
+
+def run_circuit(
+    model: nn.Module,
+    pairs: Pairs,
+    circuit: Mask | Iterable[str],
+    source: Source = "pair",
+    *,
+    direction: Direction = "noising",
+    split_embeddings: bool = False,
+    max_bytes: int = 2**30,
+) -> Float[Tensor, "batch pos vocab"]:
+    """The logits of a circuit: of a run in which every edge outside of it carries values of another run.
+
+    Each reader sees the stream plus, over the edges to it, `mask * (source - current)` of the writer. So a run
+    without masked edges is that of the text, one with every edge masked is that of the source, and any number
+    of edges take one forward pass. What a reader passes on is computed from what it saw.
+
+    Args:
+        model: a model that has a `Graph`, in evaluation mode.
+        pairs: the texts. Corrupted ones are needed if the source is `pair`.
+        circuit: the edges to keep, as a `Circuit` or by name, or a mask of the edges to replace. Gradients flow
+            to a mask; freeze the model's weights if theirs are not wanted.
+        source: where replaced values come from; see `Source`.
+        direction: noising runs the clean texts, denoising the corrupted ones.
+        split_embeddings: see `Graph`.
+        max_bytes: bounds the memory beyond the model, the source and the result, where no gradient is
+            recorded. Examples that do not fit together run one after another.
+
+    Raises:
+        ValueError: if circuit, mask or source do not fit, a source for all examples meets padding on the left, or
+            `max_bytes` is too small for one example.
+        UnknownNameError: if the circuit has a node that the model lacks.
+        HookError: if hooks act on the model, because a value is not computed once here.
+        ModeError: if the model is in training mode.
+    """
+    runs = MaskedRuns(model, pairs, source, direction, split_embeddings, max_bytes)
+    return runs.logits(circuit)
+
+
+class MaskedRuns:
+    """Masked runs of the same texts; for arguments see `run_circuit`.
+
+    Attributes:
+        graph: the graph of the model.
+        text: the texts that are run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pairs: Pairs,
+        source: Source = "pair",
+        direction: Direction = "noising",
+        split_embeddings: bool = False,
+        max_bytes: int = 2**30,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self.graph = Graph(model, split_embeddings)
+        self._runner, self._model = self.graph.runner(), self.graph.model
+        self._pairs = pairs = pairs_for(model, pairs)
+        self._other: Text | None = None
+        if pairs.corrupted is None and direction == "noising":
+            self.text = pairs.text
+        else:
+            self.text, self._other = pairs.texts(direction)
+        self._source = self._checked(source)
+        self._held: Tensor | None = None  # the source of all examples, if these run together
+
+    def logits(self, circuit: Mask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
+        """The logits of one circuit."""
+        return self._run(circuit, self._model.unembed)
+
+    def metric(self, circuit: Mask | Iterable[str]) -> Float[Tensor, " batch"]:
+        """The metric of one circuit, from logits only where the metric reads them.
+
+        Args:
+            circuit: see `run_circuit`.
+
+        Raises:
+            ValueError: as for `run_circuit`, or if the metric is not one number per example.
+        """
+        metric = self._pairs.metric
+        batch = Batch(self.text, metric)
+        read = batch.read(self._run(circuit, lambda stream: stream))
+        with torch.set_grad_enabled(read.requires_grad):
+            return evaluate(metric, self._model.unembed(read), len(read))
+
+    def _checked(self, source: Source) -> Tensor | str:
+        writers, (size, n_pos) = self.graph.writers, self.text.tokens.shape
+        if isinstance(source, str):
+            if source not in ("pair", "zero"):
+                raise ValueError(
+                    f"source must be 'pair', 'zero', a cache or a tensor; got {source!r}"
+                )
+            if source == "pair" and (
+                self._other is None or not are_aligned(self.text, self._other)
+            ):
+                raise ValueError(
+                    "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
+                )
+            return source
+        found = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
+        width = self._model.config.d_model
+        fits = [(len(writers), rows, n_pos, width) for rows in (size, 1)]
+        if found.shape not in fits:
+            raise ValueError(
+                f"source must be [writer, batch, pos, d_model], {[*fits[0]]}; got {[*found.shape]}"
+            )
+        real = real_of(self.text.mask, (size, n_pos))
+        if len(found[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
+            raise ValueError(
+                "a source for all examples needs texts padded on the right; got padding before a token"
+            )
+        return found
+
+    def _mask(self, circuit: Mask | Iterable[str]) -> Tensor:
+        """The mask of what is replaced, 0 where there is no edge."""
+        if isinstance(circuit, Circuit):
+            self.graph.require(circuit.graph.identity)
+        mask = circuit if isinstance(circuit, Tensor) else self.graph.mask(circuit)
+        shape, n_pos = self.graph.allowed.shape, self.text.tokens.shape[1]
+        if mask.shape not in (shape, (*shape, n_pos)):
+            raise ValueError(
+                f"a mask must be [writer, reader], {[*shape]}, or with a last axis of {n_pos} positions; "
+                f"got {[*mask.shape]}"
+            )
+        if mask.dtype == torch.bool:
+            raise ValueError(
+                "a mask must be of numbers, 1 where an edge is replaced; got booleans: give the Circuit itself"
+            )
+        if not ((mask >= 0) & (mask <= 1)).all():
+            raise ValueError("a mask must be of numbers from 0 to 1; got others")
+        weight = self._model.blocks[0].attn.W_O
+        mask = to_device(mask, weight.device).to(weight.dtype)
+        allowed = to_device(self.graph.allowed, weight.device)
+        return mask * (allowed if mask.ndim == 2 else allowed[..., None])
+
+    def _run(
+        self, circuit: Mask | Iterable[str], read: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "batch pos _size"]:
+        """What is read of the stream that the logits see, from some examples at a time."""
+        self.graph.runner()
+        mask, found = self._mask(circuit), []
+        size, each = len(self.text.tokens), self._bytes_of_one()
+        fit = size if mask.requires_grad else self._max_bytes // each
+        if self._held is None and fit >= size:
+            self._held = self._source_of(slice(None))
+        n = size if mask.requires_grad else max(1, min(fit, _QUICK // each))
+        for rows in (slice(start, start + n) for start in range(0, size, n)):
+            source = self._source_of(rows) if self._held is None else _rows(self._held, rows)
+            with torch.set_grad_enabled(mask.requires_grad):
+                found.append(read(self._stream(rows, source, mask)))
+        return torch.cat(found)
+
+    def _bytes_of_one(self) -> int:
+        """The memory that one example takes.
+
+        Raises:
+            ValueError: if that is more than there may be.
+        """
+        weight, layers = self._model.blocks[0].attn.W_O, self.graph.layers
+        readers, width = layers[0].v.stop, weight.shape[-1]
+        # Source and differences; a cache of the source; what the heads of a block read, before and after the norm.
+        vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
+        hidden = 4 * getattr(self._model.config, "d_mlp", 0)
+        each = (vectors * width + hidden) * self.text.tokens.shape[1] * weight.element_size()
+        if each > self._max_bytes:
+            raise ValueError(
+                f"max_bytes must be at least {each:,} for one example; got {self._max_bytes:,}"
+            )
+        return int(each)
+
+    @without_gradients
+    def _source_of(self, rows: slice) -> Tensor:
+        """What the writers add in the other run."""
+        if isinstance(self._source, Tensor):
+            return _rows(self._source, rows)
+        if self._other is None or self._source == "zero":
+            zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
+            return zero.expand(len(self.graph.writers), -1, -1, -1)
+        text = self._other.rows(rows)
+        return self.graph.wrote(
+            self._runner.capture(
+                text.tokens, names=self.graph.needed, **text.arguments(self._runner.model)
+            )
+        )
+
+    def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
+        """The stream that the logits read."""
+        text, values = self.text.rows(rows), dict[nn.Module, Tensor]()
+        context = self._model.context(text.tokens, **text.kwargs)
+        with Session() as session:
+            for point in self.graph.points:
+                session.after(point, partial(values.__setitem__, point))
+            stream = self._model.input_resid(text.tokens, context)
+            values[self._model.blocks[0].resid_pre] = stream
+            readers = _Readers(source, mask, stream)
+            readers.wrote(self.graph.inputs(values.__getitem__))
+            for layer in self.graph.layers:
+                if stream.device != layer.device:
+                    stream, context = all_to_device((stream, context), layer.device)
+                    readers.move(layer.device)
+                stream = _after(layer, stream, context, readers, values)
+        return readers.seen(stream, slice(len(self.graph.readers) - 1, None))[0]
+
+
+def _after(
+    layer: Layer, before: Tensor, context: Any, readers: "_Readers", values: dict[nn.Module, Tensor]
+) -> Tensor:
+    """The stream after a block."""
+    attention, mlp = layer.attention, layer.mlp
+    q, k, v = readers.projected(layer, before)
+    after = before + attention.finished(attention.sublayer.mix(q, k, v, context))
+    for part in layer.added(values.__getitem__):
+        readers.wrote(part)
+    if mlp is None:
+        return after
+    stream = before if layer.is_parallel else after
+    mlp_out = mlp.branch(readers.seen(stream, slice(mlp.reader, mlp.reader + 1))[0])
+    readers.wrote(mlp_out[None])
+    return after + mlp_out
+
+
+class _Readers:
+    """What each reader sees of a stream that grows.
+
+    Args:
+        source: what the writers add in the other run, [writer, batch or 1, pos, d_model].
+        mask: [writer, reader] or [writer, reader, pos].
+        stream: gives the shape.
+    """
+
+    def __init__(self, source: Tensor, mask: Tensor, stream: Tensor) -> None:
+        self.source, self.mask = all_to_device((source, mask), stream.device)
+        self.n = 0
+        # Other - current. A graph keeps what was multiplied, so there it may not be written into.
+        self.space = stream.new_empty(0 if mask.requires_grad else len(mask), *stream.shape)
+
+    def move(self, device: torch.device) -> None:
+        """Continues on another device."""
+        held = self.source, self.mask, self.space
+        self.source, self.mask, self.space = all_to_device(held, device)
+
+    def wrote(self, current: Float[Tensor, "writer batch pos d_model"]) -> None:
+        """The next writers have written."""
+        at = slice(self.n, self.n + len(current))
+        self.n = at.stop
+        if self.mask.requires_grad:
+            self.space = torch.cat([self.space, self.source[at] - current])
+        else:
+            torch.sub(self.source[at], current, out=self.space[at])
+
+    def seen(self, stream: Tensor, readers: slice) -> Float[Tensor, "reader batch pos d_model"]:
+        """The stream as some readers see it."""
+        mask, differences = self.mask[: self.n, readers], self.space[: self.n]
+        if mask.ndim == 3:
+            return stream + torch.einsum("wrp,wbpd->rbpd", mask, differences)
+        flat = torch.addmm(stream.flatten()[None], mask.T, differences.flatten(1))
+        return flat.view(-1, *stream.shape)
+
+    def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
+        """The queries, keys and values, each head from the stream as it sees it."""
+        attn = layer.attention.sublayer
+        # All at once: the matrix product is bound by reading the differences.
+        seen = self.seen(stream, slice(layer.q.start, layer.v.stop))
+        read = layer.attention.norm(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
+        weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
+        sizes = [len(bias) for _, bias in weights]
+        for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):
+            each = torch.baddbmm(bias[:, None], rows, weight)
+            yield each.view(len(bias), *stream.shape[:2], -1).permute(1, 2, 0, 3)
+
+
+def _rows(source: Tensor, rows: slice) -> Tensor:
+    return source if source.shape[1] == 1 else source[:, rows]

@@ -1,0 +1,175 @@
+"""What changes in one run where values of another are carried along an edge or a path."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from hooks.session import Session
+from hooks.transfer import all_to_device, to_device
+from interp import edits
+from interp.graph.graph import Graph
+from interp.graph.nodes import Layer
+from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.texts import are_aligned
+from interp.metrics import measure
+from interp.protocol import logits_of
+from interp.results.result import Result
+from interp.running.rows import Batch
+from interp.running.sites import two_runs
+from interp.running.sweep import sweep_text
+
+Carried = dict[str, edits.Edit] | Tensor
+"""What one path changes: values at points, by name, or the stream that the logits read."""
+
+
+class PathEdits:
+    """A run that is edited, and how much more each writer adds in the other one.
+
+    Args:
+        model, pairs, direction, max_bytes, split_embeddings: see `edge_patching`.
+
+    Attributes:
+        graph: the graph of the model.
+        moved: for each writer what it adds in the other run less what it adds in this one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pairs: Pairs,
+        direction: Direction,
+        max_bytes: int,
+        split_embeddings: bool = False,
+    ) -> None:
+        self.graph = Graph(model, split_embeddings)
+        self.model, runner, layers = self.graph.model, self.graph.runner(), self.graph.layers
+        runs = two_runs(runner, pairs, direction, self.graph.needed)
+        self.runs, self.text, self.metric = runs, runs.edited, runs.metric
+        if not are_aligned(self.text, runs.source):
+            raise ValueError("paths need texts whose positions correspond; got others")
+        self.max_bytes = max_bytes
+        read = {branch.reads for block in self.model.blocks for branch in block.branches}
+        output, cache = runner.run_with_cache(
+            self.text.tokens,
+            names=[*self.graph.needed, *(self.graph.names[point] for point in read)],
+            **self.text.arguments(runner.model),
+        )
+        self.base = measure(self.metric, logits_of(output), self.text.mask)
+        self.cache = cache
+        self.moved = self.graph.wrote(runs.cache) - self.graph.wrote(cache)
+        context = self.model.context(self.text.tokens, **self.text.kwargs)
+        self.contexts = {n.device: all_to_device(context, n.device) for n in layers}
+        self.batch = Batch(self.text, self.metric)
+        # Nothing changes before the first difference of the two texts.
+        differ = (self.text.tokens != runs.source.tokens).any(0).nonzero()
+        self.later = slice(int(differ[0]) if len(differ) else 0, None)
+
+    def value(self, point: nn.Module) -> Tensor:
+        """The value of a point in the edited run."""
+        return self.cache[self.graph.names[point]]
+
+    def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
+        """An edit that puts a value in a point's place."""
+        return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
+
+    def over_edge(self, writer: int, reader: int) -> Carried:
+        """What an edge changes: what its reader's sublayer adds, or the stream that the logits read."""
+        moved = self.moved[writer]
+        for layer in self.graph.layers:
+            attention, mlp = layer.attention, layer.mlp
+            if mlp is not None and reader == mlp.reader:
+                return self.replaced(mlp.branch.added, mlp.branch(self.seen(mlp.branch, moved)))
+            for part, at in enumerate((layer.q, layer.k, layer.v)):
+                if at.start <= reader < at.stop:
+                    heads = [one.clone() for one in self.projected(attention)]
+                    head = (slice(None), slice(None), reader - at.start)
+                    heads[part][head] = self.projected(attention, moved)[part][head]
+                    given = attention.sublayer.mix(*heads, self.contexts[layer.device])
+                    return self.replaced(attention.added, attention.finished(given))
+        return self._sum(self.graph.points[-1], moved)
+
+    def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
+        """The stream that a branch reads, after it has moved."""
+        return self._sum(branch.reads, moved)
+
+    def projected(self, attention: Any, moved: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Queries, keys and values of a stream that has moved."""
+        return attention.sublayer.project(attention.norm(self.seen(attention, moved)))
+
+    def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
+        value = self.value(point)
+        return value if moved is None else value + to_device(moved, value.device)
+
+    def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
+        """What a sender changes at receivers, by paths that pass no other head."""
+        graph, found = self.graph, dict[str, edits.Edit]()
+        moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
+        for layer in graph.layers:
+            before = moved
+            if moved is not None:
+                found |= self._heads(layer, moved, receivers)
+            if layer.heads.start <= sender < layer.heads.stop or sender == layer.bias:
+                moved = self.moved[sender]
+            if layer.mlp is None:
+                continue
+            writer, reader, mlp = layer.mlp
+            seen = before if layer.is_parallel else moved
+            if seen is not None and (recomputed or reader in receivers):
+                added = mlp(self.seen(mlp, seen))
+                if reader in receivers:
+                    found |= self.replaced(mlp.added, added)
+                if recomputed and moved is not None:
+                    moved = to_device(moved, added.device) + added - self.value(mlp.added)
+            if sender == writer:
+                moved = self.moved[sender]
+        if moved is not None and len(graph.readers) - 1 in receivers:
+            return self._sum(graph.points[-1], moved)
+        return found
+
+    def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
+        """The receivers among the heads of a block, from a stream that has moved."""
+        attn, values = layer.attention.sublayer, dict[str, Tensor]()
+        heads = {
+            part: [n - at.start for n in range(at.start, at.stop) if n in receivers]
+            for part, at in (("q", layer.q), ("k", layer.k), ("v", layer.v))
+        }
+        if not any(heads.values()):
+            return {}
+        with Session() as session:
+            for part in heads:
+                session.after(getattr(attn, part), partial(values.__setitem__, part))
+            attn.mix(*self.projected(layer.attention, moved), self.contexts[layer.device])
+        found: dict[str, edits.Edit] = {}
+        for part, chosen in heads.items():
+            if chosen:
+                axis = "head" if part == "q" else "kv_head"
+                found |= self.replaced(getattr(attn, part), values[part], **{axis: chosen})
+        return found
+
+    def result(
+        self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any
+    ) -> Result:
+        """The effect of each of the jobs, which have the numbers of the labels."""
+        values = self.base.new_empty(len(labels), len(self.base))
+        waiting: dict[int, dict[str, edits.Edit]] = {}
+        at_once = max(1, self.max_bytes // 2 // self.moved[0].nbytes)
+        for n, carried in jobs:
+            if isinstance(carried, Tensor):
+                logits = self.model.unembed(self.batch.read(carried))
+                values[n] = self.batch.measure(logits) - self.base
+                continue
+            waiting[n] = carried
+            if sum(map(len, waiting.values())) >= at_once:
+                self._sweep(waiting, values)
+        self._sweep(waiting, values)
+        return self.runs.result(values, {axis: labels}, self.base, **about)
+
+    def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
+        if waiting:
+            swept = sweep_text(
+                self.model, self.text, [*waiting.values()], self.metric, self.max_bytes // 2
+            )
+            values[[*waiting]] = swept.values
+            waiting.clear()

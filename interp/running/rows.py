@@ -1,0 +1,233 @@
+"""Edited runs of one batch as rows of larger batches."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import EditedPoint, HookError, Point, start_of_piece
+from hooks._torch import peak_bytes
+from hooks.errors import NEVER_FIRED, require_fired
+from hooks.pieces import Piece, reading
+from hooks.point import first_tensor, with_first_tensor
+from hooks.session import Edits, Session
+from hooks.transfer import to_device, trusted
+from interp.inputs.texts import Text
+from interp.inputs.token_positions import check_tokens, columns_of_last
+from interp.metrics import Metric, last_of, per_example
+from interp.protocol import logits_of, of
+
+Done = Callable[[float], object]
+"""Called with the work just done, in forward passes of one batch."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One edited run of the batch.
+
+    Attributes:
+        index: its number in the sweep.
+        edits: what it edits.
+        pos: the first position that it runs.
+        layer: the first block that it runs.
+        early, late: whether it edits the model before and after its blocks.
+        fired: the names of the edited points that it reached.
+    """
+
+    index: int
+    edits: Sequence[EditedPoint]
+    pos: int = 0
+    layer: int = 0
+    early: bool = False
+    late: bool = False
+    fired: set[str] = field(default_factory=set)
+
+    def require_fired(self) -> None:
+        """Raises a NeverFiredError if the run missed an edited point."""
+        require_fired([edited.point.name for edited in self.edits], self.fired, NEVER_FIRED)
+
+
+class Batch:
+    """The texts of a sweep, and its metric.
+
+    Args:
+        text: the texts.
+        metric: a function from logits to a number per example.
+
+    Attributes:
+        text, tokens: the texts.
+        columns: the positions that the metric reads, Int[batch last]; None for all.
+        axes: for each edited module, the axis of its value with a row for each text; None if there is none.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        metric: Metric,
+    ) -> None:
+        check_tokens(text.tokens)
+        self.text, self.tokens = text, text.tokens
+        self._pieces = dict[int | None, Piece]()
+        size, n_pos = text.tokens.shape
+        last = last_of(metric, text.mask)
+        self.columns = columns_of_last(last, n_pos, size, text.mask) if last else None
+        self.metric = metric
+        self.axes: dict[nn.Module, int | None] = {}
+
+    def reading(self, start: int | None = None) -> AbstractContextManager[None]:
+        """A `with` in which edits know which columns of the texts are padding, and where runs start."""
+        return reading(self._pieces.setdefault(start, Piece(start, self.text.mask)))
+
+    def note(self, point: Point, value: Tensor) -> None:
+        """Notes which axis of a value of the unedited run has a row for each text."""
+        at = point.axes.index("batch") if "batch" in point.axes else None if point.axes else 0
+        if at is not None and value.shape[at : at + 1] != (len(self.tokens),):
+            at = None
+        # A module may run more than once.
+        self.axes[point.module] = at if self.axes.get(point.module, at) == at else None
+
+    def read(
+        self, values: Float[Tensor, "rows pos d"], start: int = 0
+    ) -> Float[Tensor, "rows _read d"]:
+        """The positions that the metric reads, from copies of the batch from column `start` on."""
+        if self.columns is None:
+            return values
+        columns = to_device(self.columns - start, values.device)
+        columns = columns.repeat(len(values) // len(columns), 1)[..., None]
+        return values.gather(1, columns.expand(-1, -1, values.shape[-1]))
+
+    def measure(self, logits: Float[Tensor, "batch _read vocab"]) -> Float[Tensor, " batch"]:
+        """The metric of one run. It may be NaN.
+
+        Raises:
+            ValueError: if the metric does not return one number per example.
+        """
+        return per_example(self.metric, logits, len(self.tokens))
+
+
+def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | None = None) -> Edits:
+    """Forward hooks that edit copies of a batch, one copy for each job.
+
+    Args:
+        jobs: the runs, in the order of the copies.
+        batch: the batch.
+        inside: only these modules are edited; None for all.
+    """
+    places: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
+    for n, job in enumerate(jobs):
+        for edited in job.edits:
+            if inside is None or edited.point.module in inside:
+                places.setdefault(edited.point.module, []).append((n, job, edited))
+    edit = partial(_edit_rows, len(jobs), batch)
+    return [(module, partial(edit, found)) for module, found in places.items()]
+
+
+def _edit_rows(
+    copies: int, batch: Batch, places: list[tuple[int, Job, EditedPoint]], output: Any
+) -> Any:
+    point, value = places[0][2].point, first_tensor(output, places[0][2].point)
+    if copies == 1:  # which axis is the batch does not matter
+        [(_, job, edited)] = places
+        job.fired.add(edited.point.name)
+        return with_first_tensor(output, edited.apply(value))
+    at, size = batch.axes[point.module], len(batch.tokens)
+    # Only what grew with the number of copies has their rows: another axis may be of that size by chance.
+    if at is None or value.shape[at : at + 1] != (copies * size,):
+        raise NoRowsError(f"{point} must have a row for each text")
+    value = value.clone()
+    # Each edit is given the rows of one batch.
+    with batch.reading(start_of_piece()):
+        for n, job, edited in places:
+            rows = value.narrow(at, n * size, size)
+            rows.copy_(edited.apply(rows))
+            job.fired.add(edited.point.name)
+    return with_first_tensor(output, value)
+
+
+class NoRowsError(HookError):
+    """A value that several runs edit does not have their rows."""
+
+
+class WholeRuns:
+    """Edited runs as rows of whole forward passes.
+
+    Args:
+        model: any model.
+        batch: the texts and the metric.
+        jobs: the edited runs.
+        max_bytes: bounds the memory beyond the model; None for one run at a time.
+
+    Attributes:
+        forwards: the work of all runs, in forward passes of the batch.
+
+    Raises:
+        ValueError: if `max_bytes` is too small for one run.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, jobs: Sequence[Job], max_bytes: int | None
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.jobs = jobs
+        self.forwards = float(len(jobs))
+        self._uncached = dict(getattr(of(model), "uncached", {}))
+        self._at_once = 1
+        if max_bytes is not None:
+            modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
+            with acting([(module, copied) for module in modules]):
+                _, memory = peak_bytes(self._measure_base)
+            if max_bytes < memory:
+                raise too_small(max_bytes, memory)
+            self._at_once = max_bytes // memory
+
+    def _measure_base(self) -> None:
+        self.batch.measure(self.batch.read(self._logits(self.batch.text)))
+
+    def _logits(self, text: Text) -> Tensor:
+        arguments = text.arguments(self.model) | self._uncached
+        return logits_of(self.model(text.tokens, **arguments))
+
+    def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
+        """Each job with its metric."""
+        for start in range(0, len(self.jobs), self._at_once):
+            jobs = self.jobs[start : start + self._at_once]
+            try:
+                values = self._measured(jobs)
+            except NoRowsError:
+                values = [value for job in jobs for value in self._measured([job])]
+            done(len(jobs))
+            yield from zip(jobs, values, strict=True)
+
+    def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
+        # The unedited run has checked the texts.
+        with trusted(), acting(stacked(jobs, self.batch)):
+            logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))
+        return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
+
+
+def acting(edits: Edits) -> Session:
+    """A `with` in which the edits act, in cached runs too."""
+    session = Session()
+    for module, edit in edits:
+        session.after(module, edit, edit)
+    return session
+
+
+def copied(output: Any) -> Any:
+    """A copy of a tensor; anything else itself. For a moment there are two copies, as in an edit."""
+    if not isinstance(output, Tensor):
+        return output
+    copies = output.clone(), output.clone()
+    return copies[0]
+
+
+def too_small(max_bytes: int, needed: int) -> ValueError:
+    """The error of a bound that no run fits."""
+    return ValueError(
+        f"max_bytes must be at least {needed:,} for one edited run of this batch; got {max_bytes:,}"
+    )

@@ -1,0 +1,238 @@
+"""Sites: where runs are compared, over which axes, and which texts belong to which run."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import ActivationCache, HookedRunner
+from hooks._torch import without_gradients
+from hooks.errors import unknown_name
+from hooks.names import layers as by_layer
+from interp.edits import Edit
+from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.texts import Text, are_aligned, words_of
+from interp.metrics import Metric, measure
+from interp.protocol import logits_of
+from interp.results.result import Result
+
+SITES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("resid_pre", "resid_mid", "resid_post"), ("layer", "pos")),
+    **dict.fromkeys(("attn_out", "mlp_out", "mlp.post"), ("layer", "pos")),
+    **dict.fromkeys(("z", "q", "k", "v", "scores", "pattern"), ("layer", "head")),
+}
+"""What can be compared, and over which axes unless others are given."""
+
+SELECTS = {
+    "pos": ("pos",),
+    "span": ("pos",),
+    "head": ("head", "kv_head"),
+    "neuron": ("d_mlp",),
+    "query": ("query",),
+    "key": ("key",),
+}
+"""The axes of a result besides `layer`, each with the axes of a point that it may be."""
+Place = tuple[int | str, dict[str, Any]]
+"""A label, and what is selected there: along `layer` a point's name."""
+Some = int | Sequence[int] | None
+"""One of several, some of them, or all."""
+T = TypeVar("T")
+
+
+class Choice(NamedTuple):
+    """Which places are compared; see `activation_patching`."""
+
+    site: str = "resid_pre"
+    over: Sequence[str] | None = None
+    layers: Some = None
+    heads: Some = None
+    neurons: int | None = None
+
+
+def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
+    """The names of a choice's points, by layer.
+
+    Raises:
+        TypeError: if the site is no name.
+        UnknownNameError: if there is no such site, or the model lacks it.
+        ValueError: if a layer is not there.
+    """
+    if not isinstance(choice.site, str):
+        raise TypeError(
+            f"site must be a name, such as 'resid_pre'; got {choice.site!r} (a metric belongs into Pairs)"
+        )
+    if choice.site not in SITES:
+        raise unknown_name(choice.site, SITES, "site")
+    return _some("layers", by_layer(choice.site, runner.points), choice.layers)
+
+
+@dataclass(frozen=True, eq=False)
+class TwoRuns:
+    """A run to be edited, and another that values come from; made by `two_runs`.
+
+    Attributes:
+        runner: the model's.
+        edited, source: the texts of both.
+        metric: a function from logits to a number per example.
+        cache: values of the source's run.
+        target: the metric of the source's run.
+        about: facts for a result.
+    """
+
+    runner: HookedRunner
+    edited: Text
+    source: Text
+    metric: Metric
+    cache: ActivationCache
+    target: Float[Tensor, " batch"]
+    about: Mapping[str, Any]
+
+    def result(
+        self,
+        values: Float[Tensor, "*axes example"],
+        labels: Mapping[str, Sequence[Any]],
+        base: Float[Tensor, " example"],
+        **about: Any,
+    ) -> Result:
+        """Effects with labels for each axis, the metric of the run to be edited, and more facts."""
+        axes, unit = (*labels, "example"), getattr(self.metric, "unit", "")
+        words = worded(self.runner.model, labels, self.edited, self.source)
+        facts = {**self.about, **about}
+        return Result(values, axes, base, self.target, labels, unit, facts, words=words)
+
+
+def worded(
+    model: nn.Module, labels: Mapping[str, Sequence[Any]], *texts: Text
+) -> dict[str, list[str]]:
+    """The words at the labels of axes that are columns of texts; none without a tokenizer."""
+    axes = [axis for axis in ("pos", "query", "key") if axis in labels]
+    words = words_of(model, *texts) if axes else None
+    return {axis: [words[column] for column in labels[axis]] for axis in axes if words}
+
+
+@without_gradients
+def two_runs(
+    runner: HookedRunner, pairs: Pairs, direction: Direction, names: Iterable[str]
+) -> TwoRuns:
+    """Runs the text that values come from, and keeps its values at some points.
+
+    Raises:
+        TypeError: if the pairs are something else.
+        ValueError: if there is no such direction, no corrupted text or no metric.
+    """
+    pairs = pairs_for(runner.model, pairs)
+    edited, source = pairs.texts(direction)
+    metric = pairs.metric
+    output, cache = runner.run_with_cache(
+        source.tokens, names=[*names], **source.arguments(runner.model)
+    )
+    target = measure(metric, logits_of(output), source.mask)
+    about = {"metric": repr(metric), "direction": direction, "texts": pairs.digests()}
+    return TwoRuns(runner, edited, source, metric, cache, target, about)
+
+
+def places_of(
+    choice: Choice,
+    names: Mapping[int, str],
+    values: ActivationCache,
+    edited: Text,
+    source: Text | None = None,
+) -> dict[str, list[Place]]:
+    """The places along each axis of the result.
+
+    Args:
+        choice: which places.
+        names: the names of its points, by layer.
+        values: a cache of one of them, for its sizes.
+        edited, source: the texts of the two runs; without a source only one run is edited.
+
+    Raises:
+        ValueError: if the axes are not those of the site, or places do not correspond.
+    """
+    over = SITES[choice.site] if choice.over is None else choice.over
+    over = (over,) if isinstance(over, str) else tuple(over)
+    if not over or len(set(over)) < len(over):
+        raise ValueError(f"over must be different axes, at least one; got {over}")
+    if {"pos", "span"} <= {*over}:
+        raise ValueError(f"over must have 'pos' or 'span', not both; got {over}")
+    for axis, given in (("head", choice.heads), ("neuron", choice.neurons)):
+        if given is not None and axis not in over:
+            raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
+    if source is not None and "span" not in over and not are_aligned(edited, source):
+        raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
+    name = next(iter(names.values()))
+    sizes = dict(zip(values.axes(name), values[name].shape, strict=True))
+    return {
+        axis: [(layer, {"layer": name}) for layer, name in names.items()]
+        if axis == "layer"
+        else _along(axis, choice, sizes, edited, source)
+        for axis in over
+    }
+
+
+def entries(
+    names: Mapping[int, str], places: Mapping[str, list[Place]], put: Callable[..., Edit]
+) -> list[list[tuple[list[str], Edit]]]:
+    """For each place, in order, the edit that `put` makes there, as `sweep` takes it.
+
+    Args:
+        names: the names of the points, by layer.
+        places: the places along each axis.
+        put: makes an edit of a place that is selected by axis names.
+    """
+    found = []
+    for chosen in itertools.product(*places.values()):
+        where = {axis: at for _, selected in chosen for axis, at in selected.items()}
+        at = [where.pop("layer")] if "layer" in where else [*names.values()]
+        found.append([(at, put(**where))])
+    return found
+
+
+def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
+    """The labels along each axis."""
+    return {axis: [label for label, _ in along] for axis, along in places.items()}
+
+
+def _along(
+    axis: str, choice: Choice, sizes: Mapping[str, int], edited: Text, source: Text | None
+) -> list[Place]:
+    """The places along one axis of a point with these sizes."""
+    own = next((own for own in SELECTS.get(axis, ()) if own in sizes), None)
+    if own is None:
+        has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
+        raise ValueError(f"over must be of layer, {', '.join(has)} at {choice.site}; got {axis!r}")
+    if axis == "span":
+        if not edited.spans:
+            raise ValueError("over=['span'] needs Pairs with spans; got none")
+        return [
+            (name, {own: at} if source is None else {own: at, "source_pos": source.spans[name]})
+            for name, at in edited.spans.items()
+        ]
+    if axis == "neuron":
+        size = 1 if choice.neurons is None else choice.neurons
+        if size < 1:
+            raise ValueError(f"neurons must be at least 1; got {size}")
+        groups = [range(sizes[own])[n : n + size] for n in range(0, sizes[own], size)]
+        return [(_label(group), {own: slice(group.start, group.stop)}) for group in groups]
+    indices = {n: n for n in range(sizes[own])}
+    if axis == "head":
+        indices = _some("heads", indices, choice.heads)
+    # A slice may hold padding, where a column may not.
+    return [(n, {own: n if axis == "head" else slice(n, n + 1)}) for n in indices]
+
+
+def _label(group: range) -> int | str:
+    return group[0] if len(group) == 1 else f"{group[0]}-{group[-1]}"
+
+
+def _some(what: str, known: Mapping[int, T], wanted: Some) -> dict[int, T]:
+    """Those of `known` that are wanted; all if nothing is said."""
+    if wanted is None:
+        return dict(known)
+    wanted = [wanted] if isinstance(wanted, int) else wanted
+    if not wanted or not known.keys() >= set(wanted):
+        raise ValueError(f"{what} must be of {[*known]}; got {[*wanted]}")
+    return {n: known[n] for n in wanted}

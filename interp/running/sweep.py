@@ -1,0 +1,162 @@
+"""Sweeps: many edited runs of one batch, computed as rows of few forward passes."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hooks import EditedPoint, Hooks
+from hooks._torch import without_gradients
+from hooks.session import is_listened_to
+from interp.edits import Edit
+from interp.inputs.pairs import Pairs
+from interp.inputs.texts import Text, Texts, text_for
+from interp.metrics import Metric, evaluate, metric_for
+from interp.protocol import runner_of
+from interp.results.result import Result
+from interp.running.resume import Resumed
+from interp.running.rows import Batch, Job, WholeRuns
+from interp.running.unedited import Unedited
+
+
+@without_gradients
+def sweep(
+    model: nn.Module,
+    texts: Texts | Pairs,
+    edits: Sequence[Hooks],
+    metric: Metric | None = None,
+    *,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    max_bytes: int = 2**30,
+    exact: Literal["resume", "rerun"] = "resume",
+) -> Result:
+    """The effect of each edit on the metric, each as if it had a run of its own.
+
+    A run is resumed where it begins to differ from the unedited one: at the first block and the first
+    position that its edits touch. Earlier keys and values are those of the unedited run, and logits are
+    computed only at the positions that the metric reads. Runs that are resumed share forward passes as
+    further rows of the batch. Effects equal those of separate runs up to rounding, 1e-5 of the largest
+    value in float32.
+
+    Functions of your own are called with the rows of one batch, in any order of the runs. They may depend
+    on any position, so their runs begin at the first one. In a model without the steps `input_resid`,
+    `blocks` and `unembed`, edited runs share whole forward passes. Where hooks act on the model already, each
+    edited run has a forward pass of its own.
+
+    Args:
+        model: the model, in evaluation mode.
+        texts: the texts, or pairs, of which the clean texts are run.
+        edits: for each run what `run_with_hooks` takes as `hooks`.
+        metric: a function from logits to a number per example; see `interp.metrics`. By default that of
+            the pairs.
+        attention_mask: which tokens of a tensor [batch, pos] are not padding.
+        max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run. What
+            functions of your own take is not counted.
+        exact: `rerun` runs the whole model for each edit instead.
+
+    Returns:
+        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit.
+
+    Warns:
+        UserWarning: if effects are NaN, because the metric of an edited run is, or two infinities cancel.
+
+    Raises:
+        ValueError: if there are no edits, `max_bytes` is too small for one edited run, or the metric of the
+            unedited run is not one number per example.
+        EditError: if an edit does not fit.
+        ModeError: if the model is in training mode.
+        NeverFiredError: if a run did not reach an edited point.
+    """
+    if isinstance(texts, Pairs):
+        if attention_mask is not None:
+            raise ValueError("pairs have their own mask; got another")
+        pairs = texts.read_by(model)
+        metric = pairs.metric if metric is None else metric
+        text = pairs.text
+    else:
+        text = text_for(model, texts, attention_mask)
+    if metric is None:
+        raise ValueError("a metric must be given, or pairs with answers; got neither")
+    metric = metric_for(model, metric)
+    _check_edits(edits)
+    if exact not in ("resume", "rerun"):
+        raise ValueError(f"exact must be 'resume' or 'rerun'; got {exact!r}")
+    return sweep_text(model, text, edits, metric, max_bytes, exact == "rerun", stacklevel=4)
+
+
+def sweep_text(
+    model: nn.Module,
+    text: Text,
+    edits: Sequence[Hooks],
+    metric: Metric,
+    max_bytes: int,
+    rerun: bool = False,
+    stacklevel: int = 3,
+) -> Result:
+    """A `sweep` of texts with all arguments of their run, for other analyses."""
+    batch = Batch(text, metric)
+    with batch.reading():
+        base, values = _measured(model, batch, edits, max_bytes, rerun)
+    effects = values - base
+    if effects.isnan().any():
+        wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
+        warnings.warn(
+            f"{len(wrong)} of {len(edits)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
+            stacklevel=stacklevel,
+        )
+    unit, about = getattr(metric, "unit", ""), {"metric": repr(metric)}
+    return Result(effects, ("edit", "example"), base, unit=unit, about=about)
+
+
+def _measured(
+    model: nn.Module, batch: Batch, edits: Sequence[Hooks], max_bytes: int, rerun: bool
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
+    """The metric of the unedited run, and of each edited one."""
+    runner, (size, n_pos) = runner_of(model), batch.tokens.shape
+    jobs = [Job(index, runner.edits(given)) for index, given in enumerate(edits)]
+    for job in jobs:
+        job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
+    # Hooks that act already may depend on which rows are which, as scales of quantised values do.
+    alone = rerun or is_listened_to(model) or any(map(_mixes_rows, model.modules()))
+    unedited = Unedited(runner, batch, jobs)
+    base = evaluate(batch.metric, unedited.logits, size)
+    runs: Resumed | WholeRuns
+    if alone or not unedited.is_resumable():
+        runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
+    else:
+        runs = Resumed(unedited, jobs, max_bytes)
+    values = base.new_empty(len(jobs), size)
+    title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"
+    with tqdm(total=runs.forwards, desc=title, leave=False, delay=1, disable=None) as bar:
+        for job, edited in runs.run(bar.update):
+            values[job.index] = edited
+            job.require_fired()
+    return base, values
+
+
+def _mixes_rows(module: nn.Module) -> bool:
+    """Whether a module quantises all rows by one scale, found in each run."""
+    return type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
+
+
+def _check_edits(edits: Sequence[Hooks]) -> None:
+    if isinstance(edits, Mapping):
+        raise TypeError(
+            "edits must be a list, with an entry for each run; got one mapping: [edits]"
+        )
+    for entry in edits:
+        if callable(entry):
+            raise TypeError(
+                f"an entry of edits must say where, as {{'blocks.*.attn.z': {entry!r}}}; got {entry!r}"
+            )
+    if not edits:
+        raise ValueError("a sweep needs at least one edit; got none")
+
+
+def _first(edited: EditedPoint, n_pos: int) -> int:
+    """The first position that the edits at a point may change. A function may change any."""
+    hooks = edited.hooks
+    return min(h.first(edited.point, n_pos) if isinstance(h, Edit) else 0 for h in hooks)

@@ -1,0 +1,176 @@
+"""The unedited run of a sweep: what edited runs share with it, and whether they can begin inside it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import EditedPoint, HookedRunner
+from hooks._torch import version
+from hooks.point import first_tensor, inside, tensors_in
+from hooks.session import Session
+from hooks.transfer import to_device
+from interp.edits import Edit
+from interp.protocol import logits_of, of
+from interp.running.rows import Batch, Job
+
+
+class Unedited:
+    """Runs the model once without edits.
+
+    It tries each `Edit` on the values of this run, so that errors come before long work.
+
+    Args:
+        runner: the model's.
+        batch: the texts and the metric.
+        jobs: the edited runs to come.
+
+    Attributes:
+        logits: what the metric reads, [batch, read, vocab].
+        stages: when each edited module ran: -1 before the blocks, n in block n, n + 0.5 after it.
+        streams: what entered each block, and what left the last one, [batch, pos, d_model].
+        past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited run
+            begins after the first position.
+        contexts: what each block reads besides the stream. Blocks on one device share it.
+        language: the model's parts; see `interp.protocol.of`.
+
+    Raises:
+        EditError: if an edit does not fit.
+        NeverFiredError: if the run does not reach an edited point.
+    """
+
+    def __init__(self, runner: HookedRunner, batch: Batch, jobs: Sequence[Job]) -> None:
+        self.model: Any = runner.model
+        self.batch = batch
+        self.stages: dict[nn.Module, set[float]] = {}
+        self.streams: list[Tensor] = []
+        self.past: list[list[Tensor]] = []
+        self.contexts: list[Any] = []
+        self._kept = 2 if any(job.pos for job in jobs) else 0
+        self._stage = -1.0
+        self._by_rows = True
+        self._calls: list[tuple[Any, ...]] = []
+        self._outputs: list[Any] = []
+        self.language: Any = of(runner.model)
+        self._arguments = batch.text.arguments(runner.model)
+        blocks = list(getattr(self.language, "blocks", ()))
+        # An attached model knows the arguments of its blocks, cached keys included.
+        self._finds_context = hasattr(self.language, "context_of")
+        with Session() as session:
+            # Before the blocks' own hooks, so that the output of a block counts as inside.
+            for module, edited in _by_module(jobs).items():
+                session.after(module, partial(self._try, module, edited))
+            for layer, block in enumerate(blocks):
+                session.before(block, partial(self._enter, layer))
+                session.after(block, partial(self._leave, layer))
+                if self._kept and not self._finds_context:
+                    for point in _keys_and_values(block, runner):
+                        session.after(point, self._keep)
+            output = self.model(batch.tokens, **self._arguments)
+        self.logits = batch.read(logits_of(output))
+        for job in jobs:
+            job.fired = {e.point.name for e in job.edits if e.point.module in self.stages}
+            job.require_fired()
+            job.fired = set()
+
+    def _try(self, module: nn.Module, edits: list[EditedPoint], output: Any) -> None:
+        point, value = edits[0].point, first_tensor(output, edits[0].point)
+        self.batch.note(point, value)
+        self.stages.setdefault(module, set()).add(self._stage)
+        # Before and after the blocks each edited run is computed alone.
+        inside = self._stage in range(len(self._calls))
+        self._by_rows &= not inside or self.batch.axes[point.module] is not None
+        for edited in edits:
+            # Functions may have a state, and must not run once more.
+            if all(isinstance(hook, Edit) for hook in edited.hooks):
+                edited.apply(value)
+
+    def _enter(self, layer: int, args: Any, kwargs: Any) -> None:
+        self._stage = layer
+        self.past.append([])
+        stream = next(iter((*args, *kwargs.values())), None)
+        self._calls.append(
+            (args, kwargs, stream, version(stream)) if isinstance(stream, Tensor) else ()
+        )
+
+    def _leave(self, layer: int, output: Any) -> None:
+        self._stage = layer + 0.5
+        self._outputs.append(next(tensors_in(output), None))
+
+    def _keep(self, value: Tensor) -> None:
+        # Contiguous, because queries, keys and values may share one tensor.
+        self.past[-1].append(value.detach().transpose(1, 2).contiguous())
+
+    def is_resumable(self) -> bool:
+        """Whether the forward pass has the steps from which an edited run can begin in the middle.
+
+        If it has, `streams`, `past` and `contexts` are theirs.
+        """
+        language, calls, outputs = self.language, self._calls, self._outputs
+        n_blocks = len(getattr(language, "blocks", ()))
+        if not n_blocks or len(calls) != n_blocks or not all(calls) or not self._by_rows:
+            return False
+        known = {-1.0, *map(float, range(n_blocks)), n_blocks - 0.5}
+        self.contexts = self._contexts()
+        self.streams = [stream for _, _, stream, _ in calls] + outputs[-1:]
+        return (
+            set().union(*self.stages.values()) <= known
+            and all(hasattr(c, part) for c in self.contexts for part in ("repeated", "after"))
+            and all(len(kept) == self._kept for kept in self.past)
+            # No block wrote into the stream that it was given.
+            and all(version(stream) == before for _, _, stream, before in calls)
+            and all(map(_are_close, outputs, self.streams[1:]))
+            and all(hasattr(language, step) for step in ("input_resid", "run_block", "unembed"))
+            and _are_close(
+                language.input_resid(self.batch.tokens, self.contexts[0]), self.streams[0]
+            )
+            and _are_close(language.unembed(self.batch.read(self.streams[-1])), self.logits)
+        )
+
+    def contexts_from(self, pos: int) -> list[Any]:
+        """`contexts` from a position on. Blocks that share one still do."""
+        if not pos:
+            return self.contexts
+        past = [tuple(part[:, :, :pos] for part in parts) for parts in self.past]
+        given = {id(context): context for context in self.contexts}
+        later = {key: context.after(pos, past) for key, context in given.items()}
+        return [later[id(context)] for context in self.contexts]
+
+    def _contexts(self) -> list[Any]:
+        """What each block reads besides the stream; None for one that cannot run again."""
+        if self._finds_context:
+            given = [(args, kwargs) for args, kwargs, _, _ in self._calls]
+            found = self.language.context_of(given, self._arguments)
+            self.past = [list(pair) for pair in found.held] if found and self._kept else self.past
+            return [found] * len(given)
+        return [
+            args[1] if len(args) == 2 and not kwargs else None for args, kwargs, *_ in self._calls
+        ]
+
+
+def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
+    """The block's points `k` and `v`."""
+    reached = inside(block)
+    ends = {
+        p.name.rpartition(".")[2]: p.module for p in runner.points.values() if p.module in reached
+    }
+    return [ends[end] for end in ("k", "v") if end in ends]
+
+
+def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
+    found: dict[nn.Module, list[EditedPoint]] = {}
+    for job in jobs:
+        for edited in job.edits:
+            found.setdefault(edited.point.module, []).append(edited)
+    return found
+
+
+def _are_close(ours: Any, theirs: Tensor) -> bool:
+    if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
+        return False
+    size = min(0.03, 1000 * torch.finfo(theirs.dtype).eps) * theirs.abs().max().item()
+    if ours is theirs:
+        return True
+    return torch.allclose(ours, to_device(theirs, ours.device), rtol=0, atol=size, equal_nan=True)

@@ -1,0 +1,224 @@
+"""Context: what blocks read besides the residual stream, such as masks, rotations and past keys."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from hooks import position_offset, start_of_piece
+from hooks.point import mapped
+from hooks.transfer import to_device
+from models.positions import Rotation
+from models.running.kvcache import KVCache, oldest_reached
+from models.running.masks import Mask, Rule, as_real, as_seen, has_gaps, shared
+
+Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]]
+"""One layer's keys and values, after norm and rotation."""
+
+
+class Context(NamedTuple):
+    """What one call gives to every block; made by `model.context(tokens)`.
+
+    Attributes:
+        positions: each token's position in its own text, without padding: Int[batch pos], or
+            [1 pos] if all rows have the same.
+        masks: for each window in use, which keys a query sees; see `Mask`.
+        rotation: the cosines and sines that rotary models rotate queries and keys with.
+        start: how many columns of the text come before these.
+        kv_cache: the cache that holds earlier keys and values, and takes the new ones.
+        real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
+            could be read there.
+        past: the keys and values of earlier columns for each layer, read-only.
+    """
+
+    positions: Tensor
+    masks: dict[int, Mask]
+    rotation: Rotation | None = None
+    start: int = 0
+    kv_cache: KVCache | None = None
+    real: Tensor | None = None
+    past: tuple[Past, ...] | None = None
+
+    def piece(self) -> AbstractContextManager[None]:
+        """A `with` in which edits know where this call starts and what is padding. No use while compiling."""
+        if torch.compiler.is_compiling() or (self.kv_cache is None and self.real is None):
+            return nullcontext()
+        return position_offset(start_of_piece() if self.kv_cache is None else self.start, self.real)
+
+    def commit(self) -> None:
+        """Tells the key/value cache that all blocks have read the new positions."""
+        if self.kv_cache is not None:
+            self.kv_cache.length = self.start + self.positions.shape[1]
+            self.kv_cache.mask = self.real
+
+    def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Earlier and new keys and values of a layer, [batch, kv_head, key, d_head]."""
+        if self.kv_cache is not None:
+            return self.kv_cache.layers[layer].extended(self.start, k, v)
+        if self.past is not None:
+            old_k, old_v = self.past[layer]
+            return joined(old_k, k), joined(old_v, v)
+        return k, v
+
+    def to(self, device: torch.device) -> "Context":
+        """The context for blocks on a device. Keys and values of past columns stay where they are."""
+
+        def moved(tree: Any) -> Any:
+            return _mapped(lambda part: to_device(part, device), tree)
+
+        return self._replace(
+            positions=moved(self.positions),
+            masks=moved(self.masks),
+            rotation=moved(self.rotation),
+        )
+
+    def repeated(self, n: int) -> "Context":
+        """The context of `n` copies of the batch in sequence: row `copy * batch + row`.
+
+        All copies share one past.
+
+        Raises:
+            ValueError: if the context has a `KVCache`, which has the rows of one batch only.
+        """
+        self._refuse_cache("repeated")
+        return self._replace(
+            positions=_tiled(self.positions, n),
+            masks=_mapped(lambda part: _tiled(part, n), self.masks),
+            rotation=_mapped(lambda part: _tiled(part, n), self.rotation),
+            real=_mapped(lambda part: _tiled(part, n), self.real),
+        )
+
+    def after(self, pos: int, past: Sequence[Past]) -> "Context":
+        """The context of the same texts from column `pos` on.
+
+        A block that runs on `resid[:, pos:]` gives the same values as on the whole text.
+
+        Args:
+            pos: counted from the start of the text.
+            past: for each layer, keys and values of all columns before `pos`, after norm and rotation.
+                They are only read. Their rows are those of the batch, before or after `repeated`.
+
+        Raises:
+            ValueError: if the context has a `KVCache` or no column `pos`, or the past does not have
+                `pos` columns.
+        """
+        self._refuse_cache("after")
+        end = self.start + self.positions.shape[1]
+        if not self.start <= pos < end:
+            raise ValueError(f"pos must be {self.start} to {end - 1}; got {pos}")
+        for columns in {part.shape[2] for pair in past for part in pair} - {pos}:
+            raise ValueError(f"past must have the {pos} columns before pos; got {columns}")
+        skipped, device = pos - self.start, self.positions.device
+
+        def later(mask: Mask) -> Mask:
+            if isinstance(mask, Tensor):
+                return mask if mask.shape[2] == 1 else mask[:, :, skipped:]
+            return shared(mask, (end - pos, end), device)
+
+        return self._replace(
+            positions=self.positions[:, skipped:],
+            masks={window: later(mask) for window, mask in self.masks.items()},
+            rotation=_mapped(lambda part: part[:, skipped:], self.rotation),
+            start=pos,
+            past=tuple(past),
+        )
+
+    def _refuse_cache(self, method: str) -> None:
+        if self.kv_cache is not None:
+            raise ValueError(f"{method}() must be called on a context without a KVCache")
+
+
+ContextOrMask = Context | Tensor | None
+"""What blocks and attention are called with.
+
+A model gives its context. Without a model it may be a mask of queries and keys, like `query_key_mask`
+of `Transformer.forward`, or None for the causal rule and the window. Positions then count from 0.
+"""
+
+
+def place(
+    x: Shaped[Tensor, "batch pos *d_model"],
+    windows: Collection[int],
+    n_heads: int,
+    rotate: Callable[[Tensor], Rotation | None],
+    attention_mask: Tensor | None = None,
+    query_key_mask: Tensor | None = None,
+    kv_cache: KVCache | None = None,
+) -> Context:
+    """The context of one call.
+
+    Args:
+        x: the new tokens, or vectors of the stream; only shape and device matter.
+        windows: the windows of the blocks that will read it.
+        n_heads: their query heads.
+        rotate: gives the rotation of positions.
+        attention_mask, query_key_mask: see `Transformer.forward`.
+        kv_cache: the keys and values read before.
+
+    Raises:
+        ValueError: if tokens, masks and cache do not fit each other.
+    """
+    (batch, new), device = x.shape[:2], x.device
+    start, known = (0, None) if kv_cache is None else (kv_cache.length, kv_cache.mask)
+    end, real, is_cached = start + new, None, kv_cache is not None
+    drops_keys = is_cached and any(windows)
+    if known is not None:
+        known = torch.cat([known, known.new_ones(batch, end - known.shape[1])], 1)
+    if attention_mask is None:
+        real = known
+    else:
+        cached = None if not is_cached else start
+        real = as_real(attention_mask, batch, end, cached, known, drops_keys)
+    if query_key_mask is not None:
+        query_key_mask = as_seen(query_key_mask, (batch, n_heads, new, end), is_cached)
+        if drops_keys:
+            raise ValueError(
+                "query_key_mask must be None with a KVCache of a sliding window, which drops keys; "
+                f"got {tuple(query_key_mask.shape)}"
+            )
+    gaps = real is not None and any(windows) and not drops_keys and has_gaps(real)
+    here = None if real is None else to_device(real, device)
+    # Padding has no position, and no query sees it.
+    counted = torch.arange(end, device=device)[None]
+    counted = counted if here is None else (here.long().cumsum(1) - 1).clamp(min=0)
+    masks: dict[int, Mask]
+    if query_key_mask is not None:
+        seen = to_device(query_key_mask, device)
+        masks = dict.fromkeys(windows, seen if here is None else seen & here[:, None, None])
+    else:
+        first = {w: oldest_reached(w, start) if is_cached else 0 for w in windows}
+        rules = {w: _rule(w, first[w], end, here, counted if gaps else None) for w in windows}
+        masks = {w: shared(rules[w], (new, end - first[w]), device) for w in windows}
+    positions = counted[:, start:]
+    return Context(positions, masks, rotate(positions), start, kv_cache, real)
+
+
+def _rule(
+    window: int, first: int, end: int, real: Tensor | None, positions: Tensor | None
+) -> Rule | None:
+    """Which keys, from column `first` on, the last queries see; None means all up to their own.
+
+    Where there are gaps in texts, and so positions, no key was dropped, and `first` is 0.
+    """
+    if real is None:
+        return Rule(window) if window and end - first > window else None
+    return Rule(window, real[:, first:], positions)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return mapped(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _tiled(value: Tensor, n: int) -> Tensor:
+    """`n` copies along the batch. A batch of one broadcasts, so it stays as it is."""
+    return value if value.shape[0] == 1 else value.repeat(n, *[1] * (value.ndim - 1))
+
+
+def joined(old: Tensor, new: Tensor) -> Tensor:
+    """Past and new keys or values, joined. The new ones may have several copies of the past's batch."""
+    copies = len(new) // len(old)
+    old = old.expand(copies, *old.shape)
+    return torch.cat([old, new.unflatten(0, (copies, -1))], 3).flatten(0, 1)

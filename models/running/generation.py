@@ -1,0 +1,293 @@
+"""Generation: continues prompts of any lengths token by token, with cached keys and values."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from operator import index
+from typing import TypedDict, TypeVar, Unpack
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from hooks._torch import without_gradients
+from hooks.transfer import to_device, trusted
+from models.checks import check_tokens, check_whole
+from models.running.kvcache import KVCache
+from models.running.sampling import Sampling, row_generator
+from models.text.texts import Texts
+from models.text.tokenizer import Tokenizer
+from models.transformer import Transformer
+
+Text = TypeVar("Text", str, list[str])
+IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more token for each row.
+
+    Attributes:
+        tokens: the new token of each row.
+        running: whether the row had no stop token before this step; otherwise ignore its token.
+        logits: the logits of the choice, before temperature, top_k, top_p and min_p.
+    """
+
+    tokens: Int[Tensor, " batch"]
+    running: Bool[Tensor, " batch"]
+    logits: Float[Tensor, "batch vocab"]
+
+
+class Options(TypedDict, total=False):
+    """The options that `generate` passes on to `stream`; see there."""
+
+    attention_mask: Shaped[Tensor, "batch pos"] | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    stop: int | Iterable[int] | None
+    seed: int | torch.Generator
+    max_context: int | None
+    prefill_chunk: int
+
+
+def generate(
+    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[Options]
+) -> list[list[int]]:
+    """Returns each prompt, without padding, and its continuation, up to and including a stop token.
+
+    Rows end at the `eos_token_ids` of the model's config, unless `stop` says otherwise. A row of a
+    batch gets the same tokens as it would alone, up to rounding. Other batch sizes may use
+    other kernels, so two tokens of almost equal probability may change places.
+
+    Hooks act in every step. To keep the values of all steps in one cache, use
+    `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`. Its
+    positions are the prompt and all new tokens but the last, which the model does not read.
+
+    Args:
+        model: in evaluation mode.
+        prompts: texts in any form, of any lengths; see `Transformer.to_tokens`.
+        max_new_tokens: how many tokens to add at most.
+        options: `attention_mask`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`,
+            `max_context` and `prefill_chunk`; see `stream`.
+
+    Raises:
+        ValueError: as for `stream`.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
+    >>> rows = generate(Transformer(config).eval(), [[1, 2], [3]], max_new_tokens=3)
+    >>> [len(row) for row in rows]
+    [5, 4]
+    """
+    _require(model)
+    texts = _as_lists(model, prompts, options.pop("attention_mask", None))
+    steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
+    made = [(step.tokens, step.running) for step in steps]
+    lengths = torch.stack([running for _, running in made], 1).sum(1)
+    # One tensor, because each is waited for.
+    rows = torch.stack([lengths, *(tokens for tokens, _ in made)], 1).tolist()
+    return [text + new[:length] for text, (length, *new) in zip(texts, rows, strict=True)]
+
+
+def generate_text(
+    model: Transformer, prompts: Text, *, max_new_tokens: int, **options: Unpack[Options]
+) -> Text:
+    """Returns a text with its continuation, or a list of texts with theirs.
+
+    The model also reads the tokens with which its tokenizer begins a text; they are not in the result.
+    Without `stop`, a row also ends at the tokenizer's own end of text. The result leaves out the end of
+    text that ended a row, but not stop tokens that were given. An incomplete last character is U+FFFD.
+
+    Args:
+        model: in evaluation mode, with a `tokenizer`.
+        prompts: a text, or a list of texts.
+        max_new_tokens: how many tokens to add at most.
+        options: see `stream`.
+
+    Raises:
+        ValueError: as for `stream`, or by the tokenizer.
+
+    >>> from models import load
+    >>> generate_text(load("pydoc-4l"), "impor", max_new_tokens=1)
+    'import'
+    """
+    _require(model)
+    several = [prompts] if isinstance(prompts, str) else prompts
+    tokenizer: Tokenizer = model.require_tokenizer()
+    ends: set[int] = set()
+    if options.get("stop") is None:
+        given = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
+        # A tokenizer may be that of a larger model, with tokens that this one lacks.
+        options["stop"] = ends = {token for token in given if token < model.config.vocab_size}
+    read = [model.encoded(text, closed=False) for text in several]
+    rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
+    # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
+    # the prompt as it was given.
+    texts = [
+        text
+        + tokenizer.decode(row[: -1 if row[-1] in ends else None])[len(tokenizer.decode(old)) :]
+        for text, old, row in zip(several, read, rows, strict=True)
+    ]
+    return texts[0] if isinstance(prompts, str) else texts
+
+
+def stream(
+    model: Transformer,
+    prompts: Texts,
+    *,
+    max_new_tokens: int,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop: int | Iterable[int] | None = None,
+    seed: int | torch.Generator = 0,
+    max_context: int | None = None,
+    prefill_chunk: int = 1024,
+) -> Iterator[Step]:
+    """Yields the steps of `generate` one at a time.
+
+    A caller may change a step's tensors: the next step does not read them.
+
+    Args:
+        model: in evaluation mode.
+        prompts: texts in any form, of any lengths; see `Transformer.to_tokens`.
+        max_new_tokens: how many tokens to add at most.
+        attention_mask: 1 for tokens and 0 for padding, which may be on either side; None for no padding.
+        temperature, top_k, top_p, min_p: see `Sampling`; temperature 0 takes the most probable token.
+        stop: a token that ends a row, or several; None for the `eos_token_ids` of the model's config,
+            () for none.
+        seed: row i draws from `row_generator(seed, i)`, whatever the other rows are. Or a generator,
+            from which all rows draw in turn.
+        max_context: the largest number of positions; None for the model's `n_ctx`.
+        prefill_chunk: how many positions of the prompts are read at once.
+
+    Raises:
+        ValueError: at the call, if a sampling option is out of range, a prompt is empty or too long
+            with its continuation, a token is outside the vocabulary, the mask has another shape or
+            other values, or the model is in training mode. Later, if the logits of a running row are not
+            finite.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
+    >>> steps = stream(Transformer(config).eval(), [[1, 2], [3]], max_new_tokens=3)
+    >>> next(steps).logits.shape
+    torch.Size([2, 5])
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    _require(model)
+    texts = _as_lists(model, prompts, attention_mask)
+    stop = model.config.eos_token_ids if stop is None else stop
+    stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
+    check_whole("max_new_tokens", max_new_tokens)
+    check_whole("prefill_chunk", prefill_chunk)
+    _check(model, texts, stops, max_new_tokens, max_context)
+    # The blocks of a model may be on several devices.
+    device, drawn_on = model.token_embedding.weight.device, model.unembedding.weight.device
+    generators: list[torch.Generator] = []
+    if isinstance(seed, torch.Generator):
+        generators = [seed] * len(texts)
+    elif not sampling.is_greedy:
+        generators = [row_generator(seed, row, drawn_on) for row in range(len(texts))]
+    pads = [max(map(len, texts)) - len(text) for text in texts]
+    tokens = torch.tensor([[0] * pad + text for pad, text in zip(pads, texts, strict=True)])
+    end = tokens.shape[1] + max_new_tokens
+    mask = None
+    if any(pads):
+        mask = to_device(torch.arange(end) >= torch.tensor(pads)[:, None], device)
+    read = partial(_read, model, KVCache(end), mask, prefill_chunk)
+    tokens = to_device(tokens, device)
+    return _steps(model, read, tokens, sampling, generators, stops, max_new_tokens)
+
+
+# Not on the generator below: there it would also act between the steps.
+@without_gradients
+def _read(
+    model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor
+) -> Tensor:
+    """The logits after the last token: [batch, vocab]."""
+    if model.training:
+        raise ValueError(IN_TRAINING)
+    for piece in tokens.split(chunk, 1):
+        seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
+        with trusted():  # `_check` has read the tokens, and the mask was made here
+            logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
+    return logits[:, -1]
+
+
+def _steps(
+    model: Transformer,
+    read: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    sampling: Sampling,
+    generators: list[torch.Generator],
+    stop: list[int],
+    count: int,
+) -> Iterator[Step]:
+    device = model.unembedding.weight.device
+    stops = to_device(torch.tensor(stop, dtype=torch.int64), device)
+    running = torch.ones(len(tokens), dtype=torch.bool, device=device)
+    for _ in range(count):
+        logits = read(tokens)
+        new = sampling.choose(logits, generators, running)
+        yield Step(new.clone(), running.clone(), logits)
+        if stop:
+            running = running & (new[:, None] != stops).all(1)
+            if not running.any():
+                return
+        tokens = new[:, None]
+
+
+def _require(model: object) -> None:
+    if not isinstance(model, Transformer):
+        what = type(model).__name__
+        raise TypeError(f"generate needs a models.Transformer; got {what} (try its own .generate)")
+
+
+def _as_lists(
+    model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
+) -> list[list[int]]:
+    tokens, own_mask = model.to_tokens(prompts)
+    check_tokens(tokens)
+    texts = tokens.tolist()
+    if attention_mask is None:
+        attention_mask = own_mask
+    elif own_mask is not None:
+        raise ValueError("prompts of unequal lengths have their own attention_mask; got another")
+    if attention_mask is None:
+        return texts
+    shape, kept = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()
+    if attention_mask.shape != shape or set().union(*kept) - {0, 1}:
+        rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
+        raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {kept!r:.40}")
+    return [list(compress(*pair)) for pair in zip(texts, kept, strict=True)]
+
+
+def _check(
+    model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
+) -> None:
+    """Refuses arguments that would give wrong tokens, or fail after some steps."""
+    if any(module.training for module in model.modules()):
+        raise ValueError(IN_TRAINING)
+    empty = [row for row, text in enumerate(texts) if not text]
+    if empty or not texts:
+        raise ValueError(
+            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows {empty}"
+        )
+    vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
+    for name, tokens in (("stop", stops), *((f"prompt {i}", t) for i, t in enumerate(texts))):
+        outside = [token for token in tokens if not 0 <= token < vocab]
+        if outside:
+            raise ValueError(f"{name} must have tokens from 0 to {vocab - 1}; got {outside[0]}")
+    limit = n_ctx if max_context is None else min(max_context, n_ctx)
+    longest = max(map(len, texts))
+    if longest + new > limit:
+        more = "" if model.config.positions == "learned" else ", or call model.extend_context"
+        raise ValueError(
+            f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}: "
+            f"ask for fewer and go on from the last tokens of the result{more}"
+        )
