@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
-from models import KVCache, kernels, masks
+from models import KVCache, kernels
+from models.running import masks
 from tests.reference import BATCH, HEADS, POS, masked, some_tokens, variant
 
 COPIES = 3

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
-from models import KVCache, Transformer, TransformerConfig, kernels, masks, trusted
+from models import KVCache, Transformer, TransformerConfig, kernels, trusted
+from models.running import masks
 from tests.pretended import DEVICE, Devices
 from tests.reference import (  # fmt: skip
     BATCH,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hooks import HookedRunner, HookError
-from models import KVCache, Transformer, TransformerConfig, fold_norms, kernels, masks
-from models import kvcache as module
+from models import KVCache, Transformer, TransformerConfig, fold_norms, kernels
+from models.running import kvcache as module
+from models.running import masks
 from tests.reference import masked
 
 VOCAB, N_CTX, LAYERS, HEADS, D_HEAD = 23, 19, 3, 4, 6
@@ -409,7 +410,7 @@ def test_another_model_is_refused(other):
 
 
 def test_a_model_with_the_same_keys_goes_on():
-    """FoldedWeights norms change no key and no value; another precision rounds them."""
+    """Folded norms change no key and no value; another precision rounds them."""
     model, tokens = build("window"), text(2, LENGTH)
     twin = fold_norms(model)
     assert twin.config != model.config

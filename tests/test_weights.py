@@ -283,7 +283,7 @@ def test_a_head_that_copies_scores_one():
         attention.W_O[0] = outputs @ eye.roll(7, 1)
         attention.W_O[1] = outputs.roll(1, 0) @ eye.roll(7, 1)  # the token after it, modulo 7
         close(copying_scores(model, fold=False).values[layer, :, 0], [score, 0])
-    # FoldedWeights, logits have mean 0: what is added to all of them does not count.
+    # Folded, logits have mean 0: what is added to all of them does not count.
     model.W_U[:] += torch.arange(20.0)[:, None]
     close(copying_scores(model).values[0, 0], [1])
 

@@ -103,7 +103,7 @@ def token_directions(
 ) -> Float[Tensor, "*axes d_model"]:
     """The direction of each token's logit in the stream: columns of `W_U`.
 
-    The final stream's product with it, over the scale of the final norm, is the logit up to biases. FoldedWeights,
+    The final stream's product with it, over the scale of the final norm, is the logit up to biases. Folded,
     that is the logit less the mean over the vocabulary, unless logits are capped.
 
     Args:
