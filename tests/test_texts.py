@@ -452,10 +452,11 @@ def test_readings_print_words():
     model = reading()
     _, cache = interp.run_with_cache(model, "the cat sat")
     lens = interp.logit_lens(model, cache, top_k=2)
-    assert lens.texts == [["the", " cat", " sat"]]
-    assert lens.likeliest[1][0][2] == model.to_pieces(lens.tokens[1, 0, 2])
+    text, likeliest = lens.first
+    assert text == ["the", " cat", " sat"]
+    assert likeliest[1][2] == model.to_pieces(lens.tokens[1, 0, 2, 0])
     assert "' cat'" in repr(lens).splitlines()[1]
-    assert repr(lens.likeliest[0][0][0][0]) in repr(lens).splitlines()[2]
+    assert repr(likeliest[0][0]) in repr(lens).splitlines()[2]
     best = interp.max_activating(model, TEXTS, "blocks.1.resid_post", k=2)
     assert best == interp.max_activating(
         model, [model.encoded(text) for text in TEXTS], "blocks.1.resid_post", k=2
@@ -466,7 +467,7 @@ def test_readings_print_words():
     assert tokens.texts[0] == model.to_pieces(tokens.read)
     assert repr(tokens.texts[1][1][0][0]) in repr(tokens)
     model.tokenizer = None
-    assert interp.logit_lens(model, cache).texts is None
+    assert interp.logit_lens(model, cache).first is None
     assert (
         str(lens.tokens[0, 0, 0, 0].item()) in repr(interp.logit_lens(model, cache)).splitlines()[1]
     )

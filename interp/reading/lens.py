@@ -1,7 +1,6 @@
 """Lenses: what the residual stream would predict if the model ended at each layer."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -33,8 +32,8 @@ class LensReadout:
         entropy: of the prediction, in nats.
         kl: KL(final ‖ lens), in nats: what is lost when this prediction stands in for the model's own.
             It is 0 at the last layer.
-        texts: for each text its tokens as text; None where the model has no tokenizer.
-        likeliest: `tokens` as text, [layer batch pos top].
+        first: of the first text its tokens as text, [pos], and the likeliest next ones, [layer pos]; None where the
+            model has no tokenizer. `model.to_pieces(lens.tokens)` gives all.
     """
 
     tokens: Int[Tensor, "layer batch pos top"]
@@ -43,20 +42,16 @@ class LensReadout:
     target_ranks: Int[Tensor, "layer batch pos"]
     entropy: Float[Tensor, "layer batch pos"]
     kl: Float[Tensor, "layer batch pos"]
-    texts: list[list[str]] | None = None
-    likeliest: list[Any] | None = None
+    first: tuple[list[str] | None, list[list[str]]] | None = None
 
     def __repr__(self) -> str:
         """The likeliest token of each layer at the last positions of the first text."""
         sizes = zip(("layer", "batch", "pos", "top"), self.tokens.shape, strict=True)
         title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
-        shown = self.likeliest or self.tokens.tolist()
-        rows = [
-            [str(n), *(repr(place[0]) for place in layer[0][-_SHOWN:])]
-            for n, layer in enumerate(shown)
-        ]
-        if self.texts is not None:
-            rows.insert(0, ["layer", *map(repr, self.texts[0][-_SHOWN:])])
+        text, likeliest = self.first or (None, self.tokens[:, 0, :, 0].tolist())
+        rows = [[str(n), *map(repr, layer[-_SHOWN:])] for n, layer in enumerate(likeliest)]
+        if text is not None:
+            rows.insert(0, ["layer", *map(repr, text[-_SHOWN:])])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([f"{title}: the likeliest next tokens of the first text", *lines])
@@ -126,8 +121,8 @@ def logit_lens(
     written, text = writer_of(model), text_of(cache)
     if written is None:
         return readout
-    texts = None if text is None or text.tokens.shape != shape else written(text.tokens)
-    return replace(readout, texts=texts, likeliest=written(readout.tokens))
+    read = None if text is None or text.tokens.shape != shape else written(text.tokens[0])
+    return replace(readout, first=(read, written(best[:, 0, :, 0])))
 
 
 def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:
