@@ -334,6 +334,17 @@ def test_an_answer_that_may_be_two_tokens_is_refused():
         Pairs("the play", answers=[" cat", " dog"]).read_by(model)
 
 
+def test_an_answer_is_one_token_where_only_one_fits():
+    """A tokenizer that drops a first space has one token for both; another has a word only after a space."""
+    model = reading()
+    model.tokenizer = library_of(WORDS)
+    assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [5]
+    tokenizer = Spaced()
+    tokenizer.pieces[5] = "elsewhere"  # " dog" is a token, "dog" is none
+    model.tokenizer = tokenizer
+    assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [17]
+
+
 def test_spans_are_found_by_what_they_say():
     model = reading()
     clean, corrupted = ["the cat sat on", "the dog ran"], ["cat sat on the mat", "the mat ran on"]

@@ -97,19 +97,24 @@ def _answer(model: nn.Module, row: list[int], answer: str | int) -> int:
     if isinstance(answer, int):
         return answer
     language = of(model, "to_id")
-    try:
-        spaced = language.to_id(f" {answer}")
-    except ValueError:
-        return int(language.to_id(answer))
     text = language.to_text(row)
-    if answer[:1].isspace() or text[-1:].isspace():
+    plain, spaced = (_one_token(language, written) for written in (answer, f" {answer}"))
+    if answer[:1].isspace() or text[-1:].isspace() or spaced is None:
         return int(language.to_id(answer))
-    if re.search(rf"\b{re.escape(answer)}\b", text):
-        return int(spaced)  # a word of the text
+    # A word of the text is that word here too, and not the rest of the one before.
+    if plain in (None, spaced) or re.search(rf"\b{re.escape(answer)}\b", text):
+        return spaced
     raise ValueError(
         f"an answer must say whether it is a new word; after {text[-20:]!r} got {answer!r}: write {' ' + answer!r}, "
         f"or give the token of the rest of a word, model.to_id({answer!r})"
     )
+
+
+def _one_token(language: Any, text: str) -> int | None:
+    try:
+        return int(language.to_id(text))
+    except ValueError:
+        return None
 
 
 def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> Any:
