@@ -17,6 +17,12 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="all jobs on all architectures")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the tests marked `full` without that option."""
+    if not config.getoption("full"):
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """The same draws in every test, alone or after others."""

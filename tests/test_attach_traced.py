@@ -313,7 +313,9 @@ def test_sweeps_and_lazy_caches(kind):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
-@pytest.mark.parametrize("kind", ["gptj", "xglm", "falcon"])
+@pytest.mark.parametrize(
+    "kind", ["gptj", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("xglm", "falcon"))]
+)
 @torch.no_grad()
 def test_compiled(kind):
     model = model_of(kind)

@@ -456,7 +456,7 @@ def failures(sessions, first=0):
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("first", [0, 2500])
+@pytest.mark.parametrize("first", [0, pytest.param(2500, marks=pytest.mark.full)])
 def test_random_sessions(first):
     """In a process of its own: as users run, without the tests' shape checks, which take most of the time."""
     command = [sys.executable, "-m", "tests.test_fuzz", "2500", str(first)]
