@@ -285,7 +285,7 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
-    """What `run()` returns, and the most bytes of tensors made there that were alive at the same time."""
+    """Return the result of `run()`, and the most bytes of tensors made there that were alive at one time."""
     mode = PeakBytes()
     # Not `with mode`: an interrupt could come while it begins or ends, and the mode would stay.
     try:

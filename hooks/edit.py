@@ -36,7 +36,7 @@ class EditedPoint:
     hooks: tuple[Hook, ...]
 
     def apply(self, value: Tensor) -> Tensor:
-        """What the hooks make of `value`, one after another, each on a copy of its own. No hooks act inside.
+        """Return `value` as the hooks change it in turn, each on its own copy. No other hooks act inside.
 
         Raises:
             EditError: if a hook returns no tensor, or another shape, dtype or device.
@@ -97,7 +97,7 @@ class HookContext:
 
     @property
     def receipts(self) -> Receipts:
-        """What each hook has changed so far, hook by hook.
+        """Receipts of what each hook has changed so far, hook by hook.
 
         Raises:
             ContextError: if the context was made without `receipts=True`.

@@ -16,7 +16,7 @@ Positions = slice | Sequence[SupportsIndex]
 
 
 class Mode(StrEnum):
-    """How much of a run to keep.
+    """A choice of the values of a run to keep.
 
     `none` keeps nothing. `svd_targets` keeps the attention scores, patterns and values. `residual`
     adds the residual stream. Both need a model with `HookPoint`s. `full` keeps every point.
@@ -51,7 +51,7 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a run keeps values: keyword arguments of every method that makes or plans a cache.
+    """Options for keeping values: keyword arguments of every method that makes or plans a cache.
 
     Attributes:
         positions: keep only these positions of the axes `pos` and `query`. Booleans are a mask.
@@ -103,7 +103,7 @@ class Options:
         return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
 
     def kept(self, value: Tensor, point: Point) -> Tensor:
-        """What to keep of `value`: at the chosen positions of its axes `pos` and `query`, and placed.
+        """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and in the dtype.
 
         It is `value` itself or a new tensor, never a view.
 

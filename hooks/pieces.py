@@ -1,4 +1,4 @@
-"""Which columns of its texts a run reads, and which are padding. Generation and sweeps run a model on pieces."""
+"""Pieces of texts: the columns that a run reads, and the padding among them, for generation and sweeps."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

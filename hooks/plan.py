@@ -38,7 +38,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cached run would keep.
+    """The values that a cached run would keep, and their memory.
 
     Attributes:
         values: each value by name.

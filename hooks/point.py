@@ -251,7 +251,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fields(output: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a container holds, by key; None if it is no container."""
+    """Return the items of a container by key; None if it is no container."""
     if isinstance(output, (tuple, list)):
         return enumerate(output)
     if isinstance(output, Mapping):

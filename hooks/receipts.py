@@ -11,7 +11,7 @@ from hooks.point import Hook, Point
 
 @dataclass
 class Receipt:
-    """What one hook did at one point so far. Blocks that a lazy cache runs again do not count.
+    """A record of what one hook did at one point so far. Blocks that a lazy cache runs again do not count.
 
     Attributes:
         hook: the hook.
@@ -31,7 +31,7 @@ class Receipt:
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch it changed, summed over calls."""
+        """The number of rows of the batch that it changed, summed over calls."""
         return int(self._rows)
 
     @property

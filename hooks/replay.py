@@ -58,7 +58,7 @@ _PLAIN = (type(None), int, float, str, torch.dtype)
 
 
 def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
-    """What to keep of a module's argument that is no tensor, to run the module again with it.
+    """Return the form in which a module's argument that is no tensor is kept for another run.
 
     Raises:
         HookError: if it is an object that a later run may change.

@@ -69,7 +69,11 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
-    """A mask that is True where the key is not later than the query."""
+    """A mask that is True where the key is not later than the query.
+
+    >>> causal_mask(3).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
@@ -154,7 +158,7 @@ class Attention(ByConfig):
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What attention adds to the residual stream, from the normalized stream.
+        """Return what attention adds to the residual stream, from the normalized stream.
 
         Args:
             x: what attention reads.
@@ -187,7 +191,7 @@ class Attention(ByConfig):
         v: Float[Tensor, "batch pos kv_head d_head"],
         context: Context,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What attention adds, from what `project` returns."""
+        """Return what attention adds to the residual stream, from the results of `project`."""
         # Under autocast, norms and rotations give float32, and values have half precision.
         q = self.q(self.rotary(self.q_norm(q), context.rotation).type_as(v)).transpose(1, 2)
         k = self.k(self.rotary(self.k_norm(k), context.rotation).type_as(v)).transpose(1, 2)

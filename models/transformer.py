@@ -155,7 +155,7 @@ class Transformer(ReadsText, BlockWeights):
         kv_cache: KVCache | None = None,
         query_key_mask: Tensor | None = None,
     ) -> Context:
-        """What the blocks read besides the stream. For arguments and errors see `forward`."""
+        """Return what the blocks read besides the stream. For arguments and errors see `forward`."""
         check_tokens(tokens)
         config, (batch, new) = self.config, tokens.shape
         if kv_cache is not None:

@@ -28,7 +28,15 @@ Identity = tuple[str, str, Tensor, Tensor]
 
 
 class VerificationError(ValueError):
-    """A model breaks an identity. The message says which, where, and by how much."""
+    """Error of a model that breaks an identity. The message says which, where, and by how much.
+
+    >>> from models import TransformerConfig
+    >>> model = Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=1, n_heads=2, d_model=6))
+    >>> _ = model.blocks[0].attn_out.register_forward_hook(lambda point, args, value: 2 * value)
+    >>> verify(model)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    models.verification.VerificationError: 'attn_out = ln1_post(attn)' must hold at blocks.0.attn_out ...
+    """
 
 
 @without_gradients

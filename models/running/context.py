@@ -20,7 +20,7 @@ Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_
 
 
 class Context(NamedTuple):
-    """What one call gives to every block; made by `model.context(tokens)`.
+    """The values that one call gives to every block; made by `model.context(tokens)`.
 
     Attributes:
         positions: each token's position in its own text, without padding: Int[batch pos], or
@@ -32,6 +32,12 @@ class Context(NamedTuple):
         real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
             could be read there.
         past: the keys and values of earlier columns for each layer, read-only.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
+    >>> tokens, mask = torch.tensor([[0, 3, 6]]), torch.tensor([[0, 1, 1]])
+    >>> Transformer(config).context(tokens, attention_mask=mask).positions.tolist()
+    [[0, 0, 1]]
     """
 
     positions: Tensor
@@ -132,7 +138,7 @@ class Context(NamedTuple):
 
 
 ContextOrMask = Context | Tensor | None
-"""What blocks and attention are called with.
+"""The second argument of blocks and attention.
 
 A model gives its context. Without a model it may be a mask of queries and keys, like `query_key_mask`
 of `Transformer.forward`, or None for the causal rule and the window. Positions then count from 0.
@@ -199,7 +205,7 @@ def place(
 def _rule(
     window: int, first: int, end: int, real: Tensor | None, positions: Tensor | None
 ) -> Rule | None:
-    """Which keys, from column `first` on, the last queries see; None means all up to their own.
+    """The rule for the keys, from column `first` on, that the last queries see; None: all up to their own.
 
     Where there are gaps in texts, and so positions, no key was dropped, and `first` is 0.
     """

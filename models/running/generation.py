@@ -32,6 +32,12 @@ class Step:
         tokens: the new token of each row.
         running: whether the row had no stop token before this step; otherwise ignore its token.
         logits: the logits of the choice, before temperature, top_k, top_p and min_p.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> step = next(stream(model, "impor", max_new_tokens=1))
+    >>> model.to_text(step.tokens), step.running.tolist()
+    ('t', [True])
     """
 
     tokens: Int[Tensor, " batch"]

@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen from logits.
+    """The choice of a token from logits: the most probable one, or a random draw.
 
     Attributes:
         temperature: the divisor of logits; below 1e-6 the most probable token is taken.

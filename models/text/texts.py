@@ -99,7 +99,7 @@ class ReadsText:
         return tokenizer
 
     def _text_device(self) -> torch.device | None:
-        """Where tokens go; None for the CPU."""
+        """The device for tokens; None for the CPU."""
         return None
 
     def to_tokens(

@@ -1,4 +1,4 @@
-"""What training starts from: settings, texts, batches, and the loss of each next token."""
+"""Materials of training: settings, texts, batches, and the loss of each next token."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Text = Int[Tensor, "*_walk _pos"] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How to train. The defaults are nanoGPT's for small character models (Karpathy 2022).
+    """Settings of training. The defaults are nanoGPT's for small character models (Karpathy 2022).
 
     Attributes:
         steps: number of updates.
@@ -50,6 +50,10 @@ class TrainingConfig:
 
     Raises:
         ValueError: naming the field, its value and its range.
+
+    >>> config = TrainingConfig(steps=10, warmup=2, learning_rate=0.5)
+    >>> config.rate(0), config.rate(2)
+    (0.25, 0.5)
     """
 
     steps: int
@@ -127,6 +131,10 @@ def next_token_loss(
     """Cross-entropy of each next token, in nats.
 
     It is NaN where the token or the one before it is padding, 0 or False in the mask: `nanmean` leaves that out.
+
+    >>> logits = torch.zeros(1, 3, 8)  # eight tokens, equally likely
+    >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
+    tensor([[8., 8.]])
     """
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     if attention_mask is None:

@@ -37,6 +37,10 @@ class TrainingResult:
     Attributes:
         losses: the loss of each step's batch before the update, in nats per token.
         validation: the loss on the held-out text, by the number of steps taken.
+
+    >>> result = TrainingResult(losses=(2.5, 2.0), validation={2: Evaluation(nats=2.25)})
+    >>> result.validation[2].nats - result.losses[-1]
+    0.25
     """
 
     losses: tuple[float, ...]
