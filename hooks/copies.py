@@ -36,7 +36,7 @@ class Copies:
         if not _torch.has_storage(value) or value.is_inference():
             return copied(value)
         key = id(value), _torch.version(value), how
-        made = self._made.get(key)
-        if made is None or made[0]() is not value:
-            self._made[key] = made = weakref.ref(value), copied(value)
-        return made[1]
+        entry = self._made.get(key)
+        if entry is None or entry[0]() is not value:
+            self._made[key] = entry = weakref.ref(value), copied(value)
+        return entry[1]

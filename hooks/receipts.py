@@ -58,8 +58,8 @@ class Receipt:
     def _add(self, before: Tensor, after: Tensor) -> None:
         self.calls += 1
         changed = (after != before) & ~(after.isnan() & before.isnan())
-        wide = torch.promote_types(before.dtype, torch.float64)
-        sizes = torch.where(changed, (after.to(wide) - before.to(wide)).abs(), 0.0)
+        dtype = torch.promote_types(before.dtype, torch.float64)
+        sizes = torch.where(changed, (after.to(dtype) - before.to(dtype)).abs(), 0.0)
         if changed.numel():
             rows = changed.reshape(len(changed) if changed.ndim else 1, -1).any(1)
             self._rows = rows.sum() + self._rows

@@ -201,8 +201,8 @@ class LazyValues(Mapping[str, Tensor]):
     A deep copy or a pickle is a plain dict of all values.
     """
 
-    def __init__(self, kept: Recorder, calls: list[BlockCall], edits: Edits) -> None:
-        self._run = kept
+    def __init__(self, recorder: Recorder, calls: list[BlockCall], edits: Edits) -> None:
+        self._run = recorder
         self._calls = calls
         self._edits = edits
         self._recomputed: dict[str, Tensor] = {}

@@ -149,5 +149,5 @@ def checksum(name: str, tensor: Tensor) -> int:
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """The checksums of tensors, and of a text under the empty name, as JSON."""
-    each = {name: checksum(name, tensor) for name, tensor in tensors.items()}
-    return json.dumps({"": zlib.crc32(text.encode())} | each, sort_keys=True)
+    by_name = {name: checksum(name, tensor) for name, tensor in tensors.items()}
+    return json.dumps({"": zlib.crc32(text.encode())} | by_name, sort_keys=True)

@@ -48,10 +48,10 @@ def scaled_dot_product_attention(
     dtype = floats[0] if floats else torch.get_default_dtype()
     q, k, v = (part if part.is_floating_point() else part.to(dtype) for part in (q, k, v))
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
-    return softmax(scores if mask is None else _masked(scores, mask)) @ v
+    return softmax(scores if mask is None else _apply_mask(scores, mask)) @ v
 
 
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"mask must be boolean or floating-point; got {mask.dtype}")
     # A mask with only some of the leading axes is ambiguous: rows could be taken for heads.
@@ -181,8 +181,8 @@ class Attention(ByConfig):
         Float[Tensor, "batch pos kv_head d_head"],
     ]:
         """Queries, keys and values of the normalized stream, before QK-norm and rotation: linear in `x`."""
-        wide = self.qkv(x).view(*x.shape[:2], self.all_heads, self.d_head)
-        return wide.split_with_sizes(self.heads, 2)
+        qkv = self.qkv(x).view(*x.shape[:2], self.all_heads, self.d_head)
+        return qkv.split_with_sizes(self.heads, 2)
 
     def mix(
         self,

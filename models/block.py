@@ -46,10 +46,10 @@ class Branch:
         return self.finished(self.sublayer(self.norm(stream), *context))
 
     def finished(
-        self, given: Float[Tensor, "batch pos d_model"]
+        self, output: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_model"]:
         """Return what the branch adds to the stream, from the sublayer's output."""
-        return self.added(self.after(given))
+        return self.added(self.after(output))
 
 
 class Block(ByConfig):

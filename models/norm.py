@@ -58,14 +58,14 @@ class LayerNorm(Component):
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, with a hook point at its divisor."""
-        wide, weight = widened(x), self.weight
-        if weight is not None and x.dtype == weight.dtype == wide.dtype and is_unwatched(x):
+        precise, weight = widened(x), self.weight
+        if weight is not None and x.dtype == weight.dtype == precise.dtype and is_unwatched(x):
             # One kernel instead of seven. Autograd would not follow the divisor that it gives.
             zero = torch.zeros_like(weight)
             normal, _, inverse = torch.native_layer_norm(x, self.shape, weight, zero, self.eps)
             unedited = inverse * self.scale(inverse.reciprocal())
             return torch.addcdiv(zero if self.bias is None else self.bias, normal, unedited)
-        centred = wide - wide.mean(-1, keepdim=True)
+        centred = precise - precise.mean(-1, keepdim=True)
         normal = centred / self.scale(_root_mean_square(centred, self.eps))
         if self.weight is not None:
             normal = (
@@ -112,8 +112,8 @@ class RMSNorm(Component):
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Tensor) -> Tensor:
         """The explicit norm, with a hook point at its divisor."""
-        wide = widened(x)
-        normal = wide / self.scale(_root_mean_square(wide, self.eps))
+        precise = widened(x)
+        normal = precise / self.scale(_root_mean_square(precise, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)
 
 

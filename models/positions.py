@@ -142,10 +142,10 @@ def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, 
     if scaling.kind == "llama3":
         turns = scaling.original_n_ctx * frequencies / (2 * math.pi)
         low, high = scaling.turns
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        kept_share = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        kept = _kept_by_yarn(len(frequencies), config.rotary_theta, scaling)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+        kept_share = _kept_by_yarn(len(frequencies), config.rotary_theta, scaling)
+    return kept_share * frequencies + (1 - kept_share) * frequencies / scaling.factor
 
 
 def _kept_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:

@@ -35,8 +35,8 @@ class Rule(NamedTuple):
         columns = torch.arange(first, end, device=device)
         seen = (columns <= columns[start - first :, None])[None]
         if self.window:
-            at = columns[None] if self.positions is None else self.positions[:, first:end]
-            seen = seen & (at[:, None] > at[:, start - first :, None] - self.window)
+            positions = columns[None] if self.positions is None else self.positions[:, first:end]
+            seen = seen & (positions[:, None] > positions[:, start - first :, None] - self.window)
         if self.real is not None:
             seen = seen & self.real[:, None, first:end]
         return seen[:, None]

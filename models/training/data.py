@@ -168,13 +168,13 @@ def split(
     >>> [part.tolist() for part in split(torch.arange(5), 0.6)]
     [[0, 1, 2], [3, 4]]
     """
-    at = int(len(tokens) * fraction)
-    if not 0 < at < len(tokens):
+    count = int(len(tokens) * fraction)
+    if not 0 < count < len(tokens):
         raise ValueError(
-            f"both parts must have tokens or walks; got {at} of {len(tokens)} for training, "
+            f"both parts must have tokens or walks; got {count} of {len(tokens)} for training, "
             f"with a fraction of {fraction}"
         )
-    return tokens[:at], tokens[at:]
+    return tokens[:count], tokens[count:]
 
 
 def sample_batch(
@@ -194,8 +194,8 @@ def sample_batch(
     if starts < 1:
         raise ValueError(f"the text must have at least {length} tokens; got {walks.shape[1]}")
     drawn = torch.randint(len(walks) * starts, (batch, 1), generator=generator)
-    places = (drawn // starts, drawn % starts + torch.arange(length))
-    return walks[tuple(to_device(place, walks.device) for place in places)]
+    indices = (drawn // starts, drawn % starts + torch.arange(length))
+    return walks[tuple(to_device(index, walks.device) for index in indices)]
 
 
 @without_gradients
@@ -233,8 +233,8 @@ def evaluate(
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
     windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)
     with mode(model, training=False):
-        found = [loss(model, rows) for rows in windows.split(batch)]
-    losses = torch.cat(found).cpu().double()
+        batch_losses = [loss(model, rows) for rows in windows.split(batch)]
+    losses = torch.cat(batch_losses).cpu().double()
     error = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else None
     return Evaluation(losses.mean().item(), characters_per_token, error)
 

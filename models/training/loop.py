@@ -99,7 +99,7 @@ def train(
     >>> len(result.losses), list(result.validation)
     (3, [2, 3])
     """
-    batches, texts = _source(data, validation, model, config)
+    batches, texts = _batches_and_texts(data, validation, model, config)
     run = Run(model, config, texts, directory, loss)
     forked = [run.device] if run.device.type == "cuda" else []
     with (
@@ -147,7 +147,7 @@ def train(
     )
 
 
-def _source(
+def _batches_and_texts(
     data: Text | Batches, validation: Text | None, model: Transformer, config: TrainingConfig
 ) -> tuple[Batches, dict[str, Tensor]]:
     """The function that makes batches, and the texts that are known before training."""
