@@ -54,7 +54,7 @@ class Sinusoidal(nn.Module):
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """The encoding of each position."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
-        return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+        return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)  # [batch, pos, half * 2]
 
 
 class NoPositions(nn.Module):
@@ -90,7 +90,7 @@ class Rotary:
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
         """The cosines and sines of the rotation angles."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
-        angles = torch.cat([angles, angles], -1).unsqueeze(-2)
+        angles = torch.cat([angles, angles], -1).unsqueeze(-2)  # [batch, pos, 1, d_rotary]
         return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
 
     def __call__(

@@ -226,5 +226,6 @@ def _tiled(value: Tensor, n: int) -> Tensor:
 def joined(old: Tensor, new: Tensor) -> Tensor:
     """Past and new keys or values, joined. The new ones may have several copies of the past's batch."""
     copies = len(new) // len(old)
-    old = old.expand(copies, *old.shape)
-    return torch.cat([old, new.unflatten(0, (copies, -1))], 3).flatten(0, 1)
+    old = old.expand(copies, *old.shape)  # [copy, batch, kv_head, key, d_head]
+    new = new.unflatten(0, (copies, -1))  # [copy, batch, kv_head, pos, d_head]
+    return torch.cat([old, new], 3).flatten(0, 1)  # [copy * batch, kv_head, key + pos, d_head]

@@ -1,4 +1,10 @@
-"""Generation: continues prompts of any lengths token by token, with cached keys and values."""
+"""Generation: continues prompts of any lengths token by token, with cached keys and values.
+
+1. Arguments and prompts are checked before any work, and the prompts padded on the left (`stream`).
+2. The model reads the prompts in chunks, and keeps their keys and values (`_last_logits`).
+3. `Sampling.choose` takes a token for each row from the logits of the last position (`_steps`).
+4. Rows that have met a stop token are finished. While any row runs, the model reads the new tokens: step 3.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -231,7 +231,7 @@ def evaluate(
     check_whole("batch", batch)
     tokens = torch.as_tensor(tokens)
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
-    windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)
+    windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)  # [window, pos]
     with mode(model, training=False):
         batch_losses = [loss(model, rows) for rows in windows.split(batch)]
     losses = torch.cat(batch_losses).cpu().double()
