@@ -223,8 +223,8 @@ def memory_of(tensor: Tensor) -> int:
 def has_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is plain strided memory.
 
-    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. A
-    compiler does not know.
+    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. During
+    compilation the answer is always False.
     """
     return not (
         torch.compiler.is_compiling()

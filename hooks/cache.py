@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import names, storage
@@ -165,7 +166,7 @@ class ActivationCache(Mapping[str, Tensor]):
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
         return type(self)(arrived, self._axes, self._origin, None, self.skipped)
 
-    def stack(self, short: str) -> Tensor:
+    def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
         """The values of all layers whose names end in `short`, stacked: [layer, ...].
 
         If they are on several devices, the result is on that of the first layer.

@@ -167,7 +167,7 @@ def _require_next(pieces: Sequence[Tensor], point: Point) -> None:
     """Refuses a piece that does not continue the earlier ones of the same rows.
 
     Raises:
-        HookError: if that is so.
+        HookError: if the piece starts elsewhere, or has other rows.
     """
     piece, axis = piece_read(), _position_axis(point.name, point.axes)
     next_column = sum(part.shape[axis] for part in pieces)

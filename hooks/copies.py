@@ -31,7 +31,7 @@ class Copies:
     def __call__(
         self, value: Tensor, copied: Callable[[Tensor], Tensor] = private, how: object = None
     ) -> Tensor:
-        """`copied(value)`, the same one for the same `how` if nothing was written since."""
+        """Return `copied(value)`: the earlier copy if `how` is the same and nothing was written since."""
         # Writes into these tensors are not counted, or this is a compiler.
         if not _torch.has_storage(value) or value.is_inference():
             return copied(value)

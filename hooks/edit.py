@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks._torch import is_checkpointed
@@ -35,7 +36,7 @@ class EditedPoint:
     point: Point
     hooks: tuple[Hook, ...]
 
-    def apply(self, value: Tensor) -> Tensor:
+    def apply(self, value: Shaped[Tensor, "*axes"]) -> Shaped[Tensor, "*axes"]:
         """Return `value` as the hooks change it in turn, each on its own copy. No other hooks act inside.
 
         Raises:

@@ -34,7 +34,7 @@ class Piece:
         return None if self.real is None else real_columns(self.real)
 
     def columns_of(self, rows: int, end: int) -> Sequence[Sequence[int]] | None:
-        """`columns`, if these are `rows` texts of `end` columns so far."""
+        """Return `columns` if the batch has `rows` texts of `end` columns so far; otherwise None."""
         fits = self.real is not None and self.real.shape == (rows, end)
         return self.columns if fits else None
 

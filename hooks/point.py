@@ -101,7 +101,7 @@ class HookPoints(nn.Module):
 
 
 def inside(module: nn.Module) -> set[nn.Module]:
-    """A module, those in it, and its points elsewhere."""
+    """Return a module, the modules in it, and its points elsewhere."""
     points: nn.Module | None = vars(module).get("hook_points")
     return {*module.modules(), *(points.modules() if points is not None else ())}
 

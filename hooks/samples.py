@@ -46,7 +46,7 @@ def _tensors_agree(ours: Tensor, theirs: Tensor, precision: float) -> bool:
 
 
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """The current autocast, to enter again, and what gives the relative size of rounding errors."""
+    """Two functions: one enters the present autocast again, one gives the relative size of rounding errors."""
     dtype = None
     if _torch.is_any_autocast_enabled() and torch.is_autocast_enabled(
         kind := _autocast_device(tensors)

@@ -109,7 +109,7 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
 
 @contextmanager
 def one_error(path: str | os.PathLike[str], rule: str) -> Iterator[None]:
-    """Makes one error, which names the file and the rule, of the many that its content may raise.
+    """Turns each error that a file's content may raise into one that names the file and the rule.
 
     Raises:
         CacheError: in place of any error but a FileNotFoundError.

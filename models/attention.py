@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Real
+from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
@@ -22,7 +22,7 @@ def scaled_dot_product_attention(
     q: Real[Tensor, "*#axes query d_k"],
     k: Real[Tensor, "*#axes key d_k"],
     v: Real[Tensor, "*#axes key d_v"],
-    mask: Tensor | None = None,
+    mask: Shaped[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "*#axes query d_v"]:
     """`softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
 

@@ -127,8 +127,9 @@ class TransformerConfig:
         dropout_place: where sublayers have it. `output`: on what both add (GPT-2). `hidden`: only in
             the MLP, after the activation (model-architecture.md).
         init: how weights start. `normal`: N(0, 0.02²) (model-architecture.md). `gpt2`: likewise, with 0.02
-            divided by sqrt(2 n_layers) for maps that write to the stream. `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015):
-            uniform, with a range from each matrix's sizes, embeddings included (svd-transformer.md).
+            divided by sqrt(2 n_layers) for maps that write to the stream. `xavier` (Glorot & Bengio 2010)
+            and `kaiming` (He et al. 2015): uniform, with a range from each matrix's sizes, embeddings
+            included (svd-transformer.md).
         eos_token_ids: the tokens that end a text. Generation stops there.
 
     Raises:

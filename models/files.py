@@ -32,7 +32,7 @@ def library(name: str) -> Any:
 
 @contextmanager
 def one_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes one error, which names the file, of the many that its content may raise.
+    """Turns each error that a file's content may raise into one that names the file.
 
     Raises:
         ValueError: in place of any error, unless it says that a file, a library or a key to ignore is missing.

@@ -56,7 +56,7 @@ class LayerNorm(Component):
         return torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
-    def normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         """The explicit norm, with a hook point at its divisor."""
         precise, weight = widened(x), self.weight
         if weight is not None and x.dtype == weight.dtype == precise.dtype and is_unwatched(x):
@@ -110,7 +110,7 @@ class RMSNorm(Component):
         return torch.rms_norm(x, self.shape, self.weight, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
-    def normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         """The explicit norm, with a hook point at its divisor."""
         precise = widened(x)
         normal = precise / self.scale(_root_mean_square(precise, self.eps))
@@ -179,7 +179,7 @@ def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
     return nn.Dropout(config.dropout) if present and config.dropout else Identity()
 
 
-def widened(x: Tensor) -> Tensor:
+def widened(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """`x` in at least float32. The fused kernels also round only once, at the end."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

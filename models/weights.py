@@ -20,9 +20,9 @@ def _stacked(name: str, meaning: str) -> Any:
 class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
-    They are computed at each access, on the first block's device if blocks are on several. The weights of one block (`blocks[3].attn.W_Q`) are views. A bias
-    that the config switches off is zeros; weights of a part that the model lacks, such as a gate, raise an
-    AttributeError.
+    They are computed at each access, on the first block's device if blocks are on several. The weights of
+    one block (`blocks[3].attn.W_Q`) are views. A bias that the config switches off is zeros; weights of a
+    part that the model lacks, such as a gate, raise an AttributeError.
     """
 
     blocks: nn.ModuleList

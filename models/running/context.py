@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks import position_offset, start_of_piece
@@ -40,12 +40,12 @@ class Context(NamedTuple):
     [[0, 0, 1]]
     """
 
-    positions: Tensor
+    positions: Int[Tensor, "_batch pos"]
     masks: dict[int, Mask]
     rotation: Rotation | None = None
     start: int = 0
     kv_cache: KVCache | None = None
-    real: Tensor | None = None
+    real: Bool[Tensor, "batch key"] | None = None
     past: tuple[Past, ...] | None = None
 
     def piece(self) -> AbstractContextManager[None]:
@@ -60,8 +60,15 @@ class Context(NamedTuple):
             self.kv_cache.length = self.start + self.positions.shape[1]
             self.kv_cache.mask = self.real
 
-    def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Earlier and new keys and values of a layer, [batch, kv_head, key, d_head]."""
+    def extended(
+        self,
+        layer: int,
+        k: Float[Tensor, "batch kv_head pos d_head"],
+        v: Float[Tensor, "batch kv_head pos d_head"],
+    ) -> tuple[
+        Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
+    ]:
+        """Return the earlier and new keys and values of a layer."""
         if self.kv_cache is not None:
             return self.kv_cache.layers[layer].extended(self.start, k, v)
         if self.past is not None:
