@@ -89,7 +89,8 @@ STEPPED = """
 
 
 LONG = """
-    from models import kernels, masks
+    from models import kernels
+    from models.running import masks
     kernels.BLOCK = masks.BLOCK = 5
     for changes in (dict(window=3), dict(attn_cap=2.0), dict(n_heads=2, n_kv_heads=1)):
         torch._dynamo.reset()
