@@ -174,20 +174,20 @@ def state_of(module: nn.Module) -> list[Tensor]:
 
     `parameters()` and `buffers()` take ten times as long: they build names and remove duplicates.
     """
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     modules: list[nn.Module | None] = [module]
     for inner in modules:  # the loop itself adds to the list
         if inner is None:
             continue
         # Most of these are empty, and to ask is quicker than to add nothing.
         held = inner.__dict__
-        if kept := held["_modules"]:
-            modules += kept.values()
-        if kept := held["_parameters"]:
-            found += kept.values()
-        if kept := held["_buffers"]:
-            found += kept.values()
-    return [tensor for tensor in found if tensor is not None]
+        if members := held["_modules"]:
+            modules += members.values()
+        if members := held["_parameters"]:
+            tensors += members.values()
+        if members := held["_buffers"]:
+            tensors += members.values()
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def marks(module: nn.Module) -> list[int]:
@@ -223,8 +223,8 @@ def memory_of(tensor: Tensor) -> int:
 def has_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is plain strided memory.
 
-    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. A
-    compiler does not know.
+    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. During
+    compilation the answer is always False.
     """
     return not (
         torch.compiler.is_compiling()
@@ -285,7 +285,7 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
-    """What `run()` returns, and the most bytes of tensors made there that were alive at the same time."""
+    """Return the result of `run()`, and the most bytes of tensors made there that were alive at one time."""
     mode = PeakBytes()
     # Not `with mode`: an interrupt could come while it begins or ends, and the mode would stay.
     try:
@@ -305,8 +305,8 @@ class PeakBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Views of what was there before, such as a transposed weight, are not new.
-        given = (value for value in args if isinstance(value, Tensor))
-        self._seen.update(value.untyped_storage() for value in given)
+        inputs = (value for value in args if isinstance(value, Tensor))
+        self._seen.update(value.untyped_storage() for value in inputs)
         output = func(*args, **(kwargs or {}))
         for value in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(value, Tensor) and (memory := value.untyped_storage()) not in self._seen:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import names, storage
@@ -94,13 +95,13 @@ class ActivationCache(Mapping[str, Tensor]):
         return name
 
     def _layered(self, short: str, layer: int) -> str:
-        found = names.layers(short, self._all_names())
-        at = layer + max(found) + 1 if layer < 0 else layer
-        if at not in found:
+        names_by_layer = names.layers(short, self._all_names())
+        index = layer + max(names_by_layer) + 1 if layer < 0 else layer
+        if index not in names_by_layer:
             raise UnknownNameError(
-                f"{short!r} has layers {min(found)} to {max(found)}; got {layer}"
+                f"{short!r} has layers {min(names_by_layer)} to {max(names_by_layer)}; got {layer}"
             )
-        return found[at]
+        return names_by_layer[index]
 
     def _all_names(self) -> list[str]:
         return list(dict.fromkeys([*self._origin.known, *self._values]))
@@ -165,7 +166,7 @@ class ActivationCache(Mapping[str, Tensor]):
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
         return type(self)(arrived, self._axes, self._origin, None, self.skipped)
 
-    def stack(self, short: str) -> Tensor:
+    def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
         """The values of all layers whose names end in `short`, stacked: [layer, ...].
 
         If they are on several devices, the result is on that of the first layer.
@@ -174,8 +175,8 @@ class ActivationCache(Mapping[str, Tensor]):
             UnknownNameError: if there is no such value.
             CacheError: if the model has such a value in a layer, and this cache does not.
         """
-        found = names.layers(short, self._all_names())
-        missing = [name for name in found.values() if name not in self._values]
+        names_by_layer = names.layers(short, self._all_names())
+        missing = [name for name in names_by_layer.values() if name not in self._values]
         if missing:
             raise CacheError(
                 f"stack({short!r}) needs every layer, and {', '.join(missing[:4])} "
@@ -183,8 +184,8 @@ class ActivationCache(Mapping[str, Tensor]):
                 + "".join(f"; {self.skipped[name]}" for name in missing[:4] if name in self.skipped)
             )
         if isinstance(self._values, LazyValues):
-            self._values.fill(found.values())
-        return stacked(self._values[name] for name in found.values())
+            self._values.fill(names_by_layer.values())
+        return stacked(self._values[name] for name in names_by_layer.values())
 
     def at(self, **where: Index) -> "ActivationCache":
         """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
@@ -202,10 +203,10 @@ class ActivationCache(Mapping[str, Tensor]):
                 raise unknown_name(axis, sorted(known), "axis of any value in this cache")
         index, axes = {}, {}
         for name in self:
-            own = {axis: at for axis, at in where.items() if axis in self.axes(name)}
-            index[name] = index_by_axis(self.axes(name), own, name)
+            chosen = {axis: where[axis] for axis in where if axis in self.axes(name)}
+            index[name] = index_by_axis(self.axes(name), chosen, name)
             pairs = zip(self.axes(name), index[name], strict=True)
-            axes[name] = tuple(axis for axis, at in pairs if not isinstance(at, int))
+            axes[name] = tuple(axis for axis, part in pairs if not isinstance(part, int))
 
         def cut(name: str, value: Tensor) -> Tensor:
             part = value[index[name]]
@@ -282,7 +283,7 @@ class ActivationCache(Mapping[str, Tensor]):
             CacheError: if the file is damaged, is no cache, or came from another model.
         """
         with storage.opened(Path(path), _FORMAT) as (tensors, facts):
-            axes = {name: tuple(own) for name, own in facts["axes"].items()}
+            axes = {name: tuple(listed) for name, listed in facts["axes"].items()}
             values = {name: tensors[name] for name in axes}
             grads, inputs = (
                 {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}

@@ -111,7 +111,9 @@ class Recorder:
         self._copies = Copies()
         if self.joined:
             parts = self._parts.items()
-            self.values = {name: join(each, name, self.points[name].axes) for name, each in parts}
+            self.values = {
+                name: join(pieces, name, self.points[name].axes) for name, pieces in parts
+            }
         for name, before in self._versions.items():
             if _torch.version(self.values[name]) != before:
                 changed = (
@@ -161,18 +163,18 @@ class Recorder:
         return private(kept) if kept is value else kept
 
 
-def _require_next(parts: Sequence[Tensor], point: Point) -> None:
+def _require_next(pieces: Sequence[Tensor], point: Point) -> None:
     """Refuses a piece that does not continue the earlier ones of the same rows.
 
     Raises:
-        HookError: if that is so.
+        HookError: if the piece starts elsewhere, or has other rows.
     """
-    piece, at = piece_read(), _position_axis(point.name, point.axes)
-    columns = sum(part.shape[at] for part in parts)
-    if parts and piece_is_known() and (piece.start != columns or piece.moved):
+    piece, axis = piece_read(), _position_axis(point.name, point.axes)
+    next_column = sum(part.shape[axis] for part in pieces)
+    if pieces and piece_is_known() and (piece.start != next_column or piece.moved):
         got = "other rows" if piece.moved else f"column {piece.start or 0}"
         raise HookError(
-            f"the pieces of a joined run must follow one another, for {point.name} from column {columns} of the "
+            f"the pieces of a joined run must follow one another, for {point.name} from column {next_column} of the "
             f"same rows; got {got} (a generation without a cache of keys, with beams or with an assistant)"
         )
 
@@ -185,19 +187,19 @@ def _position_axis(name: str, axes: tuple[str, ...]) -> int:
     return axes.index(along[0])
 
 
-def join(parts: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
+def join(pieces: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
     """Joins the values of several runs (a generation's steps) as if one run covered all positions.
 
-    Along `key` each part ends at its own last position, and later keys are zero.
+    Along `key` each piece ends at its own last position, and later keys are zero.
     """
-    at = _position_axis(name, axes)
+    axis = _position_axis(name, axes)
     if "key" in axes:
         key = axes.index("key")
-        before = parts[0].shape[key] - parts[0].shape[at]
-        ends = [before + end for end in accumulate(part.shape[at] for part in parts)]
+        cached = pieces[0].shape[key] - pieces[0].shape[axis]
+        ends = [cached + end for end in accumulate(piece.shape[axis] for piece in pieces)]
         after = [0, 0] * (len(axes) - 1 - key)
-        parts = [
-            pad(part, [*after, end - part.shape[key], ends[-1] - end])
-            for part, end in zip(parts, ends, strict=True)
+        pieces = [
+            pad(piece, [*after, end - piece.shape[key], ends[-1] - end])
+            for piece, end in zip(pieces, ends, strict=True)
         ]
-    return torch.cat(list(parts), at)
+    return torch.cat(list(pieces), axis)

@@ -31,12 +31,12 @@ class Copies:
     def __call__(
         self, value: Tensor, copied: Callable[[Tensor], Tensor] = private, how: object = None
     ) -> Tensor:
-        """`copied(value)`, the same one for the same `how` if nothing was written since."""
+        """Return `copied(value)`: the earlier copy if `how` is the same and nothing was written since."""
         # Writes into these tensors are not counted, or this is a compiler.
         if not _torch.has_storage(value) or value.is_inference():
             return copied(value)
         key = id(value), _torch.version(value), how
-        made = self._made.get(key)
-        if made is None or made[0]() is not value:
-            self._made[key] = made = weakref.ref(value), copied(value)
-        return made[1]
+        entry = self._made.get(key)
+        if entry is None or entry[0]() is not value:
+            self._made[key] = entry = weakref.ref(value), copied(value)
+        return entry[1]

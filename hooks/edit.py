@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks._torch import is_checkpointed
@@ -35,8 +36,8 @@ class EditedPoint:
     point: Point
     hooks: tuple[Hook, ...]
 
-    def apply(self, value: Tensor) -> Tensor:
-        """What the hooks make of `value`, one after another, each on a copy of its own. No hooks act inside.
+    def apply(self, value: Shaped[Tensor, "*axes"]) -> Shaped[Tensor, "*axes"]:
+        """Return `value` as the hooks change it in turn, each on its own copy. No other hooks act inside.
 
         Raises:
             EditError: if a hook returns no tensor, or another shape, dtype or device.
@@ -97,16 +98,16 @@ class HookContext:
 
     @property
     def receipts(self) -> Receipts:
-        """What each hook has changed so far, hook by hook.
+        """Receipts of what each hook has changed so far, hook by hook.
 
         Raises:
             ContextError: if the context was made without `receipts=True`.
         """
         if self._edits and not self._receipts:
             raise ContextError("receipts must be asked for: runner.hooks(..., receipts=True)")
-        found = [receipt for at_one_point in self._receipts for receipt in at_one_point]
-        order = [id(receipt.hook) for receipt in found]
-        return Receipts(sorted(found, key=lambda receipt: order.index(id(receipt.hook))))
+        receipts = [receipt for at_one_point in self._receipts for receipt in at_one_point]
+        order = [id(receipt.hook) for receipt in receipts]
+        return Receipts(sorted(receipts, key=lambda receipt: order.index(id(receipt.hook))))
 
     def __enter__(self) -> "HookContext":
         if self._session is not None:
@@ -152,7 +153,7 @@ def edited_points(
         UnknownNameError: if a selector matches nothing.
     """
     pairs = hooks.items() if isinstance(hooks, Mapping) else hooks
-    found: dict[nn.Module, tuple[Point, list[Hook]]] = {}
+    edited: dict[nn.Module, tuple[Point, list[Hook]]] = {}
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise TypeError(f"hooks must be a mapping or pairs (selector, function); got {pair!r}")
@@ -163,8 +164,8 @@ def edited_points(
         for point in resolve(selector, known, points).values():
             once.setdefault(point.module, point)
         for module, point in once.items():
-            found.setdefault(module, (point, []))[1].append(hook)
-    return [EditedPoint(point, tuple(given)) for point, given in found.values()]
+            edited.setdefault(module, (point, []))[1].append(hook)
+    return [EditedPoint(point, tuple(point_hooks)) for point, point_hooks in edited.values()]
 
 
 def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> OutputHook:

@@ -16,7 +16,7 @@ Positions = slice | Sequence[SupportsIndex]
 
 
 class Mode(StrEnum):
-    """How much of a run to keep.
+    """A choice of the values of a run to keep.
 
     `none` keeps nothing. `svd_targets` keeps the attention scores, patterns and values. `residual`
     adds the residual stream. Both need a model with `HookPoint`s. `full` keeps every point.
@@ -51,7 +51,7 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a run keeps values: keyword arguments of every method that makes or plans a cache.
+    """Options for keeping values: keyword arguments of every method that makes or plans a cache.
 
     Attributes:
         positions: keep only these positions of the axes `pos` and `query`. Booleans are a mask.
@@ -99,11 +99,11 @@ class Options:
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
         """Splits keyword arguments into options and the model's own arguments."""
         names = {field.name for field in dataclasses.fields(cls) if field.init}
-        given = {name: value for name, value in kwargs.items() if name in names}
-        return cls(**given), {name: kwargs[name] for name in kwargs if name not in names}
+        chosen = {name: value for name, value in kwargs.items() if name in names}
+        return cls(**chosen), {name: kwargs[name] for name in kwargs if name not in names}
 
     def kept(self, value: Tensor, point: Point) -> Tensor:
-        """What to keep of `value`: at the chosen positions of its axes `pos` and `query`, and placed.
+        """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and in the dtype.
 
         It is `value` itself or a new tensor, never a view.
 
@@ -115,16 +115,16 @@ class Options:
             return self.placement(value)
         if not point.axes:
             raise HookError(f"positions= needs named axes, and {point.name} declares none")
-        for at, size in enumerate(value.shape):
-            if point.axes[at] not in POSITION_AXES:
+        for axis, size in enumerate(value.shape):
+            if point.axes[axis] not in POSITION_AXES:
                 continue
             key = size, value.device
             if key not in self._indices:
                 chosen = places(self.positions, size, f"positions= of {point}")
                 index = torch.tensor(chosen, dtype=torch.int64)
                 self._indices[key] = to_device(index, value.device)
-            value = value.index_select(at, self._indices[key])
-            if value.shape[at] == 0:
+            value = value.index_select(axis, self._indices[key])
+            if value.shape[axis] == 0:
                 rule = f"select some of the {size} of {point}"
                 raise HookError(f"positions must {rule}; got {self.positions}")
         return self.placement(value)

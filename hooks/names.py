@@ -53,10 +53,10 @@ def resolve(
     if not parts:
         raise UnknownNameError("an empty selector matches no hook point")
     points = known if points is None else points
-    found = [_matching(part, known, points) for part in parts]
-    if len(found) == 1:  # already in order, and thousands of names may be resolved one by one
-        return {name: known[name] for name in found[0]}
-    chosen = set().union(*found)
+    matches = [_matching(part, known, points) for part in parts]
+    if len(matches) == 1:  # already in order, and thousands of names may be resolved one by one
+        return {name: known[name] for name in matches[0]}
+    chosen = set().union(*matches)
     return {name: point for name, point in known.items() if name in chosen}
 
 
@@ -67,13 +67,13 @@ def _matching(
         last = LAST_PARTS[part]
         # Only a HookPoint declares axes. Elsewhere a last part such as `v` may name anything.
         marked = (name for name, point in points.items() if point.axes)
-        found = [*points] if last is None else [n for n in marked if n.rpartition(".")[2] in last]
+        matches = [*points] if last is None else [n for n in marked if n.rpartition(".")[2] in last]
     elif isinstance(part, str):
-        found = [part] if part in known else _glob(part, points) or _glob(part, known)
+        matches = [part] if part in known else _glob(part, points) or _glob(part, known)
     else:
-        found = [name for name, point in points.items() if part(point)]
-    if found or part is Mode.none:
-        return found
+        matches = [name for name, point in points.items() if part(point)]
+    if matches or part is Mode.none:
+        return matches
     if not isinstance(part, str) or isinstance(part, Mode):
         what = getattr(part, "__name__", part)
         raise UnknownNameError(f"{what} matches no hook point of this model")
@@ -92,8 +92,8 @@ def layer_of(name: str) -> int | None:
     >>> layer_of("blocks.3.attn.q")
     3
     """
-    found = _NUMBER.search(name)
-    return int(found.group()) if found else None
+    number = _NUMBER.search(name)
+    return int(number.group()) if number else None
 
 
 def layers(short: str, names: Collection[str]) -> dict[int, str]:
@@ -102,17 +102,17 @@ def layers(short: str, names: Collection[str]) -> dict[int, str]:
     Raises:
         UnknownNameError: if no name with a layer ends in `short`, or two in one layer do.
     """
-    found: dict[int, str] = {}
+    names_by_layer: dict[int, str] = {}
     for name in names:
         if not (name == short or name.endswith("." + short)) or (layer := layer_of(name)) is None:
             continue
-        if layer in found:
-            both = (found[layer], name)
+        if layer in names_by_layer:
+            both = (names_by_layer[layer], name)
             raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}", short, both)
-        found[layer] = name
-    if not found:
+        names_by_layer[layer] = name
+    if not names_by_layer:
         raise unknown_name(short, names, "value of a layer")
-    return dict(sorted(found.items()))
+    return dict(sorted(names_by_layer.items()))
 
 
 def aligned(described: Mapping[str, str]) -> str:
@@ -125,12 +125,12 @@ def aligned(described: Mapping[str, str]) -> str:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, description in described.items():
         groups.setdefault((_NUMBER.sub("#", name, count=1), description), []).append(name)
-    rows = [(_label(pattern, group), text) for (pattern, text), group in groups.items()]
+    rows = [(_shared_name(pattern, group), text) for (pattern, text), group in groups.items()]
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
 
 
-def _label(pattern: str, group: list[str]) -> str:
+def _shared_name(pattern: str, group: list[str]) -> str:
     if len(group) == 1:
         return group[0]
     numbers = [layer for layer in map(layer_of, group) if layer is not None]
@@ -163,8 +163,8 @@ def blocks_of(model: nn.Module) -> Blocks:
         if parent in inside:
             inside[name] = inside[parent]
         elif isinstance(module, HookPoints):
-            own = names[module.module]
-            inside[name] = inside.get(own, (own, module.module))
+            target = names[module.module]
+            inside[name] = inside.get(target, (target, module.module))
         elif has_forward(module) and (parent in containers or (name and _holds_points(module))):
             inside[name] = name, module
         elif parent in containers or isinstance(module, nn.ModuleList):

@@ -92,16 +92,16 @@ def bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[s
     {'tokens': 3, 'scale': 0.5}
     """
     try:
-        given = {} if signature is None else signature.bind(*args, **kwargs).arguments
+        arguments = {} if signature is None else signature.bind(*args, **kwargs).arguments
     except TypeError:  # the run itself says what is wrong
         return {}
     for parameter in signature.parameters.values() if signature else ():
         if parameter.kind is parameter.VAR_KEYWORD:
-            given |= given.pop(parameter.name, {})
-    kept: dict[str, Any] = {}
-    for name, value in given.items():
+            arguments |= arguments.pop(parameter.name, {})
+    inputs: dict[str, Any] = {}
+    for name, value in arguments.items():
         if isinstance(value, _PLAIN):
-            kept[name] = value
+            inputs[name] = value
         elif isinstance(value, Tensor) and (name.endswith("mask") or not value.is_floating_point()):
-            kept[name] = private(value)
-    return kept
+            inputs[name] = private(value)
+    return inputs

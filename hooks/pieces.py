@@ -1,4 +1,4 @@
-"""Which columns of its texts a run reads, and which are padding. Generation and sweeps run a model on pieces."""
+"""Pieces of texts: the columns that a run reads, and the padding among them, for generation and sweeps."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -34,7 +34,7 @@ class Piece:
         return None if self.real is None else real_columns(self.real)
 
     def columns_of(self, rows: int, end: int) -> Sequence[Sequence[int]] | None:
-        """`columns`, if these are `rows` texts of `end` columns so far."""
+        """Return `columns` if the batch has `rows` texts of `end` columns so far; otherwise None."""
         fits = self.real is not None and self.real.shape == (rows, end)
         return self.columns if fits else None
 

@@ -38,7 +38,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cached run would keep.
+    """The values that a cached run would keep, and their memory.
 
     Attributes:
         values: each value by name.
@@ -68,7 +68,7 @@ def planned(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         try:
             with FakeCopyMode(fake):
-                model, args, kwargs = _copied(model, args, kwargs)
+                model, args, kwargs = _deep_copies(model, args, kwargs)
             _, cache = run(model, args, kwargs)
             nbytes = cache.nbytes
             values = {
@@ -84,7 +84,7 @@ def planned(
     return Plan(values, nbytes)
 
 
-def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
+def _deep_copies(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Copies that share no tensor with what was given."""
     owned = [value for module in model.modules() for value in vars(module).values()]
     # Fake tensors draw nothing from a generator, and among them PyTorch fails to copy one.

@@ -101,7 +101,7 @@ class HookPoints(nn.Module):
 
 
 def inside(module: nn.Module) -> set[nn.Module]:
-    """A module, those in it, and its points elsewhere."""
+    """Return a module, the modules in it, and its points elsewhere."""
     points: nn.Module | None = vars(module).get("hook_points")
     return {*module.modules(), *(points.modules() if points is not None else ())}
 
@@ -251,7 +251,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fields(output: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a container holds, by key; None if it is no container."""
+    """Return the items of a container by key; None if it is no container."""
     if isinstance(output, (tuple, list)):
         return enumerate(output)
     if isinstance(output, Mapping):

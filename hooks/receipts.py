@@ -11,7 +11,7 @@ from hooks.point import Hook, Point
 
 @dataclass
 class Receipt:
-    """What one hook did at one point so far. Blocks that a lazy cache runs again do not count.
+    """A record of what one hook did at one point so far. Blocks that a lazy cache runs again do not count.
 
     Attributes:
         hook: the hook.
@@ -31,7 +31,7 @@ class Receipt:
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch it changed, summed over calls."""
+        """The number of rows of the batch that it changed, summed over calls."""
         return int(self._rows)
 
     @property
@@ -58,8 +58,8 @@ class Receipt:
     def _add(self, before: Tensor, after: Tensor) -> None:
         self.calls += 1
         changed = (after != before) & ~(after.isnan() & before.isnan())
-        wide = torch.promote_types(before.dtype, torch.float64)
-        sizes = torch.where(changed, (after.to(wide) - before.to(wide)).abs(), 0.0)
+        dtype = torch.promote_types(before.dtype, torch.float64)
+        sizes = torch.where(changed, (after.to(dtype) - before.to(dtype)).abs(), 0.0)
         if changed.numel():
             rows = changed.reshape(len(changed) if changed.ndim else 1, -1).any(1)
             self._rows = rows.sum() + self._rows

@@ -1,4 +1,15 @@
-"""Replay: runs one block again on stored arguments. Lazy caches compute their values this way."""
+"""Replay: runs one block again on stored arguments. Lazy caches compute their values this way.
+
+1. Before the run, each block with requested points notes the state of its weights (`BlockCall.listen`).
+2. During the run, each block stores copies of its arguments and a sample of its output.
+3. When a value is read, its block runs again on those arguments, under the edits of the first run, and all
+   requested values of that block are recorded (`BlockCall.read`).
+4. If the weights or the sample differ, the block has changed, and the read is an error. A wrong value is
+   never given.
+5. The values stay in memory until `LazyValues.drop`.
+
+Keeping inputs and computing the rest again is the idea of activation checkpointing (Chen et al. 2016).
+"""
 
 import dataclasses
 import functools
@@ -58,7 +69,7 @@ _PLAIN = (type(None), int, float, str, torch.dtype)
 
 
 def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
-    """What to keep of a module's argument that is no tensor, to run the module again with it.
+    """Return the form in which a module's argument that is no tensor is kept for another run.
 
     Raises:
         HookError: if it is an object that a later run may change.
@@ -96,7 +107,7 @@ class BlockCall:
     fired: bool = False
     repeated: bool = False
     _inputs: list[Tensor] = dataclasses.field(default_factory=list)
-    _given: list[Tensor] = dataclasses.field(default_factory=list)
+    _output: list[Tensor] = dataclasses.field(default_factory=list)
 
     def listen(self, session: Session) -> None:
         """Stores the block's next call, through hooks of the session."""
@@ -123,7 +134,7 @@ class BlockCall:
         return self._inputs[-1]
 
     def _sample(self, output: Any) -> None:
-        self._given = sampled(output)
+        self._output = sampled(output)
 
     def report(self, recorder: Recorder) -> None:
         """Tells the recorder which points the block's run reached, and skips them if it ran twice.
@@ -141,7 +152,7 @@ class BlockCall:
 
     def tensors(self) -> list[Tensor]:
         """The tensors kept of this call: its arguments and a sample of its output."""
-        return self._inputs + self._given
+        return self._inputs + self._output
 
     @_torch.without_gradients
     def read(
@@ -160,21 +171,11 @@ class BlockCall:
         Raises:
             CacheError: if the block changed since.
         """
-        recorder, again = (Recorder(points, options) for _ in range(2))
+        recorder = Recorder(points, options)
         planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
         # During a plan, an edit may read the cache of a real run.
         with nullcontext() if planned else _torch.unset_fake_temporarily():
-            precision = self._precision()
-            same = _torch.marks(self.block) == self._state and (
-                agree(self._given, given := self._replayed(edits, recorder), precision)
-                # Hooks may cause other kernels to run. If those round more, compare without hooks;
-                # but what was recorded must then be the same twice.
-                or (
-                    agree(given, self._replayed(edits, again), 0.0)
-                    and agree(self._given, self._replayed(edits), precision)
-                )
-            )
-            if not same:
+            if not self._record_again(edits, recorder):
                 raise CacheError(
                     f"{self.name} changed after the run (a weight, an attribute, a hook, an adapter, the "
                     "precision of products, or an edit that is not the same twice), so running it again "
@@ -182,6 +183,19 @@ class BlockCall:
                 )
             recorder.finish()
         return recorder.values
+
+    def _record_again(self, edits: Edits, recorder: Recorder) -> bool:
+        """Records the points in another run, and says whether the block gives what it gave."""
+        if _torch.marks(self.block) != self._state:
+            return False
+        precision, output = self._precision(), self._replayed(edits, recorder)
+        if agree(self._output, output, precision):
+            return True
+        # Hooks may cause other kernels to run. If those round more, compare without hooks; but what was
+        # recorded must then be the same twice.
+        again = Recorder(recorder.points, recorder.options)
+        is_repeatable = agree(output, self._replayed(edits, again), 0.0)
+        return is_repeatable and agree(self._output, self._replayed(edits), precision)
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
         """A sample of what the block gives now."""
@@ -201,8 +215,8 @@ class LazyValues(Mapping[str, Tensor]):
     A deep copy or a pickle is a plain dict of all values.
     """
 
-    def __init__(self, kept: Recorder, calls: list[BlockCall], edits: Edits) -> None:
-        self._run = kept
+    def __init__(self, recorder: Recorder, calls: list[BlockCall], edits: Edits) -> None:
+        self._run = recorder
         self._calls = calls
         self._edits = edits
         self._recomputed: dict[str, Tensor] = {}

@@ -215,9 +215,9 @@ class HookedRunner:
 
     def table(self) -> str:
         """All points with their axes and meanings. Layers with the same points share a line."""
-        wide = max((len(" ".join(point.axes)) for point in self.points.values()), default=0)
+        width = max((len(" ".join(point.axes)) for point in self.points.values()), default=0)
         return layered.aligned(
-            {n: f"{' '.join(p.axes):<{wide}}  {p.meaning}" for n, p in self.points.items()}
+            {n: f"{' '.join(p.axes):<{width}}  {p.meaning}" for n, p in self.points.items()}
         )
 
     @functools.cached_property

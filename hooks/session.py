@@ -1,4 +1,11 @@
-"""Hooks that live inside one `with` and its context, and fused kernels for when no hook listens."""
+"""Hooks that live inside one `with` and its context, and fused kernels for when no hook listens.
+
+1. A `with` opens a `Session`, which puts its hooks on modules and itself in a context variable.
+2. A hook acts if its session is open and in the context that runs the module: not in other threads.
+3. A method with `FusedUnlessHooked` asks, at each call, whether a hook at its points acts
+   (`is_listened_to`), and runs its fused form if none does.
+4. The end of the `with` closes the session and removes its hooks, each once.
+"""
 
 import dataclasses
 import functools

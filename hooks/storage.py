@@ -109,7 +109,7 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
 
 @contextmanager
 def one_error(path: str | os.PathLike[str], rule: str) -> Iterator[None]:
-    """Makes one error, which names the file and the rule, of the many that its content may raise.
+    """Turns each error that a file's content may raise into one that names the file and the rule.
 
     Raises:
         CacheError: in place of any error but a FileNotFoundError.
@@ -149,5 +149,5 @@ def checksum(name: str, tensor: Tensor) -> int:
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """The checksums of tensors, and of a text under the empty name, as JSON."""
-    each = {name: checksum(name, tensor) for name, tensor in tensors.items()}
-    return json.dumps({"": zlib.crc32(text.encode())} | each, sort_keys=True)
+    by_name = {name: checksum(name, tensor) for name, tensor in tensors.items()}
+    return json.dumps({"": zlib.crc32(text.encode())} | by_name, sort_keys=True)

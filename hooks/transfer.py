@@ -81,7 +81,7 @@ def later(value: Tensor) -> Callable[[], Any]:
 
 
 class Placement:
-    """Puts values on a device and in a dtype, without a wait before the last.
+    """Puts values on a device and in a dtype. The host waits once, at the end.
 
     Args:
         device, dtype: where to, and as what; None for no change. Integers keep their dtype.

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Real
+from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
@@ -22,7 +22,7 @@ def scaled_dot_product_attention(
     q: Real[Tensor, "*#axes query d_k"],
     k: Real[Tensor, "*#axes key d_k"],
     v: Real[Tensor, "*#axes key d_v"],
-    mask: Tensor | None = None,
+    mask: Shaped[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "*#axes query d_v"]:
     """`softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
 
@@ -48,10 +48,10 @@ def scaled_dot_product_attention(
     dtype = floats[0] if floats else torch.get_default_dtype()
     q, k, v = (part if part.is_floating_point() else part.to(dtype) for part in (q, k, v))
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
-    return softmax(scores if mask is None else _masked(scores, mask)) @ v
+    return softmax(scores if mask is None else _apply_mask(scores, mask)) @ v
 
 
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"mask must be boolean or floating-point; got {mask.dtype}")
     # A mask with only some of the leading axes is ambiguous: rows could be taken for heads.
@@ -69,7 +69,11 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
-    """A mask that is True where the key is not later than the query."""
+    """A mask that is True where the key is not later than the query.
+
+    >>> causal_mask(3).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 
@@ -154,7 +158,7 @@ class Attention(ByConfig):
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What attention adds to the residual stream, from the normalized stream.
+        """Return what attention adds to the residual stream, from the normalized stream.
 
         Args:
             x: what attention reads.
@@ -177,8 +181,8 @@ class Attention(ByConfig):
         Float[Tensor, "batch pos kv_head d_head"],
     ]:
         """Queries, keys and values of the normalized stream, before QK-norm and rotation: linear in `x`."""
-        wide = self.qkv(x).view(*x.shape[:2], self.all_heads, self.d_head)
-        return wide.split_with_sizes(self.heads, 2)
+        qkv = self.qkv(x).view(*x.shape[:2], self.all_heads, self.d_head)
+        return qkv.split_with_sizes(self.heads, 2)
 
     def mix(
         self,
@@ -187,7 +191,7 @@ class Attention(ByConfig):
         v: Float[Tensor, "batch pos kv_head d_head"],
         context: Context,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What attention adds, from what `project` returns."""
+        """Return what attention adds to the residual stream, from the results of `project`."""
         # Under autocast, norms and rotations give float32, and values have half precision.
         q = self.q(self.rotary(self.q_norm(q), context.rotation).type_as(v)).transpose(1, 2)
         k = self.k(self.rotary(self.k_norm(k), context.rotation).type_as(v)).transpose(1, 2)

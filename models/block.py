@@ -42,14 +42,14 @@ class Branch:
     def __call__(
         self, stream: Float[Tensor, "batch pos d_model"], *context: ContextOrMask
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What is added, from the stream that it reads."""
+        """Return what the branch adds to the stream, from the stream that it reads."""
         return self.finished(self.sublayer(self.norm(stream), *context))
 
     def finished(
-        self, given: Float[Tensor, "batch pos d_model"]
+        self, output: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What is added, from what the sublayer gives."""
-        return self.added(self.after(given))
+        """Return what the branch adds to the stream, from the sublayer's output."""
+        return self.added(self.after(output))
 
 
 class Block(ByConfig):
@@ -93,7 +93,7 @@ class Block(ByConfig):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """What `forward` adds to the stream, in order, for analyses."""
+        """The sublayers whose outputs `forward` adds to the stream, in order, for analyses."""
         return self._attention(), self._mlp(self.resid_mid)
 
     def _attention(self) -> Branch:
@@ -104,7 +104,7 @@ class Block(ByConfig):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.attn.qkv.weight.device
 
     def forward(

@@ -15,7 +15,7 @@ PUBLISHED_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How rotary frequencies are scaled for contexts longer than the original training context.
+    """The scaling of rotary frequencies for contexts longer than the original training context.
 
     Attributes:
         kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides the
@@ -32,6 +32,9 @@ class RotaryScaling:
 
     Raises:
         ValueError: naming the field, its value and the rule it breaks.
+
+    >>> RotaryScaling(kind="yarn", factor=4.0, original_n_ctx=2048).turns
+    (1.0, 32.0)
     """
 
     kind: Literal["linear", "llama3", "yarn", "factors"]
@@ -124,8 +127,9 @@ class TransformerConfig:
         dropout_place: where sublayers have it. `output`: on what both add (GPT-2). `hidden`: only in
             the MLP, after the activation (model-architecture.md).
         init: how weights start. `normal`: N(0, 0.02²) (model-architecture.md). `gpt2`: likewise, with 0.02
-            divided by sqrt(2 n_layers) for maps that write to the stream. `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015):
-            uniform, with a range from each matrix's sizes, embeddings included (svd-transformer.md).
+            divided by sqrt(2 n_layers) for maps that write to the stream. `xavier` (Glorot & Bengio 2010)
+            and `kaiming` (He et al. 2015): uniform, with a range from each matrix's sizes, embeddings
+            included (svd-transformer.md).
         eos_token_ids: the tokens that end a text. Generation stops there.
 
     Raises:
@@ -210,13 +214,13 @@ class TransformerConfig:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """For each block, how many positions a query sees; 0 means all."""
+        """The number of positions that a query sees in each block; 0 means all."""
         layers = self.window_layers or range(self.n_layers)
         return tuple(self.window if layer in layers else 0 for layer in range(self.n_layers))
 
     @property
     def d_rotary(self) -> int:
-        """How many dimensions of a head are rotated."""
+        """The number of a head's dimensions that are rotated."""
         return int(self.d_head * self.rotary_fraction)
 
     def _derived(self) -> dict[str, int | float]:

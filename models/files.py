@@ -32,7 +32,7 @@ def library(name: str) -> Any:
 
 @contextmanager
 def one_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes one error, which names the file, of the many that its content may raise.
+    """Turns each error that a file's content may raise into one that names the file.
 
     Raises:
         ValueError: in place of any error, unless it says that a file, a library or a key to ignore is missing.
@@ -95,13 +95,13 @@ def read_saved(path: Path) -> Any:
             raise ValueError(f"{rule}; got {called[0]}") from None
 
 
-def without(given: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:
+def without(entries: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:
     """The entries of a file without those under the keys to `ignore`.
 
     Raises:
         UnknownNameError: if a key to ignore is not in the file; it has close matches.
     """
     for key in ignore:
-        if key not in given:
-            raise unknown_name(key, given, f"key of {where}")
-    return {key: value for key, value in given.items() if key not in ignore}
+        if key not in entries:
+            raise unknown_name(key, entries, f"key of {where}")
+    return {key: value for key, value in entries.items() if key not in ignore}

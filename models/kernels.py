@@ -93,9 +93,9 @@ def by_blocks(
     if torch.compiler.is_compiling():
         # The loop would be unrolled, and compiled again for each length.
         return kernel(q, k, v, mask)
-    shape, parts = (q.shape[2], k.shape[2]), []
+    shape, outputs = (q.shape[2], k.shape[2]), []
     for start in range(0, max(shape[0], 1), BLOCK):
         queries = slice(start, min(start + BLOCK, shape[0]))
         keys, seen = part(mask, queries, shape, q.device)
-        parts.append(kernel(q[:, :, queries], k[:, :, keys], v[:, :, keys], seen))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        outputs.append(kernel(q[:, :, queries], k[:, :, keys], v[:, :, keys], seen))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

@@ -47,7 +47,7 @@ class MLP(ByConfig):
         self.post = HookPoint("batch pos d_mlp", "after the nonlinearity")
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """What the MLP adds to the residual stream, from the normalized stream."""
+        """Return what the MLP adds to the residual stream, from the normalized stream."""
         hidden = self.post(self.activation(self.pre(self.input(x))))
         return self.output_dropout(self.output(self.hidden_dropout(hidden)))
 
@@ -73,7 +73,13 @@ class MLP(ByConfig):
 
 
 class GatedMLP(MLP, when=lambda config: config.mlp == "gated"):
-    """`(activation(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out` (Shazeer 2020)."""
+    """`(activation(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out` (Shazeer 2020).
+
+    >>> import torch
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp="gated")
+    >>> GatedMLP(config)(torch.ones(1, 3, 4)).shape
+    torch.Size([1, 3, 4])
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -83,7 +89,7 @@ class GatedMLP(MLP, when=lambda config: config.mlp == "gated"):
         self.post.meaning = "the gate after the nonlinearity, times linear"
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """What the MLP adds to the residual stream, from the normalized stream."""
+        """Return what the MLP adds to the residual stream, from the normalized stream."""
         gate = self.activation(self.pre(self.gate(x)))
         hidden = self.post(gate * self.linear(self.input(x)))
         return self.output_dropout(self.output(self.hidden_dropout(hidden)))

@@ -56,16 +56,16 @@ class LayerNorm(Component):
         return torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
-    def normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         """The explicit norm, with a hook point at its divisor."""
-        wide, weight = widened(x), self.weight
-        if weight is not None and x.dtype == weight.dtype == wide.dtype and is_unwatched(x):
+        precise, weight = widened(x), self.weight
+        if weight is not None and x.dtype == weight.dtype == precise.dtype and is_unwatched(x):
             # One kernel instead of seven. Autograd would not follow the divisor that it gives.
             zero = torch.zeros_like(weight)
             normal, _, inverse = torch.native_layer_norm(x, self.shape, weight, zero, self.eps)
             unedited = inverse * self.scale(inverse.reciprocal())
             return torch.addcdiv(zero if self.bias is None else self.bias, normal, unedited)
-        centred = wide - wide.mean(-1, keepdim=True)
+        centred = precise - precise.mean(-1, keepdim=True)
         normal = centred / self.scale(_root_mean_square(centred, self.eps))
         if self.weight is not None:
             normal = (
@@ -110,10 +110,10 @@ class RMSNorm(Component):
         return torch.rms_norm(x, self.shape, self.weight, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
-    def normalize(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         """The explicit norm, with a hook point at its divisor."""
-        wide = widened(x)
-        normal = wide / self.scale(_root_mean_square(wide, self.eps))
+        precise = widened(x)
+        normal = precise / self.scale(_root_mean_square(precise, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)
 
 
@@ -179,7 +179,7 @@ def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
     return nn.Dropout(config.dropout) if present and config.dropout else Identity()
 
 
-def widened(x: Tensor) -> Tensor:
+def widened(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """`x` in at least float32. The fused kernels also round only once, at the end."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -54,7 +54,7 @@ class Sinusoidal(nn.Module):
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """The encoding of each position."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
-        return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+        return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)  # [batch, pos, half * 2]
 
 
 class NoPositions(nn.Module):
@@ -90,7 +90,7 @@ class Rotary:
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
         """The cosines and sines of the rotation angles."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
-        angles = torch.cat([angles, angles], -1).unsqueeze(-2)
+        angles = torch.cat([angles, angles], -1).unsqueeze(-2)  # [batch, pos, 1, d_rotary]
         return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
 
     def __call__(
@@ -142,10 +142,10 @@ def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, 
     if scaling.kind == "llama3":
         turns = scaling.original_n_ctx * frequencies / (2 * math.pi)
         low, high = scaling.turns
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        kept_share = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        kept = _kept_by_yarn(len(frequencies), config.rotary_theta, scaling)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+        kept_share = _kept_by_yarn(len(frequencies), config.rotary_theta, scaling)
+    return kept_share * frequencies + (1 - kept_share) * frequencies / scaling.factor
 
 
 def _kept_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:

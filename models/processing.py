@@ -41,7 +41,7 @@ def fold_norms(model: Transformer) -> Transformer:
     >>> folded.config.norm_learned, folded.blocks[0].ln1.weight
     (False, None)
     """
-    config, values = model.config, _copied(model)
+    config, values = model.config, _copied_parameters(model)
     require(config, "norm", config.norm != "none", "'layernorm' or 'rmsnorm' to be folded")
     if not config.norm_learned:
         return _proven("fold_norms", model, config, values)
@@ -98,7 +98,7 @@ def center(model: Transformer) -> Transformer:
     >>> bool(center(Transformer(config)).W_O.mean(-1).abs().max() < 1e-6)
     True
     """
-    config, values = model.config, _copied(model)
+    config, values = model.config, _copied_parameters(model)
     of_norms, written = config.norm == "layernorm", config.embed_norm and config.norm_learned
     require(config, "norm", of_norms, "'layernorm', as only LayerNorm subtracts the mean")
     rule = "'pre', as else the stream's mean is read or written"
@@ -111,12 +111,12 @@ def center(model: Transformer) -> Transformer:
     for name, value in values.items():
         for part, axis in axes.items():
             if name.rpartition(".")[0].endswith(part):
-                wide = widened(value)
-                values[name] = (wide - wide.mean(axis, keepdim=True)).to(value.dtype)
+                precise = widened(value)
+                values[name] = (precise - precise.mean(axis, keepdim=True)).to(value.dtype)
     return _proven("center", model, config.replace(tied_unembed=False), values)
 
 
-def _copied(model: Transformer) -> dict[str, Tensor]:
+def _copied_parameters(model: Transformer) -> dict[str, Tensor]:
     """Copies of all parameters. A tied weight has one copy for each name."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.clone() for name, parameter in named}
@@ -126,26 +126,28 @@ def _proven(
     function: str, model: Transformer, config: TransformerConfig, values: dict[str, Tensor]
 ) -> Transformer:
     """The model of `config` and `values`, after a check that it gives the same probabilities."""
-    made = without_values(config)
-    made._tokenizer = model._tokenizer
-    made.load_state_dict(values, assign=True)
+    processed = without_values(config)
+    processed._tokenizer = model._tokenizer
+    processed.load_state_dict(values, assign=True)
     tokens = random_tokens(model)
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with exactly, mode(model, training=False):
-        expected, found = (F.log_softmax(widened(m(tokens)), -1) for m in (model, made.eval()))
-    largest, allowed = deviation(found, expected, model.W_E.dtype)
+        expected, actual = (
+            F.log_softmax(widened(m(tokens)), -1) for m in (model, processed.eval())
+        )
+    largest, allowed = deviation(actual, expected, model.W_E.dtype)
     if not largest <= allowed:  # NaN is not
         raise RuntimeError(
             f"{function} must keep log-probabilities within {allowed:.3g}, the rounding of "
             f"{model.W_E.dtype}; got a difference of {largest:.3g}: the model does not compute what "
             "its config says, or its weights overflow their dtype"
         )
-    given = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in made.named_parameters():
+    originals = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in processed.named_parameters():
         # A new bias is trainable if the weight of its map is.
-        like = name if name in given else name.removesuffix("bias") + "weight"
-        parameter.requires_grad_(given[like].requires_grad)
-    return made.train(model.training)
+        like = name if name in originals else name.removesuffix("bias") + "weight"
+        parameter.requires_grad_(originals[like].requires_grad)
+    return processed.train(model.training)
 
 
 def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:

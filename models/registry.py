@@ -44,7 +44,11 @@ def register(name: str) -> Callable[[Describe], Describe]:
 
 
 def available() -> list[str]:
-    """The registered names, in order of registration."""
+    """The registered names, in order of registration.
+
+    >>> available()[:2]
+    ['gpt2', 'gpt2-medium']
+    """
     return list(_configs)
 
 
@@ -57,6 +61,9 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
         UnknownNameError: if there is no such name (see `available`) or field. It is a KeyError with
             close matches.
         ValueError: if an override is not allowed.
+
+    >>> config_of("gpt2", n_heads=6).d_head
+    128
     """
     if name not in _configs:
         raise unknown_name(name, _configs, "config of models.available()")

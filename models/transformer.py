@@ -106,7 +106,7 @@ class Transformer(ReadsText, BlockWeights):
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
         last: int = 0,
-        query_key_mask: Tensor | None = None,
+        query_key_mask: Shaped[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "batch _pos vocab"]:
         """Logits of the next token at every position.
 
@@ -153,9 +153,9 @@ class Transformer(ReadsText, BlockWeights):
         *,
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
-        query_key_mask: Tensor | None = None,
+        query_key_mask: Shaped[Tensor, "..."] | None = None,
     ) -> Context:
-        """What the blocks read besides the stream. For arguments and errors see `forward`."""
+        """Return what the blocks read besides the stream. For arguments and errors see `forward`."""
         check_tokens(tokens)
         config, (batch, new) = self.config, tokens.shape
         if kv_cache is not None:
@@ -212,7 +212,7 @@ class Transformer(ReadsText, BlockWeights):
         return self.unembed(resid)[:, -last:]
 
     def prepare_inputs(self, tokens: Texts, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens and mask in place of texts, for who must know what a run reads."""
+        """The arguments of `forward` with tokens and mask in place of texts, to know what a run reads."""
         masks = arguments.pop("attention_mask", None), arguments.get("kv_cache")
         tokens, mask = read(self, tokens, *masks)
         return (tokens,), arguments if mask is None else {**arguments, "attention_mask": mask}

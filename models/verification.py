@@ -28,7 +28,15 @@ Identity = tuple[str, str, Tensor, Tensor]
 
 
 class VerificationError(ValueError):
-    """A model breaks an identity. The message says which, where, and by how much."""
+    """Error of a model that breaks an identity. The message says which, where, and by how much.
+
+    >>> from models import TransformerConfig
+    >>> model = Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=1, n_heads=2, d_model=6))
+    >>> _ = model.blocks[0].attn_out.register_forward_hook(lambda point, args, value: 2 * value)
+    >>> verify(model)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    models.verification.VerificationError: 'attn_out = ln1_post(attn)' must hold at blocks.0.attn_out ...
+    """
 
 
 @without_gradients
@@ -53,8 +61,8 @@ def verify(model: Transformer) -> None:
     """
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with mode(model, training=False), exactly:
-        for identity, where, found, expected in _identities(model):
-            largest, allowed = deviation(found, expected, model.W_E.dtype)
+        for identity, where, actual, expected in _identities(model):
+            largest, allowed = deviation(actual, expected, model.W_E.dtype)
             if not largest <= allowed:  # NaN is not
                 raise VerificationError(
                     f"'{identity}' must hold at {where} within {allowed:.3g}, the rounding of "
@@ -70,25 +78,27 @@ def random_tokens(model: Transformer) -> Int[Tensor, "2 pos"]:
     return tokens.to(model.W_E.device)
 
 
-def deviation(found: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def deviation(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """The largest difference, and the largest that rounding may cause in a model of this dtype."""
-    found, expected = widened(found), widened(expected)
-    return (found - expected).abs().max().item(), TOLERANCE[dtype] * expected.abs().max().item()
+    actual, expected = widened(actual), widened(expected)
+    return (actual - expected).abs().max().item(), TOLERANCE[dtype] * expected.abs().max().item()
 
 
 def _identities(model: Transformer) -> Iterator[Identity]:
     runner, tokens = HookedRunner(model), random_tokens(model)
     yield from _sums(model, runner, tokens)
     real = torch.ones_like(tokens, dtype=torch.bool)
-    yield from _rows(runner, tokens, real, "a row of a batch is that row alone")
-    yield from _pieces(runner, tokens, real, "a text read in pieces is the whole text")
+    yield from _rows_alone(runner, tokens, real, "a row of a batch is that row alone")
+    yield from _pieces_joined(runner, tokens, real, "a text read in pieces is the whole text")
     if (width := tokens.shape[1]) > 1:
         padding = max(1, width // 3)
         left, right = real.clone(), real.clone()
         left[1, :padding] = right[1, -padding:] = False
-        yield from _rows(runner, tokens, left, "a left-padded row is that row alone")
-        yield from _rows(runner, tokens, right, "a right-padded row is that row alone")
-        yield from _pieces(runner, tokens, left, "a padded text read in pieces is the whole text")
+        yield from _rows_alone(runner, tokens, left, "a left-padded row is that row alone")
+        yield from _rows_alone(runner, tokens, right, "a right-padded row is that row alone")
+        yield from _pieces_joined(
+            runner, tokens, left, "a padded text read in pieces is the whole text"
+        )
 
 
 def _sums(model: Transformer, runner: HookedRunner, tokens: Tensor) -> Iterator[Identity]:
@@ -124,7 +134,7 @@ def _sums_of_block(
         yield "resid_post = resid_mid + mlp_out", "resid_post", expected
 
 
-def _rows(
+def _rows_alone(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
 ) -> Iterator[Identity]:
     together = _stream(runner, tokens, real)
@@ -133,7 +143,7 @@ def _rows(
             yield identity, name, together[name][row, keep], alone[0]
 
 
-def _pieces(
+def _pieces_joined(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
 ) -> Iterator[Identity]:
     width, cache = tokens.shape[1], KVCache()

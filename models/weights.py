@@ -20,9 +20,9 @@ def _stacked(name: str, meaning: str) -> Any:
 class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
-    They are computed at each access, on the first block's device if blocks are on several. The weights of one block (`blocks[3].attn.W_Q`) are views. A bias
-    that the config switches off is zeros; weights of a part that the model lacks, such as a gate, raise an
-    AttributeError.
+    They are computed at each access, on the first block's device if blocks are on several. The weights of
+    one block (`blocks[3].attn.W_Q`) are views. A bias that the config switches off is zeros; weights of a
+    part that the model lacks, such as a gate, raise an AttributeError.
     """
 
     blocks: nn.ModuleList
@@ -88,15 +88,15 @@ def _load_one_for_both(
     if model.unembedding.weight is not model.token_embedding.weight:
         return  # untied since
     names = (f"{prefix}token_embedding.weight", f"{prefix}unembedding.weight")
-    given = [state_dict[name] for name in names if name in state_dict]
-    if len(given) == 2 and differ(*given):
+    values = [state_dict[name] for name in names if name in state_dict]
+    if len(values) == 2 and differ(*values):
         raise ValueError(
             f"{names[1]} must equal {names[0]}, to which it is tied; they differ: use a model with "
             "tied_unembed=False"
         )
-    if given:
+    if values:
         # `load_state_dict` sets requires_grad to that of the replaced weight.
-        shared = nn.Parameter(given[0], requires_grad=False)
+        shared = nn.Parameter(values[0], requires_grad=False)
         state_dict.update(dict.fromkeys(names, shared))
 
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks import position_offset, start_of_piece
@@ -20,7 +20,7 @@ Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_
 
 
 class Context(NamedTuple):
-    """What one call gives to every block; made by `model.context(tokens)`.
+    """The values that one call gives to every block; made by `model.context(tokens)`.
 
     Attributes:
         positions: each token's position in its own text, without padding: Int[batch pos], or
@@ -32,14 +32,20 @@ class Context(NamedTuple):
         real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
             could be read there.
         past: the keys and values of earlier columns for each layer, read-only.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
+    >>> tokens, mask = torch.tensor([[0, 3, 6]]), torch.tensor([[0, 1, 1]])
+    >>> Transformer(config).context(tokens, attention_mask=mask).positions.tolist()
+    [[0, 0, 1]]
     """
 
-    positions: Tensor
+    positions: Int[Tensor, "_batch pos"]
     masks: dict[int, Mask]
     rotation: Rotation | None = None
     start: int = 0
     kv_cache: KVCache | None = None
-    real: Tensor | None = None
+    real: Bool[Tensor, "batch key"] | None = None
     past: tuple[Past, ...] | None = None
 
     def piece(self) -> AbstractContextManager[None]:
@@ -54,8 +60,15 @@ class Context(NamedTuple):
             self.kv_cache.length = self.start + self.positions.shape[1]
             self.kv_cache.mask = self.real
 
-    def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Earlier and new keys and values of a layer, [batch, kv_head, key, d_head]."""
+    def extended(
+        self,
+        layer: int,
+        k: Float[Tensor, "batch kv_head pos d_head"],
+        v: Float[Tensor, "batch kv_head pos d_head"],
+    ) -> tuple[
+        Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
+    ]:
+        """Return the earlier and new keys and values of a layer."""
         if self.kv_cache is not None:
             return self.kv_cache.layers[layer].extended(self.start, k, v)
         if self.past is not None:
@@ -132,7 +145,7 @@ class Context(NamedTuple):
 
 
 ContextOrMask = Context | Tensor | None
-"""What blocks and attention are called with.
+"""The second argument of blocks and attention.
 
 A model gives its context. Without a model it may be a mask of queries and keys, like `query_key_mask`
 of `Transformer.forward`, or None for the causal rule and the window. Positions then count from 0.
@@ -199,7 +212,7 @@ def place(
 def _rule(
     window: int, first: int, end: int, real: Tensor | None, positions: Tensor | None
 ) -> Rule | None:
-    """Which keys, from column `first` on, the last queries see; None means all up to their own.
+    """The rule for the keys, from column `first` on, that the last queries see; None: all up to their own.
 
     Where there are gaps in texts, and so positions, no key was dropped, and `first` is 0.
     """
@@ -220,5 +233,6 @@ def _tiled(value: Tensor, n: int) -> Tensor:
 def joined(old: Tensor, new: Tensor) -> Tensor:
     """Past and new keys or values, joined. The new ones may have several copies of the past's batch."""
     copies = len(new) // len(old)
-    old = old.expand(copies, *old.shape)
-    return torch.cat([old, new.unflatten(0, (copies, -1))], 3).flatten(0, 1)
+    old = old.expand(copies, *old.shape)  # [copy, batch, kv_head, key, d_head]
+    new = new.unflatten(0, (copies, -1))  # [copy, batch, kv_head, pos, d_head]
+    return torch.cat([old, new], 3).flatten(0, 1)  # [copy * batch, kv_head, key + pos, d_head]

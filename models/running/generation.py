@@ -1,4 +1,10 @@
-"""Generation: continues prompts of any lengths token by token, with cached keys and values."""
+"""Generation: continues prompts of any lengths token by token, with cached keys and values.
+
+1. Arguments and prompts are checked before any work, and the prompts padded on the left (`stream`).
+2. The model reads the prompts in chunks, and keeps their keys and values (`_last_logits`).
+3. `Sampling.choose` takes a token for each row from the logits of the last position (`_steps`).
+4. Rows that have met a stop token are finished. While any row runs, the model reads the new tokens: step 3.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,6 +38,12 @@ class Step:
         tokens: the new token of each row.
         running: whether the row had no stop token before this step; otherwise ignore its token.
         logits: the logits of the choice, before temperature, top_k, top_p and min_p.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> step = next(stream(model, "impor", max_new_tokens=1))
+    >>> model.to_text(step.tokens), step.running.tolist()
+    ('t', [True])
     """
 
     tokens: Int[Tensor, " batch"]
@@ -85,11 +97,11 @@ def generate(
     _require(model)
     texts = _as_lists(model, prompts, options.pop("attention_mask", None))
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
-    made = [(step.tokens, step.running) for step in steps]
-    lengths = torch.stack([running for _, running in made], 1).sum(1)
+    new = [(step.tokens, step.running) for step in steps]
+    lengths = torch.stack([running for _, running in new], 1).sum(1)
     # One tensor, because each is waited for.
-    rows = torch.stack([lengths, *(tokens for tokens, _ in made)], 1).tolist()
-    return [text + new[:length] for text, (length, *new) in zip(texts, rows, strict=True)]
+    rows = torch.stack([lengths, *(tokens for tokens, _ in new)], 1).tolist()
+    return [text + added[:length] for text, (length, *added) in zip(texts, rows, strict=True)]
 
 
 def generate_text(
@@ -119,9 +131,9 @@ def generate_text(
     tokenizer: Tokenizer = model.require_tokenizer()
     ends: set[int] = set()
     if options.get("stop") is None:
-        given = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
+        known_ends = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
         # A tokenizer may be that of a larger model, with tokens that this one lacks.
-        options["stop"] = ends = {token for token in given if token < model.config.vocab_size}
+        options["stop"] = ends = {token for token in known_ends if token < model.config.vocab_size}
     read = [model.encoded(text, closed=False) for text in several]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
     # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
@@ -185,7 +197,7 @@ def stream(
     stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
     check_whole("max_new_tokens", max_new_tokens)
     check_whole("prefill_chunk", prefill_chunk)
-    _check(model, texts, stops, max_new_tokens, max_context)
+    _check_prompts(model, texts, stops, max_new_tokens, max_context)
     # The blocks of a model may be on several devices.
     device, drawn_on = model.token_embedding.weight.device, model.unembedding.weight.device
     generators: list[torch.Generator] = []
@@ -199,14 +211,14 @@ def stream(
     mask = None
     if any(pads):
         mask = to_device(torch.arange(end) >= torch.tensor(pads)[:, None], device)
-    read = partial(_read, model, KVCache(end), mask, prefill_chunk)
+    read = partial(_last_logits, model, KVCache(end), mask, prefill_chunk)
     tokens = to_device(tokens, device)
     return _steps(model, read, tokens, sampling, generators, stops, max_new_tokens)
 
 
 # Not on the generator below: there it would also act between the steps.
 @without_gradients
-def _read(
+def _last_logits(
     model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor
 ) -> Tensor:
     """The logits after the last token: [batch, vocab]."""
@@ -214,7 +226,7 @@ def _read(
         raise ValueError(IN_TRAINING)
     for piece in tokens.split(chunk, 1):
         seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
-        with trusted():  # `_check` has read the tokens, and the mask was made here
+        with trusted():  # `_check_prompts` has read the tokens, and the mask was made here
             logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
     return logits[:, -1]
 
@@ -260,14 +272,14 @@ def _as_lists(
         raise ValueError("prompts of unequal lengths have their own attention_mask; got another")
     if attention_mask is None:
         return texts
-    shape, kept = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()
-    if attention_mask.shape != shape or set().union(*kept) - {0, 1}:
+    shape, real = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()
+    if attention_mask.shape != shape or set().union(*real) - {0, 1}:
         rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
-        raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {kept!r:.40}")
-    return [list(compress(*pair)) for pair in zip(texts, kept, strict=True)]
+        raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {real!r:.40}")
+    return [list(compress(*pair)) for pair in zip(texts, real, strict=True)]
 
 
-def _check(
+def _check_prompts(
     model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
 ) -> None:
     """Refuses arguments that would give wrong tokens, or fail after some steps."""

@@ -29,8 +29,8 @@ class KVCache:
 
     Attributes:
         length: how many positions have been read.
-        mask: which of them are not padding: Bool[batch _length]; None if all are. It may lack the last
-            ones, which are not.
+        mask: which of them are not padding: Bool[batch _length]; None if all are. It may be shorter than
+            `length`; the positions beyond its end are not padding.
 
     Raises:
         ValueError: if `max_context` is not a whole number of at least 1.

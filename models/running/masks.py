@@ -1,4 +1,4 @@
-"""Masks: which keys each query sees, read from what the caller gave and kept as a rule where that is large."""
+"""Masks of the keys that each query sees: checked as the caller gave them, and kept as rules where large."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,15 +35,15 @@ class Rule(NamedTuple):
         columns = torch.arange(first, end, device=device)
         seen = (columns <= columns[start - first :, None])[None]
         if self.window:
-            at = columns[None] if self.positions is None else self.positions[:, first:end]
-            seen = seen & (at[:, None] > at[:, start - first :, None] - self.window)
+            positions = columns[None] if self.positions is None else self.positions[:, first:end]
+            seen = seen & (positions[:, None] > positions[:, start - first :, None] - self.window)
         if self.real is not None:
             seen = seen & self.real[:, None, first:end]
         return seen[:, None]
 
 
 Mask = Tensor | Rule | None
-"""Which keys queries see: Bool[batch head query key], where an axis may have size 1, or a rule.
+"""The keys that queries see: Bool[batch head query key], where an axis may have size 1, or a rule.
 
 None means all keys up to the query's own. The last query is always at the last key.
 """
@@ -52,11 +52,11 @@ None means all keys up to the query's own. The last query is always at the last 
 def part(
     mask: Mask, queries: slice, shape: Sequence[int], device: torch.device
 ) -> tuple[slice, Bool[Tensor, "_batch _head _query _key"] | None]:
-    """The keys that some queries may see at all, and the mask between the two.
+    """Return the keys that some queries may see at all, and the mask of these queries and keys.
 
     Args:
         mask: of all queries and keys.
-        queries: from one to another.
+        queries: a slice of them, with a start and a stop.
         shape: how many queries and keys there are.
         device: where numbers are made.
     """
@@ -92,7 +92,7 @@ def as_real(
     known: Bool[Tensor, "batch end"] | None = None,
     windowed: bool = False,
 ) -> Bool[Tensor, "batch end"] | None:
-    """Which columns are not padding; None if all are. If the mask may be read, it is, once, on the CPU.
+    """Return which columns are not padding; None if all are. The mask is read once, on the CPU, if it may be.
 
     Args:
         mask: the caller's `attention_mask`.
@@ -132,7 +132,7 @@ def as_real(
 def as_seen(
     mask: Shaped[Tensor, "..."], shape: tuple[int, int, int, int], is_cached: bool
 ) -> Bool[Tensor, "_batch _head _query _key"]:
-    """The caller's `query_key_mask` with all four axes. If it may be read, it is, once, on the CPU.
+    """The caller's `query_key_mask` with all four axes. It is read once, on the CPU, if it may be.
 
     Args:
         mask: the caller's.

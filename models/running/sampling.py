@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen from logits.
+    """The choice of a token from logits: the most probable one, or a random draw.
 
     Attributes:
         temperature: the divisor of logits; below 1e-6 the most probable token is taken.
@@ -70,8 +70,8 @@ class Sampling:
             least = logits.topk(count).values[:, -1:]
             above, level = logits > least, logits == least
             # Of equal tokens keep the first ones, for exactly `top_k` tokens.
-            kept = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-            logits = torch.where(kept, logits, -torch.inf)
+            allowed = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+            logits = torch.where(allowed, logits, -torch.inf)
         if self.top_p is not None and self.top_p < 1:  # a sum of probabilities may round to 1 early
             ordered, order = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
@@ -115,8 +115,8 @@ class Sampling:
         odds = self.cut(logits).softmax(-1)
         # What torch.multinomial draws, without its checks, in which the host waits for each row.
         noise = [
-            torch.empty(odds.shape[1], device=own.device).exponential_(generator=own)
-            for _, own in zip(range(len(odds)), generators, strict=True)
+            torch.empty(odds.shape[1], device=generator.device).exponential_(generator=generator)
+            for _, generator in zip(range(len(odds)), generators, strict=True)
         ]
         noise = [to_device(row, odds.device) for row in noise]
         return (odds / torch.stack(noise)).argmax(-1)

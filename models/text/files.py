@@ -48,7 +48,7 @@ def tokenizer_from(path: Path) -> Tokenizer:
     for names in _PAIRS:
         vocabulary, merges = (path / name for name in names)
         if vocabulary.is_file() and merges.is_file():
-            return _byte_pairs(vocabulary, merges)
+            return _from_pairs(vocabulary, merges)
     raise FileNotFoundError(
         f"{path} must hold vocabulary.json, tokenizer.json, "
         + " or ".join(" with ".join(names) for names in _PAIRS)
@@ -70,7 +70,7 @@ def _from_json(path: Path) -> SubwordTokenizer:
     return _finished(path, tokenizer)
 
 
-def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
+def _from_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
     """Loads GPT-2's two files, and the added and special tokens from the files beside them."""
     library_ = library("tokenizers")
     with _beside(vocabulary, _CONFIG) as config:
@@ -83,24 +83,24 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
     with one_error(f"{vocabulary} and {merges.name}"):
         pieces, pairs = library_.models.BPE.read_file(str(vocabulary), str(merges))
         model = library_.models.BPE(pieces, pairs)
-    tokens = _added(vocabulary)
-    made = {first + second for first, second in pairs} | tokens.keys()
-    unmade = [piece for piece in pieces if len(piece) > 1 and piece not in made]
-    if plain := [piece for piece in unmade if not _SPECIAL.fullmatch(piece)]:
+    tokens = _added_tokens(vocabulary)
+    mergeable = {first + second for first, second in pairs} | tokens.keys()
+    unmergeable = [piece for piece in pieces if len(piece) > 1 and piece not in mergeable]
+    if plain := [piece for piece in unmergeable if not _SPECIAL.fullmatch(piece)]:
         raise ValueError(f"{merges} must make all pieces of {vocabulary.name}; got no {plain[:5]}")
-    tokens |= {piece: (_token(piece), None) for piece in unmade}
+    tokens |= {piece: (_token(piece), None) for piece in unmergeable}
     tokenizer = byte_level(model, bool(config.get("add_prefix_space")))
     tokenizer.add_tokens([token for token, _ in tokens.values()])
     for piece, (_, number) in tokens.items():
         expected = tokenizer.token_to_id(piece)
-        given = pieces.get(piece) if number is None else number
-        if given != expected:
+        numbered = pieces.get(piece) if number is None else number
+        if numbered != expected:
             where = f"{vocabulary.parent}: the number of the added token {piece!r}"
-            raise ValueError(f"{where} must be {expected}; got {given}")
+            raise ValueError(f"{where} must be {expected}; got {numbered}")
     return _finished(vocabulary, tokenizer, _END, begins=bool(config.get("add_bos_token")))  # OPT's
 
 
-def _added(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
+def _added_tokens(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
     """The tokens that are recognised before a text is split: the library's token and its number."""
     numbered: dict[str, tuple[Any, int]] = {}
     with _beside(vocabulary, "added_tokens.json") as older:

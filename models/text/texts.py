@@ -99,7 +99,7 @@ class ReadsText:
         return tokenizer
 
     def _text_device(self) -> torch.device | None:
-        """Where tokens go; None for the CPU."""
+        """The device for tokens; None for the CPU."""
         return None
 
     def to_tokens(
@@ -127,7 +127,7 @@ class ReadsText:
             return TokenBatch(texts)
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right'; got {side!r}")
-        several = [texts] if _is_one(texts) else [*texts]
+        several = [texts] if _is_one_text(texts) else [*texts]
         rows = [
             self.encoded(text, bos) if isinstance(text, str) else _integers(text)
             for text in several
@@ -182,13 +182,13 @@ class ReadsText:
         batch = self.to_tokens(listed)
         rows = batch.tokens.tolist()
         if batch.attention_mask is not None:
-            kept = batch.attention_mask.tolist()
+            real = batch.attention_mask.tolist()
             rows = [
                 [t for t, k in zip(*pair, strict=True) if k]
-                for pair in zip(rows, kept, strict=True)
+                for pair in zip(rows, real, strict=True)
             ]
         written = [self.require_tokenizer().decode(row) for row in rows]
-        return written[0] if _is_one(listed) else written
+        return written[0] if _is_one_text(listed) else written
 
     def to_pieces(self, tokens: Any) -> Any:
         """The text of each token, for display: a string, or lists of them in the shape of the tokens.
@@ -252,7 +252,7 @@ def read(
     return batch.tokens, batch.attention_mask
 
 
-def _is_one(texts: Any) -> bool:
+def _is_one_text(texts: Any) -> bool:
     """Whether texts are one text, not a batch."""
     if isinstance(texts, str | Tensor):
         return isinstance(texts, str) or texts.ndim == 1

@@ -24,6 +24,9 @@ class Tokenizer(Protocol):
     Attributes:
         bos_token_ids: the tokens that models of its family expect before a text.
         eos_token_ids: the tokens that end a text.
+
+    >>> isinstance(CharTokenizer("abc"), Tokenizer)
+    True
     """
 
     bos_token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What training starts from: settings, texts, batches, and the loss of each next token."""
+"""Materials of training: settings, texts, batches, and the loss of each next token."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Text = Int[Tensor, "*_walk _pos"] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How to train. The defaults are nanoGPT's for small character models (Karpathy 2022).
+    """Settings of training. The defaults are nanoGPT's for small character models (Karpathy 2022).
 
     Attributes:
         steps: number of updates.
@@ -50,6 +50,10 @@ class TrainingConfig:
 
     Raises:
         ValueError: naming the field, its value and its range.
+
+    >>> config = TrainingConfig(steps=10, warmup=2, learning_rate=0.5)
+    >>> config.rate(0), config.rate(2)
+    (0.25, 0.5)
     """
 
     steps: int
@@ -127,6 +131,10 @@ def next_token_loss(
     """Cross-entropy of each next token, in nats.
 
     It is NaN where the token or the one before it is padding, 0 or False in the mask: `nanmean` leaves that out.
+
+    >>> logits = torch.zeros(1, 3, 8)  # eight tokens, equally likely
+    >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
+    tensor([[8., 8.]])
     """
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     if attention_mask is None:
@@ -160,13 +168,13 @@ def split(
     >>> [part.tolist() for part in split(torch.arange(5), 0.6)]
     [[0, 1, 2], [3, 4]]
     """
-    at = int(len(tokens) * fraction)
-    if not 0 < at < len(tokens):
+    count = int(len(tokens) * fraction)
+    if not 0 < count < len(tokens):
         raise ValueError(
-            f"both parts must have tokens or walks; got {at} of {len(tokens)} for training, "
+            f"both parts must have tokens or walks; got {count} of {len(tokens)} for training, "
             f"with a fraction of {fraction}"
         )
-    return tokens[:at], tokens[at:]
+    return tokens[:count], tokens[count:]
 
 
 def sample_batch(
@@ -186,8 +194,8 @@ def sample_batch(
     if starts < 1:
         raise ValueError(f"the text must have at least {length} tokens; got {walks.shape[1]}")
     drawn = torch.randint(len(walks) * starts, (batch, 1), generator=generator)
-    places = (drawn // starts, drawn % starts + torch.arange(length))
-    return walks[tuple(to_device(place, walks.device) for place in places)]
+    indices = (drawn // starts, drawn % starts + torch.arange(length))
+    return walks[tuple(to_device(index, walks.device) for index in indices)]
 
 
 @without_gradients
@@ -223,10 +231,10 @@ def evaluate(
     check_whole("batch", batch)
     tokens = torch.as_tensor(tokens)
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
-    windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)
+    windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)  # [window, pos]
     with mode(model, training=False):
-        found = [loss(model, rows) for rows in windows.split(batch)]
-    losses = torch.cat(found).cpu().double()
+        batch_losses = [loss(model, rows) for rows in windows.split(batch)]
+    losses = torch.cat(batch_losses).cpu().double()
     error = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else None
     return Evaluation(losses.mean().item(), characters_per_token, error)
 

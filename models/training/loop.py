@@ -37,6 +37,10 @@ class TrainingResult:
     Attributes:
         losses: the loss of each step's batch before the update, in nats per token.
         validation: the loss on the held-out text, by the number of steps taken.
+
+    >>> result = TrainingResult(losses=(2.5, 2.0), validation={2: Evaluation(nats=2.25)})
+    >>> result.validation[2].nats - result.losses[-1]
+    0.25
     """
 
     losses: tuple[float, ...]
@@ -95,7 +99,7 @@ def train(
     >>> len(result.losses), list(result.validation)
     (3, [2, 3])
     """
-    batches, texts = _source(data, validation, model, config)
+    batches, texts = _batches_and_texts(data, validation, model, config)
     run = Run(model, config, texts, directory, loss)
     forked = [run.device] if run.device.type == "cuda" else []
     with (
@@ -143,7 +147,7 @@ def train(
     )
 
 
-def _source(
+def _batches_and_texts(
     data: Text | Batches, validation: Text | None, model: Transformer, config: TrainingConfig
 ) -> tuple[Batches, dict[str, Tensor]]:
     """The function that makes batches, and the texts that are known before training."""

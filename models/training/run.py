@@ -159,14 +159,14 @@ class Run:
         """
         config, record = self.config, self.records[-1]
         size, per_token = config.batch_size, config.characters_per_token
-        found = evaluate(self.model, held_out, size, per_token, self._loss)
-        self._require_finite("the validation loss", found.nats, record["step"])
-        record["validation_loss"] = found.nats
-        record["standard_error"] = found.standard_error
-        record["bits_per_token"] = found.bits
-        record["bits_per_character"] = found.bits_per_character
+        evaluation = evaluate(self.model, held_out, size, per_token, self._loss)
+        self._require_finite("the validation loss", evaluation.nats, record["step"])
+        record["validation_loss"] = evaluation.nats
+        record["standard_error"] = evaluation.standard_error
+        record["bits_per_token"] = evaluation.bits
+        record["bits_per_character"] = evaluation.bits_per_character
         # JSON has no infinity.
-        record["perplexity"] = found.perplexity if found.perplexity < math.inf else None
+        record["perplexity"] = evaluation.perplexity if evaluation.perplexity < math.inf else None
 
     def log(self) -> None:
         """Adds the records to the log that are not in it yet.
