@@ -38,7 +38,7 @@ def attribution_patching(
     qk_correction: bool = False,
     grad_drop: bool = False,
 ) -> Result:
-    """Estimates what `activation_patching` measures: (target - base) times the gradient at the base run.
+    """Estimate the effects of `activation_patching` as (target - base) times the gradient at the base run.
 
     All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
     Patching"). The estimate is exact where the metric is linear in the value. It can be far off

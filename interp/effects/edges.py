@@ -1,4 +1,16 @@
-"""Edge attribution: estimates of the effect of every edge of a model at once, from gradients."""
+"""Edge attribution: estimates of the effect of every edge of a model at once, from gradients.
+
+The algorithm (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"; the two ways along
+paths are those of Hanna et al. 2024, "Have Faith in Faithfulness"):
+
+1. Run the other text, and keep what each writer adds to the residual stream.
+2. Run the edited text, with gradients at the input of every reader and at the output of every writer.
+3. Pull the gradient of each reader back through its norm to the stream (`pullback`).
+4. The score of an edge is the change of its writer, target - base, times the gradient of its reader (`edge_scores`).
+5. For the two `eap_ig` methods, repeat 2 to 4 at steps on the way from base to target, and take the mean
+   (`edge_paths`).
+6. Check the sums: the edges of a writer add up to the writer's change times the gradient where it is added.
+"""
 
 import warnings
 from typing import Any, Literal
@@ -33,7 +45,7 @@ def edge_attribution(
     direction: Direction = "noising",
     split_embeddings: bool = False,
 ) -> Result:
-    """Estimates the effect of replacing what one reader sees of one writer, for all edges of a `Graph`.
+    """Estimate the effects of all edges of a `Graph`: of replacing what one reader sees of one writer.
 
     The score of an edge is the writer's change, target - base, times the gradient of the metric with respect
     to the stream before the reader's norm, through this reader alone. Norms count with their whole derivative.

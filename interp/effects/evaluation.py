@@ -1,4 +1,4 @@
-"""How good a circuit is: faithfulness, completeness, minimality, curves over sizes, and known circuits."""
+"""Measures of a circuit: faithfulness, completeness, minimality, curves over sizes, and known circuits."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ def faithfulness(
     seed: int = 0,
     max_bytes: int = 2**30,
 ) -> Result:
-    """How much of the model's behaviour a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
+    """Measure the share of the model's behaviour that a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
 
     m is the metric on the clean texts. M is the whole model, and in ∅ every edge carries values of the source.
     A share is a ratio of means over examples; see `Result.normalized`.
@@ -69,10 +69,11 @@ def completeness(
     *,
     max_bytes: int = 2**30,
 ) -> Result:
-    """What the model can do without parts of a circuit that the circuit without them cannot (Wang et al. 2022).
+    """Compare model and circuit after the same nodes are removed from both (Wang et al. 2022).
 
-    For each set K, the share F(M without K) - F(C without K). All are near 0 if the circuit is complete. K is
-    each node of the circuit alone, and the whole `circuit`: how much the rest of the model does without it.
+    For each set K of nodes this is F(M without K) - F(C without K), with F the faithfulness. All are near 0 if the
+    circuit is complete. K is each node of the circuit alone. The last label, `circuit`, removes the whole circuit,
+    and says how much the rest of the model does alone.
 
     Returns:
         Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
@@ -93,7 +94,7 @@ def minimality(
     *,
     max_bytes: int = 2**30,
 ) -> Result:
-    """What a circuit loses without each of its nodes: F(C) - F(C without the node) (Wang et al. 2022).
+    """Measure the loss of a circuit without each of its nodes: F(C) - F(C without the node) (Wang et al. 2022).
 
     A node whose interval has 0 inside may not be needed.
 
@@ -172,7 +173,7 @@ def curve(
     seed: int = 0,
     max_bytes: int = 2**30,
 ) -> Curve:
-    """The faithfulness of circuits of several sizes, as the MIB benchmark measures it (Mueller et al. 2025).
+    """Measure the faithfulness of circuits of several sizes, as the MIB benchmark does (Mueller et al. 2025).
 
     For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is connected.
 
@@ -208,7 +209,7 @@ def curve(
 
 
 def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
-    """How well scores tell the edges of a known circuit from all others: the area under the ROC curve.
+    """Return the area under the ROC curve of scores that should tell the edges of a known circuit from all others.
 
     It is the chance that an edge of the circuit matters more than another edge; equal ones count half.
 
@@ -288,7 +289,8 @@ def _inner(circuit: Circuit) -> tuple[str, ...]:
 def _area(result: Result, *, from_one: bool = False) -> Area:
     """The area under faithfulness, by trapezoids over the nominal shares, or between it and 1.
 
-    It is a mean over examples, as each height is: of the distance to 1 by the sign that the mean distance has.
+    It is a mean over examples, as each height is. The distance of a mean to 1 has no sign, so the distances of
+    all examples are multiplied by the sign of their mean.
     """
     shares = torch.tensor(result.labels["edges"], dtype=torch.float64)
     heights = result.values.cpu().double()

@@ -34,12 +34,12 @@ def integrated_gradients(
     heads: Some = None,
     neurons: int | None = None,
 ) -> Result:
-    """(target - base) times the mean gradient on the straight path from base to target.
+    """Estimate effects as (target - base) times the mean gradient on the straight path between the two.
 
     A path moves all values of one point together, and their effects add up to what replacing them all
     does to the metric (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"). Each layer of
-    a site has a path of its own. The mean is that of the trapezoid rule. What is left of the sum is
-    the completeness gap, and says how good that was.
+    a site has a path of its own. The mean is that of the trapezoid rule. The completeness gap is the difference
+    between the sum of the effects and the measured change of the metric: it says how good the mean is.
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.

@@ -69,7 +69,7 @@ def patch_top_k(
     seed: int = 0,
     max_bytes: int = 2**30,
 ) -> Verified:
-    """Patches the places with the largest estimates, and a random sample of all others.
+    """Patch the places with the largest estimates, and a random sample of all others.
 
     The top alone does not say what an estimate missed. The sample does: it bounds how many other places have
     effects that belong to the top (from the hypergeometric distribution), and shows how large they are.
@@ -166,9 +166,10 @@ def _listed(result: Result, chosen: Sequence[int]) -> Result:
 
 
 def _bound(sampled: int, missed: int, n: int) -> int:
-    """The most of `n` that may be of a kind of which a sample has `missed`.
+    """Return an upper bound, with 95% confidence, on how many of `n` places belong to the top.
 
-    More would give a sample with so few in less than 5% of draws (hypergeometric distribution).
+    A random sample of `sampled` of these places has `missed` that do. If there were more than the bound, fewer than
+    5% of all samples would have so few (hypergeometric distribution).
     """
 
     def chance(kind: int) -> float:

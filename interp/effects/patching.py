@@ -43,7 +43,7 @@ def activation_patching(
     neurons: int | None = None,
     max_bytes: int = 2**30,
 ) -> Result:
-    """The effect on the metric of putting values of one run into another, one place at a time.
+    """Patch values of one run into another, one place at a time, and measure the effect on the metric.
 
     Denoising puts values of the clean run into the corrupted one, and shows what suffices for the answer.
     Noising puts values of the corrupted run into the clean one, and shows what the answer needs (Heimersheim

@@ -1,4 +1,4 @@
-"""Edge and path patching: how the metric changes when a value of one run is carried along some paths only."""
+"""Edge and path patching: effects on the metric of a value from another run that moves along some paths only."""
 
 import itertools
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def edge_patching(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
-    """The effect of each edge alone: its reader sees what its writer adds in the other run.
+    """Patch each edge alone: its reader sees what its writer adds in the other run.
 
     All other edges carry the values of the edited run, and what the reader passes on reaches everything after
     it. So the effect is that of `run_circuit` with a mask of this edge, and is exact. An edge is direct: what
@@ -77,7 +77,7 @@ def path_patching(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
-    """The effect of each sender through its paths to the receivers that pass no other head.
+    """Patch each sender's output along the paths to the receivers that pass no other head.
 
     As in Wang et al. 2022, "Interpretability in the Wild": a first run takes the sender's output from the
     other run, keeps what all other heads add, and records what the receivers compute from it. A second run

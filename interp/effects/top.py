@@ -27,7 +27,7 @@ def top_attributions(
     k: int = 100,
     direction: Direction = "denoising",
 ) -> Result:
-    """The `k` largest estimated effects of MLP neurons at single positions, or of directions.
+    """Find the `k` largest estimated effects of MLP neurons, or of directions, at single positions.
 
     The estimate is that of `attribution_patching`. For a unit vector u it is ((target - base) · u) times
     (u · gradient), which estimates `edits.interchange` along u. Of each layer only the largest mean effects are

@@ -225,7 +225,7 @@ def largest(
 
 
 def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
-    """Which readers each writer computes from: a head from its query, key and value. The logits feed none."""
+    """Table of the readers that each writer computes from: a head from its query, key and value."""
     feeds = torch.zeros(graph.allowed.shape, dtype=torch.bool)
     for layer in graph.layers:
         for part in (layer.q, layer.k, layer.v):

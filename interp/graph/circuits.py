@@ -18,7 +18,7 @@ from interp.results.result import Result
 
 
 def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) -> Circuit:
-    """The connected edges that matter more than a threshold.
+    """Keep the edges that matter more than a threshold, then prune to what is connected.
 
     Args:
         graph: the graph of the model.
@@ -36,7 +36,7 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
 
 
 def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """What is connected of the `n` edges that matter most; for arguments see `above`.
+    """Keep the `n` edges that matter most, then prune to what is connected; for arguments see `above`.
 
     Raises:
         ValueError: if there are not so many edges.
@@ -45,7 +45,7 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
 
 
 def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """`n` edges taken one by one from the logits backward, then what is connected of them.
+    """Take `n` edges one by one from the logits backward, then prune to what is connected.
 
     Each is the one that matters most of those that lead to a node taken so far (Hanna et al. 2024). For
     arguments see `above`.
@@ -86,7 +86,7 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
 
 
 def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writer reader"]:
-    """How much each edge matters: the size of its mean effect or, signed, how much it helps.
+    """Strength of each edge: the size of its mean effect or, signed, how much the edge helps.
 
     For arguments and errors see `above`.
     """
@@ -113,8 +113,8 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
 def _helps(scores: Result) -> Float[Tensor, " edge"]:
     """The mean effect of each edge, positive where the edge helps.
 
-    By the two metrics, it does not matter which text is edited, or whether more of the metric is better.
-    Without them, as where an edge that helps is replaced: the metric falls.
+    An edge helps if replacing it moves the metric towards the target's, whichever text was edited. Without base and
+    target, an edge is taken to help if replacing it lowers the metric.
     """
     mean = scores.values.mean(-1)
     rises = (
@@ -228,7 +228,7 @@ def _circuit(graph: Graph, scores: Result, kept: Tensor) -> Circuit:
 
 
 def _table(graph: Graph, of_edges: Float[Tensor, " edge"]) -> Float[Tensor, "writer reader"]:
-    """One number of each edge as a table; NaN where there is no edge."""
+    """Lay out one number for each edge as a table; NaN where there is no edge."""
     table = of_edges.new_full(graph.allowed.shape, torch.nan, device="cpu")
     table[graph.allowed] = of_edges.cpu()
     return table

@@ -1,4 +1,4 @@
-"""What the parts of a model wrote to the residual stream in a run, kept as factors."""
+"""Contributions of a model's parts to the residual stream of a run, kept as factors."""
 
 import math
 import re
@@ -124,7 +124,7 @@ class ResidualComponents:
     def __call__(
         self, before: int | None = None, neurons: bool = False
     ) -> Iterator[ComponentGroup]:
-        """What was written before a block, or before the unembedding, in the order of computation."""
+        """Yield the components before a block, or before the unembedding, in the order of computation."""
         layers, writers = self.graph.layers, self.graph.writers
         inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
         yield ComponentGroup(writers[: len(inputs)], inputs.movedim(0, 2))
@@ -149,7 +149,7 @@ class ResidualComponents:
         norm: str,
         rest: str,
     ) -> Iterator[ComponentGroup]:
-        """Components that are added and normed together, and what is added beside them."""
+        """Yield components that are added and normed together, then the bias that is added with them."""
         module = self.model.get_submodule(norm)
         linear = linear_part(module, len(bias))
         bias = like(linear.after(bias), values)
@@ -164,13 +164,13 @@ class ResidualComponents:
     def check(
         self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
     ) -> float:
-        """How far a sum of parts is from what it should be, at real tokens.
+        """Return the largest difference between a sum of parts and its expected value, at real tokens.
 
         The stream is rounded after each addition, in the cache's dtype, so that differences grow as the square root
         of the number of blocks. Apart from that, float32 is allowed for: some norms compute in it always.
 
         Raises:
-            CacheError: if that is more than rounding can explain, of the largest number in `sizes`.
+            CacheError: if the difference is more than rounding of the largest number in `sizes` can explain.
         """
         difference = (found - to_device(expected, found.device)).abs()
         if self.mask is not None and self._columns is None:

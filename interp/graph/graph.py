@@ -162,7 +162,7 @@ class Graph:
 
     @cached_property
     def identity(self) -> list[Any]:
-        """What two graphs of equal models share: the nodes, and the hash of the configuration."""
+        """Nodes and hash of the configuration: equal for the graphs of equal models."""
         return [[*self.writers], [*self.readers], storage.config_hash(self.model)]
 
     def require(self, identity: list[Any]) -> None:
@@ -180,7 +180,7 @@ class Graph:
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
-        """What each writer adds to the stream. Their sum is the stream after the last block.
+        """Return the contribution of each writer to the stream. Their sum is the stream after the last block.
 
         Args:
             cache: values of a run at the points `needed`, eager or lazy.
@@ -194,7 +194,7 @@ class Graph:
         return self.wrote(cache)
 
     def wrote(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
-        """The same as `contributions`, from values of a run of the `model` whose parts are used."""
+        """Return the same as `contributions`, from values of a run of the `model` whose parts are used."""
         lacking = [name for name in self.needed if name not in values]
         if lacking:
             raise CacheError(
@@ -242,7 +242,7 @@ class Graph:
         return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
 
     def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
-        """What the first writers add: the embeddings."""
+        """Return the contributions of the first writers: the embeddings."""
         parts = torch.stack([at(point) for point in self._inputs])
         if self._norm is None:
             return parts
@@ -256,7 +256,7 @@ class Graph:
 def writers(
     model: nn.Module, cache: Mapping[str, Tensor]
 ) -> Float[Tensor, "writer batch pos d_model"]:
-    """What each writer of `Graph(model)` adds to the stream; see `Graph.contributions`."""
+    """Return the contribution of each writer of `Graph(model)` to the stream; see `Graph.contributions`."""
     return Graph(model).contributions(cache)
 
 

@@ -1,4 +1,15 @@
-"""Masked runs: forward passes in which each reader sees some writers as in another run."""
+"""Masked runs: forward passes in which each reader sees some writers as in another run.
+
+The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer Circuits with Edge Pruning":
+
+1. Take from the source what each writer adds there [writer, batch, pos, d_model].
+2. Go through the blocks of the model with the plain residual stream, and after each writer keep its difference,
+   source - current.
+3. Before each block, give every head its own stream: the plain one plus the sum over writers of
+   mask [writer, reader] times difference. One matrix product makes the streams of all heads.
+4. Norm and project each head's stream, run attention once, and give the MLP its own stream likewise.
+5. Read the logits from the stream that the unembedding sees.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -43,7 +54,7 @@ def run_circuit(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of a circuit: of a run in which every edge outside of it carries values of another run.
+    """Run a circuit, and return the logits: every edge outside of it carries values of another run.
 
     Each reader sees the stream plus, over the edges to it, `mask * (source - current)` of the writer. So a run
     without masked edges is that of the text, one with every edge masked is that of the source, and any number
@@ -172,7 +183,7 @@ class MaskedRuns:
     def _run(
         self, circuit: Mask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
-        """What is read of the stream that the logits see, from some examples at a time."""
+        """Apply `read` to the stream that the logits see, some examples at a time."""
         self.graph.runner()
         mask, found = self._mask(circuit), []
         size, each = len(self.text.tokens), self._bytes_of_one()
@@ -206,7 +217,7 @@ class MaskedRuns:
 
     @without_gradients
     def _source_of(self, rows: slice) -> Tensor:
-        """What the writers add in the other run."""
+        """Return what the writers add in the other run."""
         if isinstance(self._source, Tensor):
             return _rows(self._source, rows)
         if self._other is None or self._source == "zero":
@@ -256,7 +267,7 @@ def _after(
 
 
 class _Readers:
-    """What each reader sees of a stream that grows.
+    """Streams as each reader sees them, while the writers write one after another.
 
     Args:
         source: what the writers add in the other run, [writer, batch or 1, pos, d_model].

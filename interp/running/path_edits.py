@@ -1,4 +1,16 @@
-"""What changes in one run where values of another are carried along an edge or a path."""
+"""Path edits: the values that change in a run where a writer's output from another run takes some paths only.
+
+The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; for `through` Wang et al.
+2022, "Interpretability in the Wild"):
+
+1. Run both texts once. `moved` is for each writer what it adds in the other run less what it adds in this one.
+2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and compute this
+   reader's sublayer alone. What it adds then is the edit.
+3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block. No head adds to
+   it; MLPs do if they are recomputed. Compute the receivers from the stream with `moved`; their values are the edits.
+4. If the logits are the reader, their stream itself has changed, and needs only the unembedding.
+5. Otherwise run the edits as a sweep, which computes everything after them.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,7 +33,7 @@ from interp.running.sites import two_runs
 from interp.running.sweep import sweep_text
 
 Carried = dict[str, edits.Edit] | Tensor
-"""What one path changes: values at points, by name, or the stream that the logits read."""
+"""The change along one path: edits of points, by name, or the stream that the logits read."""
 
 
 class PathEdits:
@@ -75,7 +87,7 @@ class PathEdits:
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
-        """What an edge changes: what its reader's sublayer adds, or the stream that the logits read."""
+        """Return the change of an edge: what its reader's sublayer adds, or the stream that the logits read."""
         moved = self.moved[writer]
         for layer in self.graph.layers:
             attention, mlp = layer.attention, layer.mlp
@@ -103,7 +115,7 @@ class PathEdits:
         return value if moved is None else value + to_device(moved, value.device)
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
-        """What a sender changes at receivers, by paths that pass no other head."""
+        """Return the changes at receivers that a sender makes by paths that pass no other head."""
         graph, found = self.graph, dict[str, edits.Edit]()
         moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
         for layer in graph.layers:

@@ -1,4 +1,14 @@
-"""Resumed runs: edited runs that begin at the first block and the first position that they change."""
+"""Resumed runs: edited runs that begin at the first block and the first position that they change.
+
+The algorithm, for the edited runs of a sweep:
+
+1. Find the first block and the first position of each run (`_place`).
+2. Group the runs by their first position; a group with too few tokens joins the one that begins earlier.
+3. Measure the memory of one run, and divide each group into chunks that fit (`_divided`).
+4. For each chunk go from block to block with one batch [run * batch, pos, d_model]. A run joins it at its first
+   block, with the unedited stream; earlier keys and values come from the unedited run (`_stream_of`).
+5. Unembed some runs at a time, only where the metric reads (`_measured`).
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence

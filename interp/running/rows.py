@@ -27,7 +27,7 @@ Done = Callable[[float], object]
 
 @dataclass(eq=False)
 class Job:
-    """One edited run of the batch.
+    """An edited run of the batch.
 
     Attributes:
         index: its number in the sweep.

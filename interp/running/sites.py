@@ -24,7 +24,7 @@ SITES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("attn_out", "mlp_out", "mlp.post"), ("layer", "pos")),
     **dict.fromkeys(("z", "q", "k", "v", "scores", "pattern"), ("layer", "head")),
 }
-"""What can be compared, and over which axes unless others are given."""
+"""The sites that can be compared, each with the axes of its result unless others are given."""
 
 SELECTS = {
     "pos": ("pos",),
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """Which places are compared; see `activation_patching`."""
+    """Choice of the places that are compared; see `activation_patching`."""
 
     site: str = "resid_pre"
     over: Sequence[str] | None = None
@@ -229,7 +229,7 @@ def _label(group: range) -> int | str:
 
 
 def _some(what: str, known: Mapping[int, T], wanted: Some) -> dict[int, T]:
-    """Those of `known` that are wanted; all if nothing is said."""
+    """Select the wanted entries of `known`; all if `wanted` is None."""
     if wanted is None:
         return dict(known)
     wanted = [wanted] if isinstance(wanted, int) else wanted

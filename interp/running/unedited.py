@@ -1,4 +1,4 @@
-"""The unedited run of a sweep: what edited runs share with it, and whether they can begin inside it."""
+"""The unedited run of a sweep: values that edited runs share with it, and whether they can begin inside it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -139,7 +139,7 @@ class Unedited:
         return [later[id(context)] for context in self.contexts]
 
     def _contexts(self) -> list[Any]:
-        """What each block reads besides the stream; None for one that cannot run again."""
+        """Return the context that each block reads besides the stream; None for one that cannot run again."""
         if self._finds_context:
             given = [(args, kwargs) for args, kwargs, _, _ in self._calls]
             found = self.language.context_of(given, self._arguments)

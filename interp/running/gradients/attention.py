@@ -1,4 +1,16 @@
-"""Attention with other queries or keys: how its pattern would change, without a run of the whole model."""
+"""AtP*: estimates through attention's pattern, for queries and keys that take the place of others.
+
+The algorithm (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to
+components"), for one layer:
+
+1. In the base run, store the arguments of attention (`Attention`), and take the gradient g of the metric at the pattern.
+2. Run this attention alone with other queries or keys, and read its new pattern or scores.
+3. For queries (`OtherQueries`): each query has its own row of the pattern. The effect of a query is the change of
+   its row times g.
+4. For keys (`OtherKeys`): each key changes alone, so its new score changes its own weight from p to r, and the
+   weights of the other keys by one factor. The softmax is solved for each key at once, without a run for each.
+5. Sum the effects over the queries, and over the query heads that share a key head.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +33,7 @@ _PARTS = ("q", "k", "scores", "pattern")
 
 
 class Attention:
-    """One layer's attention in a run, which can be repeated with other queries or keys.
+    """Attention of one layer in a run, which can be repeated with other queries or keys.
 
     Args:
         runner: the model's.
@@ -29,7 +41,7 @@ class Attention:
 
     Attributes:
         pattern: the name of its pattern.
-        cap: what its scores pass on the way to the softmax.
+        cap: the function that caps the scores before the softmax; the identity without one.
 
     Raises:
         UnknownNameError: if there are no queries, keys, scores or pattern beside that point.
@@ -72,7 +84,7 @@ class Attention:
 
 
 class OtherQueries:
-    """What other queries would do to the metric through the pattern. The softmax is computed again.
+    """Effects of other queries on the metric through the pattern. The softmax is computed again.
 
     Args:
         attention: after the run.
@@ -90,12 +102,12 @@ class OtherQueries:
         self._change = at_least_float32(found) - base["pattern"]
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos head"]:
-        """The pattern's change times the gradient there, for each query."""
+        """Multiply the pattern's change with the gradient there, for each query."""
         return (self._change * gradient).sum(-1).transpose(1, 2)
 
 
 class OtherKeys:
-    """What another key would do to the metric through the pattern, one position at a time.
+    """Effects of other keys on the metric through the pattern, one position at a time.
 
     If the score of one key changes, its weight goes from p to r, and those of the other keys shrink or grow
     by one factor. The pattern's change times the gradient g is then (r - p) (g - h), with h the mean of g
@@ -144,7 +156,7 @@ class OtherKeys:
         self._rest = self._rest.masked_fill(self._seen.sum(-1, keepdim=True) < 2, 0)
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos kv_head"]:
-        """The pattern's change times the gradient there, for each key, summed over queries."""
+        """Multiply the pattern's change with the gradient there, for each key, summed over queries."""
         gradient = at_least_float32(gradient)
         weighted = self._weights * gradient
         others = weighted.sum(-1, keepdim=True) - weighted

@@ -21,12 +21,13 @@ _ENOUGH = 60
 
 
 class Positions(NamedTuple):
-    """Where writers change.
+    """Token positions at which writers change.
 
     Attributes:
         here: columns of the text that is edited.
         there: the columns of the other text whose values come there.
-        group: the place of each column in the result. A column that comes again has the last, which is dropped.
+        group: the index of each column's group in the result. A column that was listed before in the same span has
+            the index after the last group, whose sum is dropped, so that it counts once.
         labels: the places of the result; None for the sum of all columns.
     """
 
@@ -44,7 +45,7 @@ class Positions(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """How many places there are."""
+        """Number of groups in the result."""
         return 1 if self.labels is None else len(self.labels)
 
 
@@ -77,7 +78,13 @@ def positions(over: str | None, edited: Text, source: Text) -> Positions:
 
 
 class _Target(NamedTuple):
-    """What gradients some writers' changes are multiplied with, and the columns of the scores for that."""
+    """Gradients to multiply with the changes of some writers, and the columns of the scores for the products.
+
+    Attributes:
+        gradients: gives the gradients [reader, n, d_model] at some columns of a row, in memory to be used again.
+        writers: the writers that come before these readers.
+        columns: the columns of the scores.
+    """
 
     gradients: Callable[[int, Tensor, Tensor], Tensor]
     writers: range
@@ -121,7 +128,7 @@ class Scores:
     def changes(
         self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
     ) -> Float[Tensor, "writer batch n d_model"]:
-        """How what each writer adds differs between the two runs, for some examples.
+        """Return the difference between the two runs in what each writer adds, for some examples.
 
         Args:
             rows: the examples.

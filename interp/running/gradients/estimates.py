@@ -141,9 +141,10 @@ def others(
     source: ActivationCache,
     places: Mapping[str, list[Place]],
 ) -> list[Float[Tensor, "..."]]:
-    """What would take the place of a point's value: the source's, or for each span that with the span replaced.
+    """Return the values that would take the place of a point's: one for each span, or one for all places.
 
-    For arguments see `effects`.
+    Without spans that is the source's value; with spans, for each the base value with this span replaced. For
+    arguments see `effects`.
     """
     if "span" not in places:
         return [source[point.name]]

@@ -101,7 +101,7 @@ class Pullback:
 
 
 class Pullbacks:
-    """Those of consecutive readings: a matrix product with all their gradients is faster than several.
+    """Pullbacks of consecutive readings: one matrix product with all their gradients is faster than several.
 
     Attributes:
         readers: which readers of the graph they are.
@@ -122,7 +122,7 @@ class Pullbacks:
 
 
 def _scale(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a norm divides by, and the gradient of that."""
+    """Return a norm's scale, which it divides by, and the gradient of the scale."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         found: list[Tensor] = []
