@@ -74,6 +74,11 @@ def attribution_patching(
     Warns:
         UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if the metric is
             smallest at the base run, as `kl_divergence` from that run is: it has no gradient there.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> attribution_patching(model, pairs, "z").top(1)
+    layer 0, head 3  -8.599
     """
     if qk_correction and site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")

@@ -92,6 +92,12 @@ def edge_attribution(
 
     Warns:
         UserWarning: if a gap is larger than the tolerance.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> edge_attribution(model, pairs).top(2)
+    edge input->a0.h1<k>  +7.037
+    edge m2->logits       -4.864
     """
     if method not in METHODS:
         raise unknown_name(method, METHODS, "method")

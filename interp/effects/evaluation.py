@@ -55,6 +55,14 @@ def faithfulness(
 
     Warns:
         UserWarning: if texts are among those that the circuit was found on.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> every_edge = Circuit(Graph(model), Graph(model).edges)
+    >>> faithfulness(model, pairs, every_edge).mean()
+    tensor([1., 1.])
     """
     runs = _Runs(model, pairs, circuit, source, max_bytes)
     found = torch.stack([runs(circuit), runs(random(circuit.graph, len(circuit), seed))])
@@ -77,6 +85,14 @@ def completeness(
 
     Returns:
         Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> circuit = Circuit(Graph(model), ["input->m0", "m0->logits"])
+    >>> completeness(model, pairs, circuit).labels["without"]
+    ('input', 'm0', 'circuit')
     """
     runs, whole = _Runs(model, pairs, circuit, source, max_bytes), _whole(circuit)
     nodes = _inner(circuit)
@@ -100,6 +116,14 @@ def minimality(
 
     Returns:
         Shares [node, example]. For arguments, errors and the warning see `faithfulness`.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> every_edge = Circuit(Graph(model), Graph(model).edges)
+    >>> minimality(model, pairs, every_edge).select(node="input").mean().round(decimals=4)
+    tensor(1.)
     """
     runs, nodes = _Runs(model, pairs, circuit, source, max_bytes), _inner(circuit)
     own = runs(circuit)
@@ -189,6 +213,16 @@ def curve(
 
     Warns:
         UserWarning: if texts are among those that the scores are from.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> from interp import edge_attribution
+    >>> scores = edge_attribution(model, pairs)
+    >>> others = Pairs(torch.tensor([[5, 2, 6]]), torch.tensor([[1, 2, 0]]), torch.tensor([[4, 3]]))
+    >>> curve(model, others, Graph(model), scores, shares=(0.5, 1.0)).signed.select(edges=1.0).mean()
+    tensor(1.)
     """
     points = torch.tensor([0, *shares], dtype=torch.float64)
     if len(points) < 3 or not (points.diff() > 0).all() or points[-1] > 1:
@@ -220,6 +254,15 @@ def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
 
     Raises:
         ValueError: if all edges are in the circuit, or none.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> graph = Graph(model)
+    >>> known = Circuit(graph, ["input->m0", "m0->logits"])
+    >>> values = known.kept[graph.allowed].float()[:, None]
+    >>> auroc(Result(values, ("edge", "example"), labels={"edge": graph.edges}), known)
+    1.0
     """
     graph = known.graph
     strength = strengths(graph, scores, signed)[graph.allowed].double()

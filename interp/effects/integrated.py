@@ -62,6 +62,11 @@ def integrated_gradients(
 
     Warns:
         UserWarning: if a gap is larger than the tolerance.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> integrated_gradients(model, pairs, "mlp_out", layers=3).top(1)
+    layer 3, pos 8 'm|i'  +4.531
     """
     names = None
     if site == "embed":

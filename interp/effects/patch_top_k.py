@@ -86,6 +86,13 @@ def patch_top_k(
     Raises:
         ValueError: if there are not more than `k` places, the budget leaves no sample, or the estimate is of
             another model, metric or texts.
+
+    >>> from models import load
+    >>> from interp import attribution_patching
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> estimate = attribution_patching(model, pairs, "z", layers=0)
+    >>> patch_top_k(model, pairs, estimate=estimate, k=1, budget=4).top.labels["place"]
+    ('layer 0, head 3',)
     """
     known = estimate.about.keys()
     if not {"site", "direction"} <= known or known & SELECTS.keys():

@@ -69,6 +69,11 @@ def activation_patching(
         ValueError: if texts, choices or the metric do not fit.
         UnknownNameError: if there is no such site, or the model lacks it; with close matches.
         ModeError: if the model is in training mode.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> activation_patching(model, pairs, "z", layers=0).top(1)
+    layer 0, head 1  +1.134
     """
     runner, choice = runner_of(model), Choice(site, over, layers, heads, neurons)
     names = named(runner, choice)

@@ -49,6 +49,12 @@ def edge_patching(
         UnknownNameError: if an edge has a node that the model lacks; with close matches.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> edge_patching(model, pairs, ["input->m0", "m3->logits"]).top(2)
+    edge input->m0   -22.35
+    edge m3->logits  -5.003
     """
     runs = PathEdits(model, pairs, direction, max_bytes, split_embeddings)
     graph = runs.graph
@@ -99,6 +105,12 @@ def path_patching(
         ValueError: if no receiver comes after a sender, `logits` has other receivers beside it, or as for
             `edge_patching`.
         UnknownNameError, HookError, ModeError: as for `edge_patching`.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> path_patching(model, pairs, receivers="logits", senders=["a3.h0", "m3"]).top(2)
+    sender m3     -5.003
+    sender a3.h0  -0.9231
     """
     if mlps not in ("recomputed", "frozen"):
         raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")

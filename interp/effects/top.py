@@ -50,6 +50,11 @@ def top_attributions(
 
     Warns:
         UserWarning: as `attribution_patching` does.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> top_attributions(model, pairs, k=2).labels["place"]
+    ('layer 3, pos 8, neuron 124', 'layer 0, pos 8, neuron 227')
     """
     runner = runner_of(model)
     if k < 1:

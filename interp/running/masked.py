@@ -77,6 +77,14 @@ def run_circuit(
         UnknownNameError: if the circuit has a node that the model lacks.
         HookError: if hooks act on the model, because a value is not computed once here.
         ModeError: if the model is in training mode.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> clean, corrupted = torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]])
+    >>> logits = run_circuit(model, Pairs(clean, corrupted), circuit=[])  # every edge is replaced
+    >>> torch.allclose(logits, model(corrupted), atol=1e-5)
+    True
     """
     runs = MaskedRuns(model, pairs, source, direction, split_embeddings, max_bytes)
     return runs.logits(circuit)

@@ -80,6 +80,14 @@ def sweep(
         EditError: if an edit does not fit.
         ModeError: if the model is in training mode.
         NeverFiredError: if a run did not reach an edited point.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> from interp import edits
+    >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
+    >>> sweep(model, pairs, without_mlps).top(2)
+    edit 0  -9.01
+    edit 1  -1.602
     """
     if isinstance(texts, Pairs):
         if attention_mask is not None:
