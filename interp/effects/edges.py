@@ -109,7 +109,7 @@ def edge_attribution(
     scores = Scores(graph, where, runs.cache, target.device)
     start = Gradients(runner, edited, metric, scores.names)
     scores.base, base = start.values, start.base
-    found = Found(scores.of_all(start))
+    scored = Found(scores.of_all(start))
     if method == "eap":
         warn_of_flat(start, 4)
     del start
@@ -117,15 +117,15 @@ def edge_attribution(
         size = (target - base).abs().mean()
         paths = Paths(runner, edited, metric, scores, base, size, steps, tolerance)
         of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
-        found = of(found.scores)
-    if not (found.scores.isfinite().all() and (target - base).isfinite().all()):
+        scored = of(scored.scores)
+    if not (scored.scores.isfinite().all() and (target - base).isfinite().all()):
         raise ValueError("scores and metrics must be finite; got others")
-    edges, nodes = found.scores[:, :-1], found.scores[:, -1]
+    edges, nodes = scored.scores[:, :-1], scored.scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
     about: dict[str, Any] = {"estimate": method, "node_gap": _rounded(gap)}
-    if found.gaps is not None:
-        about |= {"steps": found.steps, "gaps": [*map(_rounded, found.gaps)]}
-        gap = torch.maximum(gap, found.gaps.max())
+    if scored.gaps is not None:
+        about |= {"steps": scored.steps, "gaps": [*map(_rounded, scored.gaps)]}
+        gap = torch.maximum(gap, scored.gaps.max())
     if gap > tolerance:
         rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
         warnings.warn(f"{rule}; got {float(gap):.2g}", stacklevel=2)

@@ -65,8 +65,8 @@ def faithfulness(
     tensor([1., 1.])
     """
     runs = _Runs(model, pairs, circuit, source, max_bytes)
-    found = torch.stack([runs(circuit), runs(random(circuit.graph, len(circuit), seed))])
-    return runs.shares(found - runs.none, "circuit", ("circuit", "random"))
+    metrics = torch.stack([runs(circuit), runs(random(circuit.graph, len(circuit), seed))])
+    return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
 
 
 def completeness(
@@ -98,8 +98,8 @@ def completeness(
     nodes = _inner(circuit)
     rest = [(whole.without(node), circuit.without(node)) for node in nodes]
     rest.append((whole - circuit, circuit - circuit))
-    found = torch.stack([runs(other) - runs(own) for other, own in rest])
-    return runs.shares(found, "without", (*nodes, "circuit"))
+    differences = torch.stack([runs(other) - runs(reduced) for other, reduced in rest])
+    return runs.shares(differences, "without", (*nodes, "circuit"))
 
 
 def minimality(
@@ -126,9 +126,9 @@ def minimality(
     tensor(1.)
     """
     runs, nodes = _Runs(model, pairs, circuit, source, max_bytes), _inner(circuit)
-    own = runs(circuit)
-    found = torch.stack([own - runs(circuit.without(node)) for node in nodes])
-    return runs.shares(found, "node", nodes)
+    with_all = runs(circuit)
+    losses = torch.stack([with_all - runs(circuit.without(node)) for node in nodes])
+    return runs.shares(losses, "node", nodes)
 
 
 class Area(NamedTuple):
@@ -232,8 +232,8 @@ def curve(
     runs = _Runs(model, pairs, top(graph, scores, every), source, max_bytes)
 
     def measured(chosen: Callable[[int], Circuit]) -> Result:
-        found = torch.stack([runs(chosen(n)) - runs.none for n in counts])
-        return runs.shares(found, "edges", shares)
+        gains = torch.stack([runs(chosen(n)) - runs.none for n in counts])
+        return runs.shares(gains, "edges", shares)
 
     return Curve(
         measured(partial(top, graph, scores, signed=True)),
@@ -315,8 +315,8 @@ class _Runs:
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Differences of the metric as shares of the whole scale."""
         about, named = {"metric": repr(self._metric)}, {axis: tuple(labels)}
-        found = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
-        return found.normalized()
+        effects = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
+        return effects.normalized()
 
 
 def _whole(circuit: Circuit) -> Circuit:
@@ -340,6 +340,6 @@ def _area(result: Result, *, from_one: bool = False) -> Area:
     if from_one and result.target is not None:
         distance = result.target.cpu().double() - heights
         heights = distance.mean(-1, keepdim=True).sign() * distance
-    each = torch.trapezoid(heights.mT, shares).to(result.values)
-    (area,) = replace(result, values=each[None], axes=("area", "example"), labels={}).top(1)
+    areas = torch.trapezoid(heights.mT, shares).to(result.values)
+    (area,) = replace(result, values=areas[None], axes=("area", "example"), labels={}).top(1)
     return Area(area.effect, area.low, area.high)

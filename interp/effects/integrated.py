@@ -76,7 +76,7 @@ def integrated_gradients(
     start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
-    found: dict[str, Tensor] = {}
+    by_point: dict[str, Tensor] = {}
     taken: list[int] = []
     gaps: list[Tensor] = []
     for name in runs.names.values():
@@ -85,11 +85,11 @@ def integrated_gradients(
             gaps.append(torch.zeros_like(start.base))
             continue
         path = _Path(runs, name, start, first[name], steps, tolerance)
-        found[name] = path.effects
+        by_point[name] = path.effects
         taken.append(path.steps)
         gaps.append(path.gap)
     result = runs.of_layers(
-        found,
+        by_point,
         start.base,
         estimate="integrated gradients",
         steps=taken,
@@ -163,11 +163,11 @@ class _Path:
         """The gradient after a share of the path, and the metric there."""
         value = (self._base + share * self._change).to(self._base.dtype)
         name = self._point.name
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         with self._runs.runner.hooks({name: lambda activation, point: value}):
             run = Gradients(self._runs.runner, self._runs.edited, self._runs.metric, [name])
-        run.backward(found.__setitem__)
-        return at_least_float32(found[name]), run.base
+        run.backward(gradients.__setitem__)
+        return at_least_float32(gradients[name]), run.base
 
 
 def _whole_change(runs: Contrast, point: Point, base: Tensor) -> Tensor:

@@ -106,8 +106,8 @@ def patch_top_k(
         raise ValueError(f"k must be 1 to {len(guess) - 1}, fewer than there are places; got {k}")
     if budget < k + 3:
         raise ValueError(f"budget must be at least k + 3 = {k + 3} forward passes; got {budget}")
-    own = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
-    same = own == labels_of(runs.places)
+    estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
+    same = estimated_labels == labels_of(runs.places)
     # Two runs of one text in half precision differ by as much.
     dtypes = (runs.target.dtype, next(iter(runs.cache.values())).dtype)
     precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
@@ -115,8 +115,8 @@ def patch_top_k(
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
-    given = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
-    tested, text = [given[at] for at in chosen], runs.edited
+    jobs = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
+    tested, text = [jobs[at] for at in chosen], runs.edited
     swept = sweep_text(model, text, tested, runs.metric, max_bytes)
     _require_same(_are_close(estimate.base, swept.base, precision))
     size = swept.values.mean(-1).abs().tolist()

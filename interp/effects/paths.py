@@ -118,11 +118,11 @@ def path_patching(
     graph = runs.graph
     receivers = listed(receivers, "receivers")
     senders = None if senders is None else listed(senders, "senders")
-    for what, given, known in (
+    for what, names, known in (
         ("receiver", receivers, graph.readers),
         ("sender", senders or (), graph.writers),
     ):
-        for name in given:
+        for name in names:
             if name not in known:
                 raise unknown_name(name, known, f"{what} of this graph")
     if not receivers or ("logits" in receivers and len(receivers) > 1):

@@ -138,19 +138,19 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> Circuit:
     """
     with storage.one_error(path, "be a circuit in MIB's JSON format"):
         table = json.loads(Path(path).read_text())
-        given = [
+        edges = [
             (name, float(edge["score"]), bool(edge["in_graph"]))
             for name, edge in table["edges"].items()
         ]
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
-    if {*places} != {name for name, _, _ in given}:
-        odd = next(iter({*places} ^ {name for name, _, _ in given}))
+    if {*places} != {name for name, _, _ in edges}:
+        odd = next(iter({*places} ^ {name for name, _, _ in edges}))
         raise ValueError(
             f"the circuit in {path} must have the edges of this graph; they differ in {odd}"
         )
     scores = torch.zeros(graph.allowed.shape)
     kept = torch.zeros_like(graph.allowed)
-    for name, score, in_graph in given:
+    for name, score, in_graph in edges:
         scores[places[name]] -= score
         kept[places[name]] |= in_graph
     return Circuit(graph, kept, scores)
@@ -211,11 +211,12 @@ def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
     readers = {n: [name] for n, name in enumerate(graph.readers)}
     for layer in graph.layers:
         for part in (layer.k, layer.v):
-            each = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
+            n_heads = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
             for n in range(part.start, part.stop):
                 path, _, rest = graph.readers[n].partition(".h")
-                shared, letter = int(rest.partition("<")[0]) * each, rest.partition("<")[2]
-                readers[n] = [f"{path}.h{head}<{letter}" for head in range(shared, shared + each)]
+                key_head, _, letter = rest.partition("<")
+                first = int(key_head) * n_heads
+                readers[n] = [f"{path}.h{head}<{letter}" for head in range(first, first + n_heads)]
     return {
         (writer, reader): [f"{graph.writers[writer]}->{name}" for name in readers[reader]]
         for writer, reader in graph.allowed.nonzero().tolist()

@@ -205,16 +205,16 @@ class Graph:
             return values[self.names[point]]
 
         stream = at(self.points[-1])
-        found = stream.new_empty(len(self.writers), *stream.shape)
+        contributions = stream.new_empty(len(self.writers), *stream.shape)
         inputs = self.inputs(at)
-        found[: len(inputs)] = inputs
+        contributions[: len(inputs)] = inputs
         for layer in self.layers:
             for start, part in zip((layer.heads.start, layer.bias), layer.added(at), strict=False):
-                found[start : start + len(part)] = part
+                contributions[start : start + len(part)] = part
             if layer.mlp is not None:
-                found[layer.mlp.writer] = at(layer.mlp.branch.added)
-        _check_sum(found.detach().sum(0), stream)
-        return found
+                contributions[layer.mlp.writer] = at(layer.mlp.branch.added)
+        _check_sum(contributions.detach().sum(0), stream)
+        return contributions
 
     def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
         """The mean of contributions at each position, over the texts of a run that have a real token there.
@@ -274,9 +274,9 @@ def _check(blocks: nn.ModuleList) -> None:
             )
 
 
-def _check_sum(found: Tensor, stream: Tensor) -> None:
+def _check_sum(total: Tensor, stream: Tensor) -> None:
     size = min(0.03, 1000 * torch.finfo(stream.dtype).eps) * stream.abs().max()
-    if not torch.allclose(found, stream, rtol=0, atol=float(size), equal_nan=True):
+    if not torch.allclose(total, stream, rtol=0, atol=float(size), equal_nan=True):
         raise CacheError(
             "contributions must add up to the stream of the cache; they do not: it is of another model, was "
             "edited, or its blocks add something else"

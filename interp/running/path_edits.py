@@ -98,8 +98,8 @@ class PathEdits:
                     heads = [one.clone() for one in self.projected(attention)]
                     head = (slice(None), slice(None), reader - at.start)
                     heads[part][head] = self.projected(attention, moved)[part][head]
-                    given = attention.sublayer.mix(*heads, self.contexts[layer.device])
-                    return self.replaced(attention.added, attention.finished(given))
+                    mixed = attention.sublayer.mix(*heads, self.contexts[layer.device])
+                    return self.replaced(attention.added, attention.finished(mixed))
         return self._sum(self.graph.points[-1], moved)
 
     def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
@@ -116,12 +116,12 @@ class PathEdits:
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
         """Return the changes at receivers that a sender makes by paths that pass no other head."""
-        graph, found = self.graph, dict[str, edits.Edit]()
+        graph, changes = self.graph, dict[str, edits.Edit]()
         moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
         for layer in graph.layers:
             before = moved
             if moved is not None:
-                found |= self._heads(layer, moved, receivers)
+                changes |= self._heads(layer, moved, receivers)
             if layer.heads.start <= sender < layer.heads.stop or sender == layer.bias:
                 moved = self.moved[sender]
             if layer.mlp is None:
@@ -131,14 +131,14 @@ class PathEdits:
             if seen is not None and (recomputed or reader in receivers):
                 added = mlp(self.seen(mlp, seen))
                 if reader in receivers:
-                    found |= self.replaced(mlp.added, added)
+                    changes |= self.replaced(mlp.added, added)
                 if recomputed and moved is not None:
                     moved = to_device(moved, added.device) + added - self.value(mlp.added)
             if sender == writer:
                 moved = self.moved[sender]
         if moved is not None and len(graph.readers) - 1 in receivers:
             return self._sum(graph.points[-1], moved)
-        return found
+        return changes
 
     def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
         """The receivers among the heads of a block, from a stream that has moved."""
@@ -153,12 +153,12 @@ class PathEdits:
             for part in heads:
                 session.after(getattr(attn, part), partial(values.__setitem__, part))
             attn.mix(*self.projected(layer.attention, moved), self.contexts[layer.device])
-        found: dict[str, edits.Edit] = {}
+        changes: dict[str, edits.Edit] = {}
         for part, chosen in heads.items():
             if chosen:
                 axis = "head" if part == "q" else "kv_head"
-                found |= self.replaced(getattr(attn, part), values[part], **{axis: chosen})
-        return found
+                changes |= self.replaced(getattr(attn, part), values[part], **{axis: chosen})
+        return changes
 
     def result(
         self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any

@@ -82,8 +82,8 @@ class Resumed:
     def _divided(self, jobs: Sequence[Job], max_bytes: int) -> Iterator[tuple[list[Job], int]]:
         """Jobs whose blocks run together, with how many of them are unembedded together."""
         base = self.base
-        kept = sum(tensor.nbytes for tensor in (*base.streams, *itertools.chain(*base.past)))
-        free, stream = max_bytes - kept, base.streams[0].nbytes
+        held_bytes = sum(tensor.nbytes for tensor in (*base.streams, *itertools.chain(*base.past)))
+        free, stream = max_bytes - held_bytes, base.streams[0].nbytes
         past = sum(tensor.nbytes for tensor in base.past[0])
         block, unembed, metric = self._peaks(jobs)
 
@@ -95,7 +95,7 @@ class Resumed:
         once = metric + stream * any(job.early for job in jobs)
         least = max(max(running(job.pos), stream + unembed) for job in jobs) + once
         if free < least:
-            raise too_small(max_bytes, kept + least)
+            raise too_small(max_bytes, held_bytes + least)
         for group in self._together(jobs):
             at_once = (free - once) // running(group[0].pos)
             for n in range(0, len(group), at_once):
@@ -181,8 +181,8 @@ class Resumed:
         for n in range(0, len(plain), read_at_once):
             some = plain[n : n + read_at_once]
             logits = self.model.unembed(torch.cat([self._read(streams[job], pos) for job in some]))
-            for job, found in zip(some, logits.split(self.size), strict=True):
-                yield job, self.batch.measure(torch.cat([before, found], 1))
+            for job, rows in zip(some, logits.split(self.size), strict=True):
+                yield job, self.batch.measure(torch.cat([before, rows], 1))
 
     def _read(self, stream: Tensor, pos: int) -> Tensor:
         """The stream where the metric reads it, from one that begins at `pos`."""

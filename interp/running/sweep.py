@@ -135,7 +135,7 @@ def _measured(
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
     """The metric of the unedited run, and of each edited one."""
     runner, (size, n_pos) = runner_of(model), batch.tokens.shape
-    jobs = [Job(index, runner.edits(given)) for index, given in enumerate(edits)]
+    jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
         job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     # Hooks that act already may depend on which rows are which, as scales of quantised values do.

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -50,10 +51,10 @@ class Attention:
     def __init__(self, runner: HookedRunner, name: str) -> None:
         path = name.rpartition(".")[0]
         names = {part: f"{path}.{part}" for part in _PARTS}
-        for given in names.values():
-            if given not in runner.points:
-                raise unknown_name(given, runner.points, "point of the model")
-        self._points = {part: runner.points[given] for part, given in names.items()}
+        for point_name in names.values():
+            if point_name not in runner.points:
+                raise unknown_name(point_name, runner.points, "point of the model")
+        self._points = {part: runner.points[point_name] for part, point_name in names.items()}
         points = runner.model.get_submodule(path)
         self._module = points.module if isinstance(points, HookPoints) else points
         self.pattern = names["pattern"]
@@ -64,11 +65,11 @@ class Attention:
         session.before(self._module, self._store)
 
     def _store(self, args: Any, kwargs: Any) -> None:
-        def kept(leaf: Any) -> Any:
+        def storable(leaf: Any) -> Any:
             is_tensor = isinstance(leaf, Tensor)
             return leaf if is_tensor else plain_argument(self._module, leaf, self.pattern)
 
-        self._args, self._kwargs = mapped((args, kwargs), kept)
+        self._args, self._kwargs = mapped((args, kwargs), storable)
 
     @without_gradients
     def values(self, **changed: Tensor) -> dict[str, Tensor]:
@@ -98,12 +99,13 @@ class OtherQueries:
         base: Mapping[str, Tensor],
         queries: Float[Tensor, "batch pos head d_head"],
     ) -> None:
-        found = attention.values(q=queries)["pattern"]
-        self._change = at_least_float32(found) - base["pattern"]
+        pattern = attention.values(q=queries)["pattern"]
+        self._change = at_least_float32(pattern) - base["pattern"]
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos head"]:
         """Multiply the pattern's change with the gradient there, for each query."""
-        return (self._change * gradient).sum(-1).transpose(1, 2)
+        by_query = (self._change * gradient).sum(-1)
+        return rearrange(by_query, "batch head query -> batch query head")
 
 
 class OtherKeys:
@@ -162,6 +164,9 @@ class OtherKeys:
         others = weighted.sum(-1, keepdim=True) - weighted
         others = others / (1 - self._weights.clamp(max=0.5))
         top = (self._rest * gradient).sum(-1, keepdim=True)
-        each = self._change * (gradient - others.scatter(-1, self._top, top))
+        by_key = (self._change * (gradient - others.scatter(-1, self._top, top))).sum(2)
         # Query heads that share a key head follow each other.
-        return each.sum(2).unflatten(1, (self._kv_heads, -1)).sum(2).transpose(1, 2)
+        shared = rearrange(
+            by_key, "batch (kv_head n) key -> batch key kv_head n", kv_head=self._kv_heads
+        )
+        return shared.sum(-1)

@@ -65,13 +65,13 @@ class Gradients:
             read = last_real(logits_of(output), last_of(metric, text.mask), text.mask)
             if read.requires_grad:
                 read.register_hook(self._router.left)
-            found = evaluate(metric, read, len(read))
-            self._total = found.sum()
+            metrics = evaluate(metric, read, len(read))
+            self._total = metrics.sum()
         if not self._total.requires_grad:
             raise ValueError(
                 f"the metric must depend on the points through a graph; got none from {metric!r}"
             )
-        self.base = found.detach()
+        self.base = metrics.detach()
 
     def backward(self, receive: Receive, dropped: Collection[str] = (), last: bool = True) -> None:
         """Run one backward pass, and hand on the gradient at each point, from the last point to the first.
