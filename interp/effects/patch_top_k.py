@@ -111,14 +111,14 @@ def patch_top_k(
     # Two runs of one text in half precision differ by as much.
     dtypes = (runs.target.dtype, next(iter(runs.cache.values())).dtype)
     precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
-    _require_same(same and _are_close(estimate.target, runs.target, precision))
+    _require_same(same and _metrics_agree(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
     jobs = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
     tested, text = [jobs[at] for at in chosen], runs.edited
     swept = sweep_text(model, text, tested, runs.metric, max_bytes)
-    _require_same(_are_close(estimate.base, swept.base, precision))
+    _require_same(_metrics_agree(estimate.base, swept.base, precision))
     size = swept.values.mean(-1).abs().tolist()
     ranked = sorted(range(k + n), key=lambda at: (at >= k, -size[at]))
     guessed = _listed(estimate, [chosen[at] for at in ranked])
@@ -155,7 +155,7 @@ def _require_same(is_same: bool) -> None:
         raise ValueError("estimate must be all of this model, metric and texts; got another's")
 
 
-def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
+def _metrics_agree(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
     if ours is None or theirs is None:
         return False
     return torch.allclose(ours, theirs, rtol=precision, atol=precision)

@@ -201,7 +201,7 @@ class MaskedRuns:
             self._held = self._source_of(slice(None))
         n = size if mask.requires_grad else max(1, min(fit, _QUICK // bytes_each))
         for rows in (slice(start, start + n) for start in range(0, size, n)):
-            source = self._source_of(rows) if self._held is None else _rows(self._held, rows)
+            source = self._source_of(rows) if self._held is None else _examples(self._held, rows)
             with torch.set_grad_enabled(mask.requires_grad):
                 results.append(read(self._stream(rows, source, mask)))
         return torch.cat(results)
@@ -228,7 +228,7 @@ class MaskedRuns:
     def _source_of(self, rows: slice) -> Tensor:
         """Return what the writers add in the other run."""
         if isinstance(self._source, Tensor):
-            return _rows(self._source, rows)
+            return _examples(self._source, rows)
         if self._other is None or self._source == "zero":
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
@@ -325,5 +325,5 @@ class _Readers:
             yield rearrange(heads, "head (batch pos) d -> batch pos head d", batch=len(stream))
 
 
-def _rows(source: Tensor, rows: slice) -> Tensor:
+def _examples(source: Tensor, rows: slice) -> Tensor:
     return source if source.shape[1] == 1 else source[:, rows]
