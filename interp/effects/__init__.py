@@ -1,4 +1,4 @@
-"""What a model does when values inside it are changed, exactly or as gradients estimate it.
+"""Effects of changing values inside a model: measured exactly, or estimated from gradients.
 
 No file here imports another: what they share is in `running` and `graph`.
 """

@@ -38,7 +38,7 @@ def attribution_patching(
     qk_correction: bool = False,
     grad_drop: bool = False,
 ) -> Result:
-    """Estimates what `activation_patching` measures: (target - base) times the gradient at the base run.
+    """Estimate the effects of `activation_patching` as (target - base) times the gradient at the base run.
 
     All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
     Patching"). The estimate is exact where the metric is linear in the value. It can be far off
@@ -74,6 +74,11 @@ def attribution_patching(
     Warns:
         UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if the metric is
             smallest at the base run, as `kl_divergence` from that run is: it has no gradient there.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> attribution_patching(model, pairs, "z").top(1)
+    layer 0, head 3  -8.599
     """
     if qk_correction and site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
@@ -93,17 +98,17 @@ def attribution_patching(
     def estimate(name: str) -> Callable[[Tensor], Tensor]:
         if name in attentions:
             return _corrected(runs, points[name], attentions[name])
-        own = points[name], run.values[name]
-        return lambda gradient: effects(*own, gradient, runs.cache, runs.places)
+        point_and_base = points[name], run.values[name]
+        return lambda gradient: effects(*point_and_base, gradient, runs.cache, runs.places)
 
     estimates = {heard: estimate(name) for heard, name in listened.items()}
-    found: dict[str, Tensor] = {}
+    by_point: dict[str, Tensor] = {}
 
     def receive(heard: str, gradient: Tensor) -> None:
         if heard in listened:
             effect, name = estimates[heard](gradient), listened[heard]
-            found[name] = (
-                found.get(name, 0) + effect.abs() / (len(dropped) - 1) if grad_drop else effect
+            by_point[name] = (
+                by_point.get(name, 0) + effect.abs() / (len(dropped) - 1) if grad_drop else effect
             )
 
     for n, without in enumerate(dropped, 1):
@@ -114,7 +119,7 @@ def attribution_patching(
     about: dict[str, Any] = {"estimate": " with ".join(parts)}
     if grad_drop:
         about["signed"] = False
-    return runs.of_layers(found, run.base, **about)
+    return runs.of_layers(by_point, run.base, **about)
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
@@ -131,13 +136,13 @@ def _corrected(runs: Contrast, point: Point, attention: Attention) -> Callable[[
     """The effects of other queries or keys through the pattern, from the gradient there."""
     kind = OtherQueries if point.name.endswith(".q") else OtherKeys
     base = attention.values()
-    own = base[point.name.rpartition(".")[2]]
-    moved = others(point, own, runs.cache, runs.places)
+    value = base[point.name.rpartition(".")[2]]
+    moved = others(point, value, runs.cache, runs.places)
     changes = [kind(attention, base, other) for other in moved]
     axes = point.axes[:-1]
 
     def effects_of(gradient: Tensor) -> Tensor:
-        each = [summed(axes, runs.places, change.effects(gradient)) for change in changes]
-        return joined(each, runs.places)
+        by_change = [summed(axes, runs.places, change.effects(gradient)) for change in changes]
+        return joined(by_change, runs.places)
 
     return effects_of

@@ -73,7 +73,7 @@ class Comparison:
 
 
 def compare(exact: Result, estimate: Result) -> Comparison:
-    """Compares the mean effects of an estimate with exact ones.
+    """Compare the mean effects of an estimate with exact ones.
 
     An estimate without signs is compared with means of absolute effects.
 

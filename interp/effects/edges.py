@@ -1,4 +1,16 @@
-"""Edge attribution: estimates of the effect of every edge of a model at once, from gradients."""
+"""Edge attribution: estimates of the effect of every edge of a model at once, from gradients.
+
+The algorithm (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"; the two ways along
+paths are those of Hanna et al. 2024, "Have Faith in Faithfulness"):
+
+1. Run the other text, and keep what each writer adds to the residual stream.
+2. Run the edited text, with gradients at the input of every reader and at the output of every writer.
+3. Pull the gradient of each reader back through its norm to the stream (`pullback`).
+4. The score of an edge is the change of its writer, target - base, times the gradient of its reader (`edge_scores`).
+5. For the two `eap_ig` methods, repeat 2 to 4 at steps on the way from base to target, and take the mean
+   (`edge_paths`).
+6. Check the sums: the edges of a writer add up to the writer's change times the gradient where it is added.
+"""
 
 import warnings
 from typing import Any, Literal
@@ -33,7 +45,7 @@ def edge_attribution(
     direction: Direction = "noising",
     split_embeddings: bool = False,
 ) -> Result:
-    """Estimates the effect of replacing what one reader sees of one writer, for all edges of a `Graph`.
+    """Estimate the effects of all edges of a `Graph`: of replacing what one reader sees of one writer.
 
     The score of an edge is the writer's change, target - base, times the gradient of the metric with respect
     to the stream before the reader's norm, through this reader alone. Norms count with their whole derivative.
@@ -80,6 +92,12 @@ def edge_attribution(
 
     Warns:
         UserWarning: if a gap is larger than the tolerance.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> edge_attribution(model, pairs).top(2)
+    edge input->a0.h1<k>  +7.037
+    edge m2->logits       -4.864
     """
     if method not in METHODS:
         raise unknown_name(method, METHODS, "method")
@@ -91,7 +109,7 @@ def edge_attribution(
     scores = Scores(graph, where, runs.cache, target.device)
     start = Gradients(runner, edited, metric, scores.names)
     scores.base, base = start.values, start.base
-    found = Found(scores.of_all(start))
+    scored = Found(scores.of_all(start))
     if method == "eap":
         warn_of_flat(start, 4)
     del start
@@ -99,15 +117,15 @@ def edge_attribution(
         size = (target - base).abs().mean()
         paths = Paths(runner, edited, metric, scores, base, size, steps, tolerance)
         of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
-        found = of(found.scores)
-    if not (found.scores.isfinite().all() and (target - base).isfinite().all()):
+        scored = of(scored.scores)
+    if not (scored.scores.isfinite().all() and (target - base).isfinite().all()):
         raise ValueError("scores and metrics must be finite; got others")
-    edges, nodes = found.scores[:, :-1], found.scores[:, -1]
+    edges, nodes = scored.scores[:, :-1], scored.scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
     about: dict[str, Any] = {"estimate": method, "node_gap": _rounded(gap)}
-    if found.gaps is not None:
-        about |= {"steps": found.steps, "gaps": [*map(_rounded, found.gaps)]}
-        gap = torch.maximum(gap, found.gaps.max())
+    if scored.gaps is not None:
+        about |= {"steps": scored.steps, "gaps": [*map(_rounded, scored.gaps)]}
+        gap = torch.maximum(gap, scored.gaps.max())
     if gap > tolerance:
         rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
         warnings.warn(f"{rule}; got {float(gap):.2g}", stacklevel=2)

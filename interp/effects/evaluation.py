@@ -1,4 +1,4 @@
-"""How good a circuit is: faithfulness, completeness, minimality, curves over sizes, and known circuits."""
+"""Measures of a circuit: faithfulness, completeness, minimality, curves over sizes, and known circuits."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ def faithfulness(
     seed: int = 0,
     max_bytes: int = 2**30,
 ) -> Result:
-    """How much of the model's behaviour a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
+    """Measure the share of the model's behaviour that a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
 
     m is the metric on the clean texts. M is the whole model, and in ∅ every edge carries values of the source.
     A share is a ratio of means over examples; see `Result.normalized`.
@@ -55,10 +55,18 @@ def faithfulness(
 
     Warns:
         UserWarning: if texts are among those that the circuit was found on.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> every_edge = Circuit(Graph(model), Graph(model).edges)
+    >>> faithfulness(model, pairs, every_edge).mean()
+    tensor([1., 1.])
     """
     runs = _Runs(model, pairs, circuit, source, max_bytes)
-    found = torch.stack([runs(circuit), runs(random(circuit.graph, len(circuit), seed))])
-    return runs.shares(found - runs.none, "circuit", ("circuit", "random"))
+    metrics = torch.stack([runs(circuit), runs(random(circuit.graph, len(circuit), seed))])
+    return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
 
 
 def completeness(
@@ -69,20 +77,29 @@ def completeness(
     *,
     max_bytes: int = 2**30,
 ) -> Result:
-    """What the model can do without parts of a circuit that the circuit without them cannot (Wang et al. 2022).
+    """Compare model and circuit after the same nodes are removed from both (Wang et al. 2022).
 
-    For each set K, the share F(M without K) - F(C without K). All are near 0 if the circuit is complete. K is
-    each node of the circuit alone, and the whole `circuit`: how much the rest of the model does without it.
+    For each set K of nodes this is F(M without K) - F(C without K), with F the faithfulness. All are near 0 if the
+    circuit is complete. K is each node of the circuit alone. The last label, `circuit`, removes the whole circuit,
+    and says how much the rest of the model does alone.
 
     Returns:
         Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> circuit = Circuit(Graph(model), ["input->m0", "m0->logits"])
+    >>> completeness(model, pairs, circuit).labels["without"]
+    ('input', 'm0', 'circuit')
     """
     runs, whole = _Runs(model, pairs, circuit, source, max_bytes), _whole(circuit)
     nodes = _inner(circuit)
     rest = [(whole.without(node), circuit.without(node)) for node in nodes]
     rest.append((whole - circuit, circuit - circuit))
-    found = torch.stack([runs(other) - runs(own) for other, own in rest])
-    return runs.shares(found, "without", (*nodes, "circuit"))
+    differences = torch.stack([runs(other) - runs(reduced) for other, reduced in rest])
+    return runs.shares(differences, "without", (*nodes, "circuit"))
 
 
 def minimality(
@@ -93,17 +110,25 @@ def minimality(
     *,
     max_bytes: int = 2**30,
 ) -> Result:
-    """What a circuit loses without each of its nodes: F(C) - F(C without the node) (Wang et al. 2022).
+    """Measure the loss of a circuit without each of its nodes: F(C) - F(C without the node) (Wang et al. 2022).
 
     A node whose interval has 0 inside may not be needed.
 
     Returns:
         Shares [node, example]. For arguments, errors and the warning see `faithfulness`.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> every_edge = Circuit(Graph(model), Graph(model).edges)
+    >>> minimality(model, pairs, every_edge).select(node="input").mean().round(decimals=4)
+    tensor(1.)
     """
     runs, nodes = _Runs(model, pairs, circuit, source, max_bytes), _inner(circuit)
-    own = runs(circuit)
-    found = torch.stack([own - runs(circuit.without(node)) for node in nodes])
-    return runs.shares(found, "node", nodes)
+    with_all = runs(circuit)
+    losses = torch.stack([with_all - runs(circuit.without(node)) for node in nodes])
+    return runs.shares(losses, "node", nodes)
 
 
 class Area(NamedTuple):
@@ -172,7 +197,7 @@ def curve(
     seed: int = 0,
     max_bytes: int = 2**30,
 ) -> Curve:
-    """The faithfulness of circuits of several sizes, as the MIB benchmark measures it (Mueller et al. 2025).
+    """Measure the faithfulness of circuits of several sizes, as the MIB benchmark does (Mueller et al. 2025).
 
     For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is connected.
 
@@ -188,6 +213,16 @@ def curve(
 
     Warns:
         UserWarning: if texts are among those that the scores are from.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> from interp import edge_attribution
+    >>> scores = edge_attribution(model, pairs)
+    >>> others = Pairs(torch.tensor([[5, 2, 6]]), torch.tensor([[1, 2, 0]]), torch.tensor([[4, 3]]))
+    >>> curve(model, others, Graph(model), scores, shares=(0.5, 1.0)).signed.select(edges=1.0).mean()
+    tensor(1.)
     """
     points = torch.tensor([0, *shares], dtype=torch.float64)
     if len(points) < 3 or not (points.diff() > 0).all() or points[-1] > 1:
@@ -197,8 +232,8 @@ def curve(
     runs = _Runs(model, pairs, top(graph, scores, every), source, max_bytes)
 
     def measured(chosen: Callable[[int], Circuit]) -> Result:
-        found = torch.stack([runs(chosen(n)) - runs.none for n in counts])
-        return runs.shares(found, "edges", shares)
+        gains = torch.stack([runs(chosen(n)) - runs.none for n in counts])
+        return runs.shares(gains, "edges", shares)
 
     return Curve(
         measured(partial(top, graph, scores, signed=True)),
@@ -208,7 +243,7 @@ def curve(
 
 
 def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
-    """How well scores tell the edges of a known circuit from all others: the area under the ROC curve.
+    """Return the area under the ROC curve of scores that should tell the edges of a known circuit from all others.
 
     It is the chance that an edge of the circuit matters more than another edge; equal ones count half.
 
@@ -219,6 +254,15 @@ def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
 
     Raises:
         ValueError: if all edges are in the circuit, or none.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> graph = Graph(model)
+    >>> known = Circuit(graph, ["input->m0", "m0->logits"])
+    >>> values = known.kept[graph.allowed].float()[:, None]
+    >>> auroc(Result(values, ("edge", "example"), labels={"edge": graph.edges}), known)
+    1.0
     """
     graph = known.graph
     strength = strengths(graph, scores, signed)[graph.allowed].double()
@@ -271,8 +315,8 @@ class _Runs:
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Differences of the metric as shares of the whole scale."""
         about, named = {"metric": repr(self._metric)}, {axis: tuple(labels)}
-        found = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
-        return found.normalized()
+        effects = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
+        return effects.normalized()
 
 
 def _whole(circuit: Circuit) -> Circuit:
@@ -288,13 +332,14 @@ def _inner(circuit: Circuit) -> tuple[str, ...]:
 def _area(result: Result, *, from_one: bool = False) -> Area:
     """The area under faithfulness, by trapezoids over the nominal shares, or between it and 1.
 
-    It is a mean over examples, as each height is: of the distance to 1 by the sign that the mean distance has.
+    It is a mean over examples, as each height is. The distance of a mean to 1 has no sign, so the distances of
+    all examples are multiplied by the sign of their mean.
     """
     shares = torch.tensor(result.labels["edges"], dtype=torch.float64)
     heights = result.values.cpu().double()
     if from_one and result.target is not None:
         distance = result.target.cpu().double() - heights
         heights = distance.mean(-1, keepdim=True).sign() * distance
-    each = torch.trapezoid(heights.mT, shares).to(result.values)
-    (area,) = replace(result, values=each[None], axes=("area", "example"), labels={}).top(1)
+    areas = torch.trapezoid(heights.mT, shares).to(result.values)
+    (area,) = replace(result, values=areas[None], axes=("area", "example"), labels={}).top(1)
     return Area(area.effect, area.low, area.high)

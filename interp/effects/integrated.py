@@ -34,12 +34,12 @@ def integrated_gradients(
     heads: Some = None,
     neurons: int | None = None,
 ) -> Result:
-    """(target - base) times the mean gradient on the straight path from base to target.
+    """Estimate effects as (target - base) times the mean gradient on the straight path between the two.
 
     A path moves all values of one point together, and their effects add up to what replacing them all
     does to the metric (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"). Each layer of
-    a site has a path of its own. The mean is that of the trapezoid rule. What is left of the sum is
-    the completeness gap, and says how good that was.
+    a site has a path of its own. The mean is that of the trapezoid rule. The completeness gap is the difference
+    between the sum of the effects and the measured change of the metric: it says how good the mean is.
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.
@@ -62,6 +62,11 @@ def integrated_gradients(
 
     Warns:
         UserWarning: if a gap is larger than the tolerance.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> integrated_gradients(model, pairs, "mlp_out", layers=3).top(1)
+    layer 3, pos 8 'm|i'  +4.531
     """
     names = None
     if site == "embed":
@@ -71,7 +76,7 @@ def integrated_gradients(
     start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
-    found: dict[str, Tensor] = {}
+    by_point: dict[str, Tensor] = {}
     taken: list[int] = []
     gaps: list[Tensor] = []
     for name in runs.names.values():
@@ -80,11 +85,11 @@ def integrated_gradients(
             gaps.append(torch.zeros_like(start.base))
             continue
         path = _Path(runs, name, start, first[name], steps, tolerance)
-        found[name] = path.effects
+        by_point[name] = path.effects
         taken.append(path.steps)
         gaps.append(path.gap)
     result = runs.of_layers(
-        found,
+        by_point,
         start.base,
         estimate="integrated gradients",
         steps=taken,
@@ -158,11 +163,11 @@ class _Path:
         """The gradient after a share of the path, and the metric there."""
         value = (self._base + share * self._change).to(self._base.dtype)
         name = self._point.name
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         with self._runs.runner.hooks({name: lambda activation, point: value}):
             run = Gradients(self._runs.runner, self._runs.edited, self._runs.metric, [name])
-        run.backward(found.__setitem__)
-        return at_least_float32(found[name]), run.base
+        run.backward(gradients.__setitem__)
+        return at_least_float32(gradients[name]), run.base
 
 
 def _whole_change(runs: Contrast, point: Point, base: Tensor) -> Tensor:

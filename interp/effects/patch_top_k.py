@@ -69,7 +69,7 @@ def patch_top_k(
     seed: int = 0,
     max_bytes: int = 2**30,
 ) -> Verified:
-    """Patches the places with the largest estimates, and a random sample of all others.
+    """Patch the places with the largest estimates, and a random sample of all others.
 
     The top alone does not say what an estimate missed. The sample does: it bounds how many other places have
     effects that belong to the top (from the hypergeometric distribution), and shows how large they are.
@@ -86,6 +86,13 @@ def patch_top_k(
     Raises:
         ValueError: if there are not more than `k` places, the budget leaves no sample, or the estimate is of
             another model, metric or texts.
+
+    >>> from models import load
+    >>> from interp import attribution_patching
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> estimate = attribution_patching(model, pairs, "z", layers=0)
+    >>> patch_top_k(model, pairs, estimate=estimate, k=1, budget=4).top.labels["place"]
+    ('layer 0, head 3',)
     """
     known = estimate.about.keys()
     if not {"site", "direction"} <= known or known & SELECTS.keys():
@@ -99,19 +106,19 @@ def patch_top_k(
         raise ValueError(f"k must be 1 to {len(guess) - 1}, fewer than there are places; got {k}")
     if budget < k + 3:
         raise ValueError(f"budget must be at least k + 3 = {k + 3} forward passes; got {budget}")
-    own = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
-    same = own == labels_of(runs.places)
+    estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
+    same = estimated_labels == labels_of(runs.places)
     # Two runs of one text in half precision differ by as much.
     dtypes = (runs.target.dtype, next(iter(runs.cache.values())).dtype)
     precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
-    _require_same(same and _are_close(estimate.target, runs.target, precision))
+    _require_same(same and _metrics_agree(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
-    given = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
-    tested, text = [given[at] for at in chosen], runs.edited
+    jobs = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
+    tested, text = [jobs[at] for at in chosen], runs.edited
     swept = sweep_text(model, text, tested, runs.metric, max_bytes)
-    _require_same(_are_close(estimate.base, swept.base, precision))
+    _require_same(_metrics_agree(estimate.base, swept.base, precision))
     size = swept.values.mean(-1).abs().tolist()
     ranked = sorted(range(k + n), key=lambda at: (at >= k, -size[at]))
     guessed = _listed(estimate, [chosen[at] for at in ranked])
@@ -148,7 +155,7 @@ def _require_same(is_same: bool) -> None:
         raise ValueError("estimate must be all of this model, metric and texts; got another's")
 
 
-def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
+def _metrics_agree(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
     if ours is None or theirs is None:
         return False
     return torch.allclose(ours, theirs, rtol=precision, atol=precision)
@@ -166,9 +173,10 @@ def _listed(result: Result, chosen: Sequence[int]) -> Result:
 
 
 def _bound(sampled: int, missed: int, n: int) -> int:
-    """The most of `n` that may be of a kind of which a sample has `missed`.
+    """Return an upper bound, with 95% confidence, on how many of `n` places belong to the top.
 
-    More would give a sample with so few in less than 5% of draws (hypergeometric distribution).
+    A random sample of `sampled` of these places has `missed` that do. If there were more than the bound, fewer than
+    5% of all samples would have so few (hypergeometric distribution).
     """
 
     def chance(kind: int) -> float:

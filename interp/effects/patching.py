@@ -43,7 +43,7 @@ def activation_patching(
     neurons: int | None = None,
     max_bytes: int = 2**30,
 ) -> Result:
-    """The effect on the metric of putting values of one run into another, one place at a time.
+    """Patch values of one run into another, one place at a time, and measure the effect on the metric.
 
     Denoising puts values of the clean run into the corrupted one, and shows what suffices for the answer.
     Noising puts values of the corrupted run into the clean one, and shows what the answer needs (Heimersheim
@@ -69,6 +69,11 @@ def activation_patching(
         ValueError: if texts, choices or the metric do not fit.
         UnknownNameError: if there is no such site, or the model lacks it; with close matches.
         ModeError: if the model is in training mode.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> activation_patching(model, pairs, "z", layers=0).top(1)
+    layer 0, head 1  +1.134
     """
     runner, choice = runner_of(model), Choice(site, over, layers, heads, neurons)
     names = named(runner, choice)

@@ -1,4 +1,4 @@
-"""Edge and path patching: how the metric changes when a value of one run is carried along some paths only."""
+"""Edge and path patching: effects on the metric of a value from another run that moves along some paths only."""
 
 import itertools
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def edge_patching(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
-    """The effect of each edge alone: its reader sees what its writer adds in the other run.
+    """Patch each edge alone: its reader sees what its writer adds in the other run.
 
     All other edges carry the values of the edited run, and what the reader passes on reaches everything after
     it. So the effect is that of `run_circuit` with a mask of this edge, and is exact. An edge is direct: what
@@ -49,6 +49,12 @@ def edge_patching(
         UnknownNameError: if an edge has a node that the model lacks; with close matches.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> edge_patching(model, pairs, ["input->m0", "m3->logits"]).top(2)
+    edge input->m0   -22.35
+    edge m3->logits  -5.003
     """
     runs = PathEdits(model, pairs, direction, max_bytes, split_embeddings)
     graph = runs.graph
@@ -77,7 +83,7 @@ def path_patching(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
-    """The effect of each sender through its paths to the receivers that pass no other head.
+    """Patch each sender's output along the paths to the receivers that pass no other head.
 
     As in Wang et al. 2022, "Interpretability in the Wild": a first run takes the sender's output from the
     other run, keeps what all other heads add, and records what the receivers compute from it. A second run
@@ -99,6 +105,12 @@ def path_patching(
         ValueError: if no receiver comes after a sender, `logits` has other receivers beside it, or as for
             `edge_patching`.
         UnknownNameError, HookError, ModeError: as for `edge_patching`.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> path_patching(model, pairs, receivers="logits", senders=["a3.h0", "m3"]).top(2)
+    sender m3     -5.003
+    sender a3.h0  -0.9231
     """
     if mlps not in ("recomputed", "frozen"):
         raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")
@@ -106,11 +118,11 @@ def path_patching(
     graph = runs.graph
     receivers = listed(receivers, "receivers")
     senders = None if senders is None else listed(senders, "senders")
-    for what, given, known in (
+    for what, names, known in (
         ("receiver", receivers, graph.readers),
         ("sender", senders or (), graph.writers),
     ):
-        for name in given:
+        for name in names:
             if name not in known:
                 raise unknown_name(name, known, f"{what} of this graph")
     if not receivers or ("logits" in receivers and len(receivers) > 1):

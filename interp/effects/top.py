@@ -27,7 +27,7 @@ def top_attributions(
     k: int = 100,
     direction: Direction = "denoising",
 ) -> Result:
-    """The `k` largest estimated effects of MLP neurons at single positions, or of directions.
+    """Find the `k` largest estimated effects of MLP neurons, or of directions, at single positions.
 
     The estimate is that of `attribution_patching`. For a unit vector u it is ((target - base) · u) times
     (u · gradient), which estimates `edits.interchange` along u. Of each layer only the largest mean effects are
@@ -50,13 +50,18 @@ def top_attributions(
 
     Warns:
         UserWarning: as `attribution_patching` does.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> top_attributions(model, pairs, k=2).labels["place"]
+    ('layer 3, pos 8, neuron 124', 'layer 0, pos 8, neuron 227')
     """
     runner = runner_of(model)
     if k < 1:
         raise ValueError(f"k must be at least 1; got {k}")
     if directions is None:
-        found = by_layer("mlp.post", runner.points)
-        titles = {name: f"layer {layer}" for layer, name in found.items()}
+        point_names = by_layer("mlp.post", runner.points)
+        titles = {name: f"layer {layer}" for layer, name in point_names.items()}
     else:
         titles = {name: name for name in directions}
     names = [*titles]
@@ -64,7 +69,7 @@ def top_attributions(
     if not are_aligned(runs.edited, runs.source):
         raise ValueError("both texts must have the same columns and padding; got others")
     cache = runs.cache
-    units = {name: _units(given, cache, name) for name, given in (directions or {}).items()}
+    units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
     run = Gradients(runner, runs.edited, runs.metric, names)
     last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
 
@@ -112,15 +117,15 @@ class _Largest:
         self.labels = [[*self.labels, *labels][at] for at in order]
 
 
-def _units(given: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, "dim n"]:
+def _units(vectors: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, "dim n"]:
     """The columns as unit vectors of a point's last axis."""
     value, axes = at_least_float32(cache[name]), cache.axes(name)
     if "batch" not in axes[:-1]:
         raise ValueError(f"directions need points with named axes; got {name}")
-    units = given.to(value) / given.to(value).norm(dim=0)
-    if given.ndim != 2 or len(given) != value.shape[-1] or not units.isfinite().all():
+    units = vectors.to(value) / vectors.to(value).norm(dim=0)
+    if vectors.ndim != 2 or len(vectors) != value.shape[-1] or not units.isfinite().all():
         rule = (
             f"directions at {name} must be columns of {value.shape[-1]} numbers that are not all 0"
         )
-        raise ValueError(f"{rule}; got {list(given.shape)}")
+        raise ValueError(f"{rule}; got {list(vectors.shape)}")
     return units

@@ -122,10 +122,10 @@ class Circuit:
         if node == "logits":
             kept[:, -1] = False
         else:
-            own = self.graph.writers.index(node)
+            index = self.graph.writers.index(node)
             # A key head that others use too stays.
-            kept[:, feeding(self.graph)[own] & (feeding(self.graph).sum(0) == 1)] = False
-            kept[own] = False
+            kept[:, feeding(self.graph)[index] & (feeding(self.graph).sum(0) == 1)] = False
+            kept[index] = False
         return self._with(kept)
 
     def pruned(self) -> "Circuit":
@@ -225,13 +225,13 @@ def largest(
 
 
 def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
-    """Which readers each writer computes from: a head from its query, key and value. The logits feed none."""
+    """Table of the readers that each writer computes from: a head from its query, key and value."""
     feeds = torch.zeros(graph.allowed.shape, dtype=torch.bool)
     for layer in graph.layers:
         for part in (layer.q, layer.k, layer.v):
-            each = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
+            heads_per_part = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
             for n, head in enumerate(range(layer.heads.start, layer.heads.stop)):
-                feeds[head, part.start + n // each] = True
+                feeds[head, part.start + n // heads_per_part] = True
         if layer.mlp is not None:
             feeds[layer.mlp.writer, layer.mlp.reader] = True
     return feeds

@@ -18,7 +18,7 @@ from interp.results.result import Result
 
 
 def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) -> Circuit:
-    """The connected edges that matter more than a threshold.
+    """Keep the edges that matter more than a threshold, then prune to what is connected.
 
     Args:
         graph: the graph of the model.
@@ -36,7 +36,7 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
 
 
 def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """What is connected of the `n` edges that matter most; for arguments see `above`.
+    """Keep the `n` edges that matter most, then prune to what is connected; for arguments see `above`.
 
     Raises:
         ValueError: if there are not so many edges.
@@ -45,7 +45,7 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
 
 
 def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """`n` edges taken one by one from the logits backward, then what is connected of them.
+    """Take `n` edges one by one from the logits backward, then prune to what is connected.
 
     Each is the one that matters most of those that lead to a node taken so far (Hanna et al. 2024). For
     arguments see `above`.
@@ -86,7 +86,7 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
 
 
 def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writer reader"]:
-    """How much each edge matters: the size of its mean effect or, signed, how much it helps.
+    """Strength of each edge: the size of its mean effect or, signed, how much the edge helps.
 
     For arguments and errors see `above`.
     """
@@ -113,8 +113,8 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
 def _helps(scores: Result) -> Float[Tensor, " edge"]:
     """The mean effect of each edge, positive where the edge helps.
 
-    By the two metrics, it does not matter which text is edited, or whether more of the metric is better.
-    Without them, as where an edge that helps is replaced: the metric falls.
+    An edge helps if replacing it moves the metric towards the target's, whichever text was edited. Without base and
+    target, an edge is taken to help if replacing it lowers the metric.
     """
     mean = scores.values.mean(-1)
     rises = (
@@ -138,19 +138,19 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> Circuit:
     """
     with storage.one_error(path, "be a circuit in MIB's JSON format"):
         table = json.loads(Path(path).read_text())
-        given = [
+        edges = [
             (name, float(edge["score"]), bool(edge["in_graph"]))
             for name, edge in table["edges"].items()
         ]
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
-    if {*places} != {name for name, _, _ in given}:
-        odd = next(iter({*places} ^ {name for name, _, _ in given}))
+    if {*places} != {name for name, _, _ in edges}:
+        odd = next(iter({*places} ^ {name for name, _, _ in edges}))
         raise ValueError(
             f"the circuit in {path} must have the edges of this graph; they differ in {odd}"
         )
     scores = torch.zeros(graph.allowed.shape)
     kept = torch.zeros_like(graph.allowed)
-    for name, score, in_graph in given:
+    for name, score, in_graph in edges:
         scores[places[name]] -= score
         kept[places[name]] |= in_graph
     return Circuit(graph, kept, scores)
@@ -211,11 +211,12 @@ def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
     readers = {n: [name] for n, name in enumerate(graph.readers)}
     for layer in graph.layers:
         for part in (layer.k, layer.v):
-            each = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
+            n_heads = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
             for n in range(part.start, part.stop):
                 path, _, rest = graph.readers[n].partition(".h")
-                shared, letter = int(rest.partition("<")[0]) * each, rest.partition("<")[2]
-                readers[n] = [f"{path}.h{head}<{letter}" for head in range(shared, shared + each)]
+                key_head, _, letter = rest.partition("<")
+                first = int(key_head) * n_heads
+                readers[n] = [f"{path}.h{head}<{letter}" for head in range(first, first + n_heads)]
     return {
         (writer, reader): [f"{graph.writers[writer]}->{name}" for name in readers[reader]]
         for writer, reader in graph.allowed.nonzero().tolist()
@@ -228,7 +229,7 @@ def _circuit(graph: Graph, scores: Result, kept: Tensor) -> Circuit:
 
 
 def _table(graph: Graph, of_edges: Float[Tensor, " edge"]) -> Float[Tensor, "writer reader"]:
-    """One number of each edge as a table; NaN where there is no edge."""
+    """Lay out one number for each edge as a table; NaN where there is no edge."""
     table = of_edges.new_full(graph.allowed.shape, torch.nan, device="cpu")
     table[graph.allowed] = of_edges.cpu()
     return table

@@ -1,4 +1,4 @@
-"""What the parts of a model wrote to the residual stream in a run, kept as factors."""
+"""Contributions of a model's parts to the residual stream of a run, kept as factors."""
 
 import math
 import re
@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -39,7 +40,8 @@ class ComponentGroup(NamedTuple):
 
     def write(self, out: Float[Tensor, "component batch pos d_model"]) -> None:
         """Puts what each component wrote into `out`."""
-        vectors = like(self.values, out).movedim(2, 0)
+        values = like(self.values, out)
+        vectors = rearrange(values, "batch pos component size -> component batch pos size")
         if self.map is None:
             out.copy_(vectors)
         else:
@@ -55,8 +57,13 @@ class ComponentGroup(NamedTuple):
         values, read = like(self.values, out), direction[:, :, None]
         if self.map is not None:
             weight, norm = self.map
-            read = norm.before(direction) @ like(weight, out).flatten(0, 1).mT
-            read = read.unflatten(-1, weight.shape[:2])
+            maps = rearrange(
+                like(weight, out), "component size d_model -> d_model (component size)"
+            )
+            read = norm.before(direction) @ maps
+            read = rearrange(
+                read, "... (component size) -> ... component size", size=weight.shape[1]
+            )
         if values.shape[-1] == 1:
             torch.mul(values[..., 0], read[..., 0], out=out)
         else:
@@ -124,10 +131,12 @@ class ResidualComponents:
     def __call__(
         self, before: int | None = None, neurons: bool = False
     ) -> Iterator[ComponentGroup]:
-        """What was written before a block, or before the unembedding, in the order of computation."""
+        """Yield the components before a block, or before the unembedding, in the order of computation."""
         layers, writers = self.graph.layers, self.graph.writers
         inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
-        yield ComponentGroup(writers[: len(inputs)], inputs.movedim(0, 2))
+        yield ComponentGroup(
+            writers[: len(inputs)], rearrange(inputs, "writer batch pos d -> batch pos writer d")
+        )
         for n, layer in enumerate(layers[:before]):
             at, attn = f"blocks.{n}", layer.attention.sublayer
             heads, z = writers[layer.heads], self.at(f"{at}.attn.z")
@@ -149,7 +158,7 @@ class ResidualComponents:
         norm: str,
         rest: str,
     ) -> Iterator[ComponentGroup]:
-        """Components that are added and normed together, and what is added beside them."""
+        """Yield components that are added and normed together, then the bias that is added with them."""
         module = self.model.get_submodule(norm)
         linear = linear_part(module, len(bias))
         bias = like(linear.after(bias), values)
@@ -162,19 +171,19 @@ class ResidualComponents:
             yield ComponentGroup([rest], bias.expand(*values.shape[:2], -1)[:, :, None])
 
     def check(
-        self, found: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
+        self, total: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
     ) -> float:
-        """How far a sum of parts is from what it should be, at real tokens.
+        """Return the largest difference between a sum of parts and its expected value, at real tokens.
 
         The stream is rounded after each addition, in the cache's dtype, so that differences grow as the square root
         of the number of blocks. Apart from that, float32 is allowed for: some norms compute in it always.
 
         Raises:
-            CacheError: if that is more than rounding can explain, of the largest number in `sizes`.
+            CacheError: if the difference is more than rounding of the largest number in `sizes` can explain.
         """
-        difference = (found - to_device(expected, found.device)).abs()
+        difference = (total - to_device(expected, total.device)).abs()
         if self.mask is not None and self._columns is None:
-            difference = difference[to_device(self.mask, found.device)]
+            difference = difference[to_device(self.mask, total.device)]
         gap, dtype = difference.max().item(), self.dtype
         rounding = 4 * torch.finfo(dtype).eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
         for size in sizes:

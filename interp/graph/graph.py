@@ -162,7 +162,7 @@ class Graph:
 
     @cached_property
     def identity(self) -> list[Any]:
-        """What two graphs of equal models share: the nodes, and the hash of the configuration."""
+        """Nodes and hash of the configuration: equal for the graphs of equal models."""
         return [[*self.writers], [*self.readers], storage.config_hash(self.model)]
 
     def require(self, identity: list[Any]) -> None:
@@ -180,7 +180,7 @@ class Graph:
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
-        """What each writer adds to the stream. Their sum is the stream after the last block.
+        """Return the contribution of each writer to the stream. Their sum is the stream after the last block.
 
         Args:
             cache: values of a run at the points `needed`, eager or lazy.
@@ -194,7 +194,7 @@ class Graph:
         return self.wrote(cache)
 
     def wrote(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
-        """The same as `contributions`, from values of a run of the `model` whose parts are used."""
+        """Return the same as `contributions`, from values of a run of the `model` whose parts are used."""
         lacking = [name for name in self.needed if name not in values]
         if lacking:
             raise CacheError(
@@ -205,16 +205,16 @@ class Graph:
             return values[self.names[point]]
 
         stream = at(self.points[-1])
-        found = stream.new_empty(len(self.writers), *stream.shape)
+        contributions = stream.new_empty(len(self.writers), *stream.shape)
         inputs = self.inputs(at)
-        found[: len(inputs)] = inputs
+        contributions[: len(inputs)] = inputs
         for layer in self.layers:
             for start, part in zip((layer.heads.start, layer.bias), layer.added(at), strict=False):
-                found[start : start + len(part)] = part
+                contributions[start : start + len(part)] = part
             if layer.mlp is not None:
-                found[layer.mlp.writer] = at(layer.mlp.branch.added)
-        _check_sum(found.detach().sum(0), stream)
-        return found
+                contributions[layer.mlp.writer] = at(layer.mlp.branch.added)
+        _check_sum(contributions.detach().sum(0), stream)
+        return contributions
 
     def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
         """The mean of contributions at each position, over the texts of a run that have a real token there.
@@ -242,7 +242,7 @@ class Graph:
         return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
 
     def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
-        """What the first writers add: the embeddings."""
+        """Return the contributions of the first writers: the embeddings."""
         parts = torch.stack([at(point) for point in self._inputs])
         if self._norm is None:
             return parts
@@ -256,7 +256,7 @@ class Graph:
 def writers(
     model: nn.Module, cache: Mapping[str, Tensor]
 ) -> Float[Tensor, "writer batch pos d_model"]:
-    """What each writer of `Graph(model)` adds to the stream; see `Graph.contributions`."""
+    """Return the contribution of each writer of `Graph(model)` to the stream; see `Graph.contributions`."""
     return Graph(model).contributions(cache)
 
 
@@ -274,9 +274,9 @@ def _check(blocks: nn.ModuleList) -> None:
             )
 
 
-def _check_sum(found: Tensor, stream: Tensor) -> None:
+def _check_sum(total: Tensor, stream: Tensor) -> None:
     size = min(0.03, 1000 * torch.finfo(stream.dtype).eps) * stream.abs().max()
-    if not torch.allclose(found, stream, rtol=0, atol=float(size), equal_nan=True):
+    if not torch.allclose(total, stream, rtol=0, atol=float(size), equal_nan=True):
         raise CacheError(
             "contributions must add up to the stream of the cache; they do not: it is of another model, was "
             "edited, or its blocks add something else"

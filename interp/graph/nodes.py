@@ -17,7 +17,7 @@ At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 
 
 class Written(NamedTuple):
-    """How attention writes: `attn_out = sum_h (z_h / scale) weight_h + bias / scale + constant`.
+    """Factors of what attention writes: `attn_out = sum_h (z_h / scale) weight_h + bias / scale + constant`.
 
     The scale is that of the norm of what attention adds, in the same run; 1 without such a norm. With one,
     all are in at least float32.
@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def device(self) -> torch.device:
-        """Where the block's weights are."""
+        """Device of the block's weights."""
         return self.attention.sublayer.W_O.device
 
     @property
@@ -84,11 +84,11 @@ class Layer:
 
     @property
     def written(self) -> Written:
-        """How attention writes, from the live weights."""
+        """Factors of what attention writes, from the live weights."""
         return written(self.attention)
 
     def added(self, at: At) -> list[Float[Tensor, "writer batch pos d_model"]]:
-        """What the heads add to the stream and, if it is a writer, what the bias adds."""
+        """Return the contributions of the heads to the stream and, if it is a writer, of the bias."""
         z = at(self.attention.sublayer.z)
         weight, bias, constant = all_to_device(self.written, z.device)
         if self.scale is not None:
@@ -101,7 +101,7 @@ class Layer:
 
 
 def written(attention: Any) -> Written:
-    """How a branch of attention writes, from the live weights."""
+    """Return the factors of what a branch of attention writes, from the live weights."""
     weight, bias = attention.sublayer.W_O, attention.sublayer.b_O
     linear = linear_part(attention.after, len(bias))
     bias = linear.after(bias)

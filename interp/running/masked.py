@@ -1,10 +1,22 @@
-"""Masked runs: forward passes in which each reader sees some writers as in another run."""
+"""Masked runs: forward passes in which each reader sees some writers as in another run.
+
+The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer Circuits with Edge Pruning":
+
+1. Take from the source what each writer adds there [writer, batch, pos, d_model].
+2. Go through the blocks of the model with the plain residual stream, and after each writer keep its difference,
+   source - current.
+3. Before each block, give every head its own stream: the plain one plus the sum over writers of
+   mask [writer, reader] times difference. One matrix product makes the streams of all heads.
+4. Norm and project each head's stream, run attention once, and give the MLP its own stream likewise.
+5. Read the logits from the stream that the unembedding sees.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
@@ -43,7 +55,7 @@ def run_circuit(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of a circuit: of a run in which every edge outside of it carries values of another run.
+    """Run a circuit, and return the logits: every edge outside of it carries values of another run.
 
     Each reader sees the stream plus, over the edges to it, `mask * (source - current)` of the writer. So a run
     without masked edges is that of the text, one with every edge masked is that of the source, and any number
@@ -66,6 +78,14 @@ def run_circuit(
         UnknownNameError: if the circuit has a node that the model lacks.
         HookError: if hooks act on the model, because a value is not computed once here.
         ModeError: if the model is in training mode.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> clean, corrupted = torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]])
+    >>> logits = run_circuit(model, Pairs(clean, corrupted), circuit=[])  # every edge is replaced
+    >>> torch.allclose(logits, model(corrupted), atol=1e-5)
+    True
     """
     runs = MaskedRuns(model, pairs, source, direction, split_embeddings, max_bytes)
     return runs.logits(circuit)
@@ -133,19 +153,19 @@ class MaskedRuns:
                     "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
                 )
             return source
-        found = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
+        added = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
         width = self._model.config.d_model
         fits = [(len(writers), rows, n_pos, width) for rows in (size, 1)]
-        if found.shape not in fits:
+        if added.shape not in fits:
             raise ValueError(
-                f"source must be [writer, batch, pos, d_model], {[*fits[0]]}; got {[*found.shape]}"
+                f"source must be [writer, batch, pos, d_model], {[*fits[0]]}; got {[*added.shape]}"
             )
         real = real_of(self.text.mask, (size, n_pos))
-        if len(found[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
+        if len(added[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
                 "a source for all examples needs texts padded on the right; got padding before a token"
             )
-        return found
+        return added
 
     def _mask(self, circuit: Mask | Iterable[str]) -> Tensor:
         """The mask of what is replaced, 0 where there is no edge."""
@@ -172,19 +192,19 @@ class MaskedRuns:
     def _run(
         self, circuit: Mask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
-        """What is read of the stream that the logits see, from some examples at a time."""
+        """Apply `read` to the stream that the logits see, some examples at a time."""
         self.graph.runner()
-        mask, found = self._mask(circuit), []
-        size, each = len(self.text.tokens), self._bytes_of_one()
-        fit = size if mask.requires_grad else self._max_bytes // each
+        mask, results = self._mask(circuit), []
+        size, bytes_each = len(self.text.tokens), self._bytes_of_one()
+        fit = size if mask.requires_grad else self._max_bytes // bytes_each
         if self._held is None and fit >= size:
             self._held = self._source_of(slice(None))
-        n = size if mask.requires_grad else max(1, min(fit, _QUICK // each))
+        n = size if mask.requires_grad else max(1, min(fit, _QUICK // bytes_each))
         for rows in (slice(start, start + n) for start in range(0, size, n)):
-            source = self._source_of(rows) if self._held is None else _rows(self._held, rows)
+            source = self._source_of(rows) if self._held is None else _examples(self._held, rows)
             with torch.set_grad_enabled(mask.requires_grad):
-                found.append(read(self._stream(rows, source, mask)))
-        return torch.cat(found)
+                results.append(read(self._stream(rows, source, mask)))
+        return torch.cat(results)
 
     def _bytes_of_one(self) -> int:
         """The memory that one example takes.
@@ -197,18 +217,18 @@ class MaskedRuns:
         # Source and differences; a cache of the source; what the heads of a block read, before and after the norm.
         vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
-        each = (vectors * width + hidden) * self.text.tokens.shape[1] * weight.element_size()
-        if each > self._max_bytes:
+        bytes_each = (vectors * width + hidden) * self.text.tokens.shape[1] * weight.element_size()
+        if bytes_each > self._max_bytes:
             raise ValueError(
-                f"max_bytes must be at least {each:,} for one example; got {self._max_bytes:,}"
+                f"max_bytes must be at least {bytes_each:,} for one example; got {self._max_bytes:,}"
             )
-        return int(each)
+        return int(bytes_each)
 
     @without_gradients
     def _source_of(self, rows: slice) -> Tensor:
-        """What the writers add in the other run."""
+        """Return what the writers add in the other run."""
         if isinstance(self._source, Tensor):
-            return _rows(self._source, rows)
+            return _examples(self._source, rows)
         if self._other is None or self._source == "zero":
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
@@ -256,7 +276,7 @@ def _after(
 
 
 class _Readers:
-    """What each reader sees of a stream that grows.
+    """Streams as each reader sees them, while the writers write one after another.
 
     Args:
         source: what the writers add in the other run, [writer, batch or 1, pos, d_model].
@@ -277,12 +297,12 @@ class _Readers:
 
     def wrote(self, current: Float[Tensor, "writer batch pos d_model"]) -> None:
         """The next writers have written."""
-        at = slice(self.n, self.n + len(current))
-        self.n = at.stop
+        rows = slice(self.n, self.n + len(current))
+        self.n = rows.stop
         if self.mask.requires_grad:
-            self.space = torch.cat([self.space, self.source[at] - current])
+            self.space = torch.cat([self.space, self.source[rows] - current])
         else:
-            torch.sub(self.source[at], current, out=self.space[at])
+            torch.sub(self.source[rows], current, out=self.space[rows])
 
     def seen(self, stream: Tensor, readers: slice) -> Float[Tensor, "reader batch pos d_model"]:
         """The stream as some readers see it."""
@@ -301,9 +321,9 @@ class _Readers:
         weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
         sizes = [len(bias) for _, bias in weights]
         for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):
-            each = torch.baddbmm(bias[:, None], rows, weight)
-            yield each.view(len(bias), *stream.shape[:2], -1).permute(1, 2, 0, 3)
+            heads = torch.baddbmm(bias[:, None], rows, weight)
+            yield rearrange(heads, "head (batch pos) d -> batch pos head d", batch=len(stream))
 
 
-def _rows(source: Tensor, rows: slice) -> Tensor:
+def _examples(source: Tensor, rows: slice) -> Tensor:
     return source if source.shape[1] == 1 else source[:, rows]

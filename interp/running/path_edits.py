@@ -1,4 +1,16 @@
-"""What changes in one run where values of another are carried along an edge or a path."""
+"""Path edits: the values that change in a run where a writer's output from another run takes some paths only.
+
+The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; for `through` Wang et al.
+2022, "Interpretability in the Wild"):
+
+1. Run both texts once. `moved` is for each writer what it adds in the other run less what it adds in this one.
+2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and compute this
+   reader's sublayer alone. What it adds then is the edit.
+3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block. No head adds to
+   it; MLPs do if they are recomputed. Compute the receivers from the stream with `moved`; their values are the edits.
+4. If the logits are the reader, their stream itself has changed, and needs only the unembedding.
+5. Otherwise run the edits as a sweep, which computes everything after them.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,7 +33,7 @@ from interp.running.sites import two_runs
 from interp.running.sweep import sweep_text
 
 Carried = dict[str, edits.Edit] | Tensor
-"""What one path changes: values at points, by name, or the stream that the logits read."""
+"""The change along one path: edits of points, by name, or the stream that the logits read."""
 
 
 class PathEdits:
@@ -75,7 +87,7 @@ class PathEdits:
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
-        """What an edge changes: what its reader's sublayer adds, or the stream that the logits read."""
+        """Return the change of an edge: what its reader's sublayer adds, or the stream that the logits read."""
         moved = self.moved[writer]
         for layer in self.graph.layers:
             attention, mlp = layer.attention, layer.mlp
@@ -86,8 +98,8 @@ class PathEdits:
                     heads = [one.clone() for one in self.projected(attention)]
                     head = (slice(None), slice(None), reader - at.start)
                     heads[part][head] = self.projected(attention, moved)[part][head]
-                    given = attention.sublayer.mix(*heads, self.contexts[layer.device])
-                    return self.replaced(attention.added, attention.finished(given))
+                    mixed = attention.sublayer.mix(*heads, self.contexts[layer.device])
+                    return self.replaced(attention.added, attention.finished(mixed))
         return self._sum(self.graph.points[-1], moved)
 
     def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
@@ -103,13 +115,13 @@ class PathEdits:
         return value if moved is None else value + to_device(moved, value.device)
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
-        """What a sender changes at receivers, by paths that pass no other head."""
-        graph, found = self.graph, dict[str, edits.Edit]()
+        """Return the changes at receivers that a sender makes by paths that pass no other head."""
+        graph, changes = self.graph, dict[str, edits.Edit]()
         moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
         for layer in graph.layers:
             before = moved
             if moved is not None:
-                found |= self._heads(layer, moved, receivers)
+                changes |= self._heads(layer, moved, receivers)
             if layer.heads.start <= sender < layer.heads.stop or sender == layer.bias:
                 moved = self.moved[sender]
             if layer.mlp is None:
@@ -119,14 +131,14 @@ class PathEdits:
             if seen is not None and (recomputed or reader in receivers):
                 added = mlp(self.seen(mlp, seen))
                 if reader in receivers:
-                    found |= self.replaced(mlp.added, added)
+                    changes |= self.replaced(mlp.added, added)
                 if recomputed and moved is not None:
                     moved = to_device(moved, added.device) + added - self.value(mlp.added)
             if sender == writer:
                 moved = self.moved[sender]
         if moved is not None and len(graph.readers) - 1 in receivers:
             return self._sum(graph.points[-1], moved)
-        return found
+        return changes
 
     def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
         """The receivers among the heads of a block, from a stream that has moved."""
@@ -141,12 +153,12 @@ class PathEdits:
             for part in heads:
                 session.after(getattr(attn, part), partial(values.__setitem__, part))
             attn.mix(*self.projected(layer.attention, moved), self.contexts[layer.device])
-        found: dict[str, edits.Edit] = {}
+        changes: dict[str, edits.Edit] = {}
         for part, chosen in heads.items():
             if chosen:
                 axis = "head" if part == "q" else "kv_head"
-                found |= self.replaced(getattr(attn, part), values[part], **{axis: chosen})
-        return found
+                changes |= self.replaced(getattr(attn, part), values[part], **{axis: chosen})
+        return changes
 
     def result(
         self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any

@@ -1,4 +1,14 @@
-"""Resumed runs: edited runs that begin at the first block and the first position that they change."""
+"""Resumed runs: edited runs that begin at the first block and the first position that they change.
+
+The algorithm, for the edited runs of a sweep:
+
+1. Find the first block and the first position of each run (`_place`).
+2. Group the runs by their first position; a group with too few tokens joins the one that begins earlier.
+3. Measure the memory of one run, and divide each group into chunks that fit (`_divided`).
+4. For each chunk go from block to block with one batch [run * batch, pos, d_model]. A run joins it at its first
+   block, with the unedited stream; earlier keys and values come from the unedited run (`_stream_of`).
+5. Unembed some runs at a time, only where the metric reads (`_measured`).
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -72,8 +82,8 @@ class Resumed:
     def _divided(self, jobs: Sequence[Job], max_bytes: int) -> Iterator[tuple[list[Job], int]]:
         """Jobs whose blocks run together, with how many of them are unembedded together."""
         base = self.base
-        kept = sum(tensor.nbytes for tensor in (*base.streams, *itertools.chain(*base.past)))
-        free, stream = max_bytes - kept, base.streams[0].nbytes
+        held_bytes = sum(tensor.nbytes for tensor in (*base.streams, *itertools.chain(*base.past)))
+        free, stream = max_bytes - held_bytes, base.streams[0].nbytes
         past = sum(tensor.nbytes for tensor in base.past[0])
         block, unembed, metric = self._peaks(jobs)
 
@@ -85,7 +95,7 @@ class Resumed:
         once = metric + stream * any(job.early for job in jobs)
         least = max(max(running(job.pos), stream + unembed) for job in jobs) + once
         if free < least:
-            raise too_small(max_bytes, kept + least)
+            raise too_small(max_bytes, held_bytes + least)
         for group in self._together(jobs):
             at_once = (free - once) // running(group[0].pos)
             for n in range(0, len(group), at_once):
@@ -171,8 +181,8 @@ class Resumed:
         for n in range(0, len(plain), read_at_once):
             some = plain[n : n + read_at_once]
             logits = self.model.unembed(torch.cat([self._read(streams[job], pos) for job in some]))
-            for job, found in zip(some, logits.split(self.size), strict=True):
-                yield job, self.batch.measure(torch.cat([before, found], 1))
+            for job, rows in zip(some, logits.split(self.size), strict=True):
+                yield job, self.batch.measure(torch.cat([before, rows], 1))
 
     def _read(self, stream: Tensor, pos: int) -> Tensor:
         """The stream where the metric reads it, from one that begins at `pos`."""

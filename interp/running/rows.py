@@ -27,7 +27,7 @@ Done = Callable[[float], object]
 
 @dataclass(eq=False)
 class Job:
-    """One edited run of the batch.
+    """An edited run of the batch.
 
     Attributes:
         index: its number in the sweep.
@@ -123,7 +123,7 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
             if inside is None or edited.point.module in inside:
                 places.setdefault(edited.point.module, []).append((n, job, edited))
     edit = partial(_edit_rows, len(jobs), batch)
-    return [(module, partial(edit, found)) for module, found in places.items()]
+    return [(module, partial(edit, module_places)) for module, module_places in places.items()]
 
 
 def _edit_rows(

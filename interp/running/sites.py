@@ -24,7 +24,7 @@ SITES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("attn_out", "mlp_out", "mlp.post"), ("layer", "pos")),
     **dict.fromkeys(("z", "q", "k", "v", "scores", "pattern"), ("layer", "head")),
 }
-"""What can be compared, and over which axes unless others are given."""
+"""The sites that can be compared, each with the axes of its result unless others are given."""
 
 SELECTS = {
     "pos": ("pos",),
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """Which places are compared; see `activation_patching`."""
+    """Choice of the places that are compared; see `activation_patching`."""
 
     site: str = "resid_pre"
     over: Sequence[str] | None = None
@@ -158,8 +158,8 @@ def places_of(
         raise ValueError(f"over must be different axes, at least one; got {over}")
     if {"pos", "span"} <= {*over}:
         raise ValueError(f"over must have 'pos' or 'span', not both; got {over}")
-    for axis, given in (("head", choice.heads), ("neuron", choice.neurons)):
-        if given is not None and axis not in over:
+    for axis, wanted in (("head", choice.heads), ("neuron", choice.neurons)):
+        if wanted is not None and axis not in over:
             raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
     if source is not None and "span" not in over and not are_aligned(edited, source):
         raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
@@ -183,12 +183,12 @@ def entries(
         places: the places along each axis.
         put: makes an edit of a place that is selected by axis names.
     """
-    found = []
+    jobs = []
     for chosen in itertools.product(*places.values()):
-        where = {axis: at for _, selected in chosen for axis, at in selected.items()}
-        at = [where.pop("layer")] if "layer" in where else [*names.values()]
-        found.append([(at, put(**where))])
-    return found
+        selected = {axis: at for _, along in chosen for axis, at in along.items()}
+        edited = [selected.pop("layer")] if "layer" in selected else [*names.values()]
+        jobs.append([(edited, put(**selected))])
+    return jobs
 
 
 def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
@@ -200,28 +200,28 @@ def _along(
     axis: str, choice: Choice, sizes: Mapping[str, int], edited: Text, source: Text | None
 ) -> list[Place]:
     """The places along one axis of a point with these sizes."""
-    own = next((own for own in SELECTS.get(axis, ()) if own in sizes), None)
-    if own is None:
+    point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
+    if point_axis is None:
         has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
         raise ValueError(f"over must be of layer, {', '.join(has)} at {choice.site}; got {axis!r}")
     if axis == "span":
         if not edited.spans:
             raise ValueError("over=['span'] needs Pairs with spans; got none")
-        return [
-            (name, {own: at} if source is None else {own: at, "source_pos": source.spans[name]})
-            for name, at in edited.spans.items()
-        ]
+        spans: list[Place] = [(name, {point_axis: at}) for name, at in edited.spans.items()]
+        if source is None:
+            return spans
+        return [(name, at | {"source_pos": source.spans[str(name)]}) for name, at in spans]
     if axis == "neuron":
         size = 1 if choice.neurons is None else choice.neurons
         if size < 1:
             raise ValueError(f"neurons must be at least 1; got {size}")
-        groups = [range(sizes[own])[n : n + size] for n in range(0, sizes[own], size)]
-        return [(_label(group), {own: slice(group.start, group.stop)}) for group in groups]
-    indices = {n: n for n in range(sizes[own])}
+        groups = [range(sizes[point_axis])[n : n + size] for n in range(0, sizes[point_axis], size)]
+        return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
+    indices = {n: n for n in range(sizes[point_axis])}
     if axis == "head":
         indices = _some("heads", indices, choice.heads)
     # A slice may hold padding, where a column may not.
-    return [(n, {own: n if axis == "head" else slice(n, n + 1)}) for n in indices]
+    return [(n, {point_axis: n if axis == "head" else slice(n, n + 1)}) for n in indices]
 
 
 def _label(group: range) -> int | str:
@@ -229,7 +229,7 @@ def _label(group: range) -> int | str:
 
 
 def _some(what: str, known: Mapping[int, T], wanted: Some) -> dict[int, T]:
-    """Those of `known` that are wanted; all if nothing is said."""
+    """Select the wanted entries of `known`; all if `wanted` is None."""
     if wanted is None:
         return dict(known)
     wanted = [wanted] if isinstance(wanted, int) else wanted

@@ -1,4 +1,15 @@
-"""Sweeps: many edited runs of one batch, computed as rows of few forward passes."""
+"""Sweeps: many edited runs of one batch, computed as rows of few forward passes.
+
+The algorithm (no paper; the result is that of separate runs):
+
+1. Run the model once without edits. Keep the stream before each block, and each block's keys and values; try each
+   edit on the values of this run, so that errors come before long work (`unedited`).
+2. Find for each edit the first block and the first position that it may change.
+3. Begin each edited run there, and run those that begin at the same position as rows of one batch, as many as the
+   memory allows (`resume`). Each edit acts on its own rows (`rows`).
+4. Where the model has no such steps, give each edited run rows of a whole forward pass (`rows.WholeRuns`).
+5. Unembed only the positions that the metric reads, and subtract the metric of the unedited run.
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,7 +44,7 @@ def sweep(
     max_bytes: int = 2**30,
     exact: Literal["resume", "rerun"] = "resume",
 ) -> Result:
-    """The effect of each edit on the metric, each as if it had a run of its own.
+    """Measure the effect of each edit on the metric, each as if it had a run of its own.
 
     A run is resumed where it begins to differ from the unedited one: at the first block and the first
     position that its edits touch. Earlier keys and values are those of the unedited run, and logits are
@@ -69,6 +80,14 @@ def sweep(
         EditError: if an edit does not fit.
         ModeError: if the model is in training mode.
         NeverFiredError: if a run did not reach an edited point.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> from interp import edits
+    >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
+    >>> sweep(model, pairs, without_mlps).top(2)
+    edit 0  -9.01
+    edit 1  -1.602
     """
     if isinstance(texts, Pairs):
         if attention_mask is not None:
@@ -116,7 +135,7 @@ def _measured(
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
     """The metric of the unedited run, and of each edited one."""
     runner, (size, n_pos) = runner_of(model), batch.tokens.shape
-    jobs = [Job(index, runner.edits(given)) for index, given in enumerate(edits)]
+    jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
         job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     # Hooks that act already may depend on which rows are which, as scales of quantised values do.

@@ -1,4 +1,4 @@
-"""The unedited run of a sweep: what edited runs share with it, and whether they can begin inside it."""
+"""The unedited run of a sweep: values that edited runs share with it, and whether they can begin inside it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -134,17 +134,18 @@ class Unedited:
         if not pos:
             return self.contexts
         past = [tuple(part[:, :, :pos] for part in parts) for parts in self.past]
-        given = {id(context): context for context in self.contexts}
-        later = {key: context.after(pos, past) for key, context in given.items()}
+        originals = {id(context): context for context in self.contexts}
+        later = {key: context.after(pos, past) for key, context in originals.items()}
         return [later[id(context)] for context in self.contexts]
 
     def _contexts(self) -> list[Any]:
-        """What each block reads besides the stream; None for one that cannot run again."""
+        """Return the context that each block reads besides the stream; None for one that cannot run again."""
         if self._finds_context:
-            given = [(args, kwargs) for args, kwargs, _, _ in self._calls]
-            found = self.language.context_of(given, self._arguments)
-            self.past = [list(pair) for pair in found.held] if found and self._kept else self.past
-            return [found] * len(given)
+            calls = [(args, kwargs) for args, kwargs, _, _ in self._calls]
+            context = self.language.context_of(calls, self._arguments)
+            if context and self._kept:
+                self.past = [list(pair) for pair in context.held]
+            return [context] * len(calls)
         return [
             args[1] if len(args) == 2 and not kwargs else None for args, kwargs, *_ in self._calls
         ]
@@ -160,11 +161,11 @@ def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
 
 
 def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
-    found: dict[nn.Module, list[EditedPoint]] = {}
+    by_module: dict[nn.Module, list[EditedPoint]] = {}
     for job in jobs:
         for edited in job.edits:
-            found.setdefault(edited.point.module, []).append(edited)
-    return found
+            by_module.setdefault(edited.point.module, []).append(edited)
+    return by_module
 
 
 def _are_close(ours: Any, theirs: Tensor) -> bool:

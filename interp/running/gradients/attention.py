@@ -1,9 +1,22 @@
-"""Attention with other queries or keys: how its pattern would change, without a run of the whole model."""
+"""AtP*: estimates through attention's pattern, for queries and keys that take the place of others.
+
+The algorithm (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to
+components"), for one layer:
+
+1. In the base run, store the arguments of attention (`Attention`), and take the gradient g of the metric at the pattern.
+2. Run this attention alone with other queries or keys, and read its new pattern or scores.
+3. For queries (`OtherQueries`): each query has its own row of the pattern. The effect of a query is the change of
+   its row times g.
+4. For keys (`OtherKeys`): each key changes alone, so its new score changes its own weight from p to r, and the
+   weights of the other keys by one factor. The softmax is solved for each key at once, without a run for each.
+5. Sum the effects over the queries, and over the query heads that share a key head.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -21,7 +34,7 @@ _PARTS = ("q", "k", "scores", "pattern")
 
 
 class Attention:
-    """One layer's attention in a run, which can be repeated with other queries or keys.
+    """Attention of one layer in a run, which can be repeated with other queries or keys.
 
     Args:
         runner: the model's.
@@ -29,7 +42,7 @@ class Attention:
 
     Attributes:
         pattern: the name of its pattern.
-        cap: what its scores pass on the way to the softmax.
+        cap: the function that caps the scores before the softmax; the identity without one.
 
     Raises:
         UnknownNameError: if there are no queries, keys, scores or pattern beside that point.
@@ -38,10 +51,10 @@ class Attention:
     def __init__(self, runner: HookedRunner, name: str) -> None:
         path = name.rpartition(".")[0]
         names = {part: f"{path}.{part}" for part in _PARTS}
-        for given in names.values():
-            if given not in runner.points:
-                raise unknown_name(given, runner.points, "point of the model")
-        self._points = {part: runner.points[given] for part, given in names.items()}
+        for point_name in names.values():
+            if point_name not in runner.points:
+                raise unknown_name(point_name, runner.points, "point of the model")
+        self._points = {part: runner.points[point_name] for part, point_name in names.items()}
         points = runner.model.get_submodule(path)
         self._module = points.module if isinstance(points, HookPoints) else points
         self.pattern = names["pattern"]
@@ -52,11 +65,11 @@ class Attention:
         session.before(self._module, self._store)
 
     def _store(self, args: Any, kwargs: Any) -> None:
-        def kept(leaf: Any) -> Any:
+        def storable(leaf: Any) -> Any:
             is_tensor = isinstance(leaf, Tensor)
             return leaf if is_tensor else plain_argument(self._module, leaf, self.pattern)
 
-        self._args, self._kwargs = mapped((args, kwargs), kept)
+        self._args, self._kwargs = mapped((args, kwargs), storable)
 
     @without_gradients
     def values(self, **changed: Tensor) -> dict[str, Tensor]:
@@ -72,7 +85,7 @@ class Attention:
 
 
 class OtherQueries:
-    """What other queries would do to the metric through the pattern. The softmax is computed again.
+    """Effects of other queries on the metric through the pattern. The softmax is computed again.
 
     Args:
         attention: after the run.
@@ -86,16 +99,17 @@ class OtherQueries:
         base: Mapping[str, Tensor],
         queries: Float[Tensor, "batch pos head d_head"],
     ) -> None:
-        found = attention.values(q=queries)["pattern"]
-        self._change = at_least_float32(found) - base["pattern"]
+        pattern = attention.values(q=queries)["pattern"]
+        self._change = at_least_float32(pattern) - base["pattern"]
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos head"]:
-        """The pattern's change times the gradient there, for each query."""
-        return (self._change * gradient).sum(-1).transpose(1, 2)
+        """Multiply the pattern's change with the gradient there, for each query."""
+        by_query = (self._change * gradient).sum(-1)
+        return rearrange(by_query, "batch head query -> batch query head")
 
 
 class OtherKeys:
-    """What another key would do to the metric through the pattern, one position at a time.
+    """Effects of other keys on the metric through the pattern, one position at a time.
 
     If the score of one key changes, its weight goes from p to r, and those of the other keys shrink or grow
     by one factor. The pattern's change times the gradient g is then (r - p) (g - h), with h the mean of g
@@ -144,12 +158,15 @@ class OtherKeys:
         self._rest = self._rest.masked_fill(self._seen.sum(-1, keepdim=True) < 2, 0)
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos kv_head"]:
-        """The pattern's change times the gradient there, for each key, summed over queries."""
+        """Multiply the pattern's change with the gradient there, for each key, summed over queries."""
         gradient = at_least_float32(gradient)
         weighted = self._weights * gradient
         others = weighted.sum(-1, keepdim=True) - weighted
         others = others / (1 - self._weights.clamp(max=0.5))
         top = (self._rest * gradient).sum(-1, keepdim=True)
-        each = self._change * (gradient - others.scatter(-1, self._top, top))
+        by_key = (self._change * (gradient - others.scatter(-1, self._top, top))).sum(2)
         # Query heads that share a key head follow each other.
-        return each.sum(2).unflatten(1, (self._kv_heads, -1)).sum(2).transpose(1, 2)
+        shared = rearrange(
+            by_key, "batch (kv_head n) key -> batch key kv_head n", kv_head=self._kv_heads
+        )
+        return shared.sum(-1)

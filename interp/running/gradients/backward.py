@@ -24,7 +24,7 @@ Receive = Callable[[str, Tensor], object]
 
 
 class Gradients:
-    """One run of a model, and the gradients of the summed metric at some points of it.
+    """A run of a model, and the gradients of the summed metric at some points of it.
 
     A text does not affect the metric of another, so the gradient of the sum holds those of all examples.
     Weights need no gradients and get none.
@@ -65,16 +65,16 @@ class Gradients:
             read = last_real(logits_of(output), last_of(metric, text.mask), text.mask)
             if read.requires_grad:
                 read.register_hook(self._router.left)
-            found = evaluate(metric, read, len(read))
-            self._total = found.sum()
+            metrics = evaluate(metric, read, len(read))
+            self._total = metrics.sum()
         if not self._total.requires_grad:
             raise ValueError(
                 f"the metric must depend on the points through a graph; got none from {metric!r}"
             )
-        self.base = found.detach()
+        self.base = metrics.detach()
 
     def backward(self, receive: Receive, dropped: Collection[str] = (), last: bool = True) -> None:
-        """One backward pass: the gradient at each point, from the last point to the first.
+        """Run one backward pass, and hand on the gradient at each point, from the last point to the first.
 
         A point that the metric does not depend on is left out.
 
@@ -131,7 +131,7 @@ def _point(runner: HookedRunner, name: str) -> Point:
 
 
 class _GradientRouter:
-    """What happens to a gradient at a point. The graph holds it, so it must not hold the graph."""
+    """Receiver of the gradients at points. The graph holds it, so it must not hold the graph."""
 
     receive: Receive | None = None
     dropped: Collection[str] = ()

@@ -73,14 +73,14 @@ class Paths:
         at_once = max(1, _TOKENS // self._text.tokens.numel())
 
         def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
-            found, metrics = [], []
+            scores, metrics = [], []
             for start in range(0, len(paths), at_once):
                 some = paths[start : start + at_once]
                 run = self._run(some, changes, share)
                 parts = ((w, n * batch, changes[w][None]) for n, w in enumerate(some))
-                found.append(self._scores.of(run, parts)[some])
+                scores.append(self._scores.of(run, parts)[some])
                 metrics.append(run.base.view(-1, batch))
-            return torch.cat(found), torch.cat(metrics)
+            return torch.cat(scores), torch.cat(metrics)
 
         mean, steps, gaps = self._averaged(at, first, lambda scores: scores)
         return Found(mean, steps, gaps.amax(0))
@@ -111,13 +111,13 @@ class Paths:
         added, batch, n = self._scores.added, len(self._base), len(writers)
 
         def moved(value: Tensor, point: Point) -> Tensor:
-            move, own = self._scores.where.change, added[point.name]
-            each = zip(value.split(batch), writers, strict=True)
+            move, here = self._scores.where.change, added[point.name]
+            copies = zip(value.split(batch), writers, strict=True)
             return torch.cat(
-                [move(rows, share * changes[w]) if w in own else rows for rows, w in each]
+                [move(rows, share * changes[w]) if w in here else rows for rows, w in copies]
             )
 
-        moving = {name: moved for name, own in added.items() if {*own} & {*writers}}
+        moving = {name: moved for name, here in added.items() if {*here} & {*writers}}
         with self._runner.hooks(moving):
             return Gradients(
                 self._runner,
@@ -135,8 +135,8 @@ class _Copies:
         self._metric, self._batch = metric, batch
 
     def __call__(self, logits: Float[Tensor, "rows pos vocab"]) -> Float[Tensor, " rows"]:
-        each = logits.split(self._batch)
-        return torch.cat([per_example(self._metric, part, self._batch) for part in each])
+        copies = logits.split(self._batch)
+        return torch.cat([per_example(self._metric, part, self._batch) for part in copies])
 
     def __repr__(self) -> str:
         return repr(self._metric)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -21,12 +22,13 @@ _ENOUGH = 60
 
 
 class Positions(NamedTuple):
-    """Where writers change.
+    """Token positions at which writers change.
 
     Attributes:
         here: columns of the text that is edited.
         there: the columns of the other text whose values come there.
-        group: the place of each column in the result. A column that comes again has the last, which is dropped.
+        group: the index of each column's group in the result. A column that was listed before in the same span has
+            the index after the last group, whose sum is dropped, so that it counts once.
         labels: the places of the result; None for the sum of all columns.
     """
 
@@ -44,7 +46,7 @@ class Positions(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """How many places there are."""
+        """Number of groups in the result."""
         return 1 if self.labels is None else len(self.labels)
 
 
@@ -77,7 +79,13 @@ def positions(over: str | None, edited: Text, source: Text) -> Positions:
 
 
 class _Target(NamedTuple):
-    """What gradients some writers' changes are multiplied with, and the columns of the scores for that."""
+    """Gradients to multiply with the changes of some writers, and the columns of the scores for the products.
+
+    Attributes:
+        gradients: gives the gradients [reader, n, d_model] at some columns of a row, in memory to be used again.
+        writers: the writers that come before these readers.
+        columns: the columns of the scores.
+    """
 
     gradients: Callable[[int, Tensor, Tensor], Tensor]
     writers: range
@@ -121,7 +129,7 @@ class Scores:
     def changes(
         self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
     ) -> Float[Tensor, "writer batch n d_model"]:
-        """How what each writer adds differs between the two runs, for some examples.
+        """Return the difference between the two runs in what each writer adds, for some examples.
 
         Args:
             rows: the examples.
@@ -131,8 +139,8 @@ class Scores:
         base, source = self._values(self.base, here, rows), self._values(self._source, there, rows)
         inputs = graph.inputs(source.__getitem__) - graph.inputs(base.__getitem__)
         size = len(graph.writers), *inputs.shape[1:]
-        found = inputs.new_zeros(size) if space is None else space
-        found[: len(inputs)] = inputs
+        changes = inputs.new_zeros(size) if space is None else space
+        changes[: len(inputs)] = inputs
         for layer, written in zip(graph.layers, self._written, strict=True):
             z, scale = layer.attention.sublayer.z, layer.scale
             now, then = source[z], base[z]
@@ -140,14 +148,14 @@ class Scores:
                 now, then = now / source[scale][..., None], then / base[scale][..., None]
                 if layer.bias is not None:
                     by = source[scale].reciprocal() - base[scale].reciprocal()
-                    found[layer.bias] = by * at_least_float32(written.bias)
-            by_head = (now - then).flatten(0, 1).transpose(0, 1)
+                    changes[layer.bias] = by * at_least_float32(written.bias)
+            by_head = rearrange(now - then, "batch n head d_head -> head (batch n) d_head")
             weight = at_least_float32(written.weight)
-            torch.bmm(by_head, weight, out=found[layer.heads].flatten(1, 2))
+            torch.bmm(by_head, weight, out=changes[layer.heads].flatten(1, 2))
             if layer.mlp is not None:
                 mlp_out = layer.mlp.branch.added
-                torch.sub(source[mlp_out], base[mlp_out], out=found[layer.mlp.writer])
-        return found
+                torch.sub(source[mlp_out], base[mlp_out], out=changes[layer.mlp.writer])
+        return changes
 
     def _values(
         self, values: Mapping[str, Tensor], columns: Tensor, rows: slice
@@ -187,39 +195,39 @@ class Scores:
         graph, (here, _, group, _) = self.graph, self.where
         stream = self._source[graph.needed[-1]]
         size = len(graph.writers), len(graph.readers) + 1, self.where.groups, len(here)
-        wide = at_least_float32(stream[:0]).dtype
-        found = stream.new_zeros(size, dtype=wide, device=self._device)
+        float_dtype = at_least_float32(stream[:0]).dtype
+        scores = stream.new_zeros(size, dtype=float_dtype, device=self._device)
         most = max(target.columns.stop - target.columns.start for target in targets)
-        space = found.new_empty(most, here.shape[1], stream.shape[-1])
+        space = scores.new_empty(most, here.shape[1], stream.shape[-1])
         for first, start, changes in parts:
             for row, change in enumerate(changes.unbind(1), start):
                 example = row % len(here)
                 for gradients, writers, columns in targets:
                     some = range(max(first, writers.start), min(first + len(change), writers.stop))
                     if some:
-                        own = change[some.start - first : some.stop - first]
+                        writer_change = change[some.start - first : some.stop - first]
                         gradient = gradients(row, here[example], space)
-                        product = self._product(own, gradient, group[example])
-                        found[some.start : some.stop, columns, :, example] = product
-        found[:, :-1].masked_fill_(~graph.allowed[..., None, None].to(found.device), 0)
-        return found
+                        product = self._product(writer_change, gradient, group[example])
+                        scores[some.start : some.stop, columns, :, example] = product
+        scores[:, :-1].masked_fill_(~graph.allowed[..., None, None].to(scores.device), 0)
+        return scores
 
     def _targets(self, run: Gradients) -> list[_Target]:
         """Everything that a backward pass gives to multiply changes with."""
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
 
         wanted = {*self.added, *(reading.at for reading in self._readings)}
 
         def receive(name: str, gradient: Tensor) -> None:
             if name in wanted:
                 require_numbers(name, gradient)
-                found[name] = at_least_float32(gradient)
+                by_name[name] = at_least_float32(gradient)
 
         run.backward(receive)
         targets, parts, last = [], [], len(self.graph.readers)
         for reading in self._readings:
             value = run.values[reading.at]
-            gradient = found.get(reading.at, torch.zeros_like(value))
+            gradient = by_name.get(reading.at, torch.zeros_like(value))
             pull = Pullback(reading, run.values[reading.stream], gradient, self._device)
             parts.append((reading.readers, pull))
             readers = slice(parts[0][0].start, reading.readers.stop)
@@ -227,10 +235,10 @@ class Scores:
                 writers = self.graph.allowed[:, readers].any(1).nonzero()
                 targets.append(_Target(Pullbacks(parts), range(int(writers.max()) + 1), readers))
                 parts = []
-        for name, own in self.added.items():
-            if name in found:
-                gradients = partial(_at, to_device(found[name], self._device))
-                targets.append(_Target(gradients, own, slice(last, last + 1)))
+        for name, added_writers in self.added.items():
+            if name in by_name:
+                gradients = partial(_at, to_device(by_name[name], self._device))
+                targets.append(_Target(gradients, added_writers, slice(last, last + 1)))
         return targets
 
     def _product(
@@ -242,9 +250,9 @@ class Scores:
         """The products, summed over the columns of each group."""
         if self.where.labels is None:
             return (change.flatten(1) @ gradient.flatten(1).T)[..., None]
-        each = torch.einsum("wnd,rnd->wrn", change, gradient)
-        sums = each.new_zeros(*each.shape[:2], self.where.groups + 1)
-        return sums.index_add_(2, group, each)[..., :-1]
+        products = torch.einsum("wnd,rnd->wrn", change, gradient)
+        sums = products.new_zeros(*products.shape[:2], self.where.groups + 1)
+        return sums.index_add_(2, group, products)[..., :-1]
 
 
 def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
@@ -253,9 +261,9 @@ def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
 
 def _added(graph: Graph) -> dict[str, range]:
     """The points where writers are added to the stream, with these writers."""
-    found = {graph.layers[0].attention.reads: range(graph.layers[0].heads.start)}
+    by_point = {graph.layers[0].attention.reads: range(graph.layers[0].heads.start)}
     for layer in graph.layers:
-        found[layer.attention.added] = range(layer.attn.start, layer.attn.stop)
+        by_point[layer.attention.added] = range(layer.attn.start, layer.attn.stop)
         if layer.mlp is not None:
-            found[layer.mlp.branch.added] = range(layer.mlp.writer, layer.mlp.writer + 1)
-    return {graph.names[point]: wrote for point, wrote in found.items()}
+            by_point[layer.mlp.branch.added] = range(layer.mlp.writer, layer.mlp.writer + 1)
+    return {graph.names[point]: wrote for point, wrote in by_point.items()}

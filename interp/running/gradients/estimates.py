@@ -32,11 +32,11 @@ class Contrast(TwoRuns):
     names: Mapping[int, str]
     places: Mapping[str, list[Place]]
 
-    def of_layers(self, found: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
+    def of_layers(self, by_point: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
         """The effects of all layers together.
 
         Args:
-            found: the effects [*places, example] of each point that a backward pass reached, in its order.
+            by_point: the effects [*places, example] of each point that a backward pass reached, in its order.
             base: the metric of the run to be edited.
             about: more facts.
 
@@ -46,14 +46,16 @@ class Contrast(TwoRuns):
         Warns:
             UserWarning: if a point was not reached. Its effects are 0.
         """
-        for name, values in found.items():
+        for name, values in by_point.items():
             require_numbers(name, values)
-        warn_of_unread([name for name in self.names.values() if name not in found], 4)
+        warn_of_unread([name for name in self.names.values() if name not in by_point], 4)
         sizes = [len(along) for axis, along in self.places.items() if axis != "layer"]
         zero = base.new_zeros(*sizes, len(base))
-        each = [to_device(found.get(name, zero), base.device) for name in self.names.values()]
-        at = [*self.places].index("layer") if "layer" in self.places else None
-        values = each[0] if at is None else torch.stack(each, at)
+        by_layer = [
+            to_device(by_point.get(name, zero), base.device) for name in self.names.values()
+        ]
+        layer_axis = [*self.places].index("layer") if "layer" in self.places else None
+        values = by_layer[0] if layer_axis is None else torch.stack(by_layer, layer_axis)
         return self.result(values, labels_of(self.places), base, **about)
 
 
@@ -141,9 +143,10 @@ def others(
     source: ActivationCache,
     places: Mapping[str, list[Place]],
 ) -> list[Float[Tensor, "..."]]:
-    """What would take the place of a point's value: the source's, or for each span that with the span replaced.
+    """Return the values that would take the place of a point's: one for each span, or one for all places.
 
-    For arguments see `effects`.
+    Without spans that is the source's value; with spans, for each the base value with this span replaced. For
+    arguments see `effects`.
     """
     if "span" not in places:
         return [source[point.name]]
@@ -152,11 +155,11 @@ def others(
 
 
 def joined(
-    each: list[Float[Tensor, "..."]], places: Mapping[str, list[Place]]
+    by_span: list[Float[Tensor, "..."]], places: Mapping[str, list[Place]]
 ) -> Float[Tensor, "..."]:
     """The effects of each of `others` as one tensor [*axes, example]."""
     axes = [axis for axis in places if axis != "layer"]
-    return torch.stack(each, axes.index("span")) if "span" in axes else each[0]
+    return torch.stack(by_span, axes.index("span")) if "span" in axes else by_span[0]
 
 
 def summed(
@@ -172,18 +175,18 @@ def summed(
     Returns:
         One number for each place and example, [*places, example].
     """
-    kept: dict[str, list[int | slice]] = {}
+    selections: dict[str, list[int | slice]] = {}
     for axis, along in places.items():
         if axis not in ("layer", "span"):
             # Each place selects along one axis.
-            (own,) = along[0][1]
-            kept[own] = [selected[own] for _, selected in along]
+            (point_axis,) = along[0][1]
+            selections[point_axis] = [selected[point_axis] for _, selected in along]
     numbers = {axis: n for n, axis in enumerate(axes)}
     operands = [part for factor in factors for part in (factor, [*numbers.values()])]
-    found = torch.einsum(*operands, [numbers[axis] for axis in (*kept, "batch")])
-    for at, indices in enumerate(kept.values()):
-        found = _grouped(found, at, indices)
-    return found
+    sums = torch.einsum(*operands, [numbers[axis] for axis in (*selections, "batch")])
+    for dim, indices in enumerate(selections.values()):
+        sums = _grouped(sums, dim, indices)
+    return sums
 
 
 def _grouped(values: Tensor, at: int, indices: list[int | slice]) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -89,11 +90,11 @@ class Pullback:
         self, example: int, pos: Int[Tensor, " n"], out: Float[Tensor, "reader n d_model"]
     ) -> None:
         """Writes the gradients at some positions of an example into `out`."""
-        found = self.gradient[example, pos]
+        gradient = self.gradient[example, pos]
         if self.weight is None:
-            out.copy_(found)
+            out.copy_(gradient)
         else:
-            by_head = found.unflatten(1, self.weight.shape[:2]).transpose(0, 1)
+            by_head = rearrange(gradient, "n (head d_head) -> head n d_head", head=len(self.weight))
             torch.bmm(by_head, self.weight, out=out)
         if self.slope is not None:
             along = torch.einsum("rnd,nd->rn", out, self.stream[example, pos])
@@ -101,7 +102,7 @@ class Pullback:
 
 
 class Pullbacks:
-    """Those of consecutive readings: a matrix product with all their gradients is faster than several.
+    """Pullbacks of consecutive readings: one matrix product with all their gradients is faster than several.
 
     Attributes:
         readers: which readers of the graph they are.
@@ -122,10 +123,10 @@ class Pullbacks:
 
 
 def _scale(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a norm divides by, and the gradient of that."""
+    """Return a norm's scale, which it divides by, and the gradient of the scale."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        found: list[Tensor] = []
-        replay(norm, (x,), {}, [(norm.scale, found.append)])
-        (slope,) = torch.autograd.grad(found[0].sum(), x)
-    return found[0].detach(), slope
+        scales: list[Tensor] = []
+        replay(norm, (x,), {}, [(norm.scale, scales.append)])
+        (slope,) = torch.autograd.grad(scales[0].sum(), x)
+    return scales[0].detach(), slope
