@@ -1,9 +1,9 @@
 """Analyses of what happens inside a model, through its hook points and `interp.protocol`.
 
-The analyses are in `causal` (values are changed), `reading` (caches and weights are read) and `spectral`
-(singular values). They stand on `edits`, `sweeps` of many edited runs, `gradients`, the `graph` of a model and
-`linear` maps, and give tables of `results`, which `pictures` draws. The files beside this one are what all of
-them need: the model's parts, texts and their pairs, metrics, and the sites where runs are compared.
+The analyses are in `effects` (values are changed), `reading` (caches and weights are read) and `spectral`
+(singular values). They stand on `edits`, `running` (sweeps, masked runs, gradients), the `graph` of a model and
+`linear` maps, and give tables of `results`, which `pictures` draws. `inputs` are what they are given: texts, pairs
+of them, and positions; `metrics` say what is measured, and `protocol` what a model must have.
 """
 
 import signal as _signal

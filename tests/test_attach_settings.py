@@ -58,6 +58,51 @@ def test_half_precision_has_the_points_and_embeddings_of_single(kind, dtype):
     torch.testing.assert_close(cache["embed"].float(), wanted["embed"], rtol=0.02, atol=0.002)
 
 
+WIDE = {
+    "bert": dict(hidden_size=768, num_attention_heads=12, intermediate_size=64),
+    "roberta": dict(hidden_size=768, num_attention_heads=12, intermediate_size=64),
+    "modernbert": dict(hidden_size=768, num_attention_heads=12, intermediate_size=64, head_dim=64),
+    "bloom": dict(hidden_size=1024, n_head=16),
+    "ctrl": dict(n_embd=768, n_head=12),
+    "gpt2": dict(n_embd=768, n_head=12),
+    "llama": dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=16, intermediate_size=64),
+    "gemma3": dict(hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, intermediate_size=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)
+)
+def test_real_widths_in_half_precision(kind, dtype):
+    """The points are those of float32; embeddings and stream those that raw hooks see on a copy without points."""
+    name, sizes = MORE[kind]
+    maker = getattr(transformers, name)
+    torch.manual_seed(0)
+    single = maker(maker.config_class(**sizes | WIDE[kind])).eval()
+    for norm in single.modules():
+        if isinstance(norm, nn.LayerNorm):
+            nn.init.normal_(norm.weight, 1.0, 0.2)
+    model, plain, seen = copy.deepcopy(single).to(dtype), copy.deepcopy(single).to(dtype), {}
+    logits = plain(input_ids=TOKENS).logits
+    with attach(single):
+        points = {*HookedRunner(single).points}
+    with attach(model):
+        assert {*HookedRunner(model).points} == points
+        assert torch.equal(model(input_ids=TOKENS).logits, logits)
+        _, cache = run_with_cache(model, TOKENS, names=["embed", "blocks.0.resid_pre"])
+        at = next(n for n, module in model.named_modules() if module is model.blocks[0].module)
+    plain.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: seen.update(embed=output.detach().clone())
+    )
+    plain.get_submodule(at).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(stream=next(iter([*args, *kwargs.values()]))),
+        with_kwargs=True,
+    )
+    plain(input_ids=TOKENS)
+    assert torch.equal(cache["embed"], seen["embed"])
+    assert torch.equal(cache["resid_pre", 0], seen["stream"])
+
+
 def near(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Attention to the last two keys only, whatever the mask says."""
     at = torch.arange(query.shape[2])

@@ -151,31 +151,34 @@ def test_a_file_gives_back_the_circuit(tmp_path):
 
 
 def test_the_format_of_mib(tmp_path):
-    model = variant("pre", n_layers=1, n_heads=2, n_kv_heads=1, d_head=4)
+    model = variant("pre", n_layers=1, n_heads=4, n_kv_heads=2, d_head=4)
     graph = Graph(model)
-    heads = [f"a0.h{h}<{part}>" for part in "qkv" for h in range(2)]
+    heads = [f"a0.h{h}<{part}>" for part in "qkv" for h in range(4)]
     names = [
         *(f"input->{reader}" for reader in (*heads, "m0", "logits")),
-        *(f"a0.h{h}->{reader}" for h in range(2) for reader in ("m0", "logits")),
+        *(f"a0.h{h}->{reader}" for h in range(4) for reader in ("m0", "logits")),
         "m0->logits",
     ]
     edges = {name: {"score": 0.5 + n, "in_graph": n % 2 == 0} for n, name in enumerate(names)}
     (tmp_path / "mib.json").write_text(json.dumps({"cfg": {}, "nodes": {}, "edges": edges}))
     circuit = read_mib(tmp_path / "mib.json", graph)
     assert circuit.scores[graph.index("input->a0.h1<q>")] == -1.5
-    assert circuit.scores[graph.index("input->a0.h0<v>")] == -(4.5 + 5.5)
+    # Query heads 0 and 1 share the first key head, 2 and 3 the second.
+    assert circuit.scores[graph.index("input->a0.h0<v>")] == -(8.5 + 9.5)
+    assert circuit.scores[graph.index("input->a0.h1<v>")] == -(10.5 + 11.5)
     assert "input->a0.h0<v>" in circuit
     assert "input->a0.h1<q>" not in circuit
     with pytest.warns(UserWarning, match="shared key heads"):
         write_mib(circuit, tmp_path / "again.json")
     written = json.loads((tmp_path / "again.json").read_text())
     assert written["cfg"] == {
-        "n_layers": 1, "n_heads": 2, "parallel_attn_mlp": False, "d_model": model.config.d_model,
+        "n_layers": 1, "n_heads": 4, "parallel_attn_mlp": False, "d_model": model.config.d_model,
     }  # fmt: skip
     assert {*written["edges"]} == {*names}
     assert written["edges"]["input->a0.h0<q>"] == {"score": 0.5, "in_graph": True}
-    assert written["edges"]["input->a0.h1<v>"]["score"] == 5.0
-    assert {*written["nodes"]} == {"input", "a0.h0", "a0.h1", "m0", "logits"}
+    assert written["edges"]["input->a0.h1<v>"]["score"] == 9.0
+    assert written["edges"]["input->a0.h3<v>"]["score"] == 11.0
+    assert {*written["nodes"]} == {"input", *(f"a0.h{h}" for h in range(4)), "m0", "logits"}
     assert read_mib(tmp_path / "again.json", graph) == circuit
     del edges["m0->logits"]
     (tmp_path / "mib.json").write_text(json.dumps({"edges": edges}))
