@@ -45,16 +45,8 @@ from interp.effects.top import top_attributions
 from interp.graph import circuits
 from interp.graph.circuit import Circuit
 from interp.inputs.pairs import Pairs
-from interp.metrics import (
-    Metric,
-    accuracy,
-    cross_entropy,
-    kl_divergence,
-    log_prob,
-    logit_diff,
-    measure,
-    rank,
-)
+from interp.measuring import Metric, measure
+from interp.metrics import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
 from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.composition import composition_scores
 from interp.reading.copying import copying_scores, positional_scores

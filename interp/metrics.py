@@ -1,10 +1,9 @@
 """Metrics: functions from logits [batch, pos, vocab] to one number for each example [batch]."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.transfer import to_device
@@ -22,66 +21,7 @@ from interp.inputs.token_positions import (
     short,
     tokens_of,
 )
-
-Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
-"""A user's own function is a metric as it is. An attribute `last` says how many of the last real
-positions it reads. Then analyses compute no other logits, and call it with logits [batch, last, vocab].
-Without it, or if it is 0, they call it with all positions. An attribute `unit` names the unit."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Metric:
-    """A metric of this module. It prints as the call that made it."""
-
-    call: str
-    last: int
-    unit: str
-    function: Callable[[Tensor], Tensor]
-    unmasked: bool = False  # whether it takes all columns of its texts as real
-    at: Position | None = None
-
-    def __call__(
-        self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
-    ) -> Float[Tensor, " batch"]:
-        """The metric of each example. Whole logits of padded texts need their mask."""
-        return self.function(
-            logits if attention_mask is None else last_real(logits, self.last, attention_mask)
-        )
-
-    def __repr__(self) -> str:
-        return self.call
-
-
-@dataclass(frozen=True, eq=False)
-class _Worded:
-    """A metric of tokens that are given as text, until the tokenizer of a model reads them."""
-
-    call: str
-    last: int
-    unit: str
-    read: Callable[[nn.Module], Metric]
-
-    def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        raise ValueError(
-            f"{self.call} has tokens as text, which analyses read by the model's tokenizer; beside logits give "
-            "tokens, such as model.to_id(' Mary')"
-        )
-
-    def __repr__(self) -> str:
-        return self.call
-
-
-def metric_for(model: nn.Module, metric: Metric) -> Metric:
-    """The metric with tokens in place of text.
-
-    Raises:
-        ValueError: if a text is several tokens; it lists them.
-    """
-    if not isinstance(metric, _Worded):
-        return metric
-    made = metric.read(model)
-    assert isinstance(made, _Metric)
-    return replace(made, call=metric.call)
+from interp.measuring import Metric, TokenMetric, WordedMetric
 
 
 def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:
@@ -110,7 +50,7 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
         def read(model: nn.Module) -> Metric:
             return logit_diff(token_ids(model, right), token_ids(model, wrong), pos)
 
-        return _Worded(call, at.last, "logits", read)
+        return WordedMetric(call, at.last, "logits", read)
     first, second = tokens_of(right, 2), tokens_of(wrong, 2)
 
     def metric(logits: Tensor) -> Tensor:
@@ -118,7 +58,7 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
         both = (found.gather(1, fitting(tokens, found)).mean(1) for tokens in (first, second))
         return next(both) - next(both)
 
-    return _Metric(call, at.last, "logits", metric, at=at)
+    return TokenMetric(call, at.last, "logits", metric, at=at)
 
 
 def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -193,7 +133,7 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
             text = text_for(model, tokens, attention_mask)
             return cross_entropy(text.tokens, attention_mask=text.mask)
 
-        return _Worded("cross_entropy(texts)", 0, "nats", read)
+        return WordedMetric("cross_entropy(texts)", 0, "nats", read)
     real = real_of(attention_mask, tokens.shape).to(tokens.device)
     counted = real[:, 1:] & real[:, :-1]
     if not counted.any(1).all():
@@ -213,7 +153,7 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
         return -found.where(here, 0).sum(1) / here.sum(1)
 
     call = f"cross_entropy(tokens {list(tokens.shape)})"
-    return _Metric(call, 0, "nats", metric, attention_mask is None)
+    return TokenMetric(call, 0, "nats", metric, attention_mask is None)
 
 
 def kl_divergence(
@@ -260,77 +200,7 @@ def kl_divergence(
     call = f"kl_divergence(reference, pos={short(pos)})"
     last = 0 if at is None else at.last
     unmasked = attention_mask is None and (at is None or last > 0)
-    return _Metric(call, last, "nats", metric, unmasked, at)
-
-
-def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
-    """How many of the last real positions a metric reads; 0 for all.
-
-    Raises:
-        ValueError: if there is padding, and the metric reads it or was made without the mask that it needs.
-        TypeError: if it is no function.
-
-    >>> last_of(log_prob(3, pos=-2)), last_of(lambda logits: logits[:, 4, 3])
-    (2, 0)
-    """
-    if not callable(metric):
-        raise TypeError(
-            f"a metric must be a function of logits, as logit_diff(right, wrong) makes one; got {metric!r}"
-        )
-    if attention_mask is not None and not attention_mask.bool().all():
-        if getattr(metric, "unmasked", False):
-            raise ValueError(
-                f"{metric!r} must be made with the attention_mask of padded texts; got none"
-            )
-        if isinstance(metric, _Metric) and metric.at is not None:
-            metric.at.columns(attention_mask.shape[1], len(attention_mask), attention_mask)
-    return int(getattr(metric, "last", 0))
-
-
-def per_example(
-    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
-) -> Float[Tensor, " batch"]:
-    """The metric of each example, in float32 if it is an integer or in half precision.
-
-    Raises:
-        ValueError: if the metric does not return one number for each of the `batch` examples.
-    """
-    values = metric(logits)
-    if not isinstance(values, Tensor) or values.shape != (batch,):
-        got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
-        raise ValueError(
-            f"a metric must return a tensor [{batch}], a number for each example; got {got} from {metric!r}"
-        )
-    return at_least_float32(values)
-
-
-def evaluate(
-    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
-) -> Float[Tensor, " batch"]:
-    """The metric of each example, after a check that none is NaN.
-
-    Raises:
-        ValueError: as for `per_example`, or if one is NaN.
-    """
-    values = per_example(metric, logits, batch)
-    if bool(values.isnan().any()):
-        example = int(values.isnan().nonzero()[0])
-        raise ValueError(
-            f"a metric must return numbers; got NaN for example {example} from {metric!r}"
-        )
-    return values
-
-
-def measure(
-    metric: Metric, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
-) -> Float[Tensor, " batch"]:
-    """The metric of a run, from its whole logits. Padding does not change what `last` positions are.
-
-    Raises:
-        ValueError: as for `last_of`, `last_real` and `evaluate`.
-    """
-    read = last_real(logits, last_of(metric, attention_mask), attention_mask)
-    return evaluate(metric, read, len(logits))
+    return TokenMetric(call, last, "nats", metric, unmasked, at)
 
 
 def _of_token(
@@ -343,7 +213,7 @@ def _of_token(
         def read(model: nn.Module) -> Metric:
             return _of_token(name, unit, token_ids(model, token), pos, score)
 
-        return _Worded(call, at.last, unit, read)
+        return WordedMetric(call, at.last, unit, read)
     tokens = tokens_of(token)
 
     def metric(logits: Tensor) -> Tensor:
@@ -352,4 +222,4 @@ def _of_token(
         # A comparison with NaN is false in silence.
         return values.where(~found.isnan().any(-1), torch.nan)
 
-    return _Metric(call, at.last, unit, metric, at=at)
+    return TokenMetric(call, at.last, unit, metric, at=at)

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from hooks._torch import without_gradients
 from interp.effects.patching import patched
 from interp.inputs.texts import Text, writer_of
-from interp.metrics import Metric, log_prob
+from interp.measuring import Metric
+from interp.metrics import log_prob
 from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import LensReadout, logit_lens

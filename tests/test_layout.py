@@ -35,27 +35,9 @@ def test_imports_go_one_way(path):
 
 
 # The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
-INTERP = [
-    "pictures",
-    "protocol",
-    "inputs",
-    "inputs.positions",
-    "inputs.token_positions",
-    "inputs.texts",
-    "inputs.wording",
-    "metrics",
-    "inputs.pairs",
-    "edits",
-    "results",
-    "linear",
-    "graph",
-    "running",
-    "spectral",
-    "reading",
-    "effects",
-    "report",
-    "__main__",
-]
+INTERP = """pictures protocol inputs inputs.positions inputs.spans inputs.token_positions inputs.texts
+    inputs.wording measuring metrics inputs.pairs edits results linear graph running spectral reading effects report
+    __main__""".split()  # noqa: SIM905  # as a list it would be thirty lines
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "effects": "", "pictures": ""}
 
@@ -171,7 +153,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 14_900, 154), (("tests",), 20_800, 108)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 14_900, 156), (("tests",), 20_800, 106)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

@@ -6,7 +6,7 @@ import torch
 
 from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
 from interp.inputs.token_positions import columns_of_last
-from interp.metrics import evaluate, last_of, measure
+from interp.measuring import evaluate, last_of, measure
 
 BATCH, POS, VOCAB = 3, 5, 11
 LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])

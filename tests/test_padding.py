@@ -8,7 +8,7 @@ import torch
 import interp
 import models
 from interp import Pairs, edits
-from interp.metrics import measure
+from interp.measuring import measure
 from tests.streams import made
 
 ROWS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8], [11, 7, 11, 7]]

@@ -5,7 +5,7 @@ import torch
 
 from hooks import ModeError
 from interp import Pairs, cross_entropy, log_prob
-from interp.metrics import measure
+from interp.measuring import measure
 
 BATCH, POS = 4, 7
 

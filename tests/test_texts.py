@@ -9,7 +9,7 @@ import torch
 import interp
 from hooks import HookedRunner
 from interp import Pairs, Result, edits
-from interp.metrics import measure
+from interp.measuring import measure
 from tests.streams import SIZES
 
 WORDS = [

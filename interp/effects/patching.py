@@ -12,7 +12,7 @@ from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.texts import Text
-from interp.metrics import Metric
+from interp.measuring import Metric
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.running.sites import (

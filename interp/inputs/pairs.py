@@ -9,16 +9,13 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks._torch import without_gradients
-from hooks.pieces import real_columns
-from interp.inputs.positions import Index, Selection
+from interp.inputs.spans import Spans, as_tensor, check_answers, check_counts, positions_of_spans
 from interp.inputs.texts import Text, Texts, each_row, each_text
 from interp.inputs.token_positions import check_tokens, last_real, real_of
 from interp.inputs.wording import tokens_of_pairs
-from interp.metrics import Metric, accuracy, evaluate, last_of, log_prob, logit_diff, metric_for
+from interp.measuring import Metric, evaluate, last_of, metric_for
+from interp.metrics import accuracy, log_prob, logit_diff
 from interp.protocol import logits_of, runner_of
-
-Spans = Mapping[str, Index]
-"""By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
 
 Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | str | Sequence[Any]
 """The right token of each text, or the right and the wrong one, as numbers or as text."""
@@ -131,7 +128,7 @@ class Pairs:
                 f"clean and corrupted texts must be as many, at least one; got {counts}"
             )
         if answers is not None:
-            _check_answers(answers, len(clean))
+            check_answers(answers, len(clean))
         if attention_mask is not None and corrupted is not None and corrupted_mask is None:
             if clean.shape != corrupted.shape:
                 raise ValueError(
@@ -156,8 +153,8 @@ class Pairs:
                 raise ValueError(
                     f"{what} must not hold attention_mask, which is an argument itself"
                 )
-        own = _positions(spans or {}, real, "clean", last_only)
-        self.spans = {name: _padded(rows, clean) for name, rows in own.items()}
+        own = positions_of_spans(spans or {}, real, "clean", last_only)
+        self.spans = {name: as_tensor(rows, clean) for name, rows in own.items()}
         if corrupted is not None:
             other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
             self.corrupted_mask = None if corrupted_mask is None else other
@@ -167,9 +164,9 @@ class Pairs:
                     f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
                 )
             others = spans if corrupted_spans is None else corrupted_spans
-            others = _positions(others or {}, other, "corrupted", last_only)
-            _check_counts(own, others)
-            self.corrupted_spans = {name: _padded(rows, clean) for name, rows in others.items()}
+            others = positions_of_spans(others or {}, other, "corrupted", last_only)
+            check_counts(own, others)
+            self.corrupted_spans = {name: as_tensor(rows, clean) for name, rows in others.items()}
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """These pairs as tokens of a model, which analyses ask for; the pairs themselves if they are that already.
@@ -366,51 +363,3 @@ def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
             f"texts must be given as Pairs(clean, corrupted, ...); got {type(pairs).__name__}"
         )
     return pairs.read_by(model)
-
-
-def _check_answers(answers: Tensor, batch: int) -> None:
-    if answers.shape not in ((batch,), (batch, 2)):
-        raise ValueError(
-            f"answers must be right ones [{batch}], or right and wrong ones [{batch}, 2]; "
-            f"got {list(answers.shape)}"
-        )
-    if int(answers.min()) < 0:
-        raise ValueError(f"answers must be tokens, 0 and up; got {int(answers.min())}")
-
-
-def _positions(
-    spans: Spans, real: Tensor, text: str, last_only: bool
-) -> dict[str, list[list[int]]]:
-    """The columns of the spans in each example, all of real tokens."""
-    listed, (batch, n_pos) = {}, real.shape
-    for name, given in spans.items():
-        span, what = Selection(given), f"span {name!r} of the {text} text"
-        if len(span.parts) != batch:
-            raise ValueError(
-                f"{what} must have a list of positions for each of the {batch} examples; got {given!r:.60}"
-            )
-        rows = span.rows(n_pos, what, batch, real_columns(real))
-        if not all(rows):
-            raise ValueError(f"{what} must have a position in each example; got {given!r:.60}")
-        listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
-    return listed
-
-
-def _check_counts(own: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
-    if own.keys() != others.keys():
-        raise ValueError(
-            f"spans must have the same names in both texts; got {[*own]} and {[*others]}"
-        )
-    for name in own:
-        for example, (row, other) in enumerate(zip(own[name], others[name], strict=True)):
-            if len(row) != len(other):
-                raise ValueError(
-                    f"span {name!r} must have as many positions in both texts, or last_only=True; "
-                    f"got {len(row)} and {len(other)} in example {example}"
-                )
-
-
-def _padded(rows: list[list[int]], tokens: Tensor) -> Int[Tensor, "batch n"]:
-    longest = max(map(len, rows))
-    full = [row + row[-1:] * (longest - len(row)) for row in rows]
-    return torch.tensor(full, device=tokens.device)

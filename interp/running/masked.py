@@ -30,7 +30,7 @@ from interp.graph.nodes import Layer
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.texts import Text, are_aligned
 from interp.inputs.token_positions import real_of
-from interp.metrics import evaluate
+from interp.measuring import evaluate
 from interp.running.rows import Batch
 
 Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]

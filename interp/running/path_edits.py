@@ -25,7 +25,7 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.texts import are_aligned
-from interp.metrics import measure
+from interp.measuring import measure
 from interp.protocol import logits_of
 from interp.results.result import Result
 from interp.running.rows import Batch

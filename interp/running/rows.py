@@ -18,7 +18,7 @@ from hooks.session import Edits, Session
 from hooks.transfer import to_device, trusted
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import check_tokens, columns_of_last
-from interp.metrics import Metric, last_of, per_example
+from interp.measuring import Metric, last_of, per_example
 from interp.protocol import logits_of, of
 
 Done = Callable[[float], object]

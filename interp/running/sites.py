@@ -15,7 +15,7 @@ from hooks.names import layers as by_layer
 from interp.edits import Edit
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.texts import Text, are_aligned, words_of
-from interp.metrics import Metric, measure
+from interp.measuring import Metric, measure
 from interp.protocol import logits_of
 from interp.results.result import Result
 

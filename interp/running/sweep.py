@@ -25,7 +25,7 @@ from hooks.session import is_listened_to
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs
 from interp.inputs.texts import Text, Texts, text_for
-from interp.metrics import Metric, evaluate, metric_for
+from interp.measuring import Metric, evaluate, metric_for
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.running.resume import Resumed

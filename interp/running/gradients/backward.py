@@ -16,7 +16,7 @@ from hooks.session import Session
 from hooks.transfer import to_device
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import at_least_float32, last_real
-from interp.metrics import Metric, evaluate, last_of
+from interp.measuring import Metric, evaluate, last_of
 from interp.protocol import logits_of
 
 Receive = Callable[[str, Tensor], object]

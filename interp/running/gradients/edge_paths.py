@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hooks import HookedRunner, Point
 from interp.inputs.texts import Text
-from interp.metrics import Metric, per_example
+from interp.measuring import Metric, per_example
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.edge_scores import Scores
 from interp.running.gradients.trapezoid import Steps, averaged

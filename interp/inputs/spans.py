@@ -1,0 +1,72 @@
+"""Answers and spans of pairs: checks that they fit their texts, and the columns of spans."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from hooks.pieces import real_columns
+from interp.inputs.positions import Index, Selection
+
+Spans = Mapping[str, Index]
+"""By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
+
+
+def check_answers(answers: Tensor, batch: int) -> None:
+    """Refuses answers that are not one or two tokens for each text.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    if answers.shape not in ((batch,), (batch, 2)):
+        raise ValueError(
+            f"answers must be right ones [{batch}], or right and wrong ones [{batch}, 2]; "
+            f"got {list(answers.shape)}"
+        )
+    if int(answers.min()) < 0:
+        raise ValueError(f"answers must be tokens, 0 and up; got {int(answers.min())}")
+
+
+def positions_of_spans(
+    spans: Spans, real: Tensor, text: str, last_only: bool
+) -> dict[str, list[list[int]]]:
+    """The columns of the spans in each example, all of real tokens."""
+    listed, (batch, n_pos) = {}, real.shape
+    for name, given in spans.items():
+        span, what = Selection(given), f"span {name!r} of the {text} text"
+        if len(span.parts) != batch:
+            raise ValueError(
+                f"{what} must have a list of positions for each of the {batch} examples; got {given!r:.60}"
+            )
+        rows = span.rows(n_pos, what, batch, real_columns(real))
+        if not all(rows):
+            raise ValueError(f"{what} must have a position in each example; got {given!r:.60}")
+        listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
+    return listed
+
+
+def check_counts(own: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
+    """Refuses spans that have other names or other numbers of positions in the two texts.
+
+    Raises:
+        ValueError: if they have.
+    """
+    if own.keys() != others.keys():
+        raise ValueError(
+            f"spans must have the same names in both texts; got {[*own]} and {[*others]}"
+        )
+    for name in own:
+        for example, (row, other) in enumerate(zip(own[name], others[name], strict=True)):
+            if len(row) != len(other):
+                raise ValueError(
+                    f"span {name!r} must have as many positions in both texts, or last_only=True; "
+                    f"got {len(row)} and {len(other)} in example {example}"
+                )
+
+
+def as_tensor(rows: list[list[int]], tokens: Tensor) -> Int[Tensor, "batch n"]:
+    """Columns of each text, on the device of the tokens. Where one has fewer, its last is repeated."""
+    longest = max(map(len, rows))
+    full = [row + row[-1:] * (longest - len(row)) for row in rows]
+    return torch.tensor(full, device=tokens.device)

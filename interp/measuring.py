@@ -1,0 +1,141 @@
+"""Measuring by a metric: which logits it reads, padding or not, and one number for each example."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from interp.inputs.token_positions import Mask, Position, at_least_float32, last_real
+
+Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
+"""A user's own function is a metric as it is. An attribute `last` says how many of the last real
+positions it reads. Then analyses compute no other logits, and call it with logits [batch, last, vocab].
+Without it, or if it is 0, they call it with all positions. An attribute `unit` names the unit."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMetric:
+    """A metric of `interp.metrics`. It prints as the call that made it."""
+
+    call: str
+    last: int
+    unit: str
+    function: Callable[[Tensor], Tensor]
+    unmasked: bool = False  # whether it takes all columns of its texts as real
+    at: Position | None = None
+
+    def __call__(
+        self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
+    ) -> Float[Tensor, " batch"]:
+        """The metric of each example. Whole logits of padded texts need their mask."""
+        return self.function(
+            logits if attention_mask is None else last_real(logits, self.last, attention_mask)
+        )
+
+    def __repr__(self) -> str:
+        return self.call
+
+
+@dataclass(frozen=True, eq=False)
+class WordedMetric:
+    """A metric of tokens that are given as text, until the tokenizer of a model reads them."""
+
+    call: str
+    last: int
+    unit: str
+    read: Callable[[nn.Module], Metric]
+
+    def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Refuses logits, beside which nobody reads text."""
+        raise ValueError(
+            f"{self.call} has tokens as text, which analyses read by the model's tokenizer; beside logits give "
+            "tokens, such as model.to_id(' Mary')"
+        )
+
+    def __repr__(self) -> str:
+        return self.call
+
+
+def metric_for(model: nn.Module, metric: Metric) -> Metric:
+    """The metric with tokens in place of text.
+
+    Raises:
+        ValueError: if a text is several tokens; it lists them.
+    """
+    if not isinstance(metric, WordedMetric):
+        return metric
+    made = metric.read(model)
+    assert isinstance(made, TokenMetric)
+    return replace(made, call=metric.call)
+
+
+def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
+    """The number of last real positions that a metric reads; 0 for all.
+
+    Raises:
+        ValueError: if there is padding, and the metric reads it or was made without the mask that it needs.
+        TypeError: if it is no function.
+
+    >>> from interp import log_prob
+    >>> last_of(log_prob(3, pos=-2)), last_of(lambda logits: logits[:, 4, 3])
+    (2, 0)
+    """
+    if not callable(metric):
+        raise TypeError(
+            f"a metric must be a function of logits, as logit_diff(right, wrong) makes one; got {metric!r}"
+        )
+    if attention_mask is not None and not attention_mask.bool().all():
+        if getattr(metric, "unmasked", False):
+            raise ValueError(
+                f"{metric!r} must be made with the attention_mask of padded texts; got none"
+            )
+        if isinstance(metric, TokenMetric) and metric.at is not None:
+            metric.at.columns(attention_mask.shape[1], len(attention_mask), attention_mask)
+    return int(getattr(metric, "last", 0))
+
+
+def per_example(
+    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
+) -> Float[Tensor, " batch"]:
+    """The metric of each example, in float32 if it is an integer or in half precision.
+
+    Raises:
+        ValueError: if the metric does not return one number for each of the `batch` examples.
+    """
+    values = metric(logits)
+    if not isinstance(values, Tensor) or values.shape != (batch,):
+        got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        raise ValueError(
+            f"a metric must return a tensor [{batch}], a number for each example; got {got} from {metric!r}"
+        )
+    return at_least_float32(values)
+
+
+def evaluate(
+    metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
+) -> Float[Tensor, " batch"]:
+    """The metric of each example, after a check that none is NaN.
+
+    Raises:
+        ValueError: as for `per_example`, or if one is NaN.
+    """
+    values = per_example(metric, logits, batch)
+    if bool(values.isnan().any()):
+        example = int(values.isnan().nonzero()[0])
+        raise ValueError(
+            f"a metric must return numbers; got NaN for example {example} from {metric!r}"
+        )
+    return values
+
+
+def measure(
+    metric: Metric, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
+) -> Float[Tensor, " batch"]:
+    """The metric of a run, from its whole logits. Padding does not change what `last` positions are.
+
+    Raises:
+        ValueError: as for `last_of`, `last_real` and `evaluate`.
+    """
+    read = last_real(logits, last_of(metric, attention_mask), attention_mask)
+    return evaluate(metric, read, len(logits))
