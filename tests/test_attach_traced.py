@@ -266,6 +266,10 @@ def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
             cache = transformers.StaticCache(config=model.config, max_cache_len=9)
         return [model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces]
 
+    try:
+        in_pieces()
+    except (RuntimeError, TypeError) as error:  # in older versions
+        pytest.skip(f"the model itself fails: {error}")
     with attach(model):
         runner = HookedRunner(model)
         names = [f"blocks.1.attn.{name}" for name in ("q", "k", "v", "pattern", "z")]
@@ -312,6 +316,7 @@ def test_sweeps_and_lazy_caches(kind):
             close(lazy[name], eager[name])
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9.9", reason="PyTorch 2.9 cannot trace hooks of a class")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
 @pytest.mark.parametrize(
     "kind", ["gptj", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("xglm", "falcon"))]
