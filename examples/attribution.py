@@ -59,7 +59,7 @@ def run(out: Path | None) -> None:
 
 
 def verdict(rank_correlation: float) -> str:
-    """What a rank correlation says in words."""
+    """Say in words what a rank correlation means."""
     if rank_correlation > 0.95:
         return "can be trusted for the order"
     return "finds some" if rank_correlation > 0.7 else "cannot be trusted for the order"

@@ -1,4 +1,4 @@
-"""Where a model finds the name that a sentence is about: activation patching on many pairs of texts.
+"""Finds where a model takes the name from that a sentence is about: activation patching on many pairs of texts.
 
 In "When Mary and John went to the shop, John gave a ring to", the next word is Mary, the indirect object
 (IO). The corrupted text has Mary in place of the second John (S2), and asks for John. The steps are those

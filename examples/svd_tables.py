@@ -8,7 +8,7 @@ from typing import NamedTuple
 from walks import Graph
 
 METRICS = ("angle", "change")
-"""How a window is compared with the one before: the largest angle between top subspaces, in radians, and
+"""Comparisons of a window with the one before: the largest angle between top subspaces, in radians, and
 the change of singular values, relative to their norm."""
 
 
@@ -56,7 +56,7 @@ class Measure(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """How far the top subspace turns from one checkpoint to the next."""
+    """The angles by which the top subspace turns from one checkpoint to the next."""
 
     from_step: int
     to_step: int

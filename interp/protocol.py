@@ -1,4 +1,4 @@
-"""What the analyses need from a model besides its hook points, and how they run it."""
+"""The parts of a model that analyses need besides its hook points, and its runs."""
 
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class LanguageModel(Protocol):
     W_U: Float[Tensor, "d_model vocab"]
 
     def context(self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None) -> Any:
-        """What the blocks read besides the residual stream: masks and positions."""
+        """The context that blocks read besides the residual stream: masks and positions."""
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Any = None

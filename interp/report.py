@@ -52,7 +52,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class ReportData:
-    """What a report shows.
+    """The numbers and texts of a report.
 
     Attributes:
         name: the model's name.

@@ -1,5 +1,6 @@
 """Fixtures. The packages are imported inside them: only then do the shape checks take effect."""
 
+import collections
 import os
 
 # One thread for each of pytest's processes, and for the programs that tests start. PyTorch reads it once.
@@ -18,9 +19,19 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests marked `full` without that option."""
-    if not config.getoption("full"):
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    """Without `--full`, leaves out tests marked `full`, and all but each n-th case of those marked `sampled(n)`."""
+    if config.getoption("full"):
+        return
+    kept, seen = [], collections.Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        function = item.parent, getattr(item, "originalname", item.name)
+        n, case = marker.args[0] if marker else 1, seen[function]
+        seen[function] += 1
+        # Turned by one after n cases, so that every value of every parameter is met.
+        if not item.get_closest_marker("full") and case % n == case // n % n:
+            kept.append(item)
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)

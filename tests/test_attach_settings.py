@@ -71,7 +71,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)
+    ("kind", "dtype"), [*zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)]
 )
 def test_real_widths_in_half_precision(kind, dtype):
     """The points are those of float32; embeddings and stream those that raw hooks see on a copy without points."""

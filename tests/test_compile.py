@@ -117,7 +117,12 @@ SCRIPTS = {
     "late": LATE,
 }
 # What a backend makes of the graph is its own affair; what is in the graph, the eager one shows.
-RUNS = [*((name, "eager") for name in SCRIPTS), ("baked", "inductor")]
+LONG = ("stepped", "elsewhere")
+RUNS = [
+    *((name, "eager") for name in SCRIPTS if name not in LONG),
+    ("baked", "inductor"),
+    *(pytest.param(name, "eager", marks=pytest.mark.full) for name in LONG),
+]
 
 
 @pytest.mark.parametrize(("script", "backend"), RUNS)

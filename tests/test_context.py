@@ -88,6 +88,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
 @pytest.mark.parametrize("hooks", [{}, {"*.scores": lambda value, point: None}], ids=["fused", "explicit"])  # fmt: skip

@@ -205,6 +205,7 @@ WIDTHS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n_layers", [12, 24])
 @pytest.mark.parametrize("family", WIDTHS)
 def test_deep_runs_in_bfloat16_are_right(family, n_layers):

@@ -114,6 +114,7 @@ RECEIVERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mlps", ["recomputed", "frozen"])
 @pytest.mark.parametrize("receivers", RECEIVERS, ids=" ".join)
 @pytest.mark.parametrize("form", ["pre", "sandwich", "sandwich rms"])

@@ -20,7 +20,7 @@ from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import text_of
 
 Values = Shaped[Tensor, "..."] | ActivationCache
-"""Where an edit's values come from: a cache, looked up by the point's name, or a tensor with the point's axes.
+"""The source of an edit's values: a cache, looked up by the point's name, or a tensor with the point's axes.
 Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor may lack the axes that an
 integer selects, and then leading ones."""
 
@@ -33,7 +33,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where values come from.
+    """A source of values.
 
     Attributes:
         values: what was given.
@@ -53,7 +53,7 @@ class Source:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """Which columns of a cached run are real, [batch, pos], on the CPU; None if all are, or nobody knows."""
+        """A mask of the real columns of a cached run, [batch, pos], on the CPU; None if all are, or nobody knows."""
         text = text_of(self.values) if isinstance(self.values, ActivationCache) else None
         return None if text is None or text.mask is None else text.mask.bool().cpu()
 

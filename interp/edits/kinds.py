@@ -277,7 +277,7 @@ def _inside(x: Tensor, basis: Tensor) -> Tensor:
 
 
 def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Place) -> Tensor:
-    """Which columns of a reference are not padding, with the axes of `value`, some of size 1."""
+    """A mask of the columns of a reference that are not padding, with the axes of `value`, some of size 1."""
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")

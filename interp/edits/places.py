@@ -15,7 +15,7 @@ from hooks.transfer import to_device
 from interp.inputs.positions import Rows, Selection
 
 Where = Mapping[str, Selection]
-"""What is selected, by axis."""
+"""The selection along each axis."""
 
 # These count columns of the text. `key` also covers cached positions.
 TEXT_AXES = ("pos", "query", "key")

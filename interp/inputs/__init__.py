@@ -1,1 +1,1 @@
-"""What analyses are given: texts, pairs of them, and positions in them."""
+"""Inputs of analyses: texts, pairs of them, and positions in them."""

@@ -196,7 +196,7 @@ class Pairs:
 
     @property
     def metric(self) -> Metric:
-        """What is measured: the metric that was given, or that of the answers.
+        """The metric: that which was given, or that of the answers.
 
         Raises:
             ValueError: if there is neither.

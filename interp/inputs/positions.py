@@ -112,7 +112,7 @@ class Selection:
         return rows
 
     def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
-        """Where the places are in texts whose real tokens are True in `real`. For errors see `rows`."""
+        """A mask of the places in texts whose real tokens are True in `real`. For errors see `rows`."""
         rows = self.rows(real.shape[1], what, len(real), real_columns(real))
         chosen = torch.zeros_like(real)
         for row, columns in zip(chosen, itertools.cycle(rows)):  # one row may be for all

@@ -227,7 +227,7 @@ def token_ids(model: nn.Module, tokens: Any) -> Any:
 
 
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
-    """What gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer."""
+    """The function that gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer."""
     language = of(model)
     try:
         return None if getattr(language, "tokenizer", None) is None else language.to_pieces

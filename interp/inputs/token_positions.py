@@ -1,4 +1,4 @@
-"""What is read of a batch of texts: which tokens, at which columns, in which precision; not padding."""
+"""Reading of a batch of texts: which tokens, at which columns, in which precision; not padding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -86,7 +86,7 @@ def last_real(
 
 
 class Position:
-    """Where a metric reads: one position, or one for each example.
+    """The position where a metric reads: one for all, or one for each example.
 
     Attributes:
         where: the position.

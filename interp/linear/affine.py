@@ -1,4 +1,4 @@
-"""What lenses share: an affine map of each layer's stream, checked against its model and kept on disk."""
+"""The common part of lenses: an affine map of each layer's stream, checked against its model and kept on disk."""
 
 import os
 from collections.abc import Sequence

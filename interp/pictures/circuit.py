@@ -11,7 +11,7 @@ _WIDTH, _HEIGHT, _STEP = 0.8, 0.4, 1.2
 _COLOURS = {"a": "#fee8c8", "m": "#e0f3db", "": "white"}
 _HELPS, _HARMS = "#2166ac", "#b2182b"
 _PORTS = {"q": -0.27, "k": 0.0, "v": 0.27}
-"""Where the edges to a head's query, key and value end, from its middle."""
+"""The ends of the edges to a head's query, key and value, from its middle."""
 
 
 class Arrow(NamedTuple):

@@ -1,4 +1,4 @@
-"""What heads do, from weights: whether they copy tokens, and whether they attend by position."""
+"""Scores of heads from weights: whether they copy tokens, and whether they attend by position."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from interp.spectral.factored import FactoredMatrix
 
 @without_gradients
 def copying_scores(model: nn.Module, fold: bool = True) -> Result:
-    """How far each head raises the logits of the tokens that it attends to: -1 to 1, by weights.
+    """Scores of how far each head raises the logits of the tokens that it attends to: -1 to 1, by weights.
 
     The sum of the real parts of the eigenvalues of the full OV circuit, over the sum of their sizes
     (Elhage et al. 2021): 1 if all are positive, as in a head that copies; see `full_circuits`. No matrix of

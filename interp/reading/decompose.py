@@ -47,7 +47,7 @@ class Decomposition:
     values: Float[Tensor, "component batch pos d_model"]
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch pos d_model"]:
-        """What one part wrote.
+        """Return what one part wrote.
 
         Raises:
             UnknownNameError: if there is no such part; it has close matches.
@@ -113,7 +113,7 @@ def direct_logit_attribution(
     pos: Index | None = None,
     neurons: bool = False,
 ) -> Result:
-    """What each part of the model adds to a logit, or to a difference of logits, by itself (Elhage et al. 2021).
+    """Find what each part of the model adds by itself to a logit, or to a difference of logits (Elhage et al. 2021).
 
     Each part of `decompose` goes through the final norm, with the norm's scale in the run, to the logit.
     The biases `ln_final.bias` and `unembed.bias` are parts of their own. All parts add up to the logit.

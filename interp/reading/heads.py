@@ -35,7 +35,7 @@ def head_scores(
     span: Index | None = None,
     queries: Index | None = None,
 ) -> Result:
-    """What each head attends to, as a mean over the queries of each text.
+    """Scores of what each head attends to, as a mean over the queries of each text.
 
     | kind | score | unit |
     | --- | --- | --- |
@@ -122,7 +122,7 @@ def repeated_tokens(
 def _wanted(
     kind: str, tokens: Tensor | None, real: Bool[Tensor, "batch pos"], span: Index | None
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
-    """What each key's weight is multiplied with, and which queries count. On the CPU."""
+    """The factors of each key's weight, and the queries that count. On the CPU."""
     rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
     later = real & (rank > 0)
     # The column of the real token before each column, -1 where there is none.

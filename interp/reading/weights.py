@@ -59,7 +59,7 @@ def qk_circuit(model: nn.Module, fold: bool = True, distance: int | None = None)
 
 
 class FullCircuits(NamedTuple):
-    """What a head does from tokens to tokens, on the direct path. Both are [vocab, vocab].
+    """The circuits of a head from tokens to tokens, on the direct path. Both are [vocab, vocab].
 
     Attributes:
         qk: the score of a query at the row's token and a key at the column's.

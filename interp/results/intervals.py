@@ -75,7 +75,7 @@ def interval(
 
 
 def student(confidence: float, df: int) -> float:
-    """How many standard errors Student's t stays within with this probability, at `df` degrees of freedom.
+    """The number of standard errors within which Student's t stays with this probability, at `df` degrees of freedom.
 
     With t = √df tan(a), the density over the angle a is proportional to cos(a)^(df - 1), which is added up.
 

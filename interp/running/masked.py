@@ -38,7 +38,7 @@ Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
 count."""
 
 Source = Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
-"""Where replaced values come from: the other text of each pair, another run of texts with the same positions,
+"""The source of replaced values: the other text of each pair, another run of texts with the same positions,
 what each writer adds (`Graph.contributions`, or `Graph.mean` of several texts), or zeros."""
 
 # More examples at a time are slower: what the readers of a block see leaves the processor's cache.

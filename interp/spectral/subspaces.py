@@ -1,4 +1,4 @@
-"""How far singular vectors turn: angles between subspaces, and alignment of single vectors."""
+"""Turns of singular vectors: angles between subspaces, and alignment of single vectors."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from interp.spectral.singular import SVD, check_k, svd
 
 Side = Literal["left", "right"]
-"""Which singular vectors: `left` (columns of u) or `right` (rows of vh)."""
+"""The side of singular vectors: `left` (columns of u) or `right` (rows of vh)."""
 
 
 def principal_angles(

@@ -90,7 +90,7 @@ class AttentionPoints(HookPoints):
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
     def plain(self, argument: Any) -> Any:
-        """What a later run of the module needs of a cache of keys and values; see `past_of`."""
+        """The part that a later run of the module needs of a cache of keys and values; see `past_of`."""
         return past_of(argument, number_of(self.module))
 
     def attend(

@@ -68,7 +68,7 @@ def _is_config(value: Any) -> bool:
 
 
 def kernel_of(module: nn.Module) -> Kernel:
-    """What the module would call if the model were not attached."""
+    """The function that the module would call if the model were not attached."""
     name, eager = kernel_name(module.config), None
     for kind in type(module).__mro__:
         eager = eager or getattr(sys.modules[kind.__module__], "eager_attention_forward", None)

@@ -17,7 +17,7 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class AttachedContext(NamedTuple):
-    """What the blocks of one run read besides the stream.
+    """The arguments that the blocks of one run read besides the stream.
 
     Attributes:
         given: the model's arguments besides the tokens.
@@ -34,7 +34,7 @@ class AttachedContext(NamedTuple):
     past: tuple[Any, ...] = ()
 
     def arguments(self, layer: int) -> dict[str, Any]:
-        """What to call a block with besides the stream."""
+        """The arguments of a block besides the stream."""
         kwargs = dict(self.calls[layer])
         if self.past:
             kwargs[next(name for name in CACHES if name in kwargs)] = Past(*self.past[layer])

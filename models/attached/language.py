@@ -1,4 +1,4 @@
-"""What `interp` needs of an attached model besides its points: `interp.protocol.LanguageModel`."""
+"""The parts of an attached model that `interp` needs besides its points: `interp.protocol.LanguageModel`."""
 
 import inspect
 import sys
@@ -97,7 +97,7 @@ class AttachedLanguage(ReadsText):
         return None if device.type == "meta" else device  # weights may be kept elsewhere
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
-        """What the blocks read besides the residual stream: the arguments of the model."""
+        """The context of a run, which blocks read besides the residual stream: the arguments of the model."""
         return AttachedContext(arguments)
 
     def context_of(self, calls: Sequence[Any], given: dict[str, Any]) -> AttachedContext | None:

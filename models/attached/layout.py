@@ -125,7 +125,7 @@ def _stream_of(call: Call, like: Tensor) -> Tensor | None:
 def _sublayers(
     found: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
 ) -> list[tuple[Call, Summand]]:
-    """What is added to the stream, in order. Notes the norms, and where the stream in between is read."""
+    """The terms that are added to the stream, in order. Notes the norms, and where the stream in between is read."""
     pre, post = block.inputs[0], block.output
     assert post is not None
     for reader in calls:

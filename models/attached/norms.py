@@ -28,7 +28,7 @@ class Norm:
     bias: bool
 
     def scale(self, x: Tensor) -> Tensor:
-        """What the norm divides by, [batch, pos, 1], in float32 at least."""
+        """The scale that the norm divides by, [batch, pos, 1], in float32 at least."""
         return (self._centered(x).square().mean(-1, keepdim=True) + self.eps).sqrt()
 
     def rescaled(self, output: Tensor, before: Tensor, after: Tensor) -> Tensor:

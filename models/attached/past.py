@@ -84,13 +84,13 @@ def number_of(attention: nn.Module) -> Any:
 
 
 def layer_of(cache: Any, layer: Any) -> Any:
-    """What a cache holds for one layer, or None."""
+    """The part of a cache for one layer, or None."""
     layers = getattr(cache, "layers", ())
     return layers[layer] if isinstance(layer, int) and layer < len(layers) else None
 
 
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
-    """Where the keys of the `new` positions begin. A static cache has free places after them."""
+    """The place where the keys of the `new` positions begin. A static cache has free places after them."""
     own = layer_of(cache, layer)
     if type(own).__name__.startswith("Static") and _is_part(own.keys, keys):
         # A window that is full moves on, and the new ones are its last.

@@ -35,7 +35,7 @@ class BlockPoints(HookPoints):
     layer: int | None = None
 
     def plain(self, argument: Any) -> Any:
-        """What a lazy cache keeps of a cache of keys and values; see `past_of`."""
+        """The part that a lazy cache keeps of a cache of keys and values; see `past_of`."""
         return past_of(argument, self.layer)
 
 

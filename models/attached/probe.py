@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(eq=False)
 class Probe:
-    """What a run did.
+    """A record of a run.
 
     Attributes:
         calls: every call, in the order in which they began.
@@ -99,7 +99,7 @@ class Probe:
         return {modules[0] for modules in lending.values() if len(modules) > 1}
 
     def read_after(self, module: nn.Module) -> list[Tensor]:
-        """What modules read after a module began."""
+        """The inputs of the modules that ran after a module began."""
         began = next(call.began for call in self.calls if call.module is module)
         return [part for call in self.calls if call.began > began for part in call.inputs]
 

@@ -23,7 +23,7 @@ _texts: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
 
 def fire(point: HookPoint, value: Tensor) -> Tensor:
-    """What the point makes of a value. Where rows and positions share an axis, it sees them apart."""
+    """Return what the point makes of a value. Where rows and positions share an axis, it sees them apart."""
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
     texts = _texts.get()
@@ -45,7 +45,7 @@ def _mark(cache: Any) -> tuple[int, ...]:
 
 
 def _held(cache: Any) -> int:
-    """How many positions a cache has seen. Layers that keep no keys, as linear attention, do not count."""
+    """The number of positions that a cache has seen. Layers that keep no keys, as linear attention, do not count."""
     layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "get_seq_length")]
     return max((int(layer.get_seq_length()) for layer in layers), default=0)
 
@@ -138,7 +138,7 @@ class Positions(Wire):
     point: HookPoint
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """What the point gives, or None if nobody listens."""
+        """Return what the point gives, or None if nobody listens."""
         if not is_listened_to(self.point):
             return None
         wide = output.view(-1, *output.shape[-2:]).expand(*_texts.get(), -1)

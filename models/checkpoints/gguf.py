@@ -192,7 +192,7 @@ def _config(file: GGUFFile) -> TransformerConfig:
 
 
 def _from_tensors(file: GGUFFile, rotary: bool) -> dict[str, bool]:
-    """What only the tensors say: the biases, and whether the embedding is the unembedding."""
+    """The choices that only the tensors show: the biases, and whether the embedding is the unembedding."""
     ends = {name.split(".", 2)[-1] for name in file.shapes}
     pair = ("output.weight", "token_embd.weight")
     # Converters write GPT-2's embedding again as the unembedding.

@@ -9,7 +9,7 @@ from torch import Tensor
 _FIRST, _MOST = 4, 1024
 
 Steps = int | Literal["auto"]
-"""How many steps each path has; `auto` doubles them until its gap is small enough, at most 1024."""
+"""The number of steps of each path; `auto` doubles them until its gap is small enough, at most 1024."""
 
 
 def averaged(

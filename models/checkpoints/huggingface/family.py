@@ -62,7 +62,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How to read checkpoints of one `model_type`.
+    """The reading of checkpoints of one `model_type`.
 
     Attributes:
         config: makes our config from the attributes of config.json.
