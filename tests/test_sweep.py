@@ -86,6 +86,7 @@ def sites_of(model):
 EVERY = slice(None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "mask"), [(f, list(MASKS)[i % 3]) for i, f in enumerate(FORMS)])
 def test_patching_every_site_equals_whole_runs(form, mask):
     model, mask = variant(form), MASKS[mask]
