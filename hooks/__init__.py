@@ -2,7 +2,7 @@
 
 from hooks._torch import Identity
 from hooks.cache import ActivationCache
-from hooks.edit import EditedPoint, HookContext, Hooks
+from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks
 from hooks.errors import (
     CacheError,
     ContextError,
@@ -32,6 +32,7 @@ __all__ = [
     "Hook",
     "HookContext",
     "HookError",
+    "HookHandle",
     "HookPoint",
     "HookPoints",
     "HookedRunner",

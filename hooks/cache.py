@@ -304,7 +304,7 @@ class ActivationCache(Mapping[str, Tensor]):
         return type(self)(values, axes, self._origin, grads or None, self.skipped)
 
     def __repr__(self) -> str:
-        table = names.aligned({name: self._describe(name) for name in self})
+        table = names.aligned({name: self._describe(name) for name in self}, limit=39)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         title = f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes{skipped}"
         return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()

@@ -1,5 +1,6 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,11 +15,11 @@ from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, requir
 from hooks.names import resolve
 from hooks.point import Hook, Point, as_node, first_tensor, with_first_tensor
 from hooks.receipts import Receipt, Receipts
-from hooks.session import OutputHook, Session, hooks_disabled
+from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
 ELSEWHERE = (
-    "the model ran to its end only in other threads; hooks act in the thread that enters the `with`, and in "
-    "asyncio tasks that start inside it: enter it in the thread that runs the model"
+    "the model ran to its end only in other threads; hooks act in the thread that enters the `with` or adds them, "
+    "and in asyncio tasks that start inside the `with`: set them in the thread that runs the model"
 )
 Hooks = Mapping[Any, Hook] | Sequence[tuple[Any, Hook]]
 """Hook functions, each for a `Selector`: a mapping, or pairs. At a point they act in the order given."""
@@ -109,10 +110,13 @@ class HookContext:
         order = [id(receipt.hook) for receipt in receipts]
         return Receipts(sorted(receipts, key=lambda receipt: order.index(id(receipt.hook))))
 
+    def _new_session(self) -> Session:
+        return Session()
+
     def __enter__(self) -> "HookContext":
         if self._session is not None:
             raise ContextError("a hook context can be entered once: call hooks() again for another")
-        session = Session()
+        session = self._new_session()
         try:
             session.__enter__()
             for edited, noted in zip_longest(self._edits, self._receipts):
@@ -139,8 +143,42 @@ class HookContext:
         self._session.__exit__(kind, error, traceback)
         if kind is None and (True in self._acted or (self._acted and not self._fired)):
             reason = NEVER_FIRED if True in self._acted else ELSEWHERE
-            names = [edited.point.name for edited in (*self._edits, *self._backward)]
-            require_fired(names, self._fired, reason)
+            require_fired(self._names(), self._fired, reason)
+
+    def _names(self) -> list[str]:
+        return [edited.point.name for edited in (*self._edits, *self._backward)]
+
+
+class HookHandle(HookContext):
+    """Edits that act until `remove()`, made by `HookedRunner.add`.
+
+    >>> from hooks import HookedRunner
+    >>> runner, x = HookedRunner(nn.Sequential(nn.ReLU())), torch.tensor([2.0, 5.0])
+    >>> handle = runner.add({"0": lambda value, point: value * 3})
+    >>> runner.model(x)
+    tensor([ 6., 15.])
+    >>> runner.handles
+    [HookHandle(0)]
+    >>> handle.remove()
+    >>> runner.model(x)
+    tensor([2., 5.])
+    """
+
+    def _new_session(self) -> Session:
+        return Session(owner=self)
+
+    def remove(self) -> None:
+        """Removes the hooks, from any thread. A second call does nothing.
+
+        Raises:
+            NeverFiredError: if forward passes ended since `add` and all missed an edited point.
+        """
+        if is_open(self._session):
+            self.__exit__(None, None, None)
+
+    def __repr__(self) -> str:
+        removed = "" if is_open(self._session) else ", removed"
+        return f"HookHandle({', '.join(self._names())}{removed})"
 
 
 def edited_points(
@@ -160,12 +198,27 @@ def edited_points(
         selector, hook = pair
         if not callable(hook):
             raise TypeError(f"the hook at {selector!r} must be a function; got {hook!r}")
+        _require_two_arguments(hook, selector)
         once: dict[nn.Module, Point] = {}
         for point in resolve(selector, known, points).values():
             once.setdefault(point.module, point)
         for module, point in once.items():
             edited.setdefault(module, (point, []))[1].append(hook)
     return [EditedPoint(point, tuple(point_hooks)) for point, point_hooks in edited.values()]
+
+
+def _require_two_arguments(hook: Hook, selector: object) -> None:
+    # Other callables are edits, which are many and have the right form.
+    if not inspect.isfunction(hook):
+        return
+    signature = inspect.signature(hook)
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        form = "must take (activation, point), as in lambda activation, point: activation * 0"
+        raise TypeError(
+            f"the hook at {selector!r} {form}; got one that takes {signature}"
+        ) from None
 
 
 def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> OutputHook:

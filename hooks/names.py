@@ -1,7 +1,6 @@
 """Names of points: selectors that choose among them, and the layers and blocks that they contain."""
 
 import fnmatch
-import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from hooks.errors import UnknownNameError, unknown_name
 from hooks.modes import LAST_PARTS, Mode
-from hooks.point import HookPoint, HookPoints, Point
+from hooks.point import LAYER, HookPoint, HookPoints, Point, layer_of
 
 Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 """A name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.
@@ -17,8 +16,6 @@ Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 >>> list(resolve(["embed", "*.q"], {n: Point(n) for n in ("embed", "blocks.0.q", "blocks.0.k")}))
 ['embed', 'blocks.0.q']
 """
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
@@ -71,7 +68,7 @@ def _matching(
     elif isinstance(part, str):
         matches = [part] if part in known else _glob(part, points) or _glob(part, known)
     else:
-        matches = [name for name, point in points.items() if part(point)]
+        matches = [name for name, point in points.items() if _chooses(part, point)]
     if matches or part is Mode.none:
         return matches
     if not isinstance(part, str) or isinstance(part, Mode):
@@ -82,18 +79,17 @@ def _matching(
     raise unknown_name(part, points or known, "hook point")
 
 
+def _chooses(predicate: Callable[[Point], bool], point: Point) -> bool:
+    try:
+        return predicate(point)
+    except (AttributeError, TypeError) as error:
+        # Other libraries give the predicate a name.
+        form = 'lambda point: point.name.endswith(".z")'
+        raise TypeError(f"a predicate gets a Point, as in {form}; it raised: {error}") from error
+
+
 def _glob(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-
-
-def layer_of(name: str) -> int | None:
-    """The first number among the parts of `name`, or None.
-
-    >>> layer_of("blocks.3.attn.q")
-    3
-    """
-    number = _NUMBER.search(name)
-    return int(number.group()) if number else None
 
 
 def layers(short: str, names: Collection[str]) -> dict[int, str]:
@@ -115,8 +111,8 @@ def layers(short: str, names: Collection[str]) -> dict[int, str]:
     return dict(sorted(names_by_layer.items()))
 
 
-def aligned(described: Mapping[str, str]) -> str:
-    """One line for each name and description. Layers with the same description share a line.
+def aligned(described: Mapping[str, str], limit: int | None = None) -> str:
+    """One line for each name and description, `limit` at most. Layers with the same description share a line.
 
     >>> print(aligned({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"}))
     embed         tokens
@@ -124,8 +120,10 @@ def aligned(described: Mapping[str, str]) -> str:
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, description in described.items():
-        groups.setdefault((_NUMBER.sub("#", name, count=1), description), []).append(name)
+        groups.setdefault((LAYER.sub("#", name, count=1), description), []).append(name)
     rows = [(_shared_name(pattern, group), text) for (pattern, text), group in groups.items()]
+    if limit is not None and len(rows) > limit:
+        rows = [*rows[: limit - 1], (f"and {len(rows) - limit + 1} more lines", "")]
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
 

@@ -1,5 +1,6 @@
 """Plans: what a cache would hold, found by a run on fake tensors."""
 
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -13,6 +14,7 @@ from torch import nn
 from hooks._torch import FakeCopyMode, FakeTensorMode
 from hooks.cache import ActivationCache
 from hooks.errors import HookError
+from hooks.names import aligned
 from hooks.point import mapped
 
 
@@ -35,6 +37,10 @@ class Planned:
     dtype: torch.dtype
     nbytes: int
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {list(self.shape)}  {' '.join(self.axes)}".rstrip()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,6 +58,11 @@ class Plan:
 
     values: Mapping[str, Planned]
     nbytes: int
+
+    def __repr__(self) -> str:
+        table = aligned({name: str(value) for name, value in self.values.items()}, limit=39)
+        title = f"Plan of {len(self.values)} values, {self.nbytes:,} bytes"
+        return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()
 
 
 def planned(

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeGuard
 
@@ -13,6 +14,9 @@ from hooks.errors import HookError, SelectionError, unknown_name
 
 # The axes over the positions of this call. `key` also covers cached positions.
 POSITION_AXES = ("pos", "query")
+
+# The first number among the parts of a name.
+LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 Index = SupportsIndex | slice | Sequence[SupportsIndex]
 
@@ -26,9 +30,13 @@ class Point:
         axes: names of the value's axes; empty where the module declares none.
         meaning: what the value is, in a few words.
         module: the module whose output is the value.
+        layer: the first number among the parts of the name, or None.
 
-    >>> print(Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head")))
+    >>> point = Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head"))
+    >>> print(point)
     blocks.3.attn.z [batch pos head d_head]
+    >>> point.layer
+    3
     """
 
     name: str
@@ -36,8 +44,23 @@ class Point:
     meaning: str = ""
     module: nn.Module = dataclasses.field(default_factory=Identity, repr=False, compare=False)
 
+    @property
+    def layer(self) -> int | None:
+        """See above."""
+        return layer_of(self.name)
+
     def __str__(self) -> str:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
+
+
+def layer_of(name: str) -> int | None:
+    """The first number among the parts of `name`, or None.
+
+    >>> layer_of("blocks.3.attn.q")
+    3
+    """
+    number = LAYER.search(name)
+    return int(number.group()) if number else None
 
 
 Hook = Callable[[Tensor, Point], Tensor | None]
@@ -285,6 +308,6 @@ def as_node(value: Tensor, point: Point) -> Tensor:
         HookError: if no gradient can reach the point.
     """
     if not (torch.is_grad_enabled() and value.is_floating_point()):
-        needed = "gradients must be on, and the value a floating one"
+        needed = "gradients must be on (cached runs have them with grads=True or detach=False), and the value a floating one"
         raise HookError(f"{needed}; got {value.dtype} at {point.name}")
     return (value if value.requires_grad else value.detach().requires_grad_()).clone()

@@ -11,10 +11,10 @@ from torch import nn
 
 from hooks import names as layered
 from hooks import storage
-from hooks._torch import is_fully_sharded
+from hooks._torch import is_fully_sharded, without_gradients
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder
-from hooks.edit import EditedPoint, HookContext, Hooks, edited_points
+from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
@@ -22,7 +22,35 @@ from hooks.origin import Origin, bound, prepared, signature_of
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.replay import LazyValues, divided
-from hooks.session import Session, edits_in_force
+from hooks.session import Session, edits_in_force, owners
+
+FOREIGN_WORDS = {
+    "names_filter": "names=, with names, globs, or a predicate on a point",
+    "fwd_hooks": "hooks={name: function}",
+    "bwd_hooks": "backward={name: function}",
+    "incl_bwd": "grads=True",
+    "return_type": "nothing: the model returns logits, and interp.metrics takes a loss from them",
+    "stop_at_layer": "capture(..., names='blocks.L.resid_pre'), which stops there",
+    "start_at_layer": "starting_at_layer=",
+    "pos_slice": "positions=",
+    "remove_batch_dim": "nothing: index the cached values",
+}
+"""Arguments of TransformerLens, and what does the same here."""
+
+
+class Points(dict[str, Point]):
+    """Points by name, in the model's order. They print as a table."""
+
+    def __repr__(self) -> str:
+        return table_of(self, limit=40)
+
+
+def table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
+    """Points with their axes and meanings; see `layered.aligned`."""
+    width = max((len(" ".join(point.axes)) for point in points.values()), default=0)
+    return layered.aligned(
+        {n: f"{' '.join(p.axes):<{width}}  {p.meaning}" for n, p in points.items()}, limit
+    )
 
 
 class HookedRunner:
@@ -55,7 +83,7 @@ class HookedRunner:
         self._known = {name: point_at(name, module) for name, module in modules if name}
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
-        self.points: Mapping[str, Point] = marked or called
+        self.points: Mapping[str, Point] = Points(marked or called)
         self._is_marked = bool(marked)
         self._modules = [model, *(point.module for point in self._known.values())]
 
@@ -70,6 +98,7 @@ class HookedRunner:
     ) -> tuple[Any, ActivationCache]:
         """Runs the model and returns its output with a cache of the chosen points.
 
+        It runs without gradients, unless `grads=True` or `detach=False` asks for them.
         Later writes into the model's input, output, weights or buffers do not change what is kept;
         with `detach=False` they may.
 
@@ -97,7 +126,7 @@ class HookedRunner:
                 modules that did not run exactly once or gave no tensor, unless nothing is left;
                 `cache.skipped` says which and why.
         """
-        options, kwargs = Options.taken_from(kwargs)
+        options, kwargs = self._options(kwargs)
         if run is None:
             args, kwargs = prepared(self.model, args, kwargs)
         if run is not None and (lazy or options.grads or options.positions is not None):
@@ -120,7 +149,7 @@ class HookedRunner:
             ValueError: if options contradict each other, or `grads=True`.
             NeverFiredError: if the forward pass ends without reaching a point; see `run_with_cache`.
         """
-        options, kwargs = Options.taken_from(kwargs)
+        options, kwargs = self._options(kwargs)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
         args, kwargs = prepared(self.model, args, kwargs)
@@ -146,6 +175,7 @@ class HookedRunner:
             EditError: if a function changes the shape, dtype or device of its value.
             NeverFiredError: if the forward pass did not reach an edited point.
         """
+        self._refuse_foreign(kwargs)
         with self.hooks(hooks, backward=backward):
             return self.model(*args, **kwargs)
 
@@ -173,6 +203,38 @@ class HookedRunner:
         """
         edits, backward_edits = self.edits(hooks or {}), self.edits(backward or {})
         return HookContext(self.model, edits, backward_edits, receipts)
+
+    def add(
+        self,
+        hooks: Hooks | None = None,
+        *,
+        backward: Hooks | None = None,
+        receipts: bool = False,
+    ) -> HookHandle:
+        """Edits every run of this model in this thread until `handle.remove()`: for notebooks.
+
+        They also act in runs that the analyses of `interp` make of the model. `runner.handles` has all
+        handles of the model, so none is lost.
+
+        Args:
+            hooks, backward, receipts: see `hooks`; receipts are in `handle.receipts`.
+
+        Raises:
+            UnknownNameError: if a selector matches nothing.
+        """
+        edits, backward_edits = self.edits(hooks or {}), self.edits(backward or {})
+        handle = HookHandle(self.model, edits, backward_edits, receipts)
+        handle.__enter__()
+        return handle
+
+    @property
+    def handles(self) -> list[HookHandle]:
+        """The handles of all hooks that were added to this model, by any runner, in this thread."""
+        return owners({*self._modules})
+
+    def __repr__(self) -> str:
+        added = "".join(f"\n  added: {handle}" for handle in self.handles)
+        return f"HookedRunner({type(self.model).__name__}, {len(self.points)} points){added}"
 
     def edits(self, hooks: Hooks) -> list[EditedPoint]:
         """The points where `hooks` act, each with its hooks in the order given; for whoever applies them.
@@ -202,7 +264,7 @@ class HookedRunner:
         Raises:
             HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
-        options, kwargs = Options.taken_from(kwargs)
+        options, kwargs = self._options(kwargs)
         args, kwargs = prepared(self.model, args, kwargs)
         points, optional = self._choose(names, mode, lazy)
 
@@ -215,10 +277,7 @@ class HookedRunner:
 
     def table(self) -> str:
         """All points with their axes and meanings. Layers with the same points share a line."""
-        width = max((len(" ".join(point.axes)) for point in self.points.values()), default=0)
-        return layered.aligned(
-            {n: f"{' '.join(p.axes):<{width}}  {p.meaning}" for n, p in self.points.items()}
-        )
+        return table_of(self.points)
 
     @functools.cached_property
     def _blocks(self) -> Blocks:
@@ -232,6 +291,16 @@ class HookedRunner:
     def config_hash(self) -> str:
         """A hash of the model's configuration; caches carry it."""
         return storage.config_hash(self.model)
+
+    def _options(self, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        self._refuse_foreign(kwargs)
+        return Options.taken_from(kwargs)
+
+    def _refuse_foreign(self, kwargs: dict[str, Any]) -> None:
+        """Names our word for an argument that another library has and the model does not take."""
+        parameters = self._signature.parameters if self._signature else {}
+        for name in kwargs.keys() & FOREIGN_WORDS.keys() - parameters:
+            raise TypeError(f"{name}= is another library's word: here it is {FOREIGN_WORDS[name]}")
 
     def _choose(
         self, names: Selector | None, mode: Mode | str | None, lazy: bool = False
@@ -277,7 +346,10 @@ class HookedRunner:
                 call.listen(session)
             output = None
             try:
-                output = (run or self.model)(*args, **kwargs)
+                if options.grads or not options.detach:
+                    output = (run or self.model)(*args, **kwargs)
+                else:
+                    output = without_gradients(run or self.model)(*args, **kwargs)
             except Complete as stopped:
                 if stopped.args[0] is not recorder:
                     raise

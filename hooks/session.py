@@ -2,6 +2,7 @@
 
 1. A `with` opens a `Session`, which puts its hooks on modules and itself in a context variable.
 2. A hook acts if its session is open and in the context that runs the module: not in other threads.
+   A session that stays (`runner.add`) acts in all code of its thread, until `remove()`.
 3. A method with `FusedUnlessHooked` asks, at each call, whether a hook at its points acts
    (`is_listened_to`), and runs its fused form if none does.
 4. The end of the `with` closes the session and removes its hooks, each once.
@@ -10,8 +11,9 @@
 import dataclasses
 import functools
 import itertools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -37,32 +39,50 @@ _keys = itertools.count(-1, -1)
 _sessions: ContextVar[tuple[weakref.ref["Session"], ...]] = ContextVar("sessions", default=())
 
 
+class _Staying(threading.local):
+    # No context variable: each cell of a notebook may run in a context of its own.
+    sessions: tuple[weakref.ref["Session"], ...] = ()
+
+
+_staying = _Staying()
+
+
 class Session:
-    """The hooks of one `with` statement.
+    """The hooks of one `with` statement, or of one handle.
 
     They act in the context (see `contextvars`) of that statement and in copies of it, until it ends. They
     also stop if an interrupt prevents the end: nothing but the `with` keeps a session alive.
+
+    Args:
+        owner: a handle, if the hooks stay until it is removed. They act in the thread that made it, and
+            the hooked modules keep the session alive.
 
     Attributes:
         edits: the hooks that must also act when a block runs again.
         acts: says whether the hooks act now, in this context. A traced graph keeps the answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object = None) -> None:
         self._registered: list[tuple[nn.Module, int]] = []
         self.edits: Edits = []
+        self.owner = owner
         self._open = True
         self._ref = ref = weakref.ref(self)
+        kept_alive = self if owner is not None else None
 
         # Without arguments, because a compiler may keep an answer only if all arguments are constants.
         def acts() -> bool:
-            session = ref()
-            return session is not None and session._open and ref in _sessions.get()
+            session = kept_alive or ref()
+            return session is not None and session._open and ref in _in_force()
 
         self.acts = traced_as_constant(acts)
 
     def __enter__(self) -> "Session":
-        _sessions.set((*(ref for ref in _sessions.get() if ref()), self._ref))
+        if self.owner is None:
+            _sessions.set((*(ref for ref in _sessions.get() if ref()), self._ref))
+        else:
+            # Those that another thread closed are left out here.
+            _staying.sessions = (*(s._ref for s in _alive(_staying.sessions)), self._ref)
         return self
 
     def __exit__(
@@ -111,8 +131,12 @@ class Session:
         taken as deliberate.
         """
         acts = self.acts
-        counts = traced_as_constant(lambda: acts() or not _sessions.get())
-        self._register(module, _Note(lambda output: acted.add(acts()), counts))
+
+        def counts() -> bool:
+            return acts() or all(ref is _DISABLED for ref in _sessions.get())
+
+        noted = _Note(lambda output: acted.add(acts()), traced_as_constant(counts))
+        self._register(module, noted)
 
     def _register(self, module: nn.Module, listener: "_After | _Before") -> None:
         key = next(_keys)
@@ -148,12 +172,37 @@ class _Before(_Listener):
             self.hook(args, kwargs)
 
 
+_no_session = Session()
+_DISABLED = weakref.ref(_no_session)
+"""Stands first among the sessions of a context in which no earlier hooks act, those that stay included."""
+
+
+def _in_force() -> tuple[weakref.ref[Session], ...]:
+    sessions = _sessions.get()
+    return sessions if _DISABLED in sessions else (*_staying.sessions, *sessions)
+
+
+def _alive(sessions: Iterable[weakref.ref[Session]]) -> list[Session]:
+    return [session for ref in sessions if (session := ref()) and session._open]
+
+
+def is_open(session: Session | None) -> bool:
+    """Whether a session has begun and not ended."""
+    return session is not None and session._open
+
+
+def owners(modules: Container[nn.Module]) -> list[Any]:
+    """The handles whose hooks act in this thread on some of `modules`."""
+    sessions = _alive(_staying.sessions)
+    return [s.owner for s in sessions if any(module in modules for module, _ in s._registered)]
+
+
 def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """The result of `call`, without any session that is open in this context."""
+    """The result of `call`, without any session that acts in this context."""
     before = _sessions.get()
     # No `with`: an interrupt could come while it begins or ends.
     try:
-        _sessions.set(())
+        _sessions.set((_DISABLED,))
         return call(*args, **kwargs)
     finally:
         _sessions.set(before)
@@ -161,8 +210,7 @@ def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
 
 def edits_in_force() -> Edits:
     """The edits that act in this context, outermost first."""
-    sessions = [session for ref in _sessions.get() if (session := ref()) and session.acts()]
-    return [edit for session in sessions for edit in session.edits]
+    return [edit for session in _alive(_in_force()) for edit in session.edits]
 
 
 def is_listened_to(module: nn.Module) -> bool:

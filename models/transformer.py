@@ -101,12 +101,13 @@ class Transformer(ReadsText, BlockWeights):
 
     def forward(
         self,
-        tokens: Texts,
+        tokens: Texts | Float[Tensor, "batch _pos d_model"],
         *,
         attention_mask: Shaped[Tensor, "batch _key"] | None = None,
         kv_cache: KVCache | None = None,
         last: int = 0,
         query_key_mask: Shaped[Tensor, "..."] | None = None,
+        starting_at_layer: int | None = None,
     ) -> Float[Tensor, "batch _pos vocab"]:
         """Logits of the next token at every position.
 
@@ -122,23 +123,28 @@ class Transformer(ReadsText, BlockWeights):
             query_key_mask: which keys each query sees: [query, key], [batch, query, key] or
                 [batch, head, query, key]; boolean, or 0 and 1. It replaces the causal rule and
                 windows, not padding. The last two forms broadcast over axes of size 1.
+            starting_at_layer: start with this block. `tokens` is then the residual stream that enters it,
+                [batch, pos, d_model]; with the number of layers only the unembedding runs.
 
         Raises:
             ValueError: if tokens are outside the vocabulary, or do not fit the context, the masks or
                 the cache.
         """
+        start = starting_at_layer
+        if start is not None and not 0 <= start <= len(self.blocks):
+            raise ValueError(f"starting_at_layer must be 0 to {len(self.blocks)}; got {start}")
         tokens, attention_mask = read(self, tokens, attention_mask, kv_cache)
         if last < 0:
             raise ValueError(f"last must be at least 0; got {last}")
         context = self.context(
-            tokens,
+            tokens if start is None else _tokens_unread(tokens),
             attention_mask=attention_mask,
             kv_cache=kv_cache,
             query_key_mask=query_key_mask,
         )
         with context.piece():
-            resid = self.input_resid(tokens, context)
-            for block in self.blocks:
+            resid = self.input_resid(tokens, context) if start is None else tokens
+            for block in self.blocks if start is None else self.blocks[start:]:
                 # The blocks of a large model may be on several devices.
                 if (device := getattr(block, "device", resid.device)) != resid.device:
                     resid, context = resid.to(device), context.to(device)
@@ -211,6 +217,16 @@ class Transformer(ReadsText, BlockWeights):
         """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
         return self.unembed(resid)[:, -last:]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the token embeddings, where a run begins."""
+        return self.token_embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the token embeddings, and of the residual stream."""
+        return self.token_embedding.weight.dtype
+
     def prepare_inputs(self, tokens: Texts, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """The arguments of `forward` with tokens and mask in place of texts, to know what a run reads."""
         masks = arguments.pop("attention_mask", None), arguments.get("kv_cache")
@@ -218,7 +234,7 @@ class Transformer(ReadsText, BlockWeights):
         return (tokens,), arguments if mask is None else {**arguments, "attention_mask": mask}
 
     def _text_device(self) -> torch.device:
-        return self.token_embedding.weight.device
+        return self.device
 
     def extend_context(self, n_ctx: int) -> None:
         """Lets the model read `n_ctx` positions, which may be more than in its training.
@@ -238,6 +254,18 @@ class Transformer(ReadsText, BlockWeights):
     def count_parameters(self) -> int:
         """The number of trainable parameters; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+def _tokens_unread(stream: Tensor) -> Tensor:
+    """Tokens of a run that starts from a stream: they say how many there are, and where, and no more.
+
+    Raises:
+        ValueError: if the stream is none.
+    """
+    if stream.ndim != 3 or not stream.is_floating_point():
+        got = f"{stream.dtype} {list(stream.shape)}"
+        raise ValueError(f"starting_at_layer needs a stream [batch, pos, d_model]; got {got}")
+    return stream.new_zeros(stream.shape[:2], dtype=torch.int64)
 
 
 @without_gradients

@@ -113,7 +113,9 @@ def kept(s, how):
         mask = torch.tensor([True, *rng.choices([True, False], k=s.x.shape[1] - 1)])
         options["positions"] = at = rng.choice([[0, -1], slice(1, None), mask, mask.tolist()])
         reduced = operator.itemgetter((slice(None), at))
-    with s.way(), by_hand(w, s.x, edits, names, stops=captures) as theirs:
+    # Some blocks write their buffers only without gradients, which a cached run is if it detaches.
+    graph = torch.no_grad() if options["detach"] else contextlib.nullcontext()
+    with s.way(), graph, by_hand(w, s.x, edits, names, stops=captures) as theirs:
         values = {name: [value for _, value, *_ in theirs.fired[name]] for name in names}
         if lazy:  # a module in two blocks has a value in each
             for name in names:

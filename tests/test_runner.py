@@ -129,6 +129,51 @@ def test_arguments_that_cannot_be(runner, tokens):
         runner.capture(tokens, names="embed", grads=True)
 
 
+def test_cached_runs_have_gradients_only_if_they_are_asked_for(model, runner, tokens):
+    logits, _ = runner.run_with_cache(tokens, names="*.z")
+    assert not logits.requires_grad
+    assert torch.is_grad_enabled()
+    assert model(tokens).requires_grad
+    assert runner.run_with_hooks(tokens, hooks={"embed": leave}).requires_grad
+    assert runner.run_with_cache(tokens, names="*.z", grads=True)[0].requires_grad
+    with_graph, kept = runner.run_with_cache(tokens, names="*.z", detach=False)
+    assert kept["z", 1].requires_grad
+    assert torch.equal(with_graph, logits)
+    assert not runner.capture(tokens, names="*.z")["z", 1].requires_grad
+    with (
+        runner.hooks(backward={"*.z": leave}),
+        pytest.raises(errors.HookError, match="grads=True or detach=False"),
+    ):
+        runner.run_with_cache(tokens, names="embed")
+
+
+def test_forms_of_other_libraries_are_named_with_ours(runner, tokens):
+    with pytest.raises(TypeError, match="names="):
+        runner.run_with_cache(tokens, names_filter="*.z")
+    with pytest.raises(TypeError, match=r"hooks=\{"):
+        runner.run_with_hooks(tokens, fwd_hooks=[("embed", leave)])
+    with pytest.raises(TypeError, match=r"\(activation, point\).*\(value\)"):
+        runner.hooks({"embed": lambda value: value})
+    with pytest.raises(TypeError, match="a Point"):
+        runner.run_with_cache(tokens, names=lambda name: name.endswith(".z"))
+
+    class Filtered(nn.Module):
+        def forward(self, x, names_filter):
+            return x * names_filter
+
+    filtered = HookedRunner(Filtered())
+    assert filtered.run_with_hooks(torch.ones(2), names_filter=3.0).tolist() == [3, 3]
+
+
+def test_points_know_their_layer_and_print_as_a_table(runner):
+    assert runner.points["blocks.2.attn.z"].layer == 2
+    assert runner.points["embed"].layer is None
+    assert repr(runner.points) == runner.table()
+    many = HookedRunner(nn.Sequential(OrderedDict((f"part_{n}", nn.ReLU()) for n in range(53))))
+    assert len(repr(many.points).splitlines()) == 40
+    assert len(many.table().splitlines()) == 53
+
+
 @pytest.mark.parametrize("part", ["", "blocks.1.mlp.output_dropout"])
 def test_a_mode_on_a_model_in_training_says_to_call_eval(model, runner, tokens, part):
     model.get_submodule(part).train()

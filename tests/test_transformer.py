@@ -29,6 +29,30 @@ def test_equals_the_equations_in_float64(model, tokens):
     torch.testing.assert_close(model.float()(tokens), expected.float(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_a_run_starts_from_a_given_stream(model, tokens):
+    runner, real = HookedRunner(model), torch.ones(4, 7, dtype=torch.bool)
+    real[2, :3] = False
+    with torch.no_grad():
+        for mask in (None, real):
+            logits, cache = runner.run_with_cache(tokens, attention_mask=mask, names="*.resid_p*")
+            for layer in range(4):
+                stream = cache["resid_pre", layer] if layer < 3 else cache["resid_post", 2]
+                from_there = model(stream, starting_at_layer=layer, attention_mask=mask)
+                assert torch.equal(from_there[real], logits[real])
+    later = runner.capture(stream, starting_at_layer=2, names="blocks.2.attn.z")
+    assert list(later) == ["blocks.2.attn.z"]
+    for wrong, layer in ((stream, 4), (stream, -1), (tokens, 1), (stream[0], 1)):
+        with pytest.raises(ValueError, match="starting_at_layer"):
+            model(wrong, starting_at_layer=layer)
+
+
+def test_a_model_knows_its_device_and_dtype(model):
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert model.to(torch.float64).dtype == torch.float64
+    assert model.to("meta").device == torch.device("meta")
+
+
 # Conv1D holds [in, out], Linear [out, in].
 GPT2_NAMES = {
     "ln1": "ln_1",

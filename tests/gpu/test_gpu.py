@@ -97,7 +97,9 @@ def test_autocast(where, kind):
     model, exact = pair(kind, where)
     text = tokens()
     with torch.autocast(where, torch.bfloat16):
-        logits, cache = HookedRunner(model).run_with_cache(text, names=["*.q", "*.k", "*.v"])
+        logits, cache = HookedRunner(model).run_with_cache(
+            text, names=["*.q", "*.k", "*.v"], detach=False
+        )
         loss = logits.square().mean()
     assert gap(logits, exact(text)) < TOLERANCE[torch.bfloat16]
     assert len({cache[name, 0].dtype for name in "qkv"}) == 1
