@@ -136,37 +136,3 @@ def test_hooks_that_stay_do_not_keep_their_model():
     del runner
     gc.collect()
     assert model() is None
-
-
-CELLS = [
-    """
-import torch
-from models import load
-from hooks import HookedRunner
-model = load("pydoc-4l")
-runner = HookedRunner(model)
-before = model("def f(x):")
-""",
-    'handle = runner.add({"blocks.1.attn.z": lambda value, point: value * 0}); WAIT',
-    "changed = model('def f(x):'); WAIT\nassert not torch.equal(changed, before)",
-    "handle.remove(); WAIT\nassert torch.equal(model('def f(x):'), before); print('done')",
-]
-
-
-def test_hooks_stay_between_the_cells_of_a_notebook():
-    manager = pytest.importorskip("jupyter_client.manager", reason="needs jupyter_client")
-    pytest.importorskip("ipykernel", reason="needs ipykernel")
-    kernel, client = manager.start_new_kernel(kernel_name="python3")
-    try:
-        for wait in ("pass", "import asyncio; await asyncio.sleep(0)"):
-            printed = []
-            for cell in CELLS:
-                reply = client.execute_interactive(
-                    cell.replace("WAIT", wait), timeout=120, output_hook=printed.append
-                )
-                assert reply["content"]["status"] == "ok", reply["content"]
-            texts = [message["content"].get("text") for message in printed]
-            assert "done\n" in texts
-    finally:
-        client.stop_channels()
-        kernel.shutdown_kernel(now=True)

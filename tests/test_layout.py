@@ -109,7 +109,7 @@ def test_private_parts_of_torch_are_used_in_one_module(path):
 
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext
-        HookError HookPoint HookPoints HookedRunner Hooks Identity Mode ModeError NeverFiredError
+        HookError HookHandle HookPoint HookPoints HookedRunner Hooks Identity Mode ModeError NeverFiredError
         Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
         start_of_piece position_offset""",
     "models": """Attached Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP

@@ -17,10 +17,10 @@ from typing import Literal
 
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from hooks import EditedPoint, Hooks
 from hooks._torch import without_gradients
+from hooks.progress import progress_bar
 from hooks.session import is_listened_to
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs
@@ -149,7 +149,7 @@ def _measured(
         runs = Resumed(unedited, jobs, max_bytes)
     values = base.new_empty(len(jobs), size)
     title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"
-    with tqdm(total=runs.forwards, desc=title, leave=False, delay=1, disable=None) as bar:
+    with progress_bar(total=runs.forwards, desc=title, leave=False, delay=1) as bar:
         for job, edited in runs.run(bar.update):
             values[job.index] = edited
             job.require_fired()

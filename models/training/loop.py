@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from hooks.progress import progress_bar
 from models.checks import mode
 from models.training.data import (
     Batches,
@@ -109,9 +109,7 @@ def train(
     ):
         run.begin(resume=resume)
         done = len(run.records)
-        # No bar outside a terminal: in a file it would be one long line.
-        bar = tqdm(total=config.steps, initial=done, unit="step", desc="training", disable=None)
-        with bar:
+        with progress_bar(total=config.steps, initial=done, unit="step", desc="training") as bar:
             for step in range(done + 1, config.steps + 1):
                 tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
                 run.update(tokens)

@@ -1,0 +1,55 @@
+"""What a fresh notebook shows: cells that a real kernel runs one by one."""
+
+import pytest
+
+manager = pytest.importorskip("jupyter_client.manager", reason="needs jupyter_client")
+pytest.importorskip("ipykernel", reason="needs ipykernel")
+
+SETUP = """
+import interp
+from hooks import HookedRunner
+from models import TrainingConfig, load, train
+model = load("pydoc-4l")
+"""
+
+
+@pytest.fixture(scope="module")
+def run_cell():
+    """A function that runs a cell and returns the messages that it shows."""
+    kernel, client = manager.start_new_kernel(kernel_name="python3")
+
+    def run(code):
+        shown = []
+        reply = client.execute_interactive(code, timeout=120, output_hook=shown.append)
+        assert reply["content"]["status"] == "ok", reply["content"]
+        return [(message["msg_type"], message["content"]) for message in shown]
+
+    try:
+        yield run
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+
+
+def test_imports_and_a_model_print_nothing(run_cell):
+    assert [kind for kind, _ in run_cell(SETUP)] == ["status", "execute_input", "status"]
+
+
+@pytest.mark.parametrize("wait", ["pass", "import asyncio; await asyncio.sleep(0)"])
+def test_hooks_stay_between_cells(run_cell, wait):
+    run_cell(SETUP + f"{wait}; before = model('def f(x):')")
+    run_cell(
+        "handle = HookedRunner(model).add({'blocks.1.attn.z': lambda value, point: value * 0})\n"
+        + wait
+    )
+    run_cell(f"{wait}; assert not (model('def f(x):') == before).all()")
+    run_cell(f"handle.remove(); {wait}")
+    run_cell(f"{wait}; assert (model('def f(x):') == before).all()")
+
+
+def test_training_shows_its_progress(run_cell):
+    run_cell(SETUP)
+    shown = run_cell(
+        "result = train(model, [5, 7, 11] * 1000, TrainingConfig(steps=3, batch_size=1))"
+    )
+    assert "3/3" in "".join(content.get("text", "") for _, content in shown)
