@@ -15,6 +15,7 @@ from torch import nn
 
 from hooks import (
     CacheError,
+    FusedUnlessHooked,
     HookedRunner,
     HookError,
     HookPoint,
@@ -451,6 +452,41 @@ def test_what_lazy_cannot_do(model, runner, tokens):
     for run in (runner.run_with_cache, runner.plan):
         with pytest.raises(ModeError, match=r"model.eval\(\)"):
             run(tokens, names="blocks.*", lazy=True)
+
+
+class Rounded(nn.Module):
+    """Its explicit form is off by more than rounding, as a kernel of another precision is."""
+
+    def __init__(self, is_random):
+        super().__init__()
+        self.is_random = is_random
+        self.inner = HookPoint("batch d_model")
+
+    def fused(self, x):
+        return x * 2
+
+    @FusedUnlessHooked("inner", fused=fused)
+    def forward(self, x):
+        noise = torch.rand(()) if self.is_random else 0.5
+        return self.inner(x) * 2 + noise
+
+
+class OneBlock(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+@uncomputed
+def test_other_kernels_under_hooks_are_no_change_if_they_give_the_same_twice():
+    for is_random in (False, True):
+        model, x = OneBlock(Rounded(is_random)).eval(), torch.arange(15.0).view(3, 5)
+        _, lazy = HookedRunner(model).run_with_cache(x, lazy=True)
+        with pytest.raises(CacheError, match="changed") if is_random else nullcontext():
+            assert torch.equal(lazy["inner", 0], x)
 
 
 class Counting(nn.Module):
