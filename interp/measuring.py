@@ -136,6 +136,11 @@ def measure(
 
     Raises:
         ValueError: as for `last_of`, `last_real` and `evaluate`.
+
+    >>> import torch
+    >>> from interp import log_prob
+    >>> measure(log_prob(1), torch.tensor([[[0.0, 0.0], [0.0, 0.0]]])).exp()
+    tensor([0.5000])
     """
     read = last_real(logits, last_of(metric, attention_mask), attention_mask)
     return evaluate(metric, read, len(logits))

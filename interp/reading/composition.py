@@ -44,6 +44,12 @@ def composition_scores(
     Raises:
         TypeError, ValueError: as for `qk_circuit`; or if kind is none of the three, or there are
             fewer than 2 draws.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=3, n_heads=2, d_model=4)
+    >>> scores = composition_scores(Transformer(config), "V", draws=2)
+    >>> scores.select(layer=0, to_layer=2).values.shape  # [head, to_head, example]
+    torch.Size([2, 2, 1])
     """
     if kind not in ("Q", "K", "V"):
         raise ValueError(f"kind must be 'Q', 'K' or 'V'; got {kind!r}")

@@ -83,6 +83,16 @@ def decompose(
     Raises:
         TypeError, ValueError: as for `Graph`; or if there is no such block.
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the stream.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> cache = HookedRunner(model).run_with_cache("Return the", lazy=True)[1]
+    >>> parts = decompose(model, cache)
+    >>> parts.names[:4]
+    ('embed', 'pos_embed', 'a0.h0', 'a0.h1')
+    >>> torch.allclose(parts.values.sum(0), cache["resid_post", -1], atol=1e-4)
+    True
     """
     parts = ResidualComponents(model, cache)
     n_layers = len(parts.model.blocks)
@@ -139,6 +149,17 @@ def direct_logit_attribution(
         ValueError: as for `Graph`; if logits are capped, because they are then no sum of parts; or if
             tokens, direction or position do not fit.
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the logit.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> logits, cache = HookedRunner(model).run_with_cache("Return the", lazy=True)
+    >>> parts = direct_logit_attribution(model, cache, right="n", pos=-1)
+    >>> parts.top(2)
+    component m2  +1.238
+    component m0  +0.8653
+    >>> torch.allclose(parts.values.sum(), logits[0, -1, model.to_id("n")], atol=1e-4)
+    True
     """
     reading = _Reading(model, cache, right, wrong, direction, pos)
     parts = [*reading.parts(neurons=neurons)]
@@ -184,6 +205,16 @@ def accumulated(
 
     Raises:
         TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> logits, cache = HookedRunner(model).run_with_cache("Return the", lazy=True)
+    >>> result = accumulated(model, cache, right="n", pos=-1)
+    >>> result.labels["stream"][:3]
+    ('0_pre', '0_mid', '1_pre')
+    >>> torch.allclose(result.values[-1, 0], logits[0, -1, model.to_id("n")], atol=1e-4)
+    True
     """
     reading = _Reading(model, cache, right, wrong, direction, pos)
     points = {}

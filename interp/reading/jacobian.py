@@ -91,6 +91,12 @@ def jacobian_lens(
             `max_bytes` is too small for one backward pass, or PyTorch's inference mode is on.
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> lens = jacobian_lens(Transformer(config).eval(), [[3, 1, 4, 1], [2, 6, 5]], skip=1)
+    >>> lens.n_texts, lens.weight.shape
+    (2, torch.Size([2, 4, 4]))
     """
     if skip < 0:
         raise ValueError(f"skip must be at least 0; got {skip}")

@@ -84,6 +84,19 @@ def logit_lens(
         CacheError: if the cache is of another model, or lacks the stream of some layer.
         ValueError: if targets do not have the cache's shape, one is not in the vocabulary, or
             the lens is of another model.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> cache = HookedRunner(model).run_with_cache("Return the", lazy=True)[1]
+    >>> logit_lens(model, cache)
+    LensReadout [layer 5, batch 1, pos 10, top 5]: the likeliest next tokens of the first text
+    layer 't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
+    0     't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
+    1     'h' 'm' 'e' ' ' 'a' 'h' 'i' 'r'
+    2     'u' 'r' 'n' ' ' 'a' 'r' 'a' ' '
+    3     'u' 'r' 'n' ' ' '"' 'h' 'e' ' '
+    4     'u' 'r' 'n' ' ' 't' 'h' 'e' ' '
     """
     vocab = of(model, "unembed", "config").config.vocab_size
     if lens is not None:

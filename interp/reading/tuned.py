@@ -87,6 +87,17 @@ def tuned_lens(
         TypeError: if the model has no `unembed` or no `config`.
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> from interp import logit_lens
+    >>> cache = HookedRunner(model).run_with_cache("Return the", lazy=True)[1]
+    >>> lens = tuned_lens(model, ["Return the", "If the"], steps=3)
+    >>> lens.losses.shape
+    torch.Size([3, 4])
+    >>> logit_lens(model, cache, lens=lens).kl.shape
+    torch.Size([5, 1, 10])
     """
     several = [*each_text(texts)]
     if min(steps, batch, len(several)) < 1:
