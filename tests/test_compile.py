@@ -117,11 +117,11 @@ SCRIPTS = {
     "late": LATE,
 }
 # What a backend makes of the graph is its own affair; what is in the graph, the eager one shows.
-LONG = ("stepped", "elsewhere")
+QUICK = ("baked", "cached")
 RUNS = [
-    *((name, "eager") for name in SCRIPTS if name not in LONG),
-    ("baked", "inductor"),
-    *(pytest.param(name, "eager", marks=pytest.mark.full) for name in LONG),
+    *((name, "eager") for name in QUICK),
+    *(pytest.param(name, "eager", marks=pytest.mark.full) for name in SCRIPTS if name not in QUICK),
+    pytest.param("baked", "inductor", marks=pytest.mark.full),
 ]
 
 
