@@ -299,6 +299,16 @@ def test_the_last_position_is_the_last_real_token(model, tokens):
         direct_logit_attribution(model, cache, right=3, pos=5)
 
 
+def test_a_decomposition_prints_its_sizes_and_names(model, tokens):
+    _, cache = run_with_cache(model, tokens, mode="full")
+    assert len(repr(decompose(model, cache, neurons=True))) < 300
+    stream = decompose(model, cache, before=0)
+    sizes = (
+        f"component 2, batch {len(tokens)}, pos {tokens.shape[1]}, d_model {model.config.d_model}"
+    )
+    assert repr(stream) == f"Decomposition [{sizes}]: embed, pos_embed"
+
+
 def test_some_positions_and_inference_mode_give_the_same(model, tokens):
     _, cache = run_with_cache(model, tokens)
     whole = direct_logit_attribution(model, cache, right=3).values

@@ -29,7 +29,7 @@ Direction = (
 """One direction of what the unembedding reads, one for each example, or one for each position."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Decomposition:
     """A residual stream as a sum of parts, in at least float32.
 
@@ -55,6 +55,14 @@ class Decomposition:
         if name not in self.names:
             raise unknown_name(name, self.names, "component")
         return self.values[self.names.index(name)]
+
+    def __repr__(self) -> str:
+        """The sizes, and the first and last names."""
+        sizes = zip(("component", "batch", "pos", "d_model"), self.values.shape, strict=True)
+        names = self.names if len(self.names) <= 12 else (*self.names[:8], "...", *self.names[-3:])
+        return (
+            f"Decomposition [{', '.join(f'{axis} {n}' for axis, n in sizes)}]: {', '.join(names)}"
+        )
 
 
 @without_gradients
