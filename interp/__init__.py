@@ -50,7 +50,12 @@ from interp.metrics import accuracy, cross_entropy, kl_divergence, log_prob, log
 from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.composition import composition_scores
 from interp.reading.copying import copying_scores, positional_scores
-from interp.reading.decompose import accumulated, decompose, direct_logit_attribution
+from interp.reading.decompose import (
+    accumulated,
+    apply_norm,
+    decompose,
+    direct_logit_attribution,
+)
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.jacobian import JacobianLens, jacobian_lens
 from interp.reading.lens import logit_lens
@@ -81,6 +86,7 @@ __all__ = [
     "accumulated",
     "accuracy",
     "activation_patching",
+    "apply_norm",
     "attribution_patching",
     "auroc",
     "circuits",

@@ -10,6 +10,7 @@ import torch
 from hooks import CacheError, HookedRunner, UnknownNameError
 from interp import (
     accumulated,
+    apply_norm,
     decompose,
     direct_logit_attribution,
     edits,
@@ -297,6 +298,52 @@ def test_the_last_position_is_the_last_real_token(model, tokens):
     torch.testing.assert_close(found, whole[:, last, range(len(tokens))])
     with pytest.raises(ValueError, match="padding"):
         direct_logit_attribution(model, cache, right=3, pos=5)
+
+
+@pytest.mark.parametrize("name", ["pre", "rmsnorm", "sandwich", "parallel", "post", "no norm"])
+def test_normed_parts_are_what_the_run_read(name):
+    model = variant(name)
+    _, cache = run_with_cache(model, TOKENS, mode="full")
+    layer, norm = 1, model.blocks[1]
+    for mlp, module, point in ((False, norm.ln1, "ln1"), (True, norm.ln2, "ln2")):
+        stream = cache["resid_mid" if mlp and name != "parallel" else "resid_pre", layer]
+        parts = torch.stack([stream * 0.25, stream * 0.75])
+        read = apply_norm(model, cache, parts, layer, mlp=mlp).sum(0)
+        normed = name not in ("post", "no norm")
+        expected = cache[f"{point}.normalized", layer] if normed else stream
+        bias = getattr(module, "bias", None) if normed else None
+        torch.testing.assert_close(read if bias is None else read + bias, expected)
+    last = apply_norm(model, cache, cache["resid_post", -1])
+    logits = (last + getattr(model.ln_final, "bias", torch.zeros(1).double())) @ model.W_U
+    bias = 0 if model.b_U is None else model.b_U
+    torch.testing.assert_close(logits + bias, model(TOKENS).detach())
+
+
+def test_vectors_that_no_sublayer_reads_are_refused(unchecked):
+    model = variant("attention only sandwich")
+    _, cache = run_with_cache(model, TOKENS, mode="full")
+    stream = cache["resid_pre", 1]
+    for values, layer, mlp, said in (
+        (stream, 1, True, "with an MLP"),
+        (stream, 2, False, "0 to 1"),
+        (stream[:1], 1, False, "batch, pos, d_model"),
+        (stream[0, 0], 1, False, "batch, pos, d_model"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            apply_norm(model, cache, values, layer, mlp=mlp)
+    lacking = run_with_cache(model, TOKENS, names="*.resid_*")[1]
+    with pytest.raises(CacheError, match=r"ln1\.scale"):
+        apply_norm(model, lacking, stream, 1)
+
+
+def test_a_decomposition_prints_its_sizes_and_names(model, tokens):
+    _, cache = run_with_cache(model, tokens, mode="full")
+    assert len(repr(decompose(model, cache, neurons=True))) < 300
+    stream = decompose(model, cache, before=0)
+    sizes = (
+        f"component 2, batch {len(tokens)}, pos {tokens.shape[1]}, d_model {model.config.d_model}"
+    )
+    assert repr(stream) == f"Decomposition [{sizes}]: embed, pos_embed"
 
 
 def test_some_positions_and_inference_mode_give_the_same(model, tokens):

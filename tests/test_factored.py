@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from interp import FactoredMatrix
+from interp.spectral import svd
 from tests.test_cyclic import close, randn
 
 
@@ -43,6 +44,21 @@ def test_eigenvalues_and_trace_are_those_of_the_formed_product(inner):
     for k in range(1, 8):
         power = power @ formed
         close((found**k).sum(-1), np.trace(power, axis1=-2, axis2=-1))
+
+
+def test_short_names_are_those_of_the_formed_product():
+    matrix, formed = factored(7, 5, 11)
+    close(matrix.T.form(), formed.swapaxes(-1, -2))
+    close(matrix.AB, formed)
+    close(matrix.S, np.linalg.svd(formed)[1][..., :5])
+    close((matrix.U * matrix.S[..., None, :]) @ matrix.Vh, formed)
+
+
+def test_a_decomposition_prints_its_sizes():
+    values = np.arange(11, 0, -1.0)
+    shown = repr(svd(torch.tensor(np.diag(values))))
+    assert shown == "SVD of [11, 11]: 11 singular values, 11, 10, 9, 8, 7, 6, 5, 4, ..."
+    assert repr(factored(300, 5, 200)[0].svd()) == "SVD of [2, 3, 300, 200]: 5 singular values"
 
 
 def test_products_and_transposes():

@@ -134,6 +134,7 @@ def one_by_one(kind, weights, tokens, real, span, queries):
         copies = [n for n, key in enumerate(earlier) if tokens[key] == tokens[query]]
         after = span and query > max(span)
         keys = {
+            "current_token": [query],
             "previous_token": earlier[-1:],
             "first_token": earlier[:1],
             "duplicate_token": [kept[n] for n in copies],
@@ -151,7 +152,7 @@ def one_by_one(kind, weights, tokens, real, span, queries):
     return statistics.mean(found)
 
 
-@pytest.mark.parametrize("kind", [*SHARES, "entropy", "distance"])
+@pytest.mark.parametrize("kind", ["current_token", *SHARES, "entropy", "distance"])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-6)])
 def test_scores_are_means_over_keys_and_queries_one_by_one(kind, dtype, atol):
     layers, batch, heads, pos = 2, 3, 5, 7
@@ -179,6 +180,29 @@ def test_scores_are_means_over_keys_and_queries_one_by_one(kind, dtype, atol):
             own = list(set(span[row].tolist())) if kind == "span" else []
             expected = one_by_one(kind, seen, tokens[row], real[row], own, chosen[row])
             assert found[layer, head, row].item() == pytest.approx(expected, abs=atol)
+
+
+def test_a_pattern_of_ones_own_is_scored_by_its_factors():
+    tokens, mask = torch.tensor([[4, 2, 6, 1]] * 2), torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    attention = torch.tensor(
+        [[1.0, 0, 0, 0], [0.25, 0.75, 0, 0], [0.5, 0.125, 0.375, 0], [0.5, 0.25, 0.125, 0.125]]
+    )
+    padded = torch.tensor([[0.0] * 4, [0, 1, 0, 0], [0, 0.25, 0.75, 0], [0, 0.5, 0.25, 0.25]])
+    model = Fixed(torch.stack([attention, padded])[None, :, None])
+    _, cache = run_with_cache(model, tokens, attention_mask=mask, names="*.pattern")
+    before = torch.ones(4, 4).tril(-1).triu(-1)
+    for dtype in (torch.bool, torch.long, torch.float64):
+        own = head_scores(model, cache, before.to(dtype)).values
+        torch.testing.assert_close(own, head_scores(model, cache, "previous_token").values)
+    factors = torch.tensor([[9.0, 0, 0, 0], [0, 0, 0, 0], [2, -4, 0, 0], [0, 0, 8, 0]])
+    # (2 * 0.5 - 4 * 0.125 + 8 * 0.125) / 2; in the second text the first column is padding.
+    scores = head_scores(model, cache, factors)
+    assert scores.values.tolist() == [[[0.75, (-4 * 0.25 + 8 * 0.25) / 2]]]
+    assert scores.unit == ""
+    with pytest.raises(ValueError, match=r"\[4, 4\]; got \[4, 3\]"):
+        head_scores(model, cache, factors[:, :3])
+    with pytest.raises(ValueError, match="example 0"):
+        head_scores(model, cache, torch.zeros(4, 4))
 
 
 def test_scores_that_make_no_sense(model, unchecked):

@@ -264,6 +264,24 @@ def test_a_lens_of_another_model_is_refused():
             kl_of(small(**options), tokens, lens)
 
 
+def test_lenses_print_at_most_forty_lines():
+    model, tokens = small(n_layers=45), torch.tensor(TEXTS[:1])
+    _, cache = run_with_cache(model, tokens, mode="residual")
+    lines = repr(logit_lens(model, cache)).splitlines()
+    assert 30 < len(lines) <= 40
+    assert lines[-1].startswith("45 ")
+    lens = tuned_lens(small(), tokens, steps=1)
+    assert repr(lens) == f"TunedLens [layer {len(lens.weight)}, d_model {lens.weight.shape[-1]}]"
+
+
+def test_a_vocabulary_smaller_than_top_k_is_given_whole():
+    model, tokens = small(), torch.tensor(TEXTS[:1])
+    _, cache = run_with_cache(model, tokens, mode="residual")
+    readout, vocab = logit_lens(model, cache, top_k=500), model.config.vocab_size
+    assert readout.tokens.shape[-1] == vocab
+    assert (readout.tokens.sort(-1).values == torch.arange(vocab)).all()
+
+
 def test_what_is_not_a_number_ranks_last():
     model, tokens = small(), torch.tensor(TEXTS[:1])
     torch.nn.init.constant_(next(model.blocks[1].parameters()), torch.nan)

@@ -22,7 +22,7 @@ from interp import (
     singular_tokens,
     token_directions,
 )
-from models import RotaryScaling, Transformer, TransformerConfig
+from models import RotaryScaling, Transformer, TransformerConfig, load
 from tests.reference import (
     HEADS,
     LAYERS,
@@ -360,6 +360,50 @@ def test_singular_directions_are_read_out_at_both_ends(circuit):
             ascending = products.argsort()
             assert tokens.tolist() == [ascending[::-1][:5].tolist(), ascending[:5].tolist()]
             close(scores, products[tokens.numpy()])
+
+
+@pytest.mark.parametrize("kind", ["pre", "sandwich"])
+@pytest.mark.parametrize("weights", ["W_in", "W_out"])
+def test_singular_directions_of_an_mlp_are_tokens_and_neurons(weights, kind):
+    model = variant(kind, tied_unembed=False)
+    block = model.blocks[1]
+    w_in, w_out, embedding, logits, before, final = (
+        x.detach().numpy()
+        for x in (block.mlp.W_in, block.mlp.W_out, model.W_E, model.W_U)
+        + (block.ln2.weight, model.ln_final.weight)
+    )
+    after = np.diag(block.ln2_post.weight.detach()) if kind == "sandwich" else np.eye(10)
+    after = centring(10) @ after if kind == "sandwich" else after
+    if weights == "W_in":
+        matrix = centring(10) @ np.diag(before) @ w_in
+        sides = embedding.T, np.eye(13)
+    else:
+        matrix = w_out @ after @ centring(10)
+        sides = np.eye(13), centring(10) @ np.diag(final) @ logits @ centring(VOCAB)
+    u, s, vh = np.linalg.svd(matrix)
+    found = singular_tokens(model, 1, circuit=weights, k=3, top=20)
+    close(found.s, s[:3])
+    for k in range(3):
+        read, written = u[:, k] @ sides[0], vh[k] @ sides[1]
+        sign = np.sign(read[found.read[k, 0, 0]])
+        for entries, scores, products in [
+            (found.read[k], found.read_scores[k], sign * read),
+            (found.written[k], found.written_scores[k], sign * written),
+        ]:
+            ascending, top = products.argsort(), min(20, len(products))
+            assert entries.tolist() == [ascending[::-1][:top].tolist(), ascending[:top].tolist()]
+            close(scores, products[entries.numpy()])
+
+
+def test_what_singular_tokens_cannot_read_is_refused():
+    model = variant("pre")
+    for options in ({}, {"head": 1, "circuit": "W_in"}, {"circuit": "qk"}):
+        with pytest.raises(ValueError, match="head must be"):
+            singular_tokens(model, 1, **options)
+    with pytest.raises(TypeError, match="mlp"):
+        singular_tokens(variant("attention only sandwich"), 1, circuit="W_in")
+    shown = repr(singular_tokens(load("pydoc-4l"), 1, circuit="W_out", k=1))
+    assert "+ 'n" in shown
 
 
 def test_half_precision_is_read_in_float32():

@@ -58,7 +58,7 @@ def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
     return runner, [*entering.values(), leaving[max(leaving)]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AffineLens:
     """An affine map from the stream entering each block to what the unembedding is to read.
 
@@ -82,6 +82,11 @@ class AffineLens:
         weight, bias = (to_device(x, resid.device).to(dtype) for x in (self.weight, self.bias))
         rows = resid.to(dtype).flatten(1, -2)
         return (rows @ weight.mT + bias[:, None]).to(resid.dtype).view_as(resid)
+
+    def __repr__(self) -> str:
+        """The kind of lens, and the sizes of its model."""
+        layers, d_model = self.bias.shape
+        return f"{type(self).__name__} [layer {layers}, d_model {d_model}]"
 
     def check(self, model: nn.Module) -> None:
         """Checks that the lens is for this model, as far as its sizes and configuration tell.

@@ -86,6 +86,16 @@ class FoldedWeights:
         held = stacked(part.after(w) for part, w in layers)
         return held - held.mean(-1, keepdim=True) if self.centred else held
 
+    def mlp(self, layer: int, name: str) -> Float[Tensor, "rows columns"]:
+        """`W_in` or `W_out` of the MLP of one block."""
+        block = self.model.blocks[layer]
+        held = getattr(part_of(block, "mlp", f"read {name}"), name).detach()
+        weights = at_least_float32(to_device(held, self._held("W_E").device))
+        if name == "W_in":
+            return self._linear(block, "ln2").before(weights.mT).mT
+        written = self._linear(block, "ln2_post").after(weights)
+        return written - written.mean(-1, keepdim=True) if self.centred else written
+
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
         """`W_E`, times the model's `embed_scale`."""
         held = at_least_float32(self._held("W_E"))

@@ -16,7 +16,7 @@ from interp.graph.components import ResidualComponents
 from interp.inputs.positions import Index
 from interp.inputs.texts import nan_at_padding, text_of, token_ids, words_of
 from interp.inputs.token_positions import at_least_float32, like, short, tokens_of
-from interp.linear.norms import is_identity, linear_part
+from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.protocol import of
 from interp.results.result import Result
 
@@ -29,7 +29,7 @@ Direction = (
 """One direction of what the unembedding reads, one for each example, or one for each position."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Decomposition:
     """A residual stream as a sum of parts, in at least float32.
 
@@ -55,6 +55,14 @@ class Decomposition:
         if name not in self.names:
             raise unknown_name(name, self.names, "component")
         return self.values[self.names.index(name)]
+
+    def __repr__(self) -> str:
+        """The sizes, and the first and last names."""
+        sizes = zip(("component", "batch", "pos", "d_model"), self.values.shape, strict=True)
+        names = self.names if len(self.names) <= 12 else (*self.names[:8], "...", *self.names[-3:])
+        return (
+            f"Decomposition [{', '.join(f'{axis} {n}' for axis, n in sizes)}]: {', '.join(names)}"
+        )
 
 
 @without_gradients
@@ -227,6 +235,74 @@ def accumulated(
     return reading.result(found + sum(reading.biases.values()), "stream", [*points], {})
 
 
+@without_gradients
+def apply_norm(
+    model: nn.Module,
+    cache: ActivationCache,
+    values: Float[Tensor, "*axes batch pos d_model"],
+    layer: int | None = None,
+    *,
+    mlp: bool = False,
+) -> Float[Tensor, "*axes batch pos d_model"]:
+    """Return vectors of the stream as a sublayer reads them: normed, with the norm's scale in the run.
+
+    It leaves out the norm's bias. So parts that add up to the stream add up to what is read, up to that bias.
+
+    Args:
+        model: see `decompose`.
+        cache: the cache of a run that kept the last `resid_post`, and the norm's `scale`.
+        values: such vectors, as those of `decompose` with `before=layer`, in front of any axes. A direction is
+            the same everywhere: `direction.expand(batch, pos, -1)`.
+        layer: the block that reads them; None for the unembedding.
+        mlp: whether its MLP reads them, or its attention.
+
+    Returns:
+        The vectors in at least float32. Where nothing is normed they are those given.
+
+    Raises:
+        TypeError: as for `Graph`.
+        ValueError: if there is no such block or MLP, or the vectors have other sizes than the run's stream.
+        CacheError: if the cache is of another model or lacks a point.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> parts = decompose(model, cache, before=2)
+    >>> read = apply_norm(model, cache, parts.values, 2).sum(0) + model.blocks[2].ln1.bias
+    >>> torch.allclose(read, cache["ln1.normalized", 2], atol=1e-5)
+    True
+    """
+    components = ResidualComponents(model, cache)
+    blocks, stream = components.model.blocks, components.at(components.last)
+    if layer is None:
+        norm = getattr(components.model, "ln_final", None)
+    elif 0 <= layer < len(blocks) and mlp < len(blocks[layer].branches):
+        norm = blocks[layer].branches[mlp].norm
+    else:
+        raise ValueError(
+            f"layer must be 0 to {len(blocks) - 1}{', of blocks with an MLP' * mlp}; got {layer}"
+        )
+    if values.shape[-3:] != stream.shape:
+        raise ValueError(
+            f"values must be [..., batch, pos, d_model], {[*stream.shape]} last; got {[*values.shape]}"
+        )
+    linear, scale = _norm_in_run(components, norm)
+    vectors = linear.after(at_least_float32(values))
+    return vectors / like(scale, vectors)
+
+
+def _norm_in_run(
+    components: ResidualComponents, norm: nn.Module | None
+) -> tuple[LinearPart, Float[Tensor, "_batch _pos 1"]]:
+    """The linear part of a norm, and what the norm divided by."""
+    stream = components.at(components.last)
+    if is_identity(norm):
+        return linear_part(None, stream.shape[2]), stream.new_ones(1, 1, 1)
+    name = next(name for name, module in components.model.named_modules() if module is norm)
+    return linear_part(norm, stream.shape[2]), components.at(f"{name}.scale")
+
+
 class _Reading:
     """A direction of the logits, as one that reads the residual stream of a run."""
 
@@ -259,10 +335,8 @@ class _Reading:
                 "tokens or directions must be one, or one for each text or each position, of "
                 f"{[*stream.shape]}; got {[*wide.shape]}"
             )
-        self.scale = (
-            stream.new_ones(1, 1, 1) if is_identity(norm) else self.parts.at("ln_final.scale")
-        )
-        wide, linear = like(wide, self.scale), linear_part(norm, stream.shape[2])
+        linear, self.scale = _norm_in_run(self.parts, norm)
+        wide = like(wide, self.scale)
         self.direction = linear.before(wide)
         constant, offset = wide @ like(linear.bias, wide), like(offset, wide)
         self.biases = {"ln_final.bias": constant, "unembed.bias": offset}

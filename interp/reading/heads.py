@@ -1,6 +1,7 @@
-"""Scores of attention heads: where each of them looks, in every text."""
+"""Scores of attention heads: what each of them attends to, in every text."""
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from interp.results.result import Result
 
 _SHARE = "share of attention"
 _UNITS = {
+    "current_token": _SHARE,
     "previous_token": _SHARE,
     "first_token": _SHARE,
     "duplicate_token": _SHARE,
@@ -30,7 +32,7 @@ _UNITS = {
 def head_scores(
     model: nn.Module,
     cache: ActivationCache,
-    kind: str = "previous_token",
+    kind: str | Shaped[Tensor, "query key"] = "previous_token",
     *,
     span: Index | None = None,
     queries: Index | None = None,
@@ -39,6 +41,7 @@ def head_scores(
 
     | kind | score | unit |
     | --- | --- | --- |
+    | `current_token` | attention to the query's own token | 0 to 1 |
     | `previous_token` | attention to the token before the query | 0 to 1 |
     | `first_token` | attention to the first token of the text | 0 to 1 |
     | `duplicate_token` | attention to earlier copies of the query's token | 0 to 1 |
@@ -46,15 +49,16 @@ def head_scores(
     | `span` | attention to some columns | 0 to 1 |
     | `entropy` | entropy of the attention | nats |
     | `distance` | mean distance from the query to the keys | tokens |
+    | a tensor | attention to each key times its factor [query, key] | that of the factors |
 
     Queries that have no such key do not count: those before their token's second copy, those up to the end
-    of the span, and a text's first token, for every kind. Nor does padding. The tokens before and after
+    of the span, rows of zeros of a tensor, and a text's first token, for every kind. Nor does padding. The tokens before and after
     a token are the nearest real ones.
 
     Args:
         model: the model of the run, for the number of its blocks.
         cache: the cache of a run that kept `pattern` at all positions.
-        kind: one of the table.
+        kind: one of the table; or the pattern to look for, of which true or 1 is a key that the query should attend to.
         span: for the kind `span`: its columns, such as a span of `Pairs`, in any form that `edits` take.
         queries: count only queries in these columns, likewise.
 
@@ -64,19 +68,23 @@ def head_scores(
     Raises:
         UnknownNameError: if there is no such kind, or a layer's pattern is not in the cache.
         CacheError: if the cache is of another model.
-        ValueError: if the cache does not hold all positions, does not know the tokens that a kind needs (that of a
+        ValueError: if a tensor is not of the cache's queries and keys, the cache does not hold all positions, does not know the tokens that a kind needs (that of a
             `run=`), a span is missing or does not fit it, or an example has no query that counts.
 
     >>> from hooks import HookedRunner
     >>> from models import load
     >>> model, tokens = load("pydoc-4l"), repeated_tokens(vocab_size=90, period=20)
     >>> cache = HookedRunner(model).capture(tokens, names="*.pattern")
-    >>> found = head_scores(model, cache, "induction")
-    >>> found.select(layer=3).mean().max() > 0.5
+    >>> scores = head_scores(model, cache, "induction")
+    >>> scores.select(layer=3).mean().max() > 0.5
+    tensor(True)
+    >>> offset = torch.ones(40, 40).tril(-19).triu(-19)  # from a token to the one after its copy
+    >>> head_scores(model, cache, offset).select(layer=3).mean().argmax() == scores.select(layer=3).mean().argmax()
     tensor(True)
     """
-    if kind not in _UNITS:
-        raise unknown_name(kind, _UNITS, "kind of score")
+    name = kind if isinstance(kind, str) else "the pattern"
+    if isinstance(kind, str) and kind not in _UNITS:
+        raise unknown_name(kind, _UNITS, f"kind of score (of {', '.join(_UNITS)})")
     cache.require_weights_of(model)
     patterns = [cache["pattern", layer] for layer in range(len(of(model, "blocks").blocks))]
     batch, *_, n_queries, n_pos = patterns[0].shape
@@ -93,17 +101,18 @@ def head_scores(
         counted &= Selection(queries).inside(real, "queries")
     if not counted.any(1).all():
         raise ValueError(
-            f"each example must have a query that counts for {kind}; got none in example "
-            f"{int(counted.any(1).int().argmin())}"
+            f"each example must have a query that counts for {name}; got none in example "
+            f"{int(counted.any(1).int().argmin())} (in tokens of repeated_tokens each kind has some)"
         )
     weights = wanted * (counted / counted.sum(1, keepdim=True).double())[..., None]
     scores = []
     for pattern in map(at_least_float32, patterns):
-        read = torch.special.entr(pattern) if kind == "entropy" else pattern
-        own = like(weights, read)
-        scores.append((read.flatten(2) @ own.flatten(1)[..., None])[..., 0].T)
-    about = {"kind": kind}
-    return Result(stacked(scores), ("layer", "head", "example"), unit=_UNITS[kind], about=about)
+        values = torch.special.entr(pattern) if name == "entropy" else pattern
+        rows = rearrange(values, "batch head query key -> batch head (query key)")
+        factors = rearrange(like(weights, values), "batch query key -> batch (query key) 1")
+        scores.append(rearrange(rows @ factors, "batch head 1 -> head batch"))
+    unit, about = _UNITS.get(name, ""), {"kind": name}
+    return Result(stacked(scores), ("layer", "head", "example"), unit=unit, about=about)
 
 
 def repeated_tokens(
@@ -120,7 +129,10 @@ def repeated_tokens(
 
 
 def _wanted(
-    kind: str, tokens: Tensor | None, real: Bool[Tensor, "batch pos"], span: Index | None
+    kind: str | Tensor,
+    tokens: Int[Tensor, "batch pos"] | None,
+    real: Bool[Tensor, "batch pos"],
+    span: Index | None,
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
     """The factors of each key's weight, and the queries that count. On the CPU."""
     rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
@@ -128,13 +140,22 @@ def _wanted(
     # The column of the real token before each column, -1 where there is none.
     before = columns.where(real, -1).cummax(1).values.roll(1, 1)
     before[:, 0] = -1
-    if (span is None) == (kind == "span"):
+    if (span is None) == (isinstance(kind, str) and kind == "span"):
         raise ValueError(f"span must be given for the kind 'span' and no other; got {span}")
+    if isinstance(kind, Tensor):
+        if kind.shape != (len(columns), len(columns)):
+            raise ValueError(
+                f"a pattern must be [query, key], {[len(columns)] * 2}; got {[*kind.shape]}"
+            )
+        factors = kind.cpu() * real[:, None]
+        return factors, (factors != 0).any(2) & later
     if kind == "distance":
         return rank[:, :, None] - rank[:, None], later
     if kind == "entropy":
         return torch.ones(*real.shape, len(columns)), later
-    if kind == "previous_token":
+    if kind == "current_token":
+        keys = (columns[:, None] == columns) & later[..., None]
+    elif kind == "previous_token":
         keys = columns == before[..., None]
     elif kind == "first_token":
         keys = later[..., None] & (real & ~later)[:, None]
@@ -145,8 +166,8 @@ def _wanted(
     elif tokens is None:
         raise ValueError(f"{kind} needs a cache that knows its tokens; that of a run= does not")
     else:
-        own = tokens.cpu()  # read once
-        keys = (own[..., None] == own[:, None]) & real[:, None] & (columns[:, None] > columns)
+        ids = tokens.cpu()  # read once
+        keys = (ids[..., None] == ids[:, None]) & real[:, None] & (columns[:, None] > columns)
         if kind == "induction":
             copied = keys.gather(2, before.clamp(min=0)[:, None].expand_as(keys))
             keys = copied & (before >= 0)[:, None]

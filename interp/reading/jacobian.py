@@ -17,7 +17,7 @@ from interp.inputs.token_positions import at_least_float32
 from interp.linear.affine import AffineLens, for_fit
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JacobianLens(AffineLens):
     """Mean Jacobians, fitted by `jacobian_lens`. A stream x entering block l becomes `weight[l] @ x`.
 

@@ -15,6 +15,7 @@ from interp.linear.affine import AffineLens, split_rows, unembedded
 from interp.protocol import of
 
 _SHOWN = 8  # positions in a printed table
+_MOST_LAYERS = 36  # in a printed table
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ class LensReadout:
     first: tuple[list[str] | None, list[list[str]]] | None = None
 
     def __repr__(self) -> str:
-        """The likeliest token of each layer at the last positions of the first text."""
+        """The likeliest token of each layer at the last positions of the first text; of many layers, of the last ones."""
         sizes = zip(("layer", "batch", "pos", "top"), self.tokens.shape, strict=True)
         title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
         text, likeliest = self.first or (None, self.tokens[:, 0, :, 0].tolist())
         rows = [[str(n), *map(repr, layer[-_SHOWN:])] for n, layer in enumerate(likeliest)]
+        rows = rows[-_MOST_LAYERS:]
         if text is not None:
             rows.insert(0, ["layer", *map(repr, text[-_SHOWN:])])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -77,7 +79,7 @@ def logit_lens(
             None for the stream as it is.
         targets: tokens to follow through the layers, or one for all positions as text; by default those that the
             model predicts.
-        top_k: how many of the likeliest tokens to keep.
+        top_k: how many of the likeliest tokens to keep; all of a smaller vocabulary.
 
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
@@ -121,7 +123,7 @@ def logit_lens(
     for rows in split_rows(model, streams.flatten(1, 2)):
         logits, end = unembedded(model, rows), start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
-        parts.append(_read(logits, to_device(target, logits.device), top_k))
+        parts.append(_read(logits, to_device(target, logits.device), min(top_k, vocab)))
         start = end
     columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
     best, chances, *numbers = (column.unflatten(1, shape) for column in columns)

@@ -20,7 +20,7 @@ from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
 from interp.protocol import of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TunedLens(AffineLens):
     """Translators, fitted by `tuned_lens`. A stream x entering block l becomes `weight[l] @ x + bias[l]`.
 

@@ -12,7 +12,7 @@ from interp.inputs.texts import token_ids, writer_of
 from interp.inputs.token_positions import tokens_of
 from interp.linear.folded import FoldedWeights
 from interp.spectral.factored import FactoredMatrix
-from interp.spectral.singular import check_k
+from interp.spectral.singular import check_k, svd
 
 
 @without_gradients
@@ -140,7 +140,7 @@ def token_directions(
 
 
 class SingularTokens(NamedTuple):
-    """The tokens that singular directions of a head stand for, at both ends of each direction.
+    """The tokens that singular directions of a head or an MLP stand for, at both ends of each direction.
 
     At end 0 are the tokens with the largest products with the direction, best first, and at end 1 those
     with the most negative. What is read at an end is written with the sign of that end.
@@ -151,7 +151,8 @@ class SingularTokens(NamedTuple):
             `qk`, the query.
         written, written_scores: tokens by their logits from what the head writes: for `qk`, tokens by
             the products of their embeddings with the key.
-        texts: `read` and `written` as text; None where the model has no tokenizer.
+            For `W_in` what is written, and for `W_out` what is read, are neurons, by their entries.
+        texts: `read` and `written` as text, neurons as `n3`; None where the model has no tokenizer.
     """
 
     s: Float[Tensor, " k"]
@@ -180,24 +181,26 @@ class SingularTokens(NamedTuple):
 def singular_tokens(
     model: nn.Module,
     layer: int,
-    head: int,
-    circuit: Literal["ov", "qk"] = "ov",
+    head: int | None = None,
+    circuit: Literal["ov", "qk", "W_in", "W_out"] = "ov",
     k: int = 5,
     top: int = 10,
     fold: bool = True,
     distance: int | None = None,
 ) -> SingularTokens:
-    """The first singular directions of a head's circuit, read out in tokens (Millidge & Black 2022).
+    """Return the first singular directions of a head's circuit or of an MLP's weights, in tokens (Millidge & Black 2022).
 
     Args:
-        model, fold, distance: see `qk_circuit`.
-        layer, head: which head.
-        circuit: `ov` or `qk`.
-        k: how many directions, at most d_head.
-        top: how many tokens at each end.
+        model, fold, distance: see `qk_circuit`. A model whose MLP is read needs `ln2` and `ln2_post` too if `fold`.
+        layer: the layer.
+        head: the head of a circuit; None for weights of the MLP.
+        circuit: `ov` or `qk` of a head, or `W_in` or `W_out` of the MLP.
+        k: how many directions, at most d_head or, of an MLP, d_model or d_mlp.
+        top: how many tokens or neurons at each end; all if there are fewer.
 
     Raises:
-        TypeError, ValueError: as for `qk_circuit`; or if circuit is neither, or k is not 1 to d_head.
+        TypeError, ValueError: as for `qk_circuit`; or if circuit is none of these, a head is missing or not
+            needed, or k is more than the number of singular values.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -206,21 +209,43 @@ def singular_tokens(
     >>> written
     [[[',', '}', ' '], ['\\n', '&', '@']]]
     """
-    if circuit not in ("ov", "qk"):
-        raise ValueError(f"circuit must be 'ov' or 'qk'; got {circuit!r}")
-    made = ov_circuit(model, fold) if circuit == "ov" else qk_circuit(model, fold, distance)
-    found, folded = made[layer, head].svd(), FoldedWeights(model, fold, "W_E", "W_U")
+    if circuit not in ("ov", "qk", "W_in", "W_out"):
+        raise ValueError(f"circuit must be 'ov', 'qk', 'W_in' or 'W_out'; got {circuit!r}")
+    if (head is None) == (circuit in ("ov", "qk")):
+        raise ValueError(f"head must be given for 'ov' and 'qk' alone; got {head} for {circuit!r}")
+    folded = FoldedWeights(model, fold, "W_E", "W_U")
+    if circuit == "ov":
+        decomposition = ov_circuit(model, fold)[layer, head].svd()
+    elif circuit == "qk":
+        decomposition = qk_circuit(model, fold, distance)[layer, head].svd()
+    else:
+        decomposition = svd(folded.mlp(layer, circuit), circuit)
+    check_k(k, len(decomposition.s))
     embedding = folded.embedding()
-    unembedding = folded.unembedding() if circuit == "ov" else embedding.mT
-    check_k(k, len(found.s))
-    u, vh = found.u[:, :k].to(embedding.dtype), found.vh[:k].to(embedding.dtype)
-    read, written = _ends((embedding @ u).mT, top), _ends(vh @ unembedding, top)
-    said = writer_of(model)
-    texts = None if said is None else (said(read[0]), said(written[0]))
-    return SingularTokens(found.s[:k], *read, *written, texts)
+    u, vh = (x.to(embedding.dtype) for x in (decomposition.u[:, :k], decomposition.vh[:k]))
+    reading = u.mT if circuit == "W_out" else u.mT @ embedding.mT
+    writing = vh
+    if circuit != "W_in":
+        writing = vh @ (embedding.mT if circuit == "qk" else folded.unembedding())
+    read, written = _ends(reading, top), _ends(writing, top)
+    to_text = writer_of(model)
+    texts = None
+    if to_text is not None:
+        texts = (
+            _neurons(read[0].tolist()) if circuit == "W_out" else to_text(read[0]),
+            _neurons(written[0].tolist()) if circuit == "W_in" else to_text(written[0]),
+        )
+    return SingularTokens(decomposition.s[:k], *read, *written, texts)
 
 
-def _ends(scores: Float[Tensor, "k vocab"], top: int) -> tuple[Tensor, Tensor]:
+def _neurons(numbers: list[list[list[int]]]) -> list[Any]:
+    return [[[f"n{number}" for number in end] for end in ends] for ends in numbers]
+
+
+def _ends(
+    scores: Float[Tensor, "k entry"], top: int
+) -> tuple[Int[Tensor, "k end top"], Float[Tensor, "k end top"]]:
     """The tokens at both ends, and their scores."""
+    top = min(top, scores.shape[-1])
     ends = [scores.topk(top, largest=largest) for largest in (True, False)]
     return torch.stack([end.indices for end in ends], 1), torch.stack([e.values for e in ends], 1)

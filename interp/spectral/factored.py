@@ -65,8 +65,30 @@ class FactoredMatrix:
         """The transpose of each matrix."""
         return FactoredMatrix(self.right.mT, self.left.mT)
 
+    T = mT
+
+    @property
+    def AB(self) -> Float[Tensor, "*batch rows columns"]:
+        """The product itself, as `form()`."""
+        return self.form()
+
+    @property
+    def U(self) -> Float[Tensor, "*batch rows k"]:
+        """The left singular vectors, as columns. `svd()` gives all three at once."""
+        return self.svd().u
+
+    @property
+    def S(self) -> Float[Tensor, "*batch k"]:
+        """The singular values, descending."""
+        return self.svd().s
+
+    @property
+    def Vh(self) -> Float[Tensor, "*batch k columns"]:
+        """The right singular vectors, as rows."""
+        return self.svd().vh
+
     def form(self) -> Float[Tensor, "*batch rows columns"]:
-        """The product itself."""
+        """Return the product itself."""
         return self.left @ self.right
 
     def __matmul__(self, other: "FactoredMatrix | Tensor") -> "FactoredMatrix":

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SVD:
     """Thin decompositions `u @ diag(s) @ vh` of a batch of matrices, in float64.
 
@@ -50,6 +50,15 @@ class SVD:
     def rank(self) -> Int[Tensor, "*batch"]:
         """The number of singular values in `s` above the tolerance; 0 for a zero matrix."""
         return (self.s > self.tolerance[..., None]).sum(-1)
+
+    def __repr__(self) -> str:
+        """The sizes, and the first singular values of a single matrix."""
+        *batch, rows, k = self.u.shape
+        title = f"SVD of {[*batch, rows, self.vh.shape[-1]]}: {k} singular values"
+        if batch:
+            return title
+        shown = ", ".join(f"{value:.4g}" for value in self.s[:8].tolist())
+        return f"{title}, {shown}{', ...' * (k > 8)}"
 
     @property
     def gaps(self) -> Float[Tensor, "*batch k"]:
