@@ -383,8 +383,11 @@ def test_hub_models_are_fetched(model, saved, tokens, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     asked = []
 
-    def fetch(name, allow_patterns):
+    revisions = []
+
+    def fetch(name, allow_patterns, revision):
         asked.append((name, allow_patterns))
+        revisions.append(revision)
         return str(saved)
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
@@ -405,6 +408,33 @@ def test_hub_models_are_fetched(model, saved, tokens, monkeypatch):
     (saved / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json"):
         load("some/model")
+    assert {*revisions} == {None}
+    load_tokenizer("some/model", revision="step-3")
+    with pytest.raises(FileNotFoundError):
+        load("some/model", revision="v2")
+    assert revisions[-3:] == ["step-3", "v2", "v2"]
+    for at_hand in (saved, "pydoc-4l"):
+        with pytest.raises(ValueError, match=r"revision=.*'v2'"):
+            load(at_hand, revision="v2")
+
+
+def test_a_file_of_weights_alone_says_which_call_reads_it(model, tmp_path):
+    for name, call in (
+        ("a.safetensors", "load_file"),
+        ("b.pt", "torch.load"),
+        ("c.bin", "torch.load"),
+    ):
+        file = tmp_path / name
+        if name == "a.safetensors":
+            save_file({"weight": model.W_E.detach()}, file)
+        else:
+            zipped = name == "b.pt"
+            torch.save(model.state_dict(), file, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ValueError, match=rf"{name} is a file of .*{call}"):
+            load(file)
+    save(tmp_path / "whole", model)
+    with pytest.raises(ValueError, match=r"load\('.*whole'\) reads it"):
+        load(tmp_path / "whole" / "model.safetensors")
 
 
 def test_offline_the_hub_is_not_asked():

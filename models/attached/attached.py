@@ -76,6 +76,11 @@ class Attached(ReadsText):
             self.remove()
             raise
 
+    def __repr__(self) -> str:
+        left_out = f"; without {', '.join(self.left_out)}" if self.left_out else ""
+        points = len(HookedRunner(self.model).points)
+        return f"Attached({type(self.model).__name__}, {points} points{left_out})"
+
     def remove(self) -> None:
         """Takes everything out of the model again. A second call does nothing."""
         self._restore_configs()
@@ -212,6 +217,16 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
         TypeError: if the model has no config of `transformers`, or the tokenizer is none.
         ValueError: if the model is attached already, has other modules under our names, or no blocks, reads
             two sequences, or gives NaN.
+
+    >>> import torch
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> sizes = GPT2Config(vocab_size=7, n_positions=9, n_embd=4, n_layer=1, n_head=2)
+    >>> model = GPT2LMHeadModel(sizes).eval()
+    >>> attach(model)
+    Attached(GPT2LMHeadModel, 21 points)
+    >>> _, cache = HookedRunner(model).run_with_cache(torch.tensor([[3, 1, 4]]))
+    >>> cache["pattern", 0].shape
+    torch.Size([1, 2, 3, 3])
     """
     what = type(model).__name__
     if hasattr(model, "_orig_mod"):

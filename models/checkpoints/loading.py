@@ -42,6 +42,7 @@ def load(
     device: torch.device | str | None = None,
     verify: bool = False,
     ignore: Collection[str] = (),
+    revision: str | None = None,
 ) -> Transformer:
     """Loads a model in evaluation mode, with the unprocessed weights of the file. Its `tokenizer` is that of the files.
 
@@ -61,20 +62,23 @@ def load(
         ignore: keys of config.json, or of a GGUF file's metadata, to read as if they were not there. An
             unknown key is an error otherwise, unless it is null or false or has "drop" in its name. The
             model's dropout is that of the file if all probabilities there are equal, else 0.
+        revision: a branch, tag or commit of a model on the hub; None for its main branch.
 
     Raises:
         FileNotFoundError: if there is no such model; it lists those that ship with the package.
         ImportError: if a library that the format needs is not installed.
         UnknownNameError: if a key to ignore is not in the file.
         ValueError: if the file is damaged, cannot be expressed, or has weights that do not match its
-            config (it names the file); or if `dtype` is not one of those above.
+            config (it names the file); if `dtype` is not one of those above; or if a revision is given
+            and the model is not from the hub.
 
     >>> model = load("pydoc-4l")
     >>> model.config.n_layers, model.W_E.dtype
     (4, torch.float32)
     """
-    path = locate(name_or_path)
+    path = locate(name_or_path, revision=revision)
     if path.is_file():
+        _refuse_weights_alone(path)
         from models.checkpoints.gguf import load_gguf
 
         model = load_gguf(path, dtype, device, ignore)
@@ -91,6 +95,29 @@ def load(
     return model
 
 
+def _refuse_weights_alone(file: Path) -> None:
+    """Refuses a file of weights, which do not say what model they are of.
+
+    Raises:
+        ValueError: it says what the file is, and which call reads it.
+    """
+    with file.open("rb") as opened:
+        begin = opened.read(10)
+    if begin[8:10] == b'{"':  # after the length of its header
+        kind, call = "safetensors", f"safetensors.torch.load_file({str(file)!r})"
+    elif begin[:4] == b"PK\x03\x04" or begin[:2] in (b"\x80\x02", b"\x80\x04"):
+        kind, call = "torch.save", f"torch.load({str(file)!r})"
+    else:
+        return
+    if (file.parent / CONFIG).is_file():
+        rule = f"load({str(file.parent)!r}) reads it with the {CONFIG} beside it"
+    else:
+        rule = (
+            f"{call} reads it, and Transformer(config).load_state_dict takes weights by our names"
+        )
+    raise ValueError(f"{file} is a file of {kind}, which does not say what model it is of: {rule}")
+
+
 def _tokenizer_at(path: Path) -> Tokenizer | None:
     try:
         return load_tokenizer(path)
@@ -98,15 +125,23 @@ def _tokenizer_at(path: Path) -> Tokenizer | None:
         return None
 
 
-def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
+def load_tokenizer(
+    name_or_path: str | os.PathLike[str], *, revision: str | None = None
+) -> Tokenizer:
     """Loads the tokenizer of a model, found as by `load`, or of a directory or tokenizer.json.
+
+    Args:
+        name_or_path, revision: see `load`.
 
     Raises:
         FileNotFoundError: if there is no such model or directory, or it has no tokenizer.
         ImportError: if a library that the tokenizer needs is not installed.
         ValueError: if a file is damaged or of an unknown kind; it names the file.
+
+    >>> load_tokenizer("pydoc-4l").encode("def")
+    [67, 68, 69]
     """
-    path = locate(name_or_path, weights=False)
+    path = locate(name_or_path, weights=False, revision=revision)
     if path.suffix == ".gguf" and path.is_file():
         from models.checkpoints.gguf import load_gguf_tokenizer
 
@@ -114,19 +149,27 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
     return tokenizer_from(path)
 
 
-def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
+def locate(
+    name_or_path: str | os.PathLike[str], weights: bool = True, revision: str | None = None
+) -> Path:
     """The directory or file of a name or path.
 
     Args:
-        name_or_path: see `load`.
+        name_or_path, revision: see `load`.
         weights: whether to download the weights of a hub model.
 
     Raises:
         FileNotFoundError: if there is none; it lists the models that ship with the package.
+        ValueError: if a revision is given, and it is not from the hub.
         ImportError: if it may be a hub model, and huggingface_hub is not installed.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path)
-    if isinstance(name_or_path, str) and name in bundled():
+    ships = isinstance(name_or_path, str) and name in bundled()
+    if (ships or path.exists()) and revision is not None:
+        raise ValueError(
+            f"revision= is of models on the hub; got {revision!r} for {name!r}, at hand"
+        )
+    if ships:
         return BUNDLED / name
     if path.exists():
         return path
@@ -143,16 +186,16 @@ def locate(name_or_path: str | os.PathLike[str], weights: bool = True) -> Path:
     if not may_be_on_hub or (name in available() and name not in SIZES):
         raise FileNotFoundError(missing)
     try:
-        return _download(name, weights)
+        return _download(name, weights, revision)
     except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
         reason = " ".join(str(error).split())
         raise kind(f"{missing}; the hub cannot give it either: {reason}") from error
 
 
-def _download(name: str, weights: bool) -> Path:
+def _download(name: str, weights: bool, revision: str | None) -> Path:
     """Downloads the files of a hub model unless they are in the hub's cache. Returns their directory."""
-    fetch = library("huggingface_hub").snapshot_download
+    fetch = partial(library("huggingface_hub").snapshot_download, revision=revision)
     wanted = _DESCRIPTION + _WEIGHTS if weights else _DESCRIPTION
     directory = Path(fetch(name, allow_patterns=wanted))
     if weights and not any(directory.glob("*.safetensors")):

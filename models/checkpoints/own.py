@@ -26,7 +26,11 @@ CONFIG, VOCABULARY = "config.json", "vocabulary.json"
 
 
 def bundled() -> list[str]:
-    """Names of the models that ship with the package."""
+    """Names of the models that ship with the package.
+
+    >>> bundled()
+    ['pydoc-4l']
+    """
     return sorted(path.parent.name for path in BUNDLED.glob(f"*/{CONFIG}"))
 
 

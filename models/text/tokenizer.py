@@ -91,6 +91,9 @@ class CharTokenizer:
                 f"a vocabulary must be of distinct single characters; got {characters!r:.80}"
             )
 
+    def __repr__(self) -> str:
+        return f"CharTokenizer({self.vocab_size} characters)"
+
     @classmethod
     def of(cls, text: str) -> "CharTokenizer":
         """The tokenizer of the characters in `text`, in order of code point."""
@@ -161,6 +164,12 @@ class SubwordTokenizer:
         # vocabulary, it raises.
         if isinstance(tokenizer.model, library_.models.BPE) and not tokenizer.model.unk_token:
             tokenizer.model.unk_token = _NO_TOKEN
+
+    def __repr__(self) -> str:
+        ends = "".join(
+            f", {name} {ids}" for name, ids in vars(self).items() if name.endswith("_ids") and ids
+        )
+        return f"SubwordTokenizer({self.vocab_size} tokens{ends})"
 
     def __deepcopy__(self, memo: Any) -> "SubwordTokenizer":
         return self  # it does not change, and a vocabulary is large

@@ -116,6 +116,14 @@ def from_hf(
         ValueError: if a part has a forward of its own, or a hook.
         UnknownNameError: if a key to ignore is not in its config.
         ValueError: if its config cannot be expressed, or its weights do not match the config.
+
+    >>> import torch
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> sizes = GPT2Config(vocab_size=7, n_positions=9, n_embd=4, n_layer=1, n_head=2)
+    >>> model = GPT2LMHeadModel(sizes).eval()
+    >>> tokens = torch.tensor([[3, 1, 4]])
+    >>> torch.allclose(from_hf(model)(tokens), model(tokens).logits, atol=1e-6)
+    True
     """
     copied = _from_memory(model, False, dtype, device, ignore)
     copied.tokenizer = tokenizer
