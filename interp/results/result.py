@@ -237,7 +237,7 @@ class Result:
             UnknownNameError: if there is no such axis.
             ValueError: if there are not one or two axes besides `example` and the facet.
         """
-        from interp.pictures.effects import plot
+        from interp.results.plot import plot
 
         return plot(self, facet)
 

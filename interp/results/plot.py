@@ -1,15 +1,17 @@
 """Pictures of results: bars of one axis, a heat map of two, and a heat map for each label of a third."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
 from hooks.errors import unknown_name
 from interp.pictures.plots import bars, heat_maps
-from interp.results.result import Result
+
+if TYPE_CHECKING:
+    from interp.results.result import Result
 
 
-def plot(result: Result, facet: str | None = None) -> Figure:
+def plot(result: "Result", facet: str | None = None) -> Figure:
     """The mean effects of a result; see `Result.plot`."""
     if facet is not None and facet not in result.axes[:-1]:
         raise unknown_name(facet, result.axes[:-1], "axis of this result")
@@ -21,7 +23,7 @@ def plot(result: Result, facet: str | None = None) -> Figure:
         )
     unit = f"mean ({result.unit})" if result.unit else "mean"
     title = ", ".join(f"{name}: {value}" for name, value in result.about.items())
-    labels = {axis: _shown(result, axis) for axis in axes}
+    labels = {axis: _labels_with_words(result, axis) for axis in axes}
     means = result.mean()
     if len(axes) == 1:
         return bars(means, *result.interval(), labels, unit, title)
@@ -29,11 +31,11 @@ def plot(result: Result, facet: str | None = None) -> Figure:
     reach = 0.0 if base is None or target is None else (target - base).mean().abs().item()
     if facet is None:
         return heat_maps(means[None], labels, [""], unit, title, reach)
-    names = [f"{facet} {label}" for label in _shown(result, facet)]
+    names = [f"{facet} {label}" for label in _labels_with_words(result, facet)]
     return heat_maps(means.movedim(result.axes.index(facet), 0), labels, names, unit, title, reach)
 
 
-def _shown(result: Result, axis: str) -> list[Any]:
+def _labels_with_words(result: "Result", axis: str) -> list[Any]:
     """The labels of an axis, with its words."""
     labels = result.labels[axis]
     pairs = zip(labels, result.words.get(axis) or [""] * len(labels), strict=True)
