@@ -44,7 +44,7 @@ class UnknownNameError(HookError, KeyError):
     def __init__(self, message: str, name: object = "", known: Iterable[str] = ()) -> None:
         super().__init__(message)
         self._name = str(name)
-        self._known = list(known)
+        self._known = [str(other) for other in known]
 
     # Searched for only when asked: `in` and `get` catch this error, and the search is slow.
     @functools.cached_property

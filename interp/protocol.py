@@ -84,7 +84,9 @@ def of(model: nn.Module, *parts: str) -> Any:
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
     lacking = [part for part in parts if not has(part)]
     if lacking:
-        hint = "models.from_hf makes a model that has them"
+        hint = (
+            "models.attach gives a transformers model them, models.from_hf makes one that has them"
+        )
         if language is not model and "unembed" in lacking:
             hint = "the modules after its blocks give no logits of tokens"
         raise TypeError(
@@ -92,6 +94,19 @@ def of(model: nn.Module, *parts: str) -> Any:
             f"{' and '.join(lacking)} ({hint})"
         )
     return language
+
+
+def require_points(runner: HookedRunner) -> None:
+    """Refuses a model without any hook point, whose values have none of our names.
+
+    Raises:
+        TypeError: if it has none.
+    """
+    if not any(point.axes for point in runner.points.values()):
+        raise TypeError(
+            f"the model must have hook points; got {type(runner.model).__name__} without any "
+            "(models.attach gives a transformers model our points)"
+        )
 
 
 def plain(model: nn.Module, *parts: str) -> Any:

@@ -56,7 +56,7 @@ def source(wide, texts):
 
 def drawn_index(rng, size):
     """An index in the form users give it, and the places that it means."""
-    match rng.randrange(4):
+    match rng.randrange(5):
         case 0:
             given = rng.randrange(-size, size)
             return given, [given % size]
@@ -69,6 +69,10 @@ def drawn_index(rng, size):
             mask = [rng.random() < 0.5 for _ in range(size)]
             mask[rng.randrange(size)] = True
             return rng.choice([mask, np.array(mask)]), [n for n in range(size) if mask[n]]
+        case 4:
+            left_out = rng.sample(range(size), rng.randrange(size))
+            shifted = [n - size * rng.randrange(2) for n in left_out]
+            return edits.all_but(*shifted), [n for n in range(size) if n not in left_out]
     return given, list(range(size))[given]
 
 
@@ -385,6 +389,7 @@ def test_a_text_read_in_pieces_is_edited_as_in_one(form, texts, source):
         {"*.scores": edits.knockout(query=[2, 3, 6], key=slice(1, 4))},
         [("*.pattern", edits.scale(0.3, query=4, key=[3, 4])), ("*.scores", edits.noise(0.5))],
         {"blocks.1.attn_out": edits.mean(source, pos=slice(3, None))},
+        {"blocks.*.mlp_out": edits.zero(pos=edits.all_but(1, 4))},
         {"blocks.1.mlp.post": edits.add(torch.ones(13).double(), pos=[True] * 3 + [False] * 4)},
     ):
         with runner.hooks(hooks):
@@ -628,6 +633,13 @@ def test_what_no_point_takes_is_an_error_at_once(source):
     for index in (1.5, None, "all", True, [0, True], [[1, 2], 3], [slice(2)], torch.ones(2, 3)):
         with pytest.raises(TypeError, match="integer"):
             edits.zero(pos=index)
+    for index in (1.5, "all", [1]):
+        with pytest.raises(TypeError, match="integer"):
+            edits.all_but(index)
+    for axis, close in (("heads", "head"), ("querry", "query"), ("d_heads", "d_head")):
+        with pytest.raises(UnknownNameError, match=f"no axis.*'{axis}'.* {close}"):
+            edits.zero(**{axis: 3})
+    assert repr(edits.zero(expert=3)) == "edits.zero(expert=3)"  # of a point of one's own
     with pytest.raises(ValueError, match="over"):
         edits.mean(source, over=())
     with pytest.raises(TypeError, match="cache; got 2.0"):

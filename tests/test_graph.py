@@ -27,6 +27,14 @@ def test_what_is_written_adds_up_to_the_stream(form, split_embeddings):
         torch.testing.assert_close(found.sum(0), cache["resid_post", -1], rtol=0, atol=1e-12)
 
 
+def test_a_graph_prints_what_it_is():
+    config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
+    nodes = graph.Graph(Transformer(config).eval())
+    # The input, two heads and the MLP write; three readers of each head, the MLP and the logits read.
+    sizes = f"4 writers, 8 readers, {6 + 3 + 4} edges"
+    assert repr(nodes) == f"Graph of a Transformer: 1 layers, {sizes}"
+
+
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_a_head_writes_its_share_of_the_norm(norm):
     model = made(norm=norm, norm_place="sandwich")

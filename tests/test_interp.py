@@ -128,3 +128,19 @@ def test_the_lens_of_some_positions_is_part_of_the_whole(model, tokens):
         for options in ({"positions": [5, 2]}, {})
     )
     torch.testing.assert_close(part.kl, whole.kl[..., [5, 2]])
+
+
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        *(interp.activation_patching, interp.attribution_patching, interp.top_attributions),
+        *(interp.edge_attribution, interp.path_patching),
+    ],
+)
+def test_an_analysis_of_a_model_that_is_not_attached_says_attach(analysis):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = dict(n_layer=1, n_head=2, n_embd=4, vocab_size=7, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    pairs = interp.Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[3, 5, 4]]), [6])
+    with pytest.raises(TypeError, match="models.attach"):
+        analysis(model, pairs)

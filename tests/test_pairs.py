@@ -6,6 +6,7 @@ import torch
 from hooks import ModeError
 from interp import Pairs, cross_entropy, log_prob
 from interp.measuring import measure
+from models import load
 
 BATCH, POS = 4, 7
 
@@ -82,6 +83,22 @@ def test_the_metric_of_the_answers(tokens, corrupted):
     torch.testing.assert_close(found, logits.log_softmax(-1)[rows, -1, both[:, 1]])
     with pytest.raises(ValueError, match="answers"):
         Pairs(tokens, corrupted).metric  # noqa: B018  # reading it raises
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([7, 3, 5], [7, 3, 5]),
+        (17, [17] * 3),
+        ((7, 3), [[7, 3]] * 3),
+        ([(7, 3), (2, 1), (0, 9)], [[7, 3], [2, 1], [0, 9]]),
+    ],
+)
+def test_answers_are_numbers_in_every_form(answers, expected):
+    pairs = Pairs(torch.zeros(3, 5, dtype=torch.long), answers=answers)
+    assert pairs.answers.tolist() == expected
+    worded = Pairs([[0] * 5] * 3, answers=answers).read_by(load("pydoc-4l"))
+    assert worded.answers.tolist() == expected
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

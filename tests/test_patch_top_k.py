@@ -28,6 +28,7 @@ def bound(n, sampled, missed):
         ("z", ("head", "layer"), {"heads": [4, 0, 3, 1], "layers": [1, 0]}, 2, 8),
         ("mlp.post", ("neuron",), {"layers": [1], "neurons": 2, "direction": "noising"}, 3, 7),
         ("v", ("layer", "head"), {"mask": LEFT}, 1, 100),
+        ("embed", ("pos",), {}, 2, 6),
     ],
 )
 def test_the_top_and_a_sample_are_patched_exactly(site, over, options, k, budget):

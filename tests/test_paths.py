@@ -162,6 +162,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("at least one", lambda: edge_patching(model, PAIRS, [])),
         ("must be names.*Pairs", lambda: edge_patching(model, PAIRS, answer)),
         ("must be names.*Pairs", lambda: path_patching(model, PAIRS, answer)),
+        (r"such as 'm2'.*\(3, 0\)", lambda: path_patching(model, PAIRS, [(3, 0)])),
         ("a2.h1", lambda: path_patching(model, PAIRS, ["a2.h1q"])),
         ("writer|sender", lambda: path_patching(model, PAIRS, senders=["a9.h1"])),
         ("before", lambda: path_patching(model, PAIRS, ["m1"], ["m1"])),

@@ -284,3 +284,101 @@ def test_questions_that_make_no_sense(result):
         result.interval(95.0)
     with pytest.raises(ValueError, match="target"):
         dataclasses.replace(result, target=None).normalized()
+
+
+def test_labels_by_pattern():
+    names = ["embed", "a0.h1", "a0.h12", "m0", "a1.h1", "what?"]
+    values = torch.arange(12.0).view(6, 2)
+    result = Result(
+        values, ("node", "example"), labels={"node": names}, words={"node": list("abcd*f")}
+    )
+    assert result.select(node="a*.h1").labels["node"] == ("a0.h1", "a1.h1")
+    assert torch.equal(result.select(node="a*.h1").values, values[[1, 4]])
+    assert result.select(node="m?").axes == ("node", "example")  # one match keeps the axis too
+    assert result.select(node=["m0", "a0*"]).labels["node"] == ("m0", "a0.h1", "a0.h12")
+    # A label or a word that has such a sign is itself.
+    assert result.select(node="what?").axes == ("example",)
+    assert result.select(node="*").about["node"] == "a1.h1"
+    with pytest.raises(ValueError, match=r"match.*'x\*'"):
+        result.select(node="x*")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_nodes_as_axes():
+    names = ["embed", "a0.h1", "a0.h0", "m0", "a2.h1", "a2.bias", "m2.n0", "m2.n7"]
+    values = torch.arange(48.0).view(3, 8, 2)  # [pos, node, example]
+    result = Result(values, ("pos", "node", "example"), labels={"node": names, "pos": [4, 5, 9]})
+    heads = result.by("head")
+    assert heads.axes == ("pos", "layer", "head", "example")
+    assert heads.labels["layer"] == (0, 2)
+    assert heads.labels["head"] == (0, 1)
+    for layer, head, index in ((0, 0, 2), (0, 1, 1), (1, 1, 4)):
+        assert torch.equal(heads.values[:, layer, head], values[:, index])
+    assert heads.values[:, 1, 0].isnan().all()
+    parts = result.by("layer")
+    assert parts.labels["part"] == ("a.h1", "a.h0", "m", "a.bias", "m.n0", "m.n7")
+    assert torch.equal(parts.select(layer=2, part="a.bias").values, values[:, 5])
+    assert torch.equal(result.by("neuron").values, values[:, None, 6:])
+    with pytest.raises(ValueError, match="nodes.*'pos'"):
+        result.select(node="embed").by("head")
+    with pytest.raises(UnknownNameError, match="heads.*head"):
+        result.by("heads")
+
+
+def test_differences(result):
+    other = dataclasses.replace(
+        result,
+        values=result.values.flip(0) * 2,
+        about={"metric": "log_prob(3)", "direction": "denoising"},
+    )
+    apart = result - other
+    assert torch.equal(apart.values, result.values - 2 * result.values.flip(0))
+    assert (apart.axes, apart.labels, apart.unit) == (result.axes, result.labels, "logits")
+    assert torch.equal(apart.base, result.base)
+    assert apart.about == {"direction": "denoising"}
+    moved = dataclasses.replace(other, base=result.base + 1)
+    assert (result - moved).base is None
+    torch.testing.assert_close((result - moved).target, result.target)
+    shares = result.normalized() - other.normalized()
+    torch.testing.assert_close(shares.values, apart.normalized().values)
+    gap = dataclasses.replace(other, target=other.target * 3).normalized()
+    relabelled = dataclasses.replace(result, labels={"layer": [4, 5, 6]})
+    for wrong, match in (
+        (relabelled, "labels"),
+        (result.normalized(), "unit"),
+        (result.select(head=1), "axes"),
+    ):
+        with pytest.raises(ValueError, match=f"same {match}"):
+            result - wrong
+    with pytest.raises(ValueError, match="same runs"):
+        result.normalized() - gap
+    one, two = (dataclasses.replace(result, about={"texts": [text] * 13}) for text in "ab")
+    with pytest.raises(ValueError, match="same texts"):
+        one - two
+    with pytest.raises(TypeError):
+        result - 1
+
+
+def test_a_heat_map_for_each_label_of_a_facet():
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    values = torch.randn(3, 5, 2, 7)
+    result = Result(values, ("layer", "pos", "head", "example"), labels={"pos": [*"abcde"]})
+    *panels, bar = result.plot(facet="pos").axes
+    assert [panel.get_title() for panel in panels] == [f"pos {name}" for name in "abcde"]
+    for n, panel in enumerate(panels):
+        np.testing.assert_allclose(panel.images[0].get_array(), values.mean(-1)[:, n])
+        assert panel.images[0].norm.vmax == pytest.approx(values.mean(-1).abs().max())
+    assert (panels[0].get_xlabel(), panels[0].get_ylabel(), bar.get_ylabel()) == (
+        "head",
+        "layer",
+        "mean",
+    )
+    with pytest.raises(UnknownNameError, match="heads"):
+        result.plot(facet="heads")
+    with pytest.raises(ValueError, match="facet"):
+        result.select(layer=0).plot(facet="pos")
+
+
+def test_a_result_prints_at_most_40_lines(result):
+    long = dataclasses.replace(result, about={f"fact {n}": list(range(99)) for n in range(99)})
+    assert len(repr(long).splitlines()) <= 40

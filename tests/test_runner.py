@@ -91,11 +91,13 @@ def test_a_selector_that_matches_nothing_is_an_error(runner, tokens, selector, c
             foreign.run_with_cache(tokens, mode=mode)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", [("q", 3), torch.ones(2), 7, None])
 def test_whatever_is_unknown_is_named(name):
     error = errors.unknown_name(name, ["a", "b"], "thing")
     assert repr(name) in str(error)
     assert error.close_matches == ()
+    assert errors.unknown_name("head", [name, "heads"], "thing").close_matches[0] == "heads"
 
 
 @pytest.mark.usefixtures("unchecked")

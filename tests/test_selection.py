@@ -19,11 +19,14 @@ MASKS = {
     "gaps": torch.tensor([[1, 0, 1, 1, 1, 0], [1] * 6, [0, 1, 1, 0, 1, 1]]),
 }
 FORMS = [-1, -3, [-1, -2], slice(-3, None), slice(2, -1), slice(-4, -1), [[-1], [2, -1], [4]]]
+FORMS.append(edits.all_but(2, -1))
 
 
 def listed(form, row, columns):
     """The columns that a form means in a row whose real ones are given, by Python's own indexing."""
     form = form[row] if isinstance(form, list) and isinstance(form[0], list) else form
+    if form is FORMS[-1]:
+        return [n for n in columns[:-1] if n != 2]
     if not isinstance(form, slice):
         asked = [form] if isinstance(form, int) else form
         return [columns[n] if n < 0 else n for n in asked]

@@ -110,6 +110,31 @@ def test_patching_every_site_equals_whole_runs(form, mask):
             close(found.values[layer, place], expected - base)
 
 
+@pytest.mark.parametrize(
+    ("site", "over", "end"),
+    [
+        ("embed", ("pos",), ""),
+        ("ln_final.normalized", ("pos",), ""),
+        ("mlp.pre", ("layer", "pos"), "mlp.pre"),
+        ("ln1.normalized", ("layer", "pos"), "ln1.normalized"),
+        ("attn.z", ("layer", "head"), "attn.z"),
+        ("blocks.1.resid_mid", ("layer", "pos"), "resid_mid"),
+    ],
+)
+def test_any_point_is_a_site(site, over, end):
+    model, clean, corrupted = variant("pre"), some_tokens(1), some_tokens(2)
+    effects = activation_patching(model, draw_pairs(), site)
+    assert effects.axes == (*over, "example")
+    assert effects.labels.get("layer") == {"": None, "resid_mid": (1,)}.get(end, (0, 1))
+    layers = effects.labels.get("layer", [None])
+    names = [f"blocks.{layer}.{end}" if end else site for layer in layers]
+    _, cache = HookedRunner(model).run_with_cache(clean, names=names)
+    base = brute(model, corrupted, [])
+    for values, name in zip(effects.values.view(len(names), -1, BATCH), names, strict=True):
+        index = (EVERY, EVERY, 2) if "head" in over else (EVERY, 2)
+        close(values[2], brute(model, corrupted, [(name, put(cache[name], *index))]) - base)
+
+
 @torch.no_grad()
 def alone(model, tokens, hooks, metric=measured, mask=None):
     return metric(HookedRunner(model).run_with_hooks(tokens, hooks=hooks, **masked(mask)), mask)
@@ -536,7 +561,11 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (ValueError, r"\[5\].*\[2\]", {"metric": lambda logits: logits[:2, -1, 0]}),
         (ValueError, "clean run.*'noising'", {"edit": edits.zero(), "direction": "noising"}),
         (TypeError, "edit must.*sweep", {"edit": lambda value, point: value}),
+        (TypeError, r"edits.zero\(\)", {"edit": edits.zero}),
         (TypeError, "site must.*Pairs", {"site": METRIC}),
+        (TypeError, "attach", {"model": nn.Sequential(nn.Linear(3, 5)).eval()}),
+        (ValueError, "layers.*embed", {"site": "embed", "layers": 0}),
+        (ValueError, "'layer' at embed", {"site": "embed", "over": ("layer",)}),
         (TypeError, "got Tensor", {"pairs": CLEAN}),
         (TypeError, "runner.model", {"model": HookedRunner(variant("pre"))}),
         (EditError, "pos", {"edit": edits.zero(pos=7), "over": ("layer",)}),

@@ -1,7 +1,7 @@
 """Edits: frozen values that change activations, for hooks, generation, sweeps and circuits alike.
 
 Axis names select what changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an integer, a slice, a
-list or a mask. Several axes select where all of them do. `pos`, `query` and `key` count columns from the
+list or a mask, or all but some, `head=all_but(7, 9)`. Several axes select where all of them do. `pos`, `query` and `key` count columns from the
 start of the text, padding included; negative ones count from the end of what has been read so far. A list or
 tensor [n] means these columns in every example, also if n is the batch size; [batch, n] means columns of each
 example's own. Columns outside a text are an error; those that a piece of it does not hold (see
@@ -32,10 +32,12 @@ from interp.edits.kinds import (
     scale,
     zero,
 )
+from interp.inputs.positions import all_but
 
 __all__ = [
     "Edit",
     "add",
+    "all_but",
     "interchange",
     "knockout",
     "mean",

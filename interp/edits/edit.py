@@ -1,5 +1,6 @@
 """Edit: a change of an activation at a place, as a value that is also a hook."""
 
+import difflib
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,9 @@ Change = Callable[[Tensor, Tensor, Place], Tensor]
 is. Without a source its second argument has no meaning."""
 
 Axes = tuple[str, ...]
+
+AXES = ("batch", "pos", "query", "key", "head", "kv_head", "d_head", "d_model", "d_mlp", "vocab")
+"""The axes that points usually have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +130,12 @@ class Edit:
 
         Raises:
             ValueError: if the edit already selects along one of these axes.
+            UnknownNameError: if an axis is a usual one misspelt. Others may be those of your own points.
             TypeError: if an index has no form that a `Selection` takes.
         """
+        for axis in where:
+            if axis not in AXES and difflib.get_close_matches(axis, AXES, cutoff=0.8):
+                raise unknown_name(axis, AXES, "axis")
         if again := [axis for axis in where if axis in self.where]:
             raise ValueError(f"{self!r} already selects along {again[0]}; got {where[again[0]]!r}")
         more = {axis: Selection(index) for axis, index in where.items()}

@@ -25,7 +25,12 @@ def zero(**where: Index) -> Edit:
 
 
 def scale(factor: float, **where: Index) -> Edit:
-    """Multiplies values by a number."""
+    """Multiplies values by a number.
+
+    >>> from hooks import Point
+    >>> scale(0.5, pos=1)(torch.ones(1, 3), Point("resid_pre", ("batch", "pos")))
+    tensor([[1.0000, 0.5000, 1.0000]])
+    """
     return Edit("scale", lambda region, value, place: region * factor, {"0": factor}).at(**where)
 
 
@@ -46,6 +51,11 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
         source_pos: the columns of the source that go to the selected positions, in order, or one column
             for all. None for the same columns of texts that are equally long.
         where: what is replaced.
+
+    >>> from hooks import Point
+    >>> source = torch.tensor([[5.0, 6.0, 7.0]])
+    >>> replace(source, pos=0, source_pos=-1)(torch.ones(1, 3), Point("any", ("batch", "pos")))
+    tensor([[7., 1., 1.]])
     """
     return Edit("replace", _taken, {"0": source}, _source(source, source_pos)).at(**where)
 
@@ -69,10 +79,17 @@ def interchange(
 
     Raises:
         ValueError: if the columns are not linearly independent.
+
+    >>> from hooks import Point
+    >>> edit = interchange(torch.tensor([[5.0, 6.0]]), subspace=torch.tensor([0.0, 1.0]))
+    >>> edit(torch.ones(1, 2), Point("any", ("batch", "d_model")))
+    tensor([[1., 6.]])
     """
     basis = _orthonormal(subspace)
 
-    def change(x: Tensor, value: Tensor, place: Place) -> Tensor:
+    def change(
+        x: Shaped[Tensor, "*axes"], value: Shaped[Tensor, "..."], place: Place
+    ) -> Shaped[Tensor, "*axes"]:
         return x + _inside(value - x, basis)
 
     given = {"0": source, "1": subspace}
@@ -88,10 +105,16 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
 
     Raises:
         ValueError: if the directions are not linearly independent.
+
+    >>> from hooks import Point
+    >>> project_out(torch.tensor([0.0, 2.0]))(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
+    tensor([[3., 0.]])
     """
     basis = _orthonormal(directions)
 
-    def change(x: Tensor, value: Tensor, place: Place) -> Tensor:
+    def change(
+        x: Shaped[Tensor, "*axes"], value: Shaped[Tensor, "..."], place: Place
+    ) -> Shaped[Tensor, "*axes"]:
         return x - _inside(x, basis)
 
     return Edit("project_out", change, {"0": directions}).at(**where)
@@ -117,6 +140,10 @@ def mean(
     Raises:
         ValueError: if `over` names no axis.
         EditError: where the edit acts, if it is a mean of one row.
+
+    >>> from hooks import Point
+    >>> mean(torch.tensor([[1.0, 2.0], [3.0, 8.0]]))(torch.zeros(1, 2), Point("any", ("batch", "pos")))
+    tensor([[2., 5.]])
     """
     dropped = (over,) if isinstance(over, str) else tuple(over)
     if not dropped:
@@ -166,6 +193,11 @@ def resample(
         attention_mask: which columns of the texts are real, 1 or True; a cache knows its own. A row takes
             from one with the same padding.
         where: what is replaced.
+
+    >>> from hooks import Point
+    >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> resample(rows, seed=0)(rows.clone(), Point("any", ("batch", "pos"))).flatten()
+    tensor([3., 1., 2.])
     """
     values = Source(source, ("batch",))
     real = values.mask if attention_mask is None else attention_mask.bool()
@@ -197,6 +229,11 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
 
     Raises:
         ValueError: if the scale is negative.
+
+    >>> from hooks import Point
+    >>> noised = noise(0.1, seed=3, pos=slice(0, 2))(torch.zeros(1, 3), Point("any", ("batch", "pos")))
+    >>> (noised != 0).tolist()
+    [[True, True, False]]
     """
     if scale < 0:
         raise ValueError(f"scale must be at least 0; got {scale}")

@@ -8,12 +8,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.errors import unknown_name
 from hooks.transfer import to_device
 from interp import edits
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.token_positions import at_least_float32
-from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.estimates import Contrast, contrast, effects
@@ -44,8 +42,8 @@ def integrated_gradients(
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.
         pairs: see `attribution_patching`.
-        site: the token embeddings, `embed`, or a site of `activation_patching`.
-        over: the axes of the result; by default `pos` for `embed`, and as in `activation_patching` elsewhere.
+        site: see `activation_patching`; by default the token embeddings.
+        over: see `activation_patching`; with several layers `layer` is one of them.
         steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap
             of every example is within the tolerance, at most 1024, and keeps each gradient it has.
         tolerance: for the gap, as a share of the mean absolute change of the metric over examples.
@@ -68,11 +66,8 @@ def integrated_gradients(
     >>> integrated_gradients(model, pairs, "mlp_out", layers=3).top(1)
     layer 3, pos 8 'm|i'  +4.531
     """
-    names = None
-    if site == "embed":
-        over, names = ("pos",) if over is None else over, _embeddings(model, layers)
     choice = Choice(site, over, layers, heads, neurons)
-    runs = contrast(model, pairs, choice, direction, names)
+    runs = contrast(model, pairs, choice, direction)
     start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
@@ -99,14 +94,6 @@ def integrated_gradients(
         rule = f"effects should add up to within {tolerance:.2g} of the mean change of the metric"
         warnings.warn(f"{rule}; got {largest:.2g} after {max(taken)} steps", stacklevel=2)
     return result
-
-
-def _embeddings(model: nn.Module, layers: Some) -> dict[int, str]:
-    if "embed" not in (points := runner_of(model).points):
-        raise unknown_name("embed", points, "point of the model")
-    if layers is not None:
-        raise ValueError(f"layers must be None for 'embed', which has none; got {layers}")
-    return {0: "embed"}
 
 
 class _Path:

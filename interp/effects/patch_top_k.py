@@ -144,7 +144,7 @@ def _choice(estimate: Result) -> Choice:
     return Choice(
         about["site"],
         estimate.axes[:-1],
-        labels["layer"] if "layer" in labels else [about["layer"]],
+        labels.get("layer", about.get("layer")),
         labels.get("head"),
         about.get("neurons"),
     )

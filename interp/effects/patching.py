@@ -53,9 +53,10 @@ def activation_patching(
         model: any model with the usual points.
         pairs: clean texts with the right answer, corrupted ones with another, and the metric. With `edit`
             corrupted texts are not needed.
-        site: what to patch, one of `SITES`.
+        site: what to patch: any point of the model, such as `embed`, or `resid_pre`, `z` and `mlp.pre` of each layer.
         over: the axes of the result: `layer`, and those of `pos`, `span`, `head`, `neuron`, `query` and
-            `key` that the site has. Without `layer` a patch acts in all layers at once.
+            `key` that the site has. Without `layer` a patch acts in all layers at once. By default `layer`, and
+            `head` or else `pos`.
         direction: denoising edits the corrupted run, noising the clean one; not with `edit`.
         edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
         layers, heads: only this one or these; all by default. `heads` needs `head` in `over`.
@@ -80,7 +81,8 @@ def activation_patching(
     if edit is not None:
         if not isinstance(edit, Edit):
             raise TypeError(
-                f"edit must be one of interp.edits; got {edit!r} (sweep takes functions)"
+                f"edit must be made by one of interp.edits, such as edits.zero(); got {edit!r} "
+                "(sweep takes functions)"
             )
         if direction != "denoising":
             raise ValueError(

@@ -124,7 +124,7 @@ def path_patching(
     ):
         for name in names:
             if name not in known:
-                raise unknown_name(name, known, f"{what} of this graph")
+                raise unknown_name(name, known, f"{what} of this graph (such as {known[-2]!r})")
     if not receivers or ("logits" in receivers and len(receivers) > 1):
         raise ValueError(f"receivers must be heads and MLPs, or 'logits' alone; got {[*receivers]}")
     at = {graph.readers.index(name) for name in receivers}

@@ -12,7 +12,7 @@ from hooks.transfer import to_device
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.texts import are_aligned
 from interp.inputs.token_positions import at_least_float32
-from interp.protocol import runner_of
+from interp.protocol import require_points, runner_of
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
@@ -60,6 +60,7 @@ def top_attributions(
     if k < 1:
         raise ValueError(f"k must be at least 1; got {k}")
     if directions is None:
+        require_points(runner)
         point_names = by_layer("mlp.post", runner.points)
         titles = {name: f"layer {layer}" for layer, name in point_names.items()}
     else:

@@ -98,6 +98,11 @@ class Graph:
         self.points = tuple(self._points())
         self.needed = [self.names[point] for point in self.points]
 
+    def __repr__(self) -> str:
+        counts = len(self.writers), len(self.readers), int(self.allowed.sum())
+        sizes = "{} writers, {} readers, {} edges".format(*counts)
+        return f"Graph of a {type(self._whole).__name__}: {len(self.layers)} layers, {sizes}"
+
     def _points(self) -> Iterator[nn.Module]:
         """The points of what was written, and last of the stream that it adds up to."""
         yield from self._inputs

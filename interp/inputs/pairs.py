@@ -9,15 +9,22 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks._torch import without_gradients
-from interp.inputs.spans import Spans, as_tensor, check_answers, check_counts, positions_of_spans
-from interp.inputs.texts import Text, Texts, each_row, each_text
+from interp.inputs.spans import (
+    Spans,
+    as_answers,
+    as_tensor,
+    check_answers,
+    check_counts,
+    positions_of_spans,
+)
+from interp.inputs.texts import Text, Texts, each_row, each_text, is_worded
 from interp.inputs.token_positions import check_tokens, last_real, real_of
 from interp.inputs.wording import tokens_of_pairs
 from interp.measuring import Metric, evaluate, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.protocol import logits_of, runner_of
 
-Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | str | Sequence[Any]
+Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[Any]
 """The right token of each text, or the right and the wrong one, as numbers or as text."""
 
 Direction = Literal["denoising", "noising"]
@@ -39,9 +46,9 @@ class Pairs:
     Args:
         clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes.
         corrupted: other texts. None where no analysis needs them, because values come from an edit or a source.
-        answers: the right token of each clean text, or the right and the wrong one. Of strings: a token, or a tuple
-            (right, wrong), for all texts, or a list of these. An answer that is a word of the text is that word
-            with a space before it, where that is one token.
+        answers: the right token of each clean text, or the right and the wrong one, as a tensor; or a token, or a
+            tuple (right, wrong), for all texts, or a list of these. An answer that is a word of the text is that
+            word with a space before it, where that is one token.
         attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
         spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
             token. Of strings: a part of the text, or a tuple (of the clean one, of the corrupted one), or a list of
@@ -99,8 +106,11 @@ class Pairs:
         if metric is not None:
             last_of(metric)  # refuses what is no function
         self._metric, self.solved_of = metric, None
+        if isinstance(clean, Tensor) and clean.ndim == 2 and not is_worded(answers):
+            given["answers"] = as_answers(answers, clean)
+        texts = [given[name] for name in ("clean", "corrupted", "answers")]
         is_read = isinstance(clean, Tensor) and clean.ndim == 2
-        is_read &= all(isinstance(value, Tensor | None) for value in (corrupted, answers))
+        is_read &= all(isinstance(text, Tensor | None) for text in texts)
         self._unread = None if is_read else given
         if self._unread is None:
             self._hold(**given)

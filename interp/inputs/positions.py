@@ -1,6 +1,7 @@
 """Selection: which places along an axis, above all which positions of texts, in every form users give."""
 
 import itertools
+import operator
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,38 @@ from hooks import SelectionError
 from hooks.pieces import real_columns
 from hooks.point import is_mask, places, plain_index
 
-Index = SupportsIndex | slice | Sequence[Any] | Tensor
-"""An integer, slice, list or mask along one axis, the same in every example. Along positions also those of each
-example's own: a list of lists, or a tensor [batch, n], of integers or booleans."""
+
+@dataclass(frozen=True)
+class AllBut:
+    """All places along an axis but some, the same in every example; made by `all_but`."""
+
+    places: list[int]
+
+    def __repr__(self) -> str:
+        return f"all_but({', '.join(map(str, self.places))})"
+
+
+Index = SupportsIndex | slice | Sequence[Any] | Tensor | AllBut
+"""An integer, slice, list or mask along one axis, or `all_but` some, the same in every example. Along positions also
+those of each example's own: a list of lists, or a tensor [batch, n], of integers or booleans."""
 
 Rows = Sequence[Sequence[int]]
 """Places of each example; one row may stand for all."""
+
+
+def all_but(*places: SupportsIndex) -> AllBut:
+    """Select all places along an axis but these, which are counted as in a list of them; never padding.
+
+    Raises:
+        TypeError: if a place is no integer.
+
+    >>> from interp import edits
+    >>> edits.zero(head=all_but(7, 9))
+    edits.zero(head=all_but(7, 9))
+    >>> Selection(all_but(1, -1)).rows(5, "head")
+    [[0, 2, 3]]
+    """
+    return AllBut([operator.index(place) for place in places])
 
 
 @dataclass(frozen=True)
@@ -44,7 +71,8 @@ class Selection:
     index: Any
 
     def __init__(self, index: "Index | Selection") -> None:
-        plain = index.index if isinstance(index, Selection) else plain_index(index, 2)
+        plain = index.index if isinstance(index, Selection) else index
+        plain = plain if isinstance(plain, AllBut) else plain_index(plain, 2)
         object.__setattr__(self, "index", plain)
 
     @classmethod
@@ -100,7 +128,7 @@ class Selection:
                 f"{what} must be given for each of {batch} examples, or for all; got {len(parts)}"
             )
         if real is None:
-            rows = [places(part, size, what, whole) for part in parts]
+            rows = [_places(part, size, what, whole) for part in parts]
         else:
             each = enumerate(zip(itertools.cycle(parts), real))  # parts may be one for all
             rows = [
@@ -129,8 +157,19 @@ class Selection:
         )
 
 
+def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
+    """The places along an axis without padding."""
+    if isinstance(part, AllBut):
+        left_out = places(part.places, size, what, whole)
+        return [place for place in range(size) if place not in left_out]
+    return places(part, size, what, whole)
+
+
 def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
     """The places of one text with padding."""
+    if isinstance(part, AllBut):
+        left_out = _real(part.places, size, what, real, whole)
+        return [column for column in real if column not in left_out]
     if isinstance(part, slice):
         return _between(part, size, real)
     chosen = places(part, size, what, whole)

@@ -1,6 +1,7 @@
 """Answers and spans of pairs: checks that they fit their texts, and the columns of spans."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -11,6 +12,14 @@ from interp.inputs.positions import Index, Selection
 
 Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
+
+
+def as_answers(answers: Any, tokens: Int[Tensor, "batch pos"]) -> Any:
+    """Answers as a tensor, where they are numbers; a single one, or a tuple (right, wrong), is that of every text."""
+    if answers is None or isinstance(answers, Tensor):
+        return answers
+    is_one = isinstance(answers, (int, tuple))
+    return torch.as_tensor([answers] * len(tokens) if is_one else answers, device=tokens.device)
 
 
 def check_answers(answers: Tensor, batch: int) -> None:

@@ -50,7 +50,7 @@ def tokens_of_pairs(
 
 def _is_one(answers: Any) -> bool:
     """Whether answers are those of every text: a token, or a tuple of the right and the wrong one."""
-    return isinstance(answers, (str, tuple))
+    return isinstance(answers, (str, int, tuple))
 
 
 def _real(text: Text) -> Tensor:

@@ -1,5 +1,6 @@
 """Plots of numbers: effects, estimates over exact effects, and faithfulness over the size of a circuit."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,22 +16,47 @@ _COLOURS = {"signed": "#2166ac", "absolute": "#1b7837", "random": "grey"}
 _NAMED = 5  # of the places where estimates are furthest off
 
 
-def heat_map(
-    values: Float[Tensor, "row column"], labels: Labels, unit: str, title: str, reach: float = 0.0
+def heat_maps(
+    values: Float[Tensor, "facet row column"],
+    labels: Labels,
+    names: Sequence[str],
+    unit: str,
+    title: str,
+    reach: float = 0.0,
 ) -> Figure:
-    """A table as colours. White is 0; they reach `reach` at least, and below 0 only where a value is."""
-    table = values.numpy(force=True)
-    known = table[table == table]  # NaN differs from itself
+    """Tables as colours, one beside the other, all on one scale.
+
+    White is 0. Colours reach `reach` at least, and below 0 only where a value is.
+
+    Args:
+        values: the tables.
+        labels: of the rows and of the columns.
+        names: one above each table.
+        unit: of the values, beside the scale.
+        title: above all.
+        reach: what the colours reach at least.
+    """
+    tables = values.numpy(force=True)
+    known = tables[tables == tables]  # NaN differs from itself
     limit = max(abs(known).max(initial=0), reach) or 1
     colours, least = ("RdBu", -limit) if known.min(initial=0) < 0 else ("Blues", 0)
-    width, height = (min(max(0.3 * size + 2, 4.0), 16.0) for size in table.shape[::-1])
-    figure, axes = _framed((width, height), title)
-    image = axes.imshow(table, cmap=colours, vmin=least, vmax=limit, aspect="auto")
-    figure.colorbar(image, label=unit)
+    across = math.ceil(len(tables) ** 0.5)
+    down = math.ceil(len(tables) / across)
     (rows, of_rows), (columns, of_columns) = labels.items()
-    axes.set_ylabel(rows)
-    axes.set_yticks(*_ticks(of_rows))
-    _label_columns(axes, columns, of_columns)
+    width, height = (
+        min(max(0.3 * size * n + 2, 4.0), 16.0)
+        for size, n in ((len(of_columns), across), (len(of_rows), down))
+    )
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize="small", wrap=True)
+    panels = [figure.add_subplot(down, across, n + 1) for n in range(len(tables))]
+    for axes, table, name in zip(panels, tables, names, strict=True):
+        image = axes.imshow(table, cmap=colours, vmin=least, vmax=limit, aspect="auto")
+        axes.set_title(name, fontsize="small")
+        axes.set_ylabel(rows)
+        axes.set_yticks(*_ticks(of_rows))
+        _label_columns(axes, columns, of_columns)
+    figure.colorbar(image, ax=panels, label=unit)
     return figure
 
 

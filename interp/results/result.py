@@ -1,6 +1,5 @@
 """Results: tables of effects, one number for each place and example, with labels and intervals."""
 
-import itertools
 import math
 import os
 import reprlib
@@ -8,15 +7,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hooks import storage
-from hooks.errors import unknown_name
-from interp.inputs.token_positions import short
+from interp.results import parts
 from interp.results.intervals import Interval, interval
 from interp.results.places import Place, Places
 
@@ -69,29 +68,10 @@ class Result:
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        axes, shape = tuple(self.axes), self.values.shape
-        if len(axes) != len(shape) or axes[-1:] != ("example",) or len(set(axes)) < len(axes):
-            raise ValueError(
-                f"axes must name each axis of values {list(shape)}, the last 'example'; got {axes}"
-            )
-        if not self.values.numel():
-            raise ValueError(f"values must have at least one place and example; got {list(shape)}")
-        for name, given in (("base", self.base), ("target", self.target)):
-            if given is not None and given.shape != shape[-1:]:
-                raise ValueError(
-                    f"{name} must have one number for each example, [{shape[-1]}]; "
-                    f"got the shape {list(given.shape)}"
-                )
-        sizes = dict(zip(axes, shape, strict=True))
-        for axis, own in [*self.labels.items(), *self.words.items()]:
-            plain = all(isinstance(label, (str, int, float)) for label in own)
-            if not plain or sizes.get(axis) != len(own):
-                raise ValueError(
-                    f"labels must be numbers or text, one for each index of {sizes}; "
-                    f"got {len(own)} for {axis!r}, {short(own)}"
-                )
-        labels = {axis: tuple(self.labels.get(axis, range(size))) for axis, size in sizes.items()}
-        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "axes", tuple(self.axes))
+        parts.check(self)
+        sizes = zip(self.axes, self.values.shape, strict=True)
+        labels = {axis: tuple(self.labels.get(axis, range(size))) for axis, size in sizes}
         object.__setattr__(self, "labels", labels)
         if self.is_ratio:
             self._runs()
@@ -163,12 +143,13 @@ class Result:
             return shares
         left = f"{int(agree.sum())} of {len(gap)} examples, which are left out"
         warnings.warn(f"base and target agree in {left}", stacklevel=2)
-        return shares._part("example", (~agree).nonzero().flatten().tolist())
+        return parts.part(shares, "example", (~agree).nonzero().flatten().tolist())
 
     def select(self, **where: Any) -> "Result":
-        """The part at some labels: `result.select(layer=3, head=[0, 5])`.
+        """The part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.
 
-        One label drops its axis, and is noted in `about`. A list keeps the axis.
+        One label drops its axis, and is noted in `about`. A list keeps the axis, and so does a pattern with the
+        wildcards `*` and `?`, which selects all labels that it matches.
 
         Raises:
             UnknownNameError: if the result has no such axis.
@@ -177,47 +158,45 @@ class Result:
         >>> Result(torch.zeros(2, 3, 5), ("layer", "head", "example")).select(layer=1, head=[0, 2]).axes
         ('head', 'example')
         """
-        selected = self
+        result = self
         for axis, asked in where.items():
-            selected = selected._selected(axis, asked)
-        return selected
+            result = parts.selected(result, axis, asked)
+        return result
 
-    def _selected(self, axis: str, asked: Any) -> "Result":
-        if axis not in self.axes:
-            raise unknown_name(axis, self.axes, "axis of this result")
-        several = isinstance(asked, (list, tuple, range))
-        part = self._part(axis, [self._index(axis, one) for one in (asked if several else [asked])])
-        if several or axis == "example":
-            return part
-        values = part.values.squeeze(self.axes.index(axis))
-        about = {**self.about, axis: part.labels[axis][0]}
-        labels = {other: own for other, own in self.labels.items() if other != axis}
-        words = {other: own for other, own in self.words.items() if other != axis}
-        return replace(
-            part, values=values, axes=tuple(labels), labels=labels, about=about, words=words
-        )
+    def by(self, what: Literal["layer", "head", "neuron"]) -> "Result":
+        """Regroup entries whose labels are nodes, such as `a2.h1` and `m2`, into named axes.
 
-    def _part(self, axis: str, indices: list[int]) -> "Result":
-        """The part at some indices of an axis, which stays."""
-        values = self.values[(slice(None),) * self.axes.index(axis) + (indices,)]
-        labels = {**self.labels, axis: [self.labels[axis][at] for at in indices]}
-        words = {**self.words}
-        if axis in words:
-            words[axis] = [words[axis][at] for at in indices]
-        if axis != "example":
-            return replace(self, values=values, labels=labels, words=words)
-        base, target = (x if x is None else x[indices] for x in (self.base, self.target))
-        part = replace(self, values=values, labels=labels, base=base, target=target)
-        # Over fewer examples, the mean of target - base is another one.
-        return part.normalized() if self.is_ratio else part
+        Args:
+            what: `head` gives the heads as [layer, head], `neuron` the neurons as [layer, neuron], and `layer` all
+                nodes of layers as [layer, part], with the names without the layer, such as `a.h1` and `m`.
 
-    def _index(self, axis: str, label: Any) -> int:
-        for labels in (self.labels[axis], self.words.get(axis, ())):
-            if labels.count(label) == 1:
-                return labels.index(label)
-        raise ValueError(
-            f"{axis} must be a unique label of {short(self.labels[axis])}; got {label!r}"
-        )
+        Returns:
+            The result with these axes in place of that of the nodes. Other nodes, such as `embed`, are left out.
+            Nothing is added up. A node that only other layers have is NaN.
+
+        Raises:
+            UnknownNameError: if there is no such way to regroup.
+            ValueError: if no axis has such nodes.
+
+        >>> nodes = ["embed", "a0.h0", "a0.h1", "m0", "a1.h0", "a1.h1", "m1"]
+        >>> result = Result(torch.arange(7.0)[:, None], ("component", "example"), labels={"component": nodes})
+        >>> result.by("head").mean()
+        tensor([[1., 2.],
+                [4., 5.]])
+        >>> result.by("layer").select(part="m").mean()
+        tensor([3., 6.])
+        """
+        return parts.regrouped(self, what)
+
+    def __sub__(self, other: "Result") -> "Result":
+        """The difference of the effects of each example, where both have the same axes, labels, unit and texts.
+
+        It has the base, the target and the facts that both share.
+
+        Raises:
+            ValueError: if the two differ in one of these, or are normalized by other runs.
+        """
+        return parts.difference(self, other) if isinstance(other, Result) else NotImplemented
 
     def top(self, k: int = 10) -> Places:
         """The `k` places with the largest mean effects, by absolute value, with their 95% intervals.
@@ -234,48 +213,33 @@ class Result:
         """The entries at some indices, counted over all axes but `example`."""
         rows = self.values.reshape(-1, self.values.shape[-1])[indices]
         low, high = self._interval(rows)
-        labels = list(itertools.product(*(self.labels[axis] for axis in self.axes[:-1])))
-        texts = [
-            *itertools.product(
-                *(self.words.get(axis) or self.labels[axis] for axis in self.axes[:-1])
-            )
-        ]
-        where = [dict(zip(self.axes[:-1], labels[at], strict=True)) for at in indices]
-        said = [dict(zip(self.axes[:-1], texts[at], strict=True)) for at in indices]
-        words = [{axis: own[axis] for axis in self.words} for own in said]
-        columns = self.mean().flatten()[indices].tolist(), low.tolist(), high.tolist()
-        return Places(map(Place, where, *columns, words))
+        means = self.mean().flatten()[indices]
+        numbers = zip(means.tolist(), low.tolist(), high.tolist(), strict=True)
+        places = []
+        for at, (mean, start, end) in zip(indices, numbers, strict=True):
+            along = map(int, np.unravel_index(at, self.values.shape[:-1]))
+            index = dict(zip(self.axes[:-1], along, strict=True))
+            where = {axis: self.labels[axis][n] for axis, n in index.items()}
+            words = {axis: self.words[axis][n] for axis, n in index.items() if axis in self.words}
+            places.append(Place(where, mean, start, end, words))
+        return Places(places)
 
-    def plot(self) -> "Figure":
+    def plot(self, facet: str | None = None) -> "Figure":
         """The mean effects: a heat map of two axes, or bars with 95% intervals of one.
 
         White is 0. Colours reach at least the difference of target and base, where there are both, and have
         no range below 0 where no mean is. It needs the extra `report`.
 
+        Args:
+            facet: of three axes, the one that has a heat map for each label.
+
         Raises:
-            ValueError: if there are not one or two axes besides `example`.
+            UnknownNameError: if there is no such axis.
+            ValueError: if there are not one or two axes besides `example` and the facet.
         """
-        from interp.pictures import plots
+        from interp.results.plot import plot
 
-        labels = {axis: self._shown(axis) for axis in self.axes[:-1]}
-        unit = f"mean ({self.unit})" if self.unit else "mean"
-        title = ", ".join(f"{name}: {value}" for name, value in self.about.items())
-        mean = self.mean()
-        if mean.ndim == 1:
-            return plots.bars(mean, *self.interval(), labels, unit, title)
-        if mean.ndim == 2:
-            base, target = self.base, self.target
-            reach = 0.0 if base is None or target is None else (target - base).mean().abs().item()
-            return plots.heat_map(mean, labels, unit, title, reach)
-        raise ValueError(
-            f"a plot must have one or two axes besides example; got {self.axes[:-1]}: use select()"
-        )
-
-    def _shown(self, axis: str) -> list[Any]:
-        """The labels of an axis, with its words."""
-        labels = self.labels[axis]
-        pairs = zip(labels, self.words.get(axis) or [""] * len(labels), strict=True)
-        return [f"{label} {word!r}" if word else label for label, word in pairs]
+        return plot(self, facet)
 
     def to_dataframe(self) -> Any:
         """A table of pandas, with a row for each place: its labels and words, mean effect and 95% interval."""

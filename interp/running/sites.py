@@ -11,20 +11,14 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
+from hooks.names import layer_of
 from hooks.names import layers as by_layer
 from interp.edits import Edit
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.texts import Text, are_aligned, words_of
 from interp.measuring import Metric, measure
-from interp.protocol import logits_of
+from interp.protocol import logits_of, require_points
 from interp.results.result import Result
-
-SITES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("resid_pre", "resid_mid", "resid_post"), ("layer", "pos")),
-    **dict.fromkeys(("attn_out", "mlp_out", "mlp.post"), ("layer", "pos")),
-    **dict.fromkeys(("z", "q", "k", "v", "scores", "pattern"), ("layer", "head")),
-}
-"""The sites that can be compared, each with the axes of its result unless others are given."""
 
 SELECTS = {
     "pos": ("pos",),
@@ -53,20 +47,29 @@ class Choice(NamedTuple):
 
 
 def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
-    """The names of a choice's points, by layer.
+    """The names of a choice's points, by layer. One that is in no layer, such as `embed`, stands under 0.
 
     Raises:
-        TypeError: if the site is no name.
-        UnknownNameError: if there is no such site, or the model lacks it.
+        TypeError: if the site is no name, or the model has no points yet.
+        UnknownNameError: if the model has no such point.
         ValueError: if a layer is not there.
     """
     if not isinstance(choice.site, str):
         raise TypeError(
             f"site must be a name, such as 'resid_pre'; got {choice.site!r} (a metric belongs into Pairs)"
         )
-    if choice.site not in SITES:
-        raise unknown_name(choice.site, SITES, "site")
-    return _some("layers", by_layer(choice.site, runner.points), choice.layers)
+    points = runner.points
+    if choice.site in points and layer_of(choice.site) is None:
+        if choice.layers is not None:
+            raise ValueError(
+                f"layers must be None for {choice.site!r}, which has none; got {choice.layers}"
+            )
+        return {0: choice.site}
+    if not any(f".{name}".endswith(f".{choice.site}") for name in points):
+        require_points(runner)
+        in_layers = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
+        raise unknown_name(choice.site, dict.fromkeys(in_layers), "site")
+    return _some("layers", by_layer(choice.site, points), choice.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +155,14 @@ def places_of(
     Raises:
         ValueError: if the axes are not those of the site, or places do not correspond.
     """
-    over = SITES[choice.site] if choice.over is None else choice.over
+    name = next(iter(names.values()))
+    value, layered = values[name], layer_of(name) is not None
+    axes = values.axes(name) or tuple(map(str, range(value.ndim)))
+    sizes = dict(zip(axes, value.shape, strict=True))
+    over = _usual_axes(sizes, layered) if choice.over is None else choice.over
     over = (over,) if isinstance(over, str) else tuple(over)
+    if "layer" in over and not layered:
+        raise ValueError(f"over must not have 'layer' at {name}, which is in none; got {over}")
     if not over or len(set(over)) < len(over):
         raise ValueError(f"over must be different axes, at least one; got {over}")
     if {"pos", "span"} <= {*over}:
@@ -163,8 +172,6 @@ def places_of(
             raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
     if source is not None and "span" not in over and not are_aligned(edited, source):
         raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
-    name = next(iter(names.values()))
-    sizes = dict(zip(values.axes(name), values[name].shape, strict=True))
     return {
         axis: [(layer, {"layer": name}) for layer, name in names.items()]
         if axis == "layer"
@@ -194,6 +201,12 @@ def entries(
 def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
     """The labels along each axis."""
     return {axis: [label for label, _ in along] for axis, along in places.items()}
+
+
+def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
+    """The axes of a result unless others are given: the layer, and the head or else the position."""
+    usual = [axis for axis in ("head", "pos") if not sizes.keys().isdisjoint(SELECTS[axis])]
+    return (*["layer"][:layered], *usual[:1])
 
 
 def _along(

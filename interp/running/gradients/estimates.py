@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Point
+from hooks.names import layer_of
 from hooks.transfer import to_device
 from interp import edits
 from interp.inputs.pairs import Direction, Pairs
@@ -88,26 +89,24 @@ def contrast(
     pairs: Pairs,
     choice: Choice,
     direction: Direction,
-    names: Mapping[int, str] | None = None,
 ) -> Contrast:
     """Runs the model on the text that values come from; for arguments see `attribution_patching`.
 
     Args:
         choice: the places.
-        names: the points, by layer; by default those of the choice.
 
     Raises:
         ValueError: if there are several layers and no axis for them.
     """
     runner = runner_of(model)
-    names = named(runner, choice) if names is None else names
+    names = named(runner, choice)
     runs = two_runs(runner, pairs, direction, names.values())
     places = places_of(choice, names, runs.cache, runs.edited, runs.source)
     if "layer" not in places and len(names) > 1:
         raise ValueError(f"over must have 'layer' where there are several; got {(*places,)}")
     about = {**runs.about, "site": choice.site}
     if "layer" not in places:
-        about["layer"] = next(iter(names))
+        about["layer"] = layer_of(next(iter(names.values())))
     if choice.neurons is not None:
         about["neurons"] = choice.neurons
     return Contrast(**{**vars(runs), "about": about}, names=names, places=places)

@@ -1,0 +1,168 @@
+"""Checks of results; parts of them, by label; entries regrouped by what their names say; and differences of two results."""
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hooks.errors import unknown_name
+from interp.inputs.token_positions import short
+
+if TYPE_CHECKING:
+    from interp.results.result import Result
+
+# By the second axis of the regrouped result, the names of nodes that belong there: see `interp.graph`.
+_NODES = {
+    "head": re.compile(r"a(?P<layer>\d+)\.h(?P<place>\d+)"),
+    "neuron": re.compile(r"m(?P<layer>\d+)\.n(?P<place>\d+)"),
+    "part": re.compile(r"(?P<kind>[am])(?P<layer>\d+)(?P<place>.*)"),
+}
+
+
+def check(result: "Result") -> None:
+    """Refuses axes, labels, words, base or target that do not fit the values.
+
+    Raises:
+        ValueError: if they do not, or there are no values.
+    """
+    axes, shape = result.axes, result.values.shape
+    if len(axes) != len(shape) or axes[-1:] != ("example",) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"axes must name each axis of values {list(shape)}, the last 'example'; got {axes}"
+        )
+    if not result.values.numel():
+        raise ValueError(f"values must have at least one place and example; got {list(shape)}")
+    for name, metrics in (("base", result.base), ("target", result.target)):
+        if metrics is not None and metrics.shape != shape[-1:]:
+            raise ValueError(
+                f"{name} must have one number for each example, [{shape[-1]}]; "
+                f"got the shape {list(metrics.shape)}"
+            )
+    sizes = dict(zip(axes, shape, strict=True))
+    for axis, labels in [*result.labels.items(), *result.words.items()]:
+        plain = all(isinstance(label, (str, int, float)) for label in labels)
+        if not plain or sizes.get(axis) != len(labels):
+            raise ValueError(
+                f"labels must be numbers or text, one for each index of {sizes}; "
+                f"got {len(labels)} for {axis!r}, {short(labels)}"
+            )
+
+
+def selected(result: "Result", axis: str, asked: Any) -> "Result":
+    """The part at one label of an axis, without it; or at a list of labels, or at those that a pattern matches."""
+    if axis not in result.axes:
+        raise unknown_name(axis, result.axes, "axis of this result")
+    several = isinstance(asked, (list, tuple, range))
+    indices = [_indices(result, axis, label) for label in (asked if several else [asked])]
+    chosen = part(result, axis, [index for matching in indices for index in matching])
+    if several or axis == "example" or _is_pattern(result, axis, asked):
+        return chosen
+    values = chosen.values.squeeze(result.axes.index(axis))
+    about = {**result.about, axis: chosen.labels[axis][0]}
+    labels = {other: names for other, names in chosen.labels.items() if other != axis}
+    words = {other: texts for other, texts in chosen.words.items() if other != axis}
+    return replace(
+        chosen, values=values, axes=tuple(labels), labels=labels, about=about, words=words
+    )
+
+
+def part(result: "Result", axis: str, indices: Sequence[int]) -> "Result":
+    """The part at some indices of an axis, which stays."""
+    indices = [*indices]
+    values = result.values[(slice(None),) * result.axes.index(axis) + (indices,)]
+    labels = {**result.labels, axis: [result.labels[axis][index] for index in indices]}
+    words = {**result.words}
+    if axis in words:
+        words[axis] = [words[axis][index] for index in indices]
+    if axis != "example":
+        return replace(result, values=values, labels=labels, words=words)
+    base, target = (x if x is None else x[indices] for x in (result.base, result.target))
+    few = replace(result, values=values, labels=labels, base=base, target=target)
+    # Over fewer examples, the mean of target - base is another one.
+    return few.normalized() if result.is_ratio else few
+
+
+def _is_pattern(result: "Result", axis: str, label: Any) -> bool:
+    """Whether a label is a pattern, and no label or word that has such a sign itself."""
+    is_name = label in result.labels[axis] or label in result.words.get(axis, ())
+    return isinstance(label, str) and not is_name and ("*" in label or "?" in label)
+
+
+def _indices(result: "Result", axis: str, label: Any) -> list[int]:
+    """The index of a label or word, or those of all labels that a pattern matches."""
+    known = result.labels[axis]
+    if _is_pattern(result, axis, label):
+        matching = [n for n, name in enumerate(known) if fnmatch.fnmatchcase(str(name), label)]
+        if not matching:
+            raise ValueError(f"{axis} must match a label of {short(known)}; got {label!r}")
+        return matching
+    for labels in (known, result.words.get(axis, ())):
+        if labels.count(label) == 1:
+            return [labels.index(label)]
+    raise ValueError(f"{axis} must be a unique label of {short(known)}; got {label!r}")
+
+
+def regrouped(result: "Result", what: str) -> "Result":
+    """The entries of nodes as [layer, head], [layer, neuron] or [layer, part]; see `Result.by`."""
+    second = "part" if what == "layer" else what
+    if second not in _NODES:
+        raise unknown_name(what, ("layer", "head", "neuron"), "way to regroup")
+    for axis in result.axes[:-1]:
+        names = [_NODES[second].fullmatch(str(label)) for label in result.labels[axis]]
+        if any(names):
+            break
+    else:
+        raise ValueError(
+            f"by({what!r}) needs an axis of nodes, such as 'a0.h1' or 'm0'; got {result.axes}"
+        )
+    indices = {
+        (int(name["layer"]), name["kind"] + name["place"] if second == "part" else int(name["place"])): n
+        for n, name in enumerate(names)
+        if name
+    }  # fmt: skip
+    layers = sorted({layer for layer, _ in indices})
+    places = [*dict.fromkeys(place for _, place in indices)]
+    places = places if second == "part" else sorted(places)
+    index = torch.tensor(
+        [[indices.get((layer, place), -1) for place in places] for layer in layers]
+    )
+    index, dim = index.to(result.values.device), result.axes.index(axis)
+    values = result.values.movedim(dim, 0)[index]  # [layer, place, *other axes]
+    values = values.where(index.view(*index.shape, *[1] * (values.ndim - 2)) >= 0, torch.nan)
+    axes = list(result.axes)
+    axes[dim : dim + 1] = ["layer", second]
+    labels = {**result.labels, "layer": layers, second: places}
+    words = {**result.words}
+    for facts in (labels, words):
+        facts.pop(axis, None)
+    return replace(
+        result,
+        values=values.movedim((0, 1), (dim, dim + 1)),
+        axes=tuple(axes),
+        labels=labels,
+        words=words,
+    )
+
+
+def difference(one: "Result", other: "Result") -> "Result":
+    """The effects of one result minus those of another, for each example; see `Result.__sub__`."""
+    for what in ("axes", "labels", "unit"):
+        ours, theirs = getattr(one, what), getattr(other, what)
+        if ours != theirs:
+            raise ValueError(f"both must have the same {what}; got {ours!s:.60} and {theirs!s:.60}")
+    texts = [result.about["texts"] for result in (one, other) if "texts" in result.about]
+    if len(texts) == 2 and texts[0] != texts[1]:
+        raise ValueError("both must be of the same texts, example for example; got others")
+    runs: dict[str, Any] = {}
+    for name in ("base", "target"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        same = ours is not None and theirs is not None and torch.allclose(ours, theirs)
+        runs[name] = ours if same else None
+    if one.is_ratio and any(metrics is None for metrics in runs.values()):
+        raise ValueError("shares must be of the same runs: subtract effects, and then normalize")
+    about = {name: fact for name, fact in one.about.items() if other.about.get(name) == fact}
+    words = {axis: texts for axis, texts in one.words.items() if other.words.get(axis) == texts}
+    return replace(one, values=one.values - other.values, **runs, about=about, words=words)
