@@ -367,11 +367,10 @@ def test_singular_directions_are_read_out_at_both_ends(circuit):
 def test_singular_directions_of_an_mlp_are_tokens_and_neurons(weights, kind):
     model = variant(kind, tied_unembed=False)
     block = model.blocks[1]
-    w_in, w_out, embedding, logits, before, final = (
-        x.detach().numpy()
-        for x in (block.mlp.W_in, block.mlp.W_out, model.W_E, model.W_U)
-        + (block.ln2.weight, model.ln_final.weight)
+    w_in, w_out, embedding, logits = (
+        x.detach().numpy() for x in (block.mlp.W_in, block.mlp.W_out, model.W_E, model.W_U)
     )
+    before, final = (norm.weight.detach().numpy() for norm in (block.ln2, model.ln_final))
     after = np.diag(block.ln2_post.weight.detach()) if kind == "sandwich" else np.eye(10)
     after = centring(10) @ after if kind == "sandwich" else after
     if weights == "W_in":
