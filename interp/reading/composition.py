@@ -44,6 +44,11 @@ def composition_scores(
     Raises:
         TypeError, ValueError: as for `qk_circuit`; or if kind is none of the three, or there are
             fewer than 2 draws.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> composition_scores(model, "K", draws=2).select(layer=0, to_layer=1).values.shape  # head, to_head, example
+    torch.Size([4, 4, 1])
     """
     if kind not in ("Q", "K", "V"):
         raise ValueError(f"kind must be 'Q', 'K' or 'V'; got {kind!r}")

@@ -31,6 +31,11 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if the embedding and the unembedding have
             different numbers of tokens: such a circuit has no eigenvalues.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> copying_scores(model).values.shape  # layer, head, example
+    torch.Size([4, 4, 1])
     """
     folded = FoldedWeights(model, fold, "W_E", "W_V", "W_O", "W_U")
     embedding, unembedding = folded.embedding(), folded.unembedding()
@@ -69,6 +74,11 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
         ModeError: if the model is in training mode.
         UnknownNameError: if it lacks such a hook point.
         ValueError: if back is not 0 to n_pos - 1, or the model has fewer positions.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> positional_scores(model, n_pos=20).values.shape  # layer, head, example
+    torch.Size([4, 4, 1])
     """
     if not 0 <= back < n_pos:
         raise ValueError(f"back must be 0 to {n_pos - 1}; got {back}")

@@ -1,4 +1,11 @@
-"""Decomposition: the residual stream, and the logits, as sums of what each part of a model wrote."""
+"""Decomposition: the residual stream, and the logits, as sums of what each part of a model wrote.
+
+1. Take from the cache what each part mapped to the stream: embeddings, heads, MLPs or neurons, biases.
+2. `decompose` maps it to vectors. `direct_logit_attribution` maps the logit's direction back instead, through the
+   final norm and `W_O`, and multiplies: no vector of the stream is made.
+3. Divide by the scale of the norm in the run, with which the norm is linear (Elhage et al. 2021).
+4. Check that the parts add up to the stream, or to the logit, up to rounding.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,6 +98,16 @@ def decompose(
     Raises:
         TypeError, ValueError: as for `Graph`; or if there is no such block.
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the stream.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> stream = decompose(model, cache, before=1)
+    >>> stream.names[:4]
+    ('embed', 'pos_embed', 'a0.h0', 'a0.h1')
+    >>> torch.allclose(stream.values.sum(0), cache["resid_pre", 1], atol=1e-5)
+    True
     """
     parts = ResidualComponents(model, cache)
     n_layers = len(parts.model.blocks)
@@ -147,6 +164,14 @@ def direct_logit_attribution(
         ValueError: as for `Graph`; if logits are capped, because they are then no sum of parts; or if
             tokens, direction or position do not fit.
         CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the logit.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> parts = direct_logit_attribution(model, cache, right=" ", pos=-1)
+    >>> parts.axes, parts.unit
+    (('component', 'example'), 'logits')
     """
     reading = _Reading(model, cache, right, wrong, direction, pos)
     parts = [*reading.parts(neurons=neurons)]
@@ -192,6 +217,13 @@ def accumulated(
 
     Raises:
         TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> accumulated(model, cache, right=" ", pos=-1).labels["stream"][:3]
+    ('0_pre', '0_mid', '1_pre')
     """
     reading = _Reading(model, cache, right, wrong, direction, pos)
     points = {}

@@ -1,4 +1,10 @@
-"""The Jacobian lens: the stream of a layer, carried to the last one by the mean Jacobian between them."""
+"""The Jacobian lens: the stream of a layer, mapped to the last one by the mean Jacobian between them.
+
+1. Run a text with a graph of gradients from the stream entering the first block on.
+2. For each entry of the final stream, sum it over positions and take the gradient with respect to each layer's stream:
+   a row of that layer's Jacobian. As many rows run together as the memory allows.
+3. Take the mean over the positions of the layer's stream, then over texts (Gurnee et al. 2026).
+"""
 
 import functools
 from collections.abc import Sequence
@@ -25,6 +31,9 @@ class JacobianLens(AffineLens):
         weight, bias, config_hash: see `AffineLens`; the bias is 0.
         n_texts: how many texts the mean is over.
         squares: the mean of the squared Frobenius norms of the texts' own Jacobians.
+
+    >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
+    JacobianLens [layer 1, d_model 2]
     """
 
     n_texts: int
@@ -91,6 +100,12 @@ def jacobian_lens(
             `max_bytes` is too small for one backward pass, or PyTorch's inference mode is on.
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> jacobian_lens(model, [[3, 1, 4, 1], [5, 2, 6]], skip=0)
+    JacobianLens [layer 2, d_model 4]
     """
     if skip < 0:
         raise ValueError(f"skip must be at least 0; got {skip}")

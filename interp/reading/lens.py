@@ -86,6 +86,16 @@ def logit_lens(
         CacheError: if the cache is of another model, or lacks the stream of some layer.
         ValueError: if targets do not have the cache's shape, one is not in the vocabulary, or
             the lens is of another model.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> readout = logit_lens(model, cache, top_k=3)
+    >>> readout.tokens.shape  # four blocks and the end of the model
+    torch.Size([5, 1, 9, 3])
+    >>> readout.kl[-1].max()
+    tensor(0.)
     """
     vocab = of(model, "unembed", "config").config.vocab_size
     if lens is not None:

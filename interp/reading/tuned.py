@@ -1,4 +1,10 @@
-"""The tuned lens: an affine translator for each layer, fitted to predict what the model will predict."""
+"""The tuned lens: an affine translator for each layer, fitted to predict what the model will predict.
+
+1. Run a batch of texts, and keep the stream entering each block and the final one, at real positions.
+2. Translate each layer's stream, unembed it, and take KL(final ‖ lens), a few positions at a time.
+3. Add its gradients to those of the translators; after all positions Adam takes a step.
+4. Repeat, at a rate that falls linearly to 0 (Belrose et al. 2023).
+"""
 
 import itertools
 import os
@@ -27,6 +33,9 @@ class TunedLens(AffineLens):
     Attributes:
         weight, bias, config_hash: see `AffineLens`.
         losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
+
+    >>> TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", torch.zeros(0, 1))
+    TunedLens [layer 1, d_model 2]
     """
 
     losses: Float[Tensor, "step layer"]
@@ -87,6 +96,12 @@ def tuned_lens(
         TypeError: if the model has no `unembed` or no `config`.
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> tuned_lens(model, [[3, 1, 4, 1], [5, 2, 6]], steps=3).losses.shape  # step, layer
+    torch.Size([3, 2])
     """
     several = [*each_text(texts)]
     if min(steps, batch, len(several)) < 1:

@@ -32,6 +32,11 @@ def ov_circuit(model: nn.Module, fold: bool = True) -> FactoredMatrix:
         TypeError: if the model lacks weights or norms that are read; or if `fold`, and a norm is neither a
             LayerNorm nor an RMSNorm.
         ValueError: if `fold`, and norms are of the stream itself (`norm_place="post"`).
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> ov_circuit(model)
+    FactoredMatrix [4, 4, 128, 128], inner 32, torch.float32
     """
     folded = FoldedWeights(model, fold, "W_V", "W_O")
     return FactoredMatrix(folded.values(), folded.written())
@@ -53,6 +58,11 @@ def qk_circuit(model: nn.Module, fold: bool = True, distance: int | None = None)
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if positions are rotary and there is no distance
             from 0 to n_ctx - 1.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> qk_circuit(model)[0, 2].svd().s.shape
+    torch.Size([32])
     """
     queries, keys = FoldedWeights(model, fold, "W_Q", "W_K").queries_and_keys(distance)
     return FactoredMatrix(queries, keys.mT)
@@ -85,6 +95,11 @@ def full_circuits(
 
     Raises:
         TypeError, ValueError: as for `qk_circuit`.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> full_circuits(model, layer=1, head=3).ov  # from 103 tokens to 103 tokens
+    FactoredMatrix [103, 103], inner 32, torch.float32
     """
     folded = FoldedWeights(model, fold, "W_E", "W_Q", "W_K", "W_V", "W_O", "W_U")
     queries, keys = folded.queries_and_keys(distance)
@@ -112,6 +127,11 @@ def token_directions(
 
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or one is negative.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> token_directions(model, ["a", "b"]).shape
+    torch.Size([2, 128])
     """
     folded = FoldedWeights(model, fold, "W_U")
     tokens = torch.as_tensor(token_ids(model, tokens))
@@ -181,6 +201,11 @@ def singular_tokens(
     Raises:
         TypeError, ValueError: as for `qk_circuit`; or if circuit is none of these, a head is missing or not
             needed, or k is more than the number of singular values.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> singular_tokens(model, layer=3, head=1, k=2, top=4).read.shape  # directions, ends, tokens
+    torch.Size([2, 2, 4])
     """
     if circuit not in ("ov", "qk", "W_in", "W_out"):
         raise ValueError(f"circuit must be 'ov', 'qk', 'W_in' or 'W_out'; got {circuit!r}")

@@ -1,4 +1,9 @@
-"""Functions of numbers modulo n: their power by frequency (Nanda et al. 2023)."""
+"""Functions of numbers modulo n: their power by frequency (Nanda et al. 2023).
+
+1. `fourier_basis` has a constant, and a cosine and a sine of each frequency, orthonormal.
+2. `frequency_power` writes values in this basis along each axis, squares them, and adds up cosine and sine.
+3. `answer_power` shifts each input's logits so that the right answer comes first, and takes the power of their mean.
+"""
 
 import torch
 from jaxtyping import Float, Int

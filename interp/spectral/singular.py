@@ -24,6 +24,9 @@ class SVD:
             numpy's `matrix_rank`. For a randomised one it is at least the Frobenius norm of
             `A v - s u` over the vectors found and one more. The error of angles is tolerance / gap
             (Wedin 1972).
+
+    >>> svd(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
+    SVD of [2, 2]: 2 singular values, 3, 0
     """
 
     u: Float[Tensor, "*batch rows k"]
@@ -114,6 +117,9 @@ def randomized_svd(
 
     Raises:
         ValueError: as for `svd`, or if k is not 1 to min(rows, columns), or oversample is below 2.
+
+    >>> randomized_svd(torch.diag(torch.tensor([4.0, 3.0, 2.0])), k=2).s
+    tensor([4., 3.], dtype=torch.float64)
     """
     wide = finite(matrices, name)
     check_k(k, min(wide.shape[-2:]))
@@ -168,6 +174,9 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
     Rudelson & Vershynin 2007, "Sampling from large matrices" (there: numerical rank). k equal
     singular values give k. A zero matrix gives 0. For arguments and errors see `effective_rank`.
+
+    >>> stable_rank(torch.tensor([2.0, 1.0, 1.0]))
+    tensor(1.5000, dtype=torch.float64)
     """
     s = _checked_values(s)
     largest = s[..., :1]
@@ -186,6 +195,9 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
 
     Raises:
         ValueError: as for `effective_rank`, or if there is no such singular value.
+
+    >>> spectral_gap(torch.tensor([5.0, 3.0, 2.5]), at=2)
+    tensor(0.5000, dtype=torch.float64)
     """
     s = _checked_values(s)
     check_k(at, s.shape[-1], "at")
@@ -198,6 +210,9 @@ def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     Equal singular values give 1, and a zero matrix infinity. A matrix without full rank gives infinity,
     or a number near 1 / eps if rounding left the smallest value above 0. For arguments and errors see
     `effective_rank`.
+
+    >>> condition_number(torch.tensor([5.0, 3.0, 2.0]))
+    tensor(2.5000, dtype=torch.float64)
     """
     s = _checked_values(s)
     return torch.where(s[..., -1] > 0, s[..., 0] / s[..., -1], torch.inf)

@@ -83,6 +83,13 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
         TypeError: if the model has no `W_V` and `W_O`.
         CacheError: if the cache is of another model, or has no scores, patterns or values; it says which mode to run.
         ValueError: if the cache does not hold all positions.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> svd_targets(model, cache).avwo.shape  # batch, layer, head, pos, d_model
+    torch.Size([1, 4, 4, 9, 128])
     """
     cache.require_weights_of(model)
     language: LanguageModel = of(model, "W_V", "W_O")
@@ -149,6 +156,15 @@ def residual_stream(
     Raises:
         CacheError: if the cache has no stream; it says what to run.
         ValueError: if `windows` is not boolean, not of the stream's shape, or has padding.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> windows = torch.zeros(1, 9, dtype=torch.bool)
+    >>> windows[0, 2:5] = True
+    >>> residual_stream(cache, windows).vectors.shape  # window, layer, d_model
+    torch.Size([3, 4, 128])
     """
     stream = _stacks(cache, (point,), 'mode="residual"')[0]
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
