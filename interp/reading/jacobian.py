@@ -117,9 +117,9 @@ def jacobian_lens(
                 f"a text must have at least {skip + 2} tokens, for skip={skip}; "
                 f"got {text.tokens.shape[1]} in text {number}"
             )
-        found = _jacobians(runner, names, text.tokens, skip, max_bytes)
-        squares = squares + found.flatten(1).norm(dim=1) ** 2
-        total, count = found.add_(total), count + 1  # large models: no third copy
+        jacobians = _jacobians(runner, names, text.tokens, skip, max_bytes)
+        squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
+        total, count = jacobians.add_(total), count + 1  # large models: no third copy
     weight, hashed = total / count, storage.config_hash(model)
     return JacobianLens(weight, torch.zeros_like(weight[..., 0]), hashed, count, squares / count)
 
@@ -134,12 +134,12 @@ def _jacobians(
     """The Jacobians of one text."""
     (*streams, final), forward = peak_bytes(lambda: _streams(runner, names, tokens))
     size = final.shape[-1]
-    found = at_least_float32(final.new_zeros(len(streams), size, size))
+    jacobians = at_least_float32(final.new_zeros(len(streams), size, size))
     row, at_once = 0, 1
     while row < size:
         rows = range(row, min(row + at_once, size))
         some, backward = peak_bytes(functools.partial(_rows, streams, final, rows, skip))
-        found[:, rows] = some.to(found)
+        jacobians[:, rows] = some.to(jacobians)
         if not row:  # the first one alone says what each of the others takes
             if (least := forward + backward) > max_bytes:
                 raise ValueError(
@@ -148,7 +148,7 @@ def _jacobians(
                 )
             at_once = (max_bytes - forward) // backward
         row = rows.stop
-    return found
+    return jacobians
 
 
 def _rows(

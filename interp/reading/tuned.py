@@ -108,10 +108,10 @@ def tuned_lens(
         raise ValueError(
             f"steps, batch and texts must be at least 1; got {steps}, {batch} and {len(several)} texts"
         )
-    size, own = of(model, "unembed", "config").config.d_model, next(model.parameters())
+    size, parameter = of(model, "unembed", "config").config.d_model, next(model.parameters())
     runner, names = for_fit(model)
-    dtype = torch.promote_types(own.dtype, torch.float32)
-    weight = torch.zeros(len(names) - 1, size, size, dtype=dtype, device=own.device)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    weight = torch.zeros(len(names) - 1, size, size, dtype=dtype, device=parameter.device)
     bias = torch.zeros_like(weight[..., 0])
     rate = 1 / size if learning_rate is None else learning_rate
     optimizer = torch.optim.Adam([weight.requires_grad_(), bias.requires_grad_()], lr=rate)
@@ -123,10 +123,10 @@ def tuned_lens(
         real = slice(None) if text.mask is None else text.mask.flatten()
         streams = stacked(cache[name].flatten(0, 1)[real] for name in names)
         optimizer.zero_grad()
-        losses.append(_backward(model, weight, bias, to_device(streams, own.device)))
+        losses.append(_backward(model, weight, bias, to_device(streams, parameter.device)))
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.step()
-    identity = torch.eye(size, dtype=dtype, device=own.device)
+    identity = torch.eye(size, dtype=dtype, device=parameter.device)
     translators = identity + weight.detach(), bias.detach()
     return TunedLens(*translators, storage.config_hash(model), torch.stack(losses))
 
@@ -144,10 +144,10 @@ def _backward(
         expected = without_gradients(unembedded)(model, final)[0].log_softmax(-1)
         with torch.enable_grad():
             added = x.to(weight.dtype) @ weight.mT + bias[:, None]
-            found = unembedded(model, x + added.to(x.dtype)).log_softmax(-1)
-            each = divergence(expected, found).sum(1) / streams.shape[1]
-            each.sum().backward(inputs=[weight, bias])
-        losses += to_device(each.detach(), losses.device)
+            predicted = unembedded(model, x + added.to(x.dtype)).log_softmax(-1)
+            by_layer = divergence(expected, predicted).sum(1) / streams.shape[1]
+            by_layer.sum().backward(inputs=[weight, bias])
+        losses += to_device(by_layer.detach(), losses.device)
     return losses
 
 

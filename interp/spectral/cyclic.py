@@ -56,17 +56,17 @@ def frequency_power(
     >>> frequency_power(wave)
     tensor([64.0000,  2.0000,  0.0000], dtype=torch.float64)
     """
-    found = values.double()
+    powers = values.double()
     for dim in dims:
         basis = fourier_basis(values.shape[dim]).to(values.device)
-        found = (found.movedim(dim, -1) @ basis).movedim(-1, dim)
-    found = found.square()
+        powers = (powers.movedim(dim, -1) @ basis).movedim(-1, dim)
+    powers = powers.square()
     for dim in dims:
         frequency = (torch.arange(values.shape[dim], device=values.device) + 1) // 2
-        parts = found.movedim(dim, 0)
+        parts = powers.movedim(dim, 0)
         summed = parts.new_zeros(int(frequency[-1]) + 1, *parts.shape[1:])
-        found = summed.index_add(0, frequency, parts).movedim(0, dim)
-    return found
+        powers = summed.index_add(0, frequency, parts).movedim(0, dim)
+    return powers
 
 
 def answer_power(
