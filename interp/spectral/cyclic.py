@@ -56,11 +56,11 @@ def frequency_power(
     >>> frequency_power(wave)
     tensor([64.0000,  2.0000,  0.0000], dtype=torch.float64)
     """
-    powers = values.double()
+    coefficients = values.double()
     for dim in dims:
         basis = fourier_basis(values.shape[dim]).to(values.device)
-        powers = (powers.movedim(dim, -1) @ basis).movedim(-1, dim)
-    powers = powers.square()
+        coefficients = (coefficients.movedim(dim, -1) @ basis).movedim(-1, dim)
+    powers = coefficients.square()
     for dim in dims:
         frequency = (torch.arange(values.shape[dim], device=values.device) + 1) // 2
         parts = powers.movedim(dim, 0)
