@@ -138,9 +138,9 @@ def measure(
         ValueError: as for `last_of`, `last_real` and `evaluate`.
 
     >>> import torch
-    >>> from interp import log_prob
-    >>> measure(log_prob(1), torch.tensor([[[0.0, 0.0], [0.0, 0.0]]])).exp()
-    tensor([0.5000])
+    >>> from interp import logit_diff
+    >>> measure(logit_diff(right=2, wrong=0), torch.tensor([[[0.0, 1.0, 3.0], [9.0, 9.0, 9.0]]]), torch.tensor([[1, 0]]))
+    tensor([3.])
     """
     read = last_real(logits, last_of(metric, attention_mask), attention_mask)
     return evaluate(metric, read, len(logits))

@@ -194,10 +194,12 @@ def test_a_pattern_of_ones_own_is_scored_by_its_factors():
     for dtype in (torch.bool, torch.long, torch.float64):
         own = head_scores(model, cache, before.to(dtype)).values
         torch.testing.assert_close(own, head_scores(model, cache, "previous_token").values)
-    factors = torch.tensor([[9.0, 0, 0, 0], [0, 0, 0, 0], [2, -4, 0, 0], [0, 0, 8, 0]])
-    # (2 * 0.5 - 4 * 0.125 + 8 * 0.125) / 2; in the second text the first column is padding.
+    factors = torch.tensor([[9.0, 0, 0, 0], [0, 0, 0, 0], [2, 0, 0, 0], [0, -4, 12, 0]])
+    # In the second text the first column is padding, so that only the last query has a key.
     scores = head_scores(model, cache, factors)
-    assert scores.values.tolist() == [[[0.75, (-4 * 0.25 + 8 * 0.25) / 2]]]
+    assert scores.values.tolist() == [
+        [[(2 * 0.5 - 4 * 0.25 + 12 * 0.125) / 2, -4 * 0.5 + 12 * 0.25]]
+    ]
     assert scores.unit == ""
     with pytest.raises(ValueError, match=r"\[4, 4\]; got \[4, 3\]"):
         head_scores(model, cache, factors[:, :3])

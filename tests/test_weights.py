@@ -374,6 +374,7 @@ def test_singular_directions_of_an_mlp_are_tokens_and_neurons(weights, kind):
             *(block.ln2.weight, model.ln_final.weight),
         )
     )
+    before, final = (norm.weight.detach().numpy() for norm in (block.ln2, model.ln_final))
     after = np.diag(block.ln2_post.weight.detach()) if kind == "sandwich" else np.eye(10)
     after = centring(10) @ after if kind == "sandwich" else after
     if weights == "W_in":

@@ -45,11 +45,10 @@ def composition_scores(
         TypeError, ValueError: as for `qk_circuit`; or if kind is none of the three, or there are
             fewer than 2 draws.
 
-    >>> from models import Transformer, TransformerConfig
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=3, n_heads=2, d_model=4)
-    >>> scores = composition_scores(Transformer(config), "V", draws=2)
-    >>> scores.select(layer=0, to_layer=2).values.shape  # [head, to_head, example]
-    torch.Size([2, 2, 1])
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> composition_scores(model, "K", draws=2).select(layer=0, to_layer=1).values.shape  # head, to_head, example
+    torch.Size([4, 4, 1])
     """
     if kind not in ("Q", "K", "V"):
         raise ValueError(f"kind must be 'Q', 'K' or 'V'; got {kind!r}")
@@ -62,19 +61,19 @@ def composition_scores(
         later = FactoredMatrix(queries, keys.mT)
     sources, readers = _rows(first), _rows(later if kind == "K" else later.mT)
     n_layers, n_heads = sources.shape[:2]
-    found = sources.new_full((n_layers, n_heads, n_layers, n_heads, 1), torch.nan)
+    scores = sources.new_full((n_layers, n_heads, n_layers, n_heads, 1), torch.nan)
     for layer in range(n_layers - 1):
         for head in range(n_heads):
             products = sources[layer, head] @ readers[layer + 1 :].mT
-            found[layer, head, layer + 1 :, :, 0] = torch.linalg.matrix_norm(products)
+            scores[layer, head, layer + 1 :, :, 0] = torch.linalg.matrix_norm(products)
     generator = torch.Generator().manual_seed(seed)
-    tall, wide = first[0, 0].left.shape, first[0, 0].right.shape
-    drawn = [torch.randn(2, draws, *shape, generator=generator) for shape in (tall, wide)]
+    left, right = first[0, 0].left.shape, first[0, 0].right.shape
+    drawn = [torch.randn(2, draws, *shape, generator=generator) for shape in (left, right)]
     one, other = _rows(FactoredMatrix(*drawn))
     random = torch.linalg.matrix_norm(one @ other.mT)
     about = {"kind": kind, "fold": fold, "distance": distance, "draws": draws, "seed": seed}
     about |= {"baseline": random.mean().item(), "spread": random.std().item()}
-    return Result(found, ("layer", "head", "to_layer", "to_head", "example"), about=about)
+    return Result(scores, ("layer", "head", "to_layer", "to_head", "example"), about=about)
 
 
 def _rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:

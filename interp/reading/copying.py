@@ -46,8 +46,8 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
         )
     # The eigenvalues of E V O U are those of V O (U E), apart from zeros.
     written = folded.written() @ (unembedding @ embedding)
-    found = FactoredMatrix(folded.values(), written).eigenvalues()
-    scores = found.real.sum(-1) / found.abs().sum(-1)
+    eigenvalues = FactoredMatrix(folded.values(), written).eigenvalues()
+    scores = eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
     return Result(scores[..., None], ("layer", "head", "example"), about={"fold": fold})
 
 

@@ -1,4 +1,11 @@
-"""Decomposition: the residual stream, and the logits, as sums of what each part of a model wrote."""
+"""Decomposition: the residual stream, and the logits, as sums of what each part of a model wrote.
+
+1. Take from the cache what each part mapped to the stream: embeddings, heads, MLPs or neurons, biases.
+2. `decompose` maps it to vectors. `direct_logit_attribution` maps the logit's direction back instead, through the
+   final norm and `W_O`, and multiplies: no vector of the stream is made.
+3. Divide by the scale of the norm in the run, with which the norm is linear (Elhage et al. 2021).
+4. Check that the parts add up to the stream, or to the logit, up to rounding.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,10 @@
-"""The Jacobian lens: the stream of a layer, carried to the last one by the mean Jacobian between them."""
+"""The Jacobian lens: the stream of a layer, mapped to the last one by the mean Jacobian between them.
+
+1. Run a text with a graph of gradients from the stream entering the first block on.
+2. For each entry of the final stream, sum it over positions and take the gradient with respect to each layer's stream:
+   a row of that layer's Jacobian. As many rows run together as the memory allows.
+3. Take the mean over the positions of the layer's stream, then over texts (Gurnee et al. 2026).
+"""
 
 import functools
 from collections.abc import Sequence
@@ -25,6 +31,9 @@ class JacobianLens(AffineLens):
         weight, bias, config_hash: see `AffineLens`; the bias is 0.
         n_texts: how many texts the mean is over.
         squares: the mean of the squared Frobenius norms of the texts' own Jacobians.
+
+    >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
+    JacobianLens [layer 1, d_model 2]
     """
 
     n_texts: int
@@ -93,10 +102,10 @@ def jacobian_lens(
         ModeError: if the model is in training mode.
 
     >>> from models import Transformer, TransformerConfig
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
-    >>> lens = jacobian_lens(Transformer(config).eval(), [[3, 1, 4, 1], [2, 6, 5]], skip=1)
-    >>> lens.n_texts, lens.weight.shape
-    (2, torch.Size([2, 4, 4]))
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> jacobian_lens(model, [[3, 1, 4, 1], [5, 2, 6]], skip=0)
+    JacobianLens [layer 2, d_model 4]
     """
     if skip < 0:
         raise ValueError(f"skip must be at least 0; got {skip}")
@@ -108,9 +117,9 @@ def jacobian_lens(
                 f"a text must have at least {skip + 2} tokens, for skip={skip}; "
                 f"got {text.tokens.shape[1]} in text {number}"
             )
-        found = _jacobians(runner, names, text.tokens, skip, max_bytes)
-        squares = squares + found.flatten(1).norm(dim=1) ** 2
-        total, count = found.add_(total), count + 1  # large models: no third copy
+        jacobians = _jacobians(runner, names, text.tokens, skip, max_bytes)
+        squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
+        total, count = jacobians.add_(total), count + 1  # large models: no third copy
     weight, hashed = total / count, storage.config_hash(model)
     return JacobianLens(weight, torch.zeros_like(weight[..., 0]), hashed, count, squares / count)
 
@@ -125,12 +134,12 @@ def _jacobians(
     """The Jacobians of one text."""
     (*streams, final), forward = peak_bytes(lambda: _streams(runner, names, tokens))
     size = final.shape[-1]
-    found = at_least_float32(final.new_zeros(len(streams), size, size))
+    jacobians = at_least_float32(final.new_zeros(len(streams), size, size))
     row, at_once = 0, 1
     while row < size:
         rows = range(row, min(row + at_once, size))
         some, backward = peak_bytes(functools.partial(_rows, streams, final, rows, skip))
-        found[:, rows] = some.to(found)
+        jacobians[:, rows] = some.to(jacobians)
         if not row:  # the first one alone says what each of the others takes
             if (least := forward + backward) > max_bytes:
                 raise ValueError(
@@ -139,7 +148,7 @@ def _jacobians(
                 )
             at_once = (max_bytes - forward) // backward
         row = rows.stop
-    return found
+    return jacobians
 
 
 def _rows(

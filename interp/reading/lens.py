@@ -105,18 +105,7 @@ def logit_lens(
         lens.check(model)
     streams = _streams(model, cache)
     shape = streams.shape[1:3]
-    if isinstance(targets, str):
-        targets = torch.full(shape, token_ids(model, targets))
-    if targets is not None and targets.shape != shape:
-        raise ValueError(
-            f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"
-        )
-    followed = None if targets is None else targets.flatten()
-    if followed is not None and followed.numel():
-        least, most = followed.aminmax()
-        if least < 0 or most >= vocab:
-            wrong = int(least if least < 0 else most)
-            raise ValueError(f"targets must be tokens, 0 to {vocab - 1}; got {wrong}")
+    followed = None if targets is None else _followed(model, targets, shape)
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
     parts, start = [], 0
@@ -138,6 +127,27 @@ def logit_lens(
         return readout
     read = None if text is None or text.tokens.shape != shape else written(text.tokens[0])
     return replace(readout, first=(read, written(best[:, 0, :, 0])))
+
+
+def _followed(
+    model: nn.Module, targets: Int[Tensor, "batch pos"] | str, shape: torch.Size
+) -> Int[Tensor, " row"]:
+    """The targets of all positions, after a check that they are tokens of the model.
+
+    Raises:
+        ValueError: if they do not have the cache's shape, or one is not in the vocabulary.
+    """
+    if isinstance(targets, str):
+        targets = torch.full(shape, token_ids(model, targets))
+    if targets.shape != shape:
+        raise ValueError(
+            f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"
+        )
+    vocab = of(model, "config").config.vocab_size
+    for target in targets.aminmax() if targets.numel() else ():
+        if not 0 <= int(target) < vocab:
+            raise ValueError(f"targets must be tokens, 0 to {vocab - 1}; got {int(target)}")
+    return targets.flatten()
 
 
 def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:

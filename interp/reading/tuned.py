@@ -1,4 +1,10 @@
-"""The tuned lens: an affine translator for each layer, fitted to predict what the model will predict."""
+"""The tuned lens: an affine translator for each layer, fitted to predict what the model will predict.
+
+1. Run a batch of texts, and keep the stream entering each block and the final one, at real positions.
+2. Translate each layer's stream, unembed it, and take KL(final ‖ lens), a few positions at a time.
+3. Add its gradients to those of the translators; after all positions Adam takes a step.
+4. Repeat, at a rate that falls linearly to 0 (Belrose et al. 2023).
+"""
 
 import itertools
 import os
@@ -27,6 +33,9 @@ class TunedLens(AffineLens):
     Attributes:
         weight, bias, config_hash: see `AffineLens`.
         losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
+
+    >>> TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", torch.zeros(0, 1))
+    TunedLens [layer 1, d_model 2]
     """
 
     losses: Float[Tensor, "step layer"]
@@ -88,26 +97,21 @@ def tuned_lens(
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
 
-    >>> from hooks import HookedRunner
-    >>> from models import load
-    >>> model = load("pydoc-4l")
-    >>> from interp import logit_lens
-    >>> cache = HookedRunner(model).run_with_cache("Return the", lazy=True)[1]
-    >>> lens = tuned_lens(model, ["Return the", "If the"], steps=3)
-    >>> lens.losses.shape
-    torch.Size([3, 4])
-    >>> logit_lens(model, cache, lens=lens).kl.shape
-    torch.Size([5, 1, 10])
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> tuned_lens(model, [[3, 1, 4, 1], [5, 2, 6]], steps=3).losses.shape  # step, layer
+    torch.Size([3, 2])
     """
     several = [*each_text(texts)]
     if min(steps, batch, len(several)) < 1:
         raise ValueError(
             f"steps, batch and texts must be at least 1; got {steps}, {batch} and {len(several)} texts"
         )
-    size, own = of(model, "unembed", "config").config.d_model, next(model.parameters())
+    size, parameter = of(model, "unembed", "config").config.d_model, next(model.parameters())
     runner, names = for_fit(model)
-    dtype = torch.promote_types(own.dtype, torch.float32)
-    weight = torch.zeros(len(names) - 1, size, size, dtype=dtype, device=own.device)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    weight = torch.zeros(len(names) - 1, size, size, dtype=dtype, device=parameter.device)
     bias = torch.zeros_like(weight[..., 0])
     rate = 1 / size if learning_rate is None else learning_rate
     optimizer = torch.optim.Adam([weight.requires_grad_(), bias.requires_grad_()], lr=rate)
@@ -119,10 +123,10 @@ def tuned_lens(
         real = slice(None) if text.mask is None else text.mask.flatten()
         streams = stacked(cache[name].flatten(0, 1)[real] for name in names)
         optimizer.zero_grad()
-        losses.append(_backward(model, weight, bias, to_device(streams, own.device)))
+        losses.append(_backward(model, weight, bias, to_device(streams, parameter.device)))
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.step()
-    identity = torch.eye(size, dtype=dtype, device=own.device)
+    identity = torch.eye(size, dtype=dtype, device=parameter.device)
     translators = identity + weight.detach(), bias.detach()
     return TunedLens(*translators, storage.config_hash(model), torch.stack(losses))
 
@@ -140,10 +144,10 @@ def _backward(
         expected = without_gradients(unembedded)(model, final)[0].log_softmax(-1)
         with torch.enable_grad():
             added = x.to(weight.dtype) @ weight.mT + bias[:, None]
-            found = unembedded(model, x + added.to(x.dtype)).log_softmax(-1)
-            each = divergence(expected, found).sum(1) / streams.shape[1]
-            each.sum().backward(inputs=[weight, bias])
-        losses += to_device(each.detach(), losses.device)
+            predicted = unembedded(model, x + added.to(x.dtype)).log_softmax(-1)
+            by_layer = divergence(expected, predicted).sum(1) / streams.shape[1]
+            by_layer.sum().backward(inputs=[weight, bias])
+        losses += to_device(by_layer.detach(), losses.device)
     return losses
 
 

@@ -61,8 +61,8 @@ def qk_circuit(model: nn.Module, fold: bool = True, distance: int | None = None)
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> qk_circuit(model)[2, 3]
-    FactoredMatrix [128, 128], inner 32, torch.float32
+    >>> qk_circuit(model)[0, 2].svd().s.shape
+    torch.Size([32])
     """
     queries, keys = FoldedWeights(model, fold, "W_Q", "W_K").queries_and_keys(distance)
     return FactoredMatrix(queries, keys.mT)
@@ -98,7 +98,7 @@ def full_circuits(
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> full_circuits(model, layer=1, head=0).ov
+    >>> full_circuits(model, layer=1, head=3).ov  # from 103 tokens to 103 tokens
     FactoredMatrix [103, 103], inner 32, torch.float32
     """
     folded = FoldedWeights(model, fold, "W_E", "W_Q", "W_K", "W_V", "W_O", "W_U")
@@ -130,7 +130,7 @@ def token_directions(
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> token_directions(model, ["n", "e"]).shape
+    >>> token_directions(model, ["a", "b"]).shape
     torch.Size([2, 128])
     """
     folded = FoldedWeights(model, fold, "W_U")
@@ -204,10 +204,8 @@ def singular_tokens(
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> tokens = singular_tokens(model, layer=1, head=0, k=1, top=3)
-    >>> read, written = tokens.texts
-    >>> written
-    [[[',', '}', ' '], ['\\n', '&', '@']]]
+    >>> singular_tokens(model, layer=3, head=1, k=2, top=4).read.shape  # directions, ends, tokens
+    torch.Size([2, 2, 4])
     """
     if circuit not in ("ov", "qk", "W_in", "W_out"):
         raise ValueError(f"circuit must be 'ov', 'qk', 'W_in' or 'W_out'; got {circuit!r}")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
-from hooks.names import layer_of
 from hooks.names import layers as by_layer
+from hooks.point import layer_of
 from interp.edits import Edit
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.texts import Text, are_aligned, words_of

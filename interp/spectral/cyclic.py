@@ -1,4 +1,9 @@
-"""Functions of numbers modulo n: their power by frequency (Nanda et al. 2023)."""
+"""Functions of numbers modulo n: their power by frequency (Nanda et al. 2023).
+
+1. `fourier_basis` has a constant, and a cosine and a sine of each frequency, orthonormal.
+2. `frequency_power` writes values in this basis along each axis, squares them, and adds up cosine and sine.
+3. `answer_power` shifts each input's logits so that the right answer comes first, and takes the power of their mean.
+"""
 
 import torch
 from jaxtyping import Float, Int
@@ -51,17 +56,17 @@ def frequency_power(
     >>> frequency_power(wave)
     tensor([64.0000,  2.0000,  0.0000], dtype=torch.float64)
     """
-    found = values.double()
+    coefficients = values.double()
     for dim in dims:
         basis = fourier_basis(values.shape[dim]).to(values.device)
-        found = (found.movedim(dim, -1) @ basis).movedim(-1, dim)
-    found = found.square()
+        coefficients = (coefficients.movedim(dim, -1) @ basis).movedim(-1, dim)
+    powers = coefficients.square()
     for dim in dims:
         frequency = (torch.arange(values.shape[dim], device=values.device) + 1) // 2
-        parts = found.movedim(dim, 0)
+        parts = powers.movedim(dim, 0)
         summed = parts.new_zeros(int(frequency[-1]) + 1, *parts.shape[1:])
-        found = summed.index_add(0, frequency, parts).movedim(0, dim)
-    return found
+        powers = summed.index_add(0, frequency, parts).movedim(0, dim)
+    return powers
 
 
 def answer_power(

@@ -1,4 +1,10 @@
-"""A matrix of low rank, kept as the product of two factors."""
+"""A matrix of low rank, kept as the product of two factors A B.
+
+1. A = Q R and B^T = P S by QR, so that A B = Q (R S^T) P^T: the SVD of the small R S^T gives that of the product.
+2. The Frobenius norm is that of R B, and the trace the sum of A times B^T, entry by entry.
+3. Eigenvalues are those of the smaller of A B and B A, which have the same apart from zeros.
+4. The largest entries are found a few rows of A at a time.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -52,10 +52,10 @@ def subspace_angles(
     Raises:
         ValueError: if side is neither, or k is not 1 to the number of singular values.
 
-    >>> from interp.spectral import svd
-    >>> turned = torch.tensor([[0.0, 5.0], [3.0, 0.0]])  # reads the other axis first
-    >>> subspace_angles(svd(torch.diag(torch.tensor([5.0, 3.0]))), svd(turned), k=1).rad2deg()
-    tensor([90.], dtype=torch.float64)
+    >>> flat = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
+    >>> turned = svd(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]]))
+    >>> subspace_angles(flat, turned, k=2).rad2deg()
+    tensor([ 0., 90.], dtype=torch.float64)
     """
     a, b = _vectors(first, k, side), _vectors(second, k, side)
     defined = _has_space(first, k) & _has_space(second, k)
@@ -91,8 +91,8 @@ def subspace_projection(
     Raises:
         ValueError: as for `principal_angles`.
 
-    >>> subspace_projection(torch.tensor([3.0, 5.0, 7.0]), torch.eye(3)[:, 1:])
-    tensor([0., 5., 7.])
+    >>> subspace_projection(torch.tensor([3.0, 4.0, 5.0]), torch.eye(3)[:, :2])
+    tensor([3., 4., 0.])
     """
     directions = _orthonormal(basis, "basis")
     return (vectors.double() @ directions @ directions.mT).to(vectors.dtype)
@@ -109,11 +109,10 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
     Raises:
         ValueError: as for `subspace_angles`.
 
-    >>> from interp.spectral import svd
-    >>> steps = torch.tensor([[[5.0, 0.0], [0.0, 3.0]], [[9.0, 0.0], [0.0, 2.0]], [[1.0, 0.0], [0.0, 3.0]]])
+    >>> steps = torch.stack([torch.diag(torch.tensor(s)) for s in ([3.0, 1.0], [1.0, 3.0], [1.0, 3.0])])
     >>> drift(svd(steps), k=1).rad2deg()
-    tensor([[ 0.],
-            [90.]], dtype=torch.float64)
+    tensor([[90.],
+            [ 0.]], dtype=torch.float64)
     """
     return subspace_angles(decomposition[:-1], decomposition[1:], k, side)
 
@@ -124,10 +123,10 @@ def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Te
     It is NaN where a vector is not defined: up to the tolerance, its singular value is 0 or equals a
     neighbour's. For arguments and errors see `subspace_angles`.
 
-    >>> from interp.spectral import svd
-    >>> first, second = torch.diag(torch.tensor([5.0, 3.0])), torch.diag(torch.tensor([-2.0, 1.0]))
-    >>> alignment(svd(first), svd(second), k=2)
-    tensor([1., 1.], dtype=torch.float64)
+    >>> flat = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
+    >>> turned = svd(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]]))
+    >>> alignment(flat, turned, k=3)
+    tensor([1., 0., 0.], dtype=torch.float64)
     """
     cosines = (_vectors(first, k, side) * _vectors(second, k, side)).sum(-2)
     defined = _isolated(first, k) & _isolated(second, k)

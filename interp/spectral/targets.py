@@ -84,13 +84,12 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
         CacheError: if the cache is of another model, or has no scores, patterns or values; it says which mode to run.
         ValueError: if the cache does not hold all positions.
 
-    >>> from hooks import HookedRunner
+    >>> from interp import run_with_cache
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> cache = HookedRunner(model).run_with_cache("Return the", mode="svd_targets")[1]
-    >>> targets = svd_targets(model, cache)
-    >>> targets.qkt.shape, targets.wvwo.shape
-    (torch.Size([1, 4, 4, 10, 10]), torch.Size([4, 4, 128, 128]))
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> svd_targets(model, cache).avwo.shape  # batch, layer, head, pos, d_model
+    torch.Size([1, 4, 4, 9, 128])
     """
     cache.require_weights_of(model)
     language: LanguageModel = of(model, "W_V", "W_O")
@@ -158,15 +157,14 @@ def residual_stream(
         CacheError: if the cache has no stream; it says what to run.
         ValueError: if `windows` is not boolean, not of the stream's shape, or has padding.
 
-    >>> from hooks import HookedRunner
+    >>> from interp import run_with_cache
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> cache = HookedRunner(model).run_with_cache("Return the", mode="residual")[1]
-    >>> windows = torch.zeros(1, 10, dtype=torch.bool)
-    >>> windows[0, 3:5] = True
-    >>> stream = residual_stream(cache, windows)
-    >>> stream.vectors.shape, stream.norms.shape
-    (torch.Size([2, 4, 128]), torch.Size([1, 10, 4]))
+    >>> _, cache = run_with_cache(model, "def f(x):", mode="full")
+    >>> windows = torch.zeros(1, 9, dtype=torch.bool)
+    >>> windows[0, 2:5] = True
+    >>> residual_stream(cache, windows).vectors.shape  # window, layer, d_model
+    torch.Size([3, 4, 128])
     """
     stream = _stacks(cache, (point,), 'mode="residual"')[0]
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:

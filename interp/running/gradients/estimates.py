@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Point
-from hooks.names import layer_of
+from hooks.point import layer_of
 from hooks.transfer import to_device
 from interp import edits
 from interp.inputs.pairs import Direction, Pairs
