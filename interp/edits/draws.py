@@ -21,9 +21,9 @@ def donors(padding: Sequence[Sequence[bool]], seed: int) -> list[int]:
     [2, 3, 0, 1]
     """
     draw, groups = random.Random(seed), dict[tuple[bool, ...], list[int]]()
-    found: dict[int, int] = {}
-    for row, own in enumerate(padding):
-        groups.setdefault(tuple(own), []).append(row)
+    donor_of: dict[int, int] = {}
+    for row, is_padding in enumerate(padding):
+        groups.setdefault(tuple(is_padding), []).append(row)
     for rows in groups.values():
         if len(rows) < 2:
             raise EditError(
@@ -31,8 +31,8 @@ def donors(padding: Sequence[Sequence[bool]], seed: int) -> list[int]:
             )
         order = draw.sample(rows, len(rows))
         # Each takes from the one before it in a random circle.
-        found |= zip(order, order[-1:] + order[:-1], strict=True)
-    return [found[row] for row in range(len(padding))]
+        donor_of |= zip(order, order[-1:] + order[:-1], strict=True)
+    return [donor_of[row] for row in range(len(padding))]
 
 
 def normal(name: str, firsts: tuple[int, ...], lengths: tuple[int, ...]) -> Float[Tensor, "..."]:

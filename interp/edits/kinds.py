@@ -92,8 +92,8 @@ def interchange(
     ) -> Shaped[Tensor, "*axes"]:
         return x + _inside(value - x, basis)
 
-    given = {"0": source, "1": subspace}
-    return Edit("interchange", change, given, _source(source, source_pos)).at(**where)
+    arguments = {"0": source, "1": subspace}
+    return Edit("interchange", change, arguments, _source(source, source_pos)).at(**where)
 
 
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
@@ -162,17 +162,19 @@ def mean(
         value = value.to(torch.promote_types(value.dtype, torch.float32))
         if real is None or (attention_mask is None and place.positions is None):
             return value.mean(dims, keepdim=True)
-        kept = _real_columns(real, dropped, value, place)
-        if not kept.any(dims).all():
+        real_there = _real_columns(real, dropped, value, place)
+        if not real_there.any(dims).all():
             raise EditError(
                 f"attention_mask must leave columns to average at {place.point}; got none"
             )
-        kept = to_device(kept, value.device).expand_as(value)
+        real_there = to_device(real_there, value.device).expand_as(value)
         # Padding may hold anything.
-        return value.where(kept, 0.0).sum(dims, keepdim=True) / kept.sum(dims, keepdim=True)
+        return value.where(real_there, 0.0).sum(dims, keepdim=True) / real_there.sum(
+            dims, keepdim=True
+        )
 
-    given = {"0": reference, "over": over, "attention_mask": attention_mask}
-    return Edit("mean", averaged, given, source).at(**where)
+    arguments = {"0": reference, "over": over, "attention_mask": attention_mask}
+    return Edit("mean", averaged, arguments, source).at(**where)
 
 
 def resample(
@@ -212,8 +214,8 @@ def resample(
         chosen = donors(padding or [[]] * n, seed)[first : first + place.lengths[at]]
         return value.index_select(at, to_device(torch.tensor(chosen), value.device))
 
-    given = {"0": source, "seed": seed, "attention_mask": attention_mask}
-    return Edit("resample", donated, given, values).at(**where)
+    arguments = {"0": source, "seed": seed, "attention_mask": attention_mask}
+    return Edit("resample", donated, arguments, values).at(**where)
 
 
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
@@ -268,11 +270,11 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
             stacklevel=2,
         )
     chosen = {"query": query, "key": key, **where}
-    given = {axis: index for axis, index in chosen.items() if index is not None}
+    selected = {axis: index for axis, index in chosen.items() if index is not None}
     none = Edit(
         "knockout", lambda x, value, place: torch.full_like(x, -torch.inf), only_at="scores"
     )
-    return none.at(**given)
+    return none.at(**selected)
 
 
 def _comes_after(key: Any, query: Any) -> bool:
@@ -293,12 +295,12 @@ def _taken(region: Tensor, value: Tensor, place: Place) -> Tensor:
 
 def _orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
     """An orthonormal basis of the span of the columns, in float64."""
-    given = directions.double().reshape(len(directions), -1)
-    basis, triangle = torch.linalg.qr(given)
+    columns = directions.double().reshape(len(directions), -1)
+    basis, triangle = torch.linalg.qr(columns)
     least = torch.finfo(torch.promote_types(directions.dtype, torch.float32)).eps ** 0.75
     # What each column adds to the span of those before it.
-    added = triangle.diagonal().abs() > least * given.norm(dim=0)[: len(triangle)]
-    if not (given.numel() and given.shape[1] <= len(given) and added.all()):
+    added = triangle.diagonal().abs() > least * columns.norm(dim=0)[: len(triangle)]
+    if not (columns.numel() and columns.shape[1] <= len(columns) and added.all()):
         rule = "directions must be one or more linearly independent columns"
         raise ValueError(f"{rule}; got {list(directions.shape)}")
     return basis
@@ -308,9 +310,9 @@ def _inside(x: Tensor, basis: Tensor) -> Tensor:
     """The part of vectors along the last axis that is inside the span of a basis."""
     if x.shape[-1] != len(basis):
         raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}")
-    wide = torch.promote_types(x.dtype, torch.float32)
-    basis = to_device(basis.to(wide), x.device)
-    return (x.to(wide) @ basis @ basis.mT).to(x.dtype)
+    precision = torch.promote_types(x.dtype, torch.float32)
+    basis = to_device(basis.to(precision), x.device)
+    return (x.to(precision) @ basis @ basis.mT).to(x.dtype)
 
 
 def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Place) -> Tensor:
@@ -318,9 +320,9 @@ def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Place) -> T
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")
-    kept = place.taken(real, axes, real, dropped, what="attention_mask")
-    sizes = [[x.shape[place.axes.index(axis)] for axis in axes] for x in (value, kept)]
+    real_there = place.taken(real, axes, real, dropped, what="attention_mask")
+    sizes = [[x.shape[place.axes.index(axis)] for axis in axes] for x in (value, real_there)]
     if sizes[0] != sizes[1]:
         rule = f"attention_mask must fit the reference, {sizes[0]} along {' and '.join(axes)}"
         raise EditError(f"{rule} at {place.point}; got {sizes[1]}")
-    return kept
+    return real_there
