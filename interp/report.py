@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from hooks._torch import without_gradients
+from hooks.progress import progress_bar
 from interp.effects.patching import patched
 from interp.inputs.texts import Text, writer_of
 from interp.measuring import Metric
@@ -141,7 +141,7 @@ def derive_corruption(
         others = row.roll(-pos)
         tried[pos, pos] = others[others != row[pos]][0]
     chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
-    shown = tqdm(chunks, "deriving a corruption", leave=False, disable=None)
+    shown = progress_bar(iterable=chunks, desc="deriving a corruption", leave=False)
     language, runner = of(model, "blocks", "unembed"), runner_of(model)
     final = f"blocks.{len(language.blocks) - 1}.resid_post"
     streams = (runner.capture(chunk, names=final, positions=[-1])[final] for chunk in shown)

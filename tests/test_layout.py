@@ -39,7 +39,13 @@ INTERP = """pictures protocol inputs inputs.positions inputs.spans inputs.token_
     inputs.wording measuring metrics inputs.pairs edits results linear graph running spectral reading effects report
     __main__""".split()  # noqa: SIM905  # as a list it would be thirty lines
 # Where files stand side by side, the ones that others of the room may import.
-FLAT = {"linear": "norms", "spectral": "singular", "reading": "", "effects": "", "pictures": ""}
+FLAT = {
+    "linear": "norms",
+    "spectral": "singular",
+    "reading": "",
+    "effects": "",
+    "pictures": "figure",
+}
 
 
 def room_of(names):
@@ -119,7 +125,7 @@ PUBLIC = {
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
         stream train trusted verify""",
     "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result
-        TunedLens accumulated accuracy activation_patching
+        TunedLens accumulated accuracy activation_patching apply_norm
         attribution_patching auroc circuits compare completeness composition_scores
         copying_scores cross_entropy curve decompose direct_logit_attribution
         edge_attribution edge_patching edits faithfulness full_circuits graph head_scores
@@ -153,7 +159,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 14_900, 156), (("tests",), 20_800, 106)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 15_350, 160), (("tests",), 21_400, 107)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

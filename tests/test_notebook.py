@@ -1,5 +1,7 @@
 """What a fresh notebook shows: cells that a real kernel runs one by one."""
 
+import base64
+
 import pytest
 
 manager = pytest.importorskip("jupyter_client.manager", reason="needs jupyter_client")
@@ -45,6 +47,17 @@ def test_hooks_stay_between_cells(run_cell, wait):
     run_cell(f"{wait}; assert not (model('def f(x):') == before).all()")
     run_cell(f"handle.remove(); {wait}")
     run_cell(f"{wait}; assert (model('def f(x):') == before).all()")
+
+
+def test_a_plot_shows_its_picture(run_cell):
+    run_cell(SETUP)
+    run_cell("pairs = interp.Pairs('if x in y:', 'if x is y:', metric=interp.log_prob('\\n'))")
+    (picture,) = [
+        content["data"]["image/png"]
+        for kind, content in run_cell("interp.activation_patching(model, pairs).plot()")
+        if kind == "execute_result"
+    ]
+    assert base64.b64decode(picture)[:4] == b"\x89PNG"
 
 
 def test_training_shows_its_progress(run_cell):

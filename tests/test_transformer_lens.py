@@ -24,12 +24,16 @@ from interp import (
     singular_tokens,
     token_directions,
 )
-from interp.running.sites import SITES
 from tests.reference import D_HEAD, D_MODEL, HEADS, LAYERS, N_CTX, VOCAB, some_tokens, variant
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its own imports warn
     lens = pytest.importorskip("transformer_lens", reason="needs TransformerLens 2")
+
+SITES = (
+    *("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp.post"),
+    *("z", "q", "k", "v", "scores", "pattern"),
+)
 
 FORMS = {
     "pre": {},

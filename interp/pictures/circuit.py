@@ -7,6 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from interp.pictures.figure import Picture
+
 _WIDTH, _HEIGHT, _STEP = 0.8, 0.4, 1.2
 _COLOURS = {"a": "#fee8c8", "m": "#e0f3db", "": "white"}
 _HELPS, _HARMS = "#2166ac", "#b2182b"
@@ -26,7 +28,7 @@ class Arrow(NamedTuple):
 def drawn(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) -> Figure:
     """Nodes in rows from the bottom upward, as boxes, and arrows as wide as their scores."""
     widest = max((len(row) for row in rows), default=1)
-    figure = Figure(figsize=(1.5 + widest, 0.8 + 0.75 * len(rows)), layout="constrained")
+    figure = Picture(figsize=(1.5 + widest, 0.8 + 0.75 * len(rows)), layout="constrained")
     axes = figure.subplots()
     places = {
         node: (x - (len(row) - 1) / 2, _STEP * y)

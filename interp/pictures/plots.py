@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from interp.pictures.figure import Picture
+
 Labels = Mapping[str, Sequence[Any]]
 """By the name of an axis, in order, a label for each index."""
 
@@ -47,7 +49,7 @@ def heat_maps(
         min(max(0.3 * size * n + 2, 4.0), 16.0)
         for size, n in ((len(of_columns), across), (len(of_rows), down))
     )
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Picture(figsize=(width, height), layout="constrained")
     figure.suptitle(title, fontsize="small", wrap=True)
     panels = [figure.add_subplot(down, across, n + 1) for n in range(len(tables))]
     for axes, table, name in zip(panels, tables, names, strict=True):
@@ -135,7 +137,7 @@ def curves(
 
 
 def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Picture(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize="small", wrap=True)
     return figure, figure.subplots()
 
