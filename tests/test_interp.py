@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import interp
-from hooks import CacheError, ModeError
+from hooks import CacheError, HookedRunner, ModeError
 from interp import (
     Pairs,
     activation_patching,
@@ -16,6 +16,7 @@ from interp import (
     logit_lens,
     run_with_cache,
 )
+from interp.graph import Graph
 
 
 @pytest.fixture
@@ -144,3 +145,19 @@ def test_an_analysis_of_a_model_that_is_not_attached_says_attach(analysis):
     pairs = interp.Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[3, 5, 4]]), [6])
     with pytest.raises(TypeError, match="models.attach"):
         analysis(model, pairs)
+
+
+def test_what_is_printed_is_short_and_says_what_it_is(model, tokens):
+    from models import KVCache
+
+    cache = run_with_cache(model, tokens, mode="full")[1]
+    spectra = interp.svd_targets(model, cache), interp.spectral.svd(torch.ones(2, 3, 5))
+    parts = interp.decompose(model, cache, neurons=True)
+    runner = HookedRunner(model)
+    plan = runner.plan(tokens)
+    for value in (*spectra, parts, runner, runner.points, plan, Graph(model), KVCache()):
+        printed = repr(value)
+        assert len(printed.splitlines()) <= 40
+        assert len(printed) < 4000
+        assert "object at" not in printed
+    assert "wvwo [3, 2, 10, 10]" in repr(spectra[0])

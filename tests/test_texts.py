@@ -549,6 +549,16 @@ def test_a_mask_by_query_reaches_every_analysis(site):
     assert (scores.values - interp.edge_attribution(model, causal).values).abs().max() > 1e-3
 
 
+def test_a_tokenizer_given_to_a_generation_says_where_it_goes():
+    from models import generate_text, load
+
+    model = load("pydoc-4l")
+    with pytest.raises(TypeError, match="model.tokenizer = tokenizer"):
+        generate_text(model, model.tokenizer, max_new_tokens=2)
+    with pytest.raises(TypeError, match="model.tokenizer = tokenizer"):
+        generate_text(model, "def", max_new_tokens=2, tokenizer=model.tokenizer)
+
+
 def test_fits_read_texts():
     model = reading()
     ids = [model.encoded(text) for text in TEXTS]

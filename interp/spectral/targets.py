@@ -15,7 +15,7 @@ from interp.protocol import LanguageModel, of
 from interp.spectral.singular import SVD, randomized_svd, svd
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SVDTargets:
     """The tensors of svd-transformer.md, detached, with an axis for heads.
 
@@ -38,6 +38,9 @@ class SVDTargets:
     wvwo: Float[Tensor, "layer *head d_model d_model"]
     avwo: Float[Tensor, "batch layer *head pos d_model"]
 
+    def __repr__(self) -> str:
+        return _sizes_of(self)
+
     def squeeze_heads(self) -> "SVDTargets":
         """The same without the axis of heads, the document's shapes.
 
@@ -55,7 +58,7 @@ class SVDTargets:
         return replace(self, **squeezed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ResidualStream:
     """The residual stream inside windows, and its norms at all positions.
 
@@ -67,6 +70,15 @@ class ResidualStream:
 
     vectors: Float[Tensor, "window layer d_model"]
     norms: Float[Tensor, "batch pos layer"]
+
+    def __repr__(self) -> str:
+        return _sizes_of(self)
+
+
+def _sizes_of(tensors: SVDTargets | ResidualStream) -> str:
+    """The class of a value and the sizes of its tensors, in one line."""
+    sizes = (f"{field.name} {[*getattr(tensors, field.name).shape]}" for field in fields(tensors))
+    return f"{type(tensors).__name__}: {', '.join(sizes)}"
 
 
 @without_gradients

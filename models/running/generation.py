@@ -127,6 +127,10 @@ def generate_text(
     'import'
     """
     _require(model)
+    if "tokenizer" in options or hasattr(prompts, "decode"):
+        raise TypeError(
+            "generate_text takes texts; a tokenizer is assigned: model.tokenizer = tokenizer"
+        )
     several = [prompts] if isinstance(prompts, str) else prompts
     tokenizer: Tokenizer = model.require_tokenizer()
     ends: set[int] = set()

@@ -52,6 +52,9 @@ class KVCache:
         self.layers: list[LayerCache] = []
         self._config: TransformerConfig | None = None
 
+    def __repr__(self) -> str:
+        return f"KVCache of {self.length} positions in {len(self.layers)} layers, {self.nbytes:,} bytes"
+
     @property
     def nbytes(self) -> int:
         """The memory it holds, in bytes."""

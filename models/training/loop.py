@@ -30,7 +30,7 @@ from models.transformer import Transformer
 HELD_OUT = "the text to validate on"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainingResult:
     """The losses of a run from its first step on, including steps before it was resumed.
 
@@ -45,6 +45,14 @@ class TrainingResult:
 
     losses: tuple[float, ...]
     validation: Mapping[int, Evaluation]
+
+    def __repr__(self) -> str:
+        text = f"TrainingResult of {len(self.losses)} steps"
+        if self.losses:
+            text += f", loss {self.losses[-1]:.4g}"
+        for evaluation in [*self.validation.values()][-1:]:
+            text += f", {evaluation.nats:.4g} held out"
+        return f"{text} (nats per token)"
 
 
 def train(
