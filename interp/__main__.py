@@ -59,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _require_own_models() -> None:
-    found = getattr(find_spec("models"), "origin", None)
-    if not found or Path(found).parents[1] != Path(__file__).parents[1]:
+    origin = getattr(find_spec("models"), "origin", None)
+    if not origin or Path(origin).parents[1] != Path(__file__).parents[1]:
         raise ImportError(
-            f"the package `models` must be hookscope's; got {found}: "
+            f"the package `models` must be hookscope's; got {origin}: "
             "rename or move that one, or put hookscope before it on sys.path"
         )
 

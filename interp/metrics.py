@@ -54,8 +54,8 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
     first, second = tokens_of(right, 2), tokens_of(wrong, 2)
 
     def metric(logits: Tensor) -> Tensor:
-        found = at(logits)
-        both = (found.gather(1, fitting(tokens, found)).mean(1) for tokens in (first, second))
+        chosen = at(logits)
+        both = (chosen.gather(1, fitting(tokens, chosen)).mean(1) for tokens in (first, second))
         return next(both) - next(both)
 
     return TokenMetric(call, at.last, "logits", metric, at=at)
@@ -72,8 +72,8 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     tensor([0.2000])
     """
 
-    def score(found: Tensor, token: Tensor) -> Tensor:
-        return found.log_softmax(-1).gather(1, token)[:, 0]
+    def score(logits: Tensor, token: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(1, token)[:, 0]
 
     return _of_token("log_prob", "nats", token, pos, score)
 
@@ -89,8 +89,8 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     tensor([1., 0.])
     """
 
-    def score(found: Tensor, token: Tensor) -> Tensor:
-        return found.argmax(-1) == token[:, 0]
+    def score(logits: Tensor, token: Tensor) -> Tensor:
+        return logits.argmax(-1) == token[:, 0]
 
     return _of_token("accuracy", "", token, pos, score)
 
@@ -106,8 +106,8 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     tensor([0., 1.])
     """
 
-    def score(found: Tensor, token: Tensor) -> Tensor:
-        return (found > found.gather(1, token)).sum(-1)
+    def score(logits: Tensor, token: Tensor) -> Tensor:
+        return (logits > logits.gather(1, token)).sum(-1)
 
     return _of_token("rank", "ranks", token, pos, score)
 
@@ -149,8 +149,8 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
             )
         before, here = at_least_float32(logits[:, :-1]), to_device(counted, logits.device)
         index = to_device(following.long(), logits.device)[..., None]
-        found = before.log_softmax(-1).gather(-1, index)[..., 0]
-        return -found.where(here, 0).sum(1) / here.sum(1)
+        log_probs = before.log_softmax(-1).gather(-1, index)[..., 0]
+        return -log_probs.where(here, 0).sum(1) / here.sum(1)
 
     call = f"cross_entropy(tokens {list(tokens.shape)})"
     return TokenMetric(call, 0, "nats", metric, attention_mask is None)
@@ -184,17 +184,17 @@ def kl_divergence(
     expected = at_least_float32(kept).log_softmax(-1)
 
     def metric(logits: Tensor) -> Tensor:
-        found = at_least_float32(logits) if at is None else at(logits)
-        if found.shape != expected.shape:
+        chosen = at_least_float32(logits) if at is None else at(logits)
+        if chosen.shape != expected.shape:
             raise ValueError(
                 f"logits must have the shape of the reference {tuple(reference.shape)}; "
                 f"got {tuple(logits.shape)}"
             )
-        wanted = to_device(expected, found.device)
-        each = divergence(wanted, found.log_softmax(-1))
+        wanted = to_device(expected, chosen.device)
+        each = divergence(wanted, chosen.log_softmax(-1))
         if at is not None:
             return each
-        here = to_device(real, found.device)
+        here = to_device(real, chosen.device)
         return each.where(here, 0).sum(1) / here.sum(1)
 
     call = f"kl_divergence(reference, pos={short(pos)})"
@@ -217,9 +217,9 @@ def _of_token(
     tokens = tokens_of(token)
 
     def metric(logits: Tensor) -> Tensor:
-        found = at(logits)
-        values = score(found, fitting(tokens, found)).to(found.dtype)
+        chosen = at(logits)
+        values = score(chosen, fitting(tokens, chosen)).to(chosen.dtype)
         # A comparison with NaN is false in silence.
-        return values.where(~found.isnan().any(-1), torch.nan)
+        return values.where(~chosen.isnan().any(-1), torch.nan)
 
     return TokenMetric(call, at.last, unit, metric, at=at)

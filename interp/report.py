@@ -145,8 +145,8 @@ def derive_corruption(
     language, runner = of(model, "blocks", "unembed"), runner_of(model)
     final = f"blocks.{len(language.blocks) - 1}.resid_post"
     streams = (runner.capture(chunk, names=final, positions=[-1])[final] for chunk in shown)
-    found = [metric(language.unembed(stream)) for stream in streams]
-    return tried[torch.cat(found).argmin()][None]
+    metrics = [metric(language.unembed(stream)) for stream in streams]
+    return tried[torch.cat(metrics).argmin()][None]
 
 
 @without_gradients

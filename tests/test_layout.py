@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jaxtyping
 import pytest
+import torch
 
 from tests.count import SOURCE, counted
 
@@ -165,6 +167,18 @@ def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)
     assert lines <= most_lines
     assert files <= most_files
+
+
+def test_a_wrong_shape_is_an_error_in_tests():
+    from hooks import HookedRunner
+    from models import Transformer, TransformerConfig
+
+    config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
+    model = Transformer(config).eval()
+    cache = HookedRunner(model).capture(torch.tensor([[3, 1]]), names="blocks.0.resid_post")
+    for wrong in (cache["resid_post", 0][0], torch.tensor([[3, 1]])):
+        with pytest.raises(jaxtyping.TypeCheckError):
+            model.unembed(wrong)
 
 
 def test_the_top_level_holds_what_the_project_agreed_on():

@@ -78,20 +78,22 @@ class Source:
             value, n = self.values, self.values.ndim
             if n > len(left) and n != len(axes):
                 raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
-            own = axes if n == len(axes) else tuple(left[len(left) - n :])
-            lacks_batch = n > 0 and "batch" in {*left} - {*own} and own[0] in TEXT_AXES
-            if lacks_batch and len(value) == sizes["batch"] == sizes[own[0]] > 1:
+            source_axes = axes if n == len(axes) else tuple(left[len(left) - n :])
+            lacks_batch = (
+                n > 0 and "batch" in {*left} - {*source_axes} and source_axes[0] in TEXT_AXES
+            )
+            if lacks_batch and len(value) == sizes["batch"] == sizes[source_axes[0]] > 1:
                 raise EditError(
                     f"a source at {point} must say whether it has rows or columns: values[:, None] for rows "
-                    f"of the batch, values[None] for columns along {own[0]}; got {list(value.shape)}"
+                    f"of the batch, values[None] for columns along {source_axes[0]}; got {list(value.shape)}"
                 )
         else:
             value = self.values[point.name]
-            own = self.values.axes(point.name) or axes
+            source_axes = self.values.axes(point.name) or axes
         for axis in self.whole:
-            if axis not in own:
-                raise unknown_name(axis, own, f"axis of the source at {point}")
-        return value, own
+            if axis not in source_axes:
+                raise unknown_name(axis, source_axes, f"axis of the source at {point}")
+        return value, source_axes
 
     @property
     def fixed(self) -> Axes:
@@ -169,11 +171,13 @@ class Edit:
         self._require_fit(point)
         axes = axes_of(point, activation.ndim)
         left = [axis for axis in axes if axis not in self.where or not self.where[axis].is_one]
-        value, own, columns, n_columns, real = activation, axes, None, 0, None
+        value, source_axes, columns, n_columns, real = activation, axes, None, 0, None
         if self.source is not None:
-            value, own = self.source.at(point, dict(zip(axes, activation.shape, strict=True)), left)
+            value, source_axes = self.source.at(
+                point, dict(zip(axes, activation.shape, strict=True)), left
+            )
             n_source = [
-                n for n, axis in zip(value.shape, own, strict=True) if axis in POSITION_AXES
+                n for n, axis in zip(value.shape, source_axes, strict=True) if axis in POSITION_AXES
             ]
             columns, n_columns = self.source.columns, max(n_source, default=1)
             mask = None if columns is None else self.source.mask
@@ -184,7 +188,9 @@ class Edit:
             return activation
         region = activation[place.box]
         if self.source is not None:
-            value = place.taken(value, own, activation, self.source.whole, self.source.fixed)
+            value = place.taken(
+                value, source_axes, activation, self.source.whole, self.source.fixed
+            )
         new = self.change(region, value, place)
         if place.mask is not None:
             new = torch.where(to_device(place.mask, region.device), new, region)

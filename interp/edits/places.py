@@ -197,7 +197,7 @@ def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
     if real is None or "batch" not in where:
         return real
     (rows,) = where["batch"].rows(len(real), "batch")
-    return [own if n in rows else range(size) for n, own in enumerate(real)]
+    return [columns if n in rows else range(size) for n, columns in enumerate(real)]
 
 
 def _chosen(rows: Rows, sources: Rows, held: range, whole: bool) -> list[list[int]]:

@@ -102,18 +102,18 @@ class Pairs:
         corrupted_arguments: Mapping[str, Any] | None = None,
         last_only: bool = False,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "metric")}
+        inputs = {name: value for name, value in locals().items() if name not in ("self", "metric")}
         if metric is not None:
             last_of(metric)  # refuses what is no function
         self._metric, self.solved_of = metric, None
         if isinstance(clean, Tensor) and clean.ndim == 2 and not is_worded(answers):
-            given["answers"] = as_answers(answers, clean)
-        texts = [given[name] for name in ("clean", "corrupted", "answers")]
+            inputs["answers"] = as_answers(answers, clean)
+        texts = [inputs[name] for name in ("clean", "corrupted", "answers")]
         is_read = isinstance(clean, Tensor) and clean.ndim == 2
         is_read &= all(isinstance(text, Tensor | None) for text in texts)
-        self._unread = None if is_read else given
+        self._unread = None if is_read else inputs
         if self._unread is None:
-            self._hold(**given)
+            self._hold(**inputs)
 
     def _hold(
         self,
@@ -163,8 +163,8 @@ class Pairs:
                 raise ValueError(
                     f"{what} must not hold attention_mask, which is an argument itself"
                 )
-        own = positions_of_spans(spans or {}, real, "clean", last_only)
-        self.spans = {name: as_tensor(rows, clean) for name, rows in own.items()}
+        positions = positions_of_spans(spans or {}, real, "clean", last_only)
+        self.spans = {name: as_tensor(rows, clean) for name, rows in positions.items()}
         if corrupted is not None:
             other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
             self.corrupted_mask = None if corrupted_mask is None else other
@@ -175,7 +175,7 @@ class Pairs:
                 )
             others = spans if corrupted_spans is None else corrupted_spans
             others = positions_of_spans(others or {}, other, "corrupted", last_only)
-            check_counts(own, others)
+            check_counts(positions, others)
             self.corrupted_spans = {name: as_tensor(rows, clean) for name, rows in others.items()}
 
     def read_by(self, model: nn.Module) -> "Pairs":
@@ -188,11 +188,11 @@ class Pairs:
         """
         pairs = self
         if self._unread is not None:
-            given, masks = self._unread, ("attention_mask", "corrupted_mask", "corrupted_spans")
-            if named := [name for name in masks if given[name] is not None]:
+            inputs, masks = self._unread, ("attention_mask", "corrupted_mask", "corrupted_spans")
+            if named := [name for name in masks if inputs[name] is not None]:
                 raise ValueError(f"{named[0]} needs texts that are tensors [batch, pos]")
-            texts = [given[name] for name in ("clean", "corrupted", "answers", "spans")]
-            pairs = Pairs(**given | tokens_of_pairs(model, *texts), metric=self._metric)
+            texts = [inputs[name] for name in ("clean", "corrupted", "answers", "spans")]
+            pairs = Pairs(**inputs | tokens_of_pairs(model, *texts), metric=self._metric)
         if pairs._metric is None or (metric := metric_for(model, pairs._metric)) is pairs._metric:
             return pairs
         return pairs.measured_by(metric)

@@ -98,8 +98,8 @@ class Selection:
     @property
     def parts(self) -> list[Any]:
         """The index of each example, or one for all."""
-        own = isinstance(self.index, list) and self.index and isinstance(self.index[0], list)
-        return self.index if own else [self.index]
+        one_each = isinstance(self.index, list) and self.index and isinstance(self.index[0], list)
+        return self.index if one_each else [self.index]
 
     def rows(
         self,
@@ -132,7 +132,8 @@ class Selection:
         else:
             each = enumerate(zip(itertools.cycle(parts), real))  # parts may be one for all
             rows = [
-                _real(part, size, f"{what} of example {n}", own, whole) for n, (part, own) in each
+                _real(part, size, f"{what} of example {n}", columns, whole)
+                for n, (part, columns) in each
             ]
             rows = rows[:1] if all(row == rows[0] for row in rows) else rows
         if whole and not any(rows):

@@ -42,31 +42,31 @@ def positions_of_spans(
 ) -> dict[str, list[list[int]]]:
     """The columns of the spans in each example, all of real tokens."""
     listed, (batch, n_pos) = {}, real.shape
-    for name, given in spans.items():
-        span, what = Selection(given), f"span {name!r} of the {text} text"
+    for name, index in spans.items():
+        span, what = Selection(index), f"span {name!r} of the {text} text"
         if len(span.parts) != batch:
             raise ValueError(
-                f"{what} must have a list of positions for each of the {batch} examples; got {given!r:.60}"
+                f"{what} must have a list of positions for each of the {batch} examples; got {index!r:.60}"
             )
         rows = span.rows(n_pos, what, batch, real_columns(real))
         if not all(rows):
-            raise ValueError(f"{what} must have a position in each example; got {given!r:.60}")
+            raise ValueError(f"{what} must have a position in each example; got {index!r:.60}")
         listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
     return listed
 
 
-def check_counts(own: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
+def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
     """Refuses spans that have other names or other numbers of positions in the two texts.
 
     Raises:
         ValueError: if they have.
     """
-    if own.keys() != others.keys():
+    if counted.keys() != others.keys():
         raise ValueError(
-            f"spans must have the same names in both texts; got {[*own]} and {[*others]}"
+            f"spans must have the same names in both texts; got {[*counted]} and {[*others]}"
         )
-    for name in own:
-        for example, (row, other) in enumerate(zip(own[name], others[name], strict=True)):
+    for name in counted:
+        for example, (row, other) in enumerate(zip(counted[name], others[name], strict=True)):
             if len(row) != len(other):
                 raise ValueError(
                     f"span {name!r} must have as many positions in both texts, or last_only=True; "

@@ -49,8 +49,8 @@ class Text(NamedTuple):
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """`kwargs` and, where the model does not count positions from the mask itself, the positions."""
         positions = getattr(of(model), "positions_of", None)
-        found = {} if self.mask is None or positions is None else positions(self.mask)
-        return {**found, **self.kwargs}
+        position_ids = {} if self.mask is None or positions is None else positions(self.mask)
+        return {**position_ids, **self.kwargs}
 
     def rows(self, rows: slice) -> "Text":
         """Some of the texts, without spans."""

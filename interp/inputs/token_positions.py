@@ -130,37 +130,32 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
     Raises:
         ValueError: if they are something else, or negative.
     """
-    found = torch.as_tensor(tokens, device="cpu")
-    if (
-        found.is_floating_point()
-        or found.dtype == torch.bool
-        or found.ndim > most
-        or not found.numel()
-    ):
+    ids = torch.as_tensor(tokens, device="cpu")
+    if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim > most or not ids.numel():
         raise ValueError(
             "tokens must be one integer, or one for each example; "
-            f"got {found.dtype} {list(found.shape)}"
+            f"got {ids.dtype} {list(ids.shape)}"
         )
-    if int(found.min()) < 0:
-        raise ValueError(f"tokens must be 0 and up; got {int(found.min())}")
-    return found.long()
+    if int(ids.min()) < 0:
+        raise ValueError(f"tokens must be 0 and up; got {int(ids.min())}")
+    return ids.long()
 
 
-def fitting(tokens: Tensor, found: Tensor) -> Int[Tensor, "batch n"]:
-    """Tokens for each row of the logits `found`, [batch, vocab].
+def fitting(tokens: Tensor, logits: Tensor) -> Int[Tensor, "batch n"]:
+    """Tokens for each row of `logits` [batch, vocab].
 
     Raises:
         ValueError: if they are as many as another batch has, or outside the vocabulary.
     """
-    batch, vocab = found.shape
+    batch, vocab = logits.shape
     if tokens.ndim and len(tokens) != batch:
         raise ValueError(
             f"tokens must be one, or one for each of the {batch} examples; got {len(tokens)}"
         )
     if int(tokens.max()) >= vocab:
         raise ValueError(f"tokens must be 0 to {vocab - 1}; got {int(tokens.max())}")
-    wide = tokens.expand(batch) if tokens.ndim == 0 else tokens
-    return to_device(wide, found.device).view(batch, -1)
+    one_each = tokens.expand(batch) if tokens.ndim == 0 else tokens
+    return to_device(one_each, logits.device).view(batch, -1)
 
 
 def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
@@ -174,16 +169,16 @@ def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axe
 
 
 def divergence(
-    expected: Float[Tensor, "*axes vocab"], found: Float[Tensor, "*more vocab"]
+    expected: Float[Tensor, "*axes vocab"], predicted: Float[Tensor, "*more vocab"]
 ) -> Float[Tensor, "*more"]:
-    """KL(expected ‖ found) of log-probabilities, in nats; `found` may have more axes in front.
+    """KL(expected ‖ predicted) of log-probabilities, in nats; `predicted` may have more axes in front.
 
     A token that is never expected adds nothing, even where both are -inf.
 
     >>> divergence(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()).exp() ** 2
     tensor(1.3333)
     """
-    return (expected.exp() * (expected - found)).where(expected != -torch.inf, 0).sum(-1)
+    return (expected.exp() * (expected - predicted)).where(expected != -torch.inf, 0).sum(-1)
 
 
 def short(value: object) -> str:

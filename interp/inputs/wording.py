@@ -39,12 +39,12 @@ def tokens_of_pairs(
         several = [answers] * len(one.tokens) if _is_one(answers) else answers
         pairs["answers"] = _answers(model, one, several)
     if spans:
-        found = [
-            {name: _columns(model, text, name, given, side) for name, given in spans.items()}
+        columns = [
+            {name: _columns(model, text, name, span, side) for name, span in spans.items()}
             for side, text in enumerate((one, other))
             if text is not None
         ]
-        pairs |= dict(zip(("spans", "corrupted_spans"), found, strict=False))
+        pairs |= dict(zip(("spans", "corrupted_spans"), columns, strict=False))
     return pairs
 
 
@@ -80,10 +80,10 @@ def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
             f"answers must be one for each of {len(rows)} texts, or a tuple (right, wrong); got {len(answers)}"
         )
     read = [
-        [_answer(model, row, a) for a in given]
-        if isinstance(given, (tuple, list))
-        else _answer(model, row, given)
-        for row, given in zip(rows, answers, strict=True)
+        [_answer(model, row, a) for a in answer]
+        if isinstance(answer, (tuple, list))
+        else _answer(model, row, answer)
+        for row, answer in zip(rows, answers, strict=True)
     ]
     return torch.tensor(read, device=text.tokens.device)
 

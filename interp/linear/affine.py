@@ -101,9 +101,9 @@ class AffineLens:
                 f"the lens must have weights [layer, d_model, d_model], {list(wanted)}; "
                 f"got {list(self.weight.shape)}"
             )
-        if self.config_hash and self.config_hash != (own := storage.config_hash(model)):
+        if self.config_hash and self.config_hash != (config_hash := storage.config_hash(model)):
             raise ValueError(
-                f"the lens must be of a model with this model's config hash, {own[:12]}; "
+                f"the lens must be of a model with this model's config hash, {config_hash[:12]}; "
                 f"got {self.config_hash[:12]}"
             )
 

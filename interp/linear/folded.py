@@ -129,12 +129,12 @@ class FoldedWeights:
         n_ctx = self.model.config.n_ctx
         if distance is not None and not 0 <= distance < n_ctx:
             raise ValueError(f"distance must be 0 to {n_ctx - 1}; got {distance}")
-        found = []
+        weights = []
         for name, norm, pos in (("W_Q", "q_norm", distance), ("W_K", "k_norm", 0)):
             layers = zip(self.model.blocks, self.read(name), strict=True)
             turned = stacked(self._turned(block.attn, w, norm, pos) for block, w in layers)
-            found.append(self._by_head(turned))
-        return found[0], found[1]
+            weights.append(self._by_head(turned))
+        return weights[0], weights[1]
 
     def _turned(self, attn: Any, weights: Tensor, norm: str, pos: int | None) -> Tensor:
         # As the queries of a text: [1, d_model, head, d_head].

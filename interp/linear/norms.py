@@ -35,15 +35,15 @@ class LinearPart:
         """
         if self.gain is None:
             return written
-        wide = at_least_float32(written)
-        return self._centred(wide) * like(self.gain, wide)
+        vectors = at_least_float32(written)
+        return self._centred(vectors) * like(self.gain, vectors)
 
     def before(self, read: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
         """The transpose: directions of what the norm writes, as directions of what it reads."""
         if self.gain is None:
             return read
-        wide = at_least_float32(read)
-        return self._centred(wide * like(self.gain, wide))
+        directions = at_least_float32(read)
+        return self._centred(directions * like(self.gain, directions))
 
     def _centred(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True) if self.centres else x

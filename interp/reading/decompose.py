@@ -113,11 +113,11 @@ def decompose(
     n_layers = len(parts.model.blocks)
     if before is not None and not 0 <= before < n_layers:
         raise ValueError(f"before must be 0 to {n_layers - 1}; got {before}")
-    found = [*parts(before, neurons)]
-    names = tuple(name for part in found for name in part.names)
+    groups = [*parts(before, neurons)]
+    names = tuple(name for part in groups for name in part.names)
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")
     values = stream.new_empty(len(names), *stream.shape)
-    for part, out in zip(found, values.split([len(p.names) for p in found]), strict=True):
+    for part, out in zip(groups, values.split([len(p.names) for p in groups]), strict=True):
         part.write(out)
     # A matrix product is twice as fast as a sum over the first axis.
     total = values.new_ones(len(names)) @ values.flatten(1)
@@ -182,12 +182,12 @@ def direct_logit_attribution(
     biases = {name: value for name, value in reading.biases.items() if value.any()}
     stream = reading.parts.at(reading.parts.last)
     values = reading.direction.new_empty(*stream.shape[:2], sum(sizes) + len(biases))
-    found, added = values.split([sum(sizes), len(biases)], -1)
-    for part, out in zip(parts, found.split(sizes, -1), strict=True):
+    written, added = values.split([sum(sizes), len(biases)], -1)
+    for part, out in zip(parts, written.split(sizes, -1), strict=True):
         part.along(reading.direction, out)
-    found /= reading.scale
-    sizes_of_rounding = reading.spread(stream), found
-    gap = reading.parts.check(found.sum(-1), reading.read(stream), *sizes_of_rounding)
+    written /= reading.scale
+    sizes_of_rounding = reading.spread(stream), written
+    gap = reading.parts.check(written.sum(-1), reading.read(stream), *sizes_of_rounding)
     for n, value in enumerate(biases.values()):
         added[..., n] = value
     names = [name for part in parts for name in part.names]
@@ -238,8 +238,8 @@ def accumulated(
         if len(block.branches) > 1 and block.branches[1].reads is not block.branches[0].reads:
             points[f"{n}_mid"] = f"blocks.{n}.resid_mid"
     points["final_post"] = reading.parts.last
-    found = stacked(reading.read(reading.parts.at(name)) for name in points.values())
-    return reading.result(found + sum(reading.biases.values()), "stream", [*points], {})
+    logits = stacked(reading.read(reading.parts.at(name)) for name in points.values())
+    return reading.result(logits + sum(reading.biases.values()), "stream", [*points], {})
 
 
 @without_gradients
@@ -327,28 +327,28 @@ class _Reading:
         stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
         if direction is not None and right is None and wrong is None:
-            wide, offset = at_least_float32(direction), stream.new_zeros(1, 1)
-            wide = wide if wide.ndim == 3 else wide.view(-1, 1, wide.shape[-1])
+            vectors, offset = at_least_float32(direction), stream.new_zeros(1, 1)
+            vectors = vectors if vectors.ndim == 3 else vectors.view(-1, 1, vectors.shape[-1])
         elif direction is None and right is not None:
-            wide, offset = self._unembedding("right", right)
+            vectors, offset = self._unembedding("right", right)
             if wrong is not None:
                 other, subtracted = self._unembedding("wrong", wrong)
-                wide, offset = wide - other, offset - subtracted
+                vectors, offset = vectors - other, offset - subtracted
         else:
             raise ValueError("give right=, the token of a logit, or direction=, and not both")
-        fits = all(n in (1, full) for n, full in zip(wide.shape, stream.shape, strict=True))
-        if not fits or wide.shape[2] != stream.shape[2]:
+        fits = all(n in (1, full) for n, full in zip(vectors.shape, stream.shape, strict=True))
+        if not fits or vectors.shape[2] != stream.shape[2]:
             raise ValueError(
                 "tokens or directions must be one, or one for each text or each position, of "
-                f"{[*stream.shape]}; got {[*wide.shape]}"
+                f"{[*stream.shape]}; got {[*vectors.shape]}"
             )
         linear, self.scale = _norm_in_run(self.parts, norm)
-        wide = like(wide, self.scale)
-        self.direction = linear.before(wide)
-        constant, offset = wide @ like(linear.bias, wide), like(offset, wide)
+        vectors = like(vectors, self.scale)
+        self.direction = linear.before(vectors)
+        constant, offset = vectors @ like(linear.bias, vectors), like(offset, vectors)
         self.biases = {"ln_final.bias": constant, "unembed.bias": offset}
 
-    def _unembedding(self, name: str, given: Tokens) -> tuple[Tensor, Tensor]:
+    def _unembedding(self, name: str, answers: Tokens) -> tuple[Tensor, Tensor]:
         """The directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
         model = of(self.parts.model, "W_U", "config")
         if getattr(model.config, "logit_cap", 0):
@@ -356,11 +356,11 @@ class _Reading:
                 "logits must not be capped to be a sum of parts; got logit_cap="
                 f"{model.config.logit_cap}: direction=W_U[:, token] reads the logit before the cap"
             )
-        tokens, vocab = tokens_of(token_ids(self._named, given), 2), model.config.vocab_size
+        tokens, vocab = tokens_of(token_ids(self._named, answers), 2), model.config.vocab_size
         if int(tokens.max()) >= vocab:
             raise ValueError(f"{name} must be 0 to {vocab - 1}; got {int(tokens.max())}")
         tokens = to_device(tokens.view(len(tokens) if tokens.ndim else 1, -1), model.W_U.device)
-        self.about[name] = short(given) if tokens.shape[1] == 1 else "one for each position"
+        self.about[name] = short(answers) if tokens.shape[1] == 1 else "one for each position"
         vectors, bias = at_least_float32(model.W_U.T[tokens]), getattr(model, "b_U", None)
         zeros = vectors.new_zeros(tokens.shape)
         return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
@@ -378,18 +378,18 @@ class _Reading:
 
     def result(
         self,
-        found: Float[Tensor, "place batch pos"],
+        logits: Float[Tensor, "place batch pos"],
         axis: str,
         labels: list[str],
         about: dict[str, Any],
     ) -> Result:
         """A result with the axes `axis`, `pos` and `example`."""
-        values, axes = found.transpose(1, 2), [axis, "pos", "example"]
+        values, axes = logits.transpose(1, 2), [axis, "pos", "example"]
         if self._one:
             values, axes = values[:, 0], [axis, "example"]
         words = None
         if not self._one:
-            values = nan_at_padding(found, self.parts.mask).transpose(1, 2)
+            values = nan_at_padding(logits, self.parts.mask).transpose(1, 2)
             words = (text := text_of(self._cache)) and words_of(self._named, text)
         return Result(
             values,

@@ -158,26 +158,28 @@ def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream 
     """
     cache.require_weights_of(model)
     try:
-        found = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
+        streams = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
     except HookError as error:
         raise CacheError(f"a lens needs names=['*.resid_pre', '*.resid_post']: {error}") from None
-    if found.ndim != 4:
-        raise CacheError(f"a lens needs streams [batch, pos, d_model]; got {list(found.shape[1:])}")
-    return found
+    if streams.ndim != 4:
+        raise CacheError(
+            f"a lens needs streams [batch, pos, d_model]; got {list(streams.shape[1:])}"
+        )
+    return streams
 
 
 def _read(
     logits: Float[Tensor, "layer row vocab"], targets: Int[Tensor, " row"], top_k: int
 ) -> tuple[Tensor, ...]:
     """The columns of `LensReadout`."""
-    found, index = logits.log_softmax(-1), targets.expand(len(logits), -1)[..., None]
+    log_probs, index = logits.log_softmax(-1), targets.expand(len(logits), -1)[..., None]
     best = logits.topk(top_k).indices
     return (
         best,
-        found.gather(-1, best).exp(),
-        found.gather(-1, index)[..., 0].exp(),
-        # Not of `found`, which is rounded once more. A NaN ranks last.
+        log_probs.gather(-1, best).exp(),
+        log_probs.gather(-1, index)[..., 0].exp(),
+        # Not of `log_probs`, which is rounded once more. A NaN ranks last.
         (logits <= logits.gather(-1, index)).logical_not().sum(-1),
-        torch.special.entr(found.exp()).sum(-1),
-        divergence(found[-1], found),
+        torch.special.entr(log_probs.exp()).sum(-1),
+        divergence(log_probs[-1], log_probs),
     )

@@ -94,14 +94,16 @@ def max_activating(
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))
         values = _values(cache[point], cache.axes(point), point, head, neuron, direction)
         real = to_device(real_of(text.mask, values.shape), values.device)
-        found, places = values[real], real.nonzero()
-        if bool(found.isnan().any()):
+        activations, places = values[real], real.nonzero()
+        if bool(activations.isnan().any()):
             raise ValueError(f"values must be numbers; got NaN at {point} in texts from {first} on")
-        order = found.argsort(descending=True, stable=True)[:k]
+        order = activations.argsort(descending=True, stable=True)[:k]
         tokens, lengths = text.tokens.tolist(), real.sum(1).tolist()
         new = (
             Activation(value, first + row, pos, tuple(tokens[row][: lengths[row]]))
-            for value, (row, pos) in zip(found[order].tolist(), places[order].tolist(), strict=True)
+            for value, (row, pos) in zip(
+                activations[order].tolist(), places[order].tolist(), strict=True
+            )
         )
         # Stable, so of equal values the earlier is first.
         kept = heapq.nlargest(k, itertools.chain(kept, new), key=lambda place: place.value)
@@ -120,7 +122,7 @@ def _values(
 ) -> Float[Tensor, "batch pos"]:
     """One number for each position."""
     where = {
-        next((own for own in SELECTS[name] if own in axes), name): index
+        next((declared for declared in SELECTS[name] if declared in axes), name): index
         for name, index in (("head", head), ("neuron", neuron))
         if index is not None
     }
@@ -131,7 +133,7 @@ def _values(
             f"a head, a neuron or a direction must leave one number for each batch and pos at {point}; "
             f"got the axes {' '.join(rest) or 'of no HookPoint'}"
         )
-    found = at_least_float32(value[index_by_axis(axes, where, point)])
+    activations = at_least_float32(value[index_by_axis(axes, where, point)])
     if direction is not None:
-        return found @ like(direction, found)
-    return found if found.ndim == 2 else found.norm(dim=-1)
+        return activations @ like(direction, activations)
+    return activations if activations.ndim == 2 else activations.norm(dim=-1)

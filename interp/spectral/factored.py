@@ -146,11 +146,11 @@ class FactoredMatrix:
         left, right = map(
             torch.linalg.qr, (finite(self.left, "left"), finite(self.right, "right").mT)
         )
-        found = svd(left.R @ right.R.mT)
+        small = svd(left.R @ right.R.mT)
         # In float64 the small matrix does not show the rounding of the factors.
         eps = max(self.shape[-2:]) * torch.finfo(self.left.dtype).eps
-        u, vh = left.Q @ found.u, found.vh @ right.Q.mT
-        return SVD(u, found.s, vh, found.next_value, eps * found.s[..., 0])
+        u, vh = left.Q @ small.u, small.vh @ right.Q.mT
+        return SVD(u, small.s, vh, small.next_value, eps * small.s[..., 0])
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
         """The min(rows, inner) eigenvalues that may differ from 0, largest first, in complex128.
@@ -162,8 +162,8 @@ class FactoredMatrix:
         left, right = finite(self.left, "left"), finite(self.right, "right")
         # AB and BA have the same eigenvalues, apart from zeros.
         smaller = right @ left if left.shape[-1] <= left.shape[-2] else left @ right
-        found = torch.linalg.eigvals(smaller)
-        return found.gather(-1, found.abs().argsort(-1, descending=True))
+        values = torch.linalg.eigvals(smaller)
+        return values.gather(-1, values.abs().argsort(-1, descending=True))
 
     def norm(self) -> Float[Tensor, "*batch"]:
         """The Frobenius norm."""
@@ -231,6 +231,6 @@ def _matrix(factor: Tensor) -> Tensor:
 def _of_one_axis(index: Any) -> slice | Tensor:
     if isinstance(index, slice):
         return index
-    if index is None or index is Ellipsis or (found := torch.as_tensor(index)).ndim > 1:
+    if index is None or index is Ellipsis or (indices := torch.as_tensor(index)).ndim > 1:
         raise IndexError(f"an index of an axis must be a number, a slice or a list; got {index}")
-    return found
+    return indices

@@ -121,26 +121,26 @@ def randomized_svd(
     >>> randomized_svd(torch.diag(torch.tensor([4.0, 3.0, 2.0])), k=2).s
     tensor([4., 3.], dtype=torch.float64)
     """
-    wide = finite(matrices, name)
-    check_k(k, min(wide.shape[-2:]))
+    float64 = finite(matrices, name)
+    check_k(k, min(float64.shape[-2:]))
     if oversample < 2:
         raise ValueError(f"oversample must be at least 2; got {oversample}")
     size = k + oversample
-    if size >= min(wide.shape[-2:]):
+    if size >= min(float64.shape[-2:]):
         whole = svd(matrices, name)
         u, s, vh = whole.u[..., :k], whole.s[..., :k], whole.vh[..., :k, :]
         next_value = whole.s[..., k] if k < whole.s.shape[-1] else whole.next_value
         return SVD(u, s, vh, next_value, whole.tolerance)
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(wide.shape[-1], size, generator=generator, dtype=torch.float64)
-    basis = torch.linalg.qr(wide @ start.to(wide.device)).Q
+    start = torch.randn(float64.shape[-1], size, generator=generator, dtype=torch.float64)
+    basis = torch.linalg.qr(float64 @ start.to(float64.device)).Q
     for _ in range(iterations):
         # Orthonormal at every step: powers of the matrix would lose the small directions.
-        basis = torch.linalg.qr(wide @ torch.linalg.qr(wide.mT @ basis).Q).Q
-    u, s, vh = torch.linalg.svd(basis.mT @ wide, full_matrices=False)
+        basis = torch.linalg.qr(float64 @ torch.linalg.qr(float64.mT @ basis).Q).Q
+    u, s, vh = torch.linalg.svd(basis.mT @ float64, full_matrices=False)
     left, s, vh = basis @ u[..., : k + 1], s[..., : k + 1], vh[..., : k + 1, :]
     # The transposed equation, `A^T u = s v`, holds exactly.
-    residual = wide @ vh.mT - left * s[..., None, :]
+    residual = float64 @ vh.mT - left * s[..., None, :]
     largest = s[..., :1, None].where(s[..., :1, None] > 0, 1)  # or squares could over- or underflow
     error = torch.linalg.matrix_norm(residual / largest) * s[..., 0]
     tolerance = torch.maximum(error, _tolerance(matrices, s))

@@ -117,14 +117,14 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
     if (mask := mask_of(cache, (scores.shape[1], scores.shape[-1]))) is not None:
         real = to_device(mask, scores.device)[:, None, :, None]
         scores, values = scores.where(real & real.mT, 0), values.where(real, 0)
-    wide = torch.promote_types(values.dtype, w_o.dtype)
-    w_v, w_o = (weight.to(values.device, wide) for weight in (w_v, w_o))
+    dtype = torch.promote_types(values.dtype, w_o.dtype)
+    w_v, w_o = (weight.to(values.device, dtype) for weight in (w_v, w_o))
     return SVDTargets(
         qkt=scores.tril().transpose(0, 1),
         pattern=pattern.transpose(0, 1),
         values=values.transpose(0, 1),
         wvwo=w_v @ w_o,
-        avwo=(pattern.to(wide) @ values.to(wide) @ w_o[:, None]).transpose(0, 1),
+        avwo=(pattern.to(dtype) @ values.to(dtype) @ w_o[:, None]).transpose(0, 1),
     )
 
 
@@ -182,11 +182,11 @@ def residual_stream(
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
         rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
         raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")
-    wide = torch.promote_types(stream.dtype, torch.float32)
+    dtype = torch.promote_types(stream.dtype, torch.float32)
     mask = mask_of(cache, windows.shape)
     if mask is not None and bool((windows & ~to_device(mask, windows.device)).any()):
         raise ValueError("windows must have real tokens only; got padding")
-    norms = nan_at_padding(torch.linalg.vector_norm(stream, dim=-1, dtype=wide), mask)
+    norms = nan_at_padding(torch.linalg.vector_norm(stream, dim=-1, dtype=dtype), mask)
     vectors = stream[:, to_device(windows, stream.device)]
     return ResidualStream(vectors.transpose(0, 1), norms.movedim(0, -1))
 

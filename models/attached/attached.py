@@ -50,8 +50,8 @@ class Attached(ReadsText):
             chain = blocks_of(probe, model)
             self._runs.forward = self._forward
             self._forward.embedded = self._wiring.embeddings(probe, chain[0])
-            found = [layout_of(call, probe, text_config(model)) for call in chain]
-            model.blocks = Blocks(map(self._wiring.block, found))
+            layouts = [layout_of(call, probe, text_config(model)) for call in chain]
+            model.blocks = Blocks(map(self._wiring.block, layouts))
             self._wiring.final_norm(probe, chain[-1])
             self._forward.places = self._wiring.places()
             if any(weight.is_meta for weight in model.parameters()):
@@ -70,7 +70,7 @@ class Attached(ReadsText):
                 why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
                 self.left_out["scores"] = self.left_out["pattern"] = why
             self._check_traced(probe)
-            self._check_streams(found)
+            self._check_streams(layouts)
             self._check_attention(reference)
         except BaseException:
             self.remove()
@@ -154,9 +154,9 @@ class Attached(ReadsText):
                 self._wiring.drop_attention(self.model.blocks[n])
                 self.left_out["attn"] = f"{type(traced[n].module).__name__}: {problem}"
 
-    def _check_streams(self, found: Sequence[BlockLayout]) -> None:
+    def _check_streams(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
-        shared = [n for n, layout in enumerate(found) if layout.mid_in is not None]
+        shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
         if not shared:
             return
         parts = ("resid_mid", "mlp_out", "resid_post")

@@ -147,8 +147,8 @@ class AttentionPoints(HookPoints):
             mask = _causal(masked) if causal and query.shape[2] > 1 else None
         masked = _masked(masked, mask)
         if s_aux is None:
-            wide = torch.promote_types(masked.dtype, torch.float32)
-            pattern = F.softmax(masked, -1, dtype=wide).to(query.dtype)
+            precision = torch.promote_types(masked.dtype, torch.float32)
+            pattern = F.softmax(masked, -1, dtype=precision).to(query.dtype)
         else:
             pattern = _softmax_with_sink(masked, s_aux)
         pattern = fire(self.pattern, pattern)

@@ -31,14 +31,14 @@ def own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
     had, copies, kept = configs_of(model), dict[int, Any](), dict[int, Any]()
     before = {module: (config, deepcopy(config, kept)) for module, config in had.items()}
     for module, config in had.items():
-        module.config = own = deepcopy(config, copies)
-        own._attn_implementation_internal = HOOKED + kernel_name(config)
+        module.config = copied = deepcopy(config, copies)
+        copied._attn_implementation_internal = HOOKED + kernel_name(config)
     return before
 
 
-def carry_changes(own: Any, before: Any, config: Any) -> None:
+def carry_changes(changed: Any, before: Any, config: Any) -> None:
     """Makes the changes in `config` that a module's own copy has had since it was equal to `before`."""
-    for name, value in vars(own).items():
+    for name, value in vars(changed).items():
         if name == "_attn_implementation_internal":
             continue
         old, new = vars(before).get(name), vars(config).get(name)

@@ -83,14 +83,14 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
 
 
 def context_of(
-    blocks: Sequence[nn.Module], calls: Sequence[tuple[Any, Any]], given: dict[str, Any]
+    blocks: Sequence[nn.Module], calls: Sequence[tuple[Any, Any]], model_arguments: dict[str, Any]
 ) -> AttachedContext | None:
     """The context of a run, from how it called the blocks; None if they cannot be called again.
 
     They can if each is causal, has no tensors among its arguments but those in `AXES`, and has put all its keys
     and values into a cache.
     """
-    found, held = [], []
+    arguments, held = [], []
     for block, (args, kwargs) in zip(blocks, calls, strict=True):
         names = list(inspect.signature(block.forward).parameters)
         named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
@@ -103,9 +103,9 @@ def context_of(
         others = {name: value for name, value in plain.items() if name not in AXES}
         if any(True for _ in tensors_in(others)) or not _is_causal(block, plain, n_pos):
             return None
-        found.append(plain)
+        arguments.append(plain)
         held.append((kept.keys, kept.values))
-    return AttachedContext(given, n_pos, tuple(found), tuple(held))
+    return AttachedContext(model_arguments, n_pos, tuple(arguments), tuple(held))
 
 
 def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:

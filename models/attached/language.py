@@ -62,9 +62,9 @@ class AttachedLanguage(ReadsText):
 
     def __init__(self, model: Any, probe: Probe, chain: Sequence[Call]) -> None:
         assert probe.logits is not None
-        own = text_config(model)
-        n_ctx = next((n for name in LENGTHS if (n := getattr(own, name, None))), sys.maxsize)
-        heads, d_model = getattr(own, "num_attention_heads", 0), chain[0].inputs[0].shape[-1]
+        config = text_config(model)
+        n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
+        heads, d_model = getattr(config, "num_attention_heads", 0), chain[0].inputs[0].shape[-1]
         self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model)
         self.blocks = nn.ModuleList(call.module for call in chain)
         self._model = model
@@ -100,9 +100,11 @@ class AttachedLanguage(ReadsText):
         """The context of a run, which blocks read besides the residual stream: the arguments of the model."""
         return AttachedContext(arguments)
 
-    def context_of(self, calls: Sequence[Any], given: dict[str, Any]) -> AttachedContext | None:
+    def context_of(
+        self, calls: Sequence[Any], model_arguments: dict[str, Any]
+    ) -> AttachedContext | None:
         """The context of a run, from how it called the blocks; None if they cannot be called again."""
-        return context_of(list(self.blocks), calls, given)
+        return context_of(list(self.blocks), calls, model_arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: AttachedContext | None = None
@@ -205,12 +207,12 @@ def unembed_of(model: Any, probe: Probe, last: Call) -> Unembedding | None:
     logits = probe.logits
     if at is None or logits is None or at.shape != logits.shape:
         return None
-    own = text_config(model)
-    cap = getattr(own, "final_logit_softcapping", None) or 0.0
-    held = factors_of(own)
+    config = text_config(model)
+    cap = getattr(config, "final_logit_softcapping", None) or 0.0
+    held = factors_of(config)
     for factor in (1.0, *held, *(1 / value for value in held)):
         for bound in dict.fromkeys((0.0, cap)):
-            found = Unembedding(tuple(modules), factor, bound)
-            if is_close(found.finished(at), logits, at * factor):
-                return found
+            unembedding = Unembedding(tuple(modules), factor, bound)
+            if is_close(unembedding.finished(at), logits, at * factor):
+                return unembedding
     return None

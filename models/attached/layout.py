@@ -60,10 +60,10 @@ def blocks_of(probe: Probe, model: nn.Module) -> list[Call]:
         attends = any(probe.attention[module] for module in blocks.modules())
         return attends, sum(parameter.numel() for parameter in blocks.parameters())
 
-    for found in sorted(outermost, key=weight, reverse=True):
-        chain = [calls[block] for block in found if block in calls]
-        once = all(sum(c.module is block for c in probe.calls) == 1 for block in found)
-        if len(chain) == len(found) > 0 and once and _is_chain(chain):
+    for listed in sorted(outermost, key=weight, reverse=True):
+        chain = [calls[block] for block in listed if block in calls]
+        once = all(sum(c.module is block for c in probe.calls) == 1 for block in listed)
+        if len(chain) == len(listed) > 0 and once and _is_chain(chain):
             return chain
     raise ValueError(
         "the model must have a ModuleList of blocks that run once each, in order; got "
@@ -82,39 +82,39 @@ def layout_of(block: Call, probe: Probe, *configs: Any) -> BlockLayout:
     """The parts of a block; the configs may hold factors of what it adds."""
     # Modules of a list, such as experts, may see some positions only.
     lists = [m for m in block.module.modules() if isinstance(m, nn.ModuleList)]
-    listed = {module for found in lists for module in found.modules()}
+    listed = {module for blocks in lists for module in blocks.modules()}
     inside = [c for c in probe.single if block.began < c.began and c.ended < block.ended]
     once = [call for call in inside if call.module not in listed]
     attending = [call for call in once if probe.attention[call.module] == 1]
-    found = BlockLayout(block.module)
+    layout = BlockLayout(block.module)
     if len(attending) == 1:
-        found.attention, found.is_traced = attending[0].module, probe.parts is not None
+        layout.attention, layout.is_traced = attending[0].module, probe.parts is not None
     # Attention in other functions shows in nothing else.
     named = [c for c in once if "attention" in type(c.module).__name__.lower()]
     factors = factors_of(*block.module.modules(), *configs)
-    sublayers = _sublayers(found, block, once, [1.0]) or _sublayers(found, block, once, factors)
+    sublayers = _sublayers(layout, block, once, [1.0]) or _sublayers(layout, block, once, factors)
     mixers = attending or named
     first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
     if first is not None and len(sublayers) == 1 and not any(_is_in(a, first) for a in mixers):
-        return found  # the MLP's, where attention adds zeros
+        return layout  # the MLP's, where attention adds zeros
     for at, (call, added) in enumerate(sublayers):
         if call is first:
-            found.attn_out = added
-            _name(found, "ln1_post", call)
+            layout.attn_out = added
+            _name(layout, "ln1_post", call)
         elif first is not None or at == 1:  # other mixers of positions are no MLP
-            found.mlp_out = added
-            _name(found, "ln2_post", call)
-            find_mlp(found, call, once, [other for other, _ in sublayers if other is not call])
-    return found
+            layout.mlp_out = added
+            _name(layout, "ln2_post", call)
+            find_mlp(layout, call, once, [other for other, _ in sublayers if other is not call])
+    return layout
 
 
 def _is_in(inner: Call, outer: Call) -> bool:
     return outer.began <= inner.began and inner.ended <= outer.ended
 
 
-def _name(found: BlockLayout, name: str, call: Call) -> None:
+def _name(layout: BlockLayout, name: str, call: Call) -> None:
     if norm := norm_of(call):
-        found.norms[name] = norm
+        layout.norms[name] = norm
 
 
 def _stream_of(call: Call, like: Tensor) -> Tensor | None:
@@ -123,7 +123,7 @@ def _stream_of(call: Call, like: Tensor) -> Tensor | None:
 
 
 def _sublayers(
-    found: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
+    layout: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
 ) -> list[tuple[Call, Summand]]:
     """The terms that are added to the stream, in order. Notes the norms, and where the stream in between is read."""
     pre, post = block.inputs[0], block.output
@@ -137,19 +137,19 @@ def _sublayers(
             continue
         after = [c for c in calls if c.began >= reader.began]
         if second := summand(mid, post, after, factors):
-            found.mid_in = reader.module
-            _name_readers(found, [pre, mid], calls)
+            layout.mid_in = reader.module
+            _name_readers(layout, [pre, mid], calls)
             return [first, second]
-        if second := _after_post_norm(found, reader, post, after):
+        if second := _after_post_norm(layout, reader, post, after):
             return [first, second]
-    _name_readers(found, [pre, pre], calls)
+    _name_readers(layout, [pre, pre], calls)
     if only := summand(pre, post, calls, factors):
         return [only]
     return parallel(pre, post, calls)
 
 
 def _after_post_norm(
-    found: BlockLayout, first: Call, post: Tensor, calls: Sequence[Call]
+    layout: BlockLayout, first: Call, post: Tensor, calls: Sequence[Call]
 ) -> tuple[Call, Summand] | None:
     """The second summand where norms take the sum of stream and sublayer (BERT)."""
     if first.output is None or first.output.shape != post.shape:
@@ -160,30 +160,30 @@ def _after_post_norm(
             continue
         between = [c for c in calls if c.began > first.ended and c.ended < last.began]
         if second := summand(first.output, stream, between):
-            found.mid_out = first.module
-            _name(found, "ln1", first)
-            _name(found, "ln2", last)
+            layout.mid_out = first.module
+            _name(layout, "ln1", first)
+            _name(layout, "ln2", last)
             return second
     return None
 
 
-def _name_readers(found: BlockLayout, streams: Sequence[Tensor], calls: Sequence[Call]) -> None:
+def _name_readers(layout: BlockLayout, streams: Sequence[Tensor], calls: Sequence[Call]) -> None:
     """Names the norms that read these streams."""
     for name, stream in zip(("ln1", "ln2"), streams, strict=True):
-        taken = {norm.module for norm in found.norms.values()}
+        taken = {norm.module for norm in layout.norms.values()}
         for call in calls:
             reads = _stream_of(call, stream)
             if reads is None or call.module in taken or not is_same(reads, stream):
                 continue
             if norm := norm_of(call):
-                found.norms[name] = norm
+                layout.norms[name] = norm
                 break
 
 
-def find_mlp(found: BlockLayout, added: Call, calls: Sequence[Call], others: list[Call]) -> None:
+def find_mlp(layout: BlockLayout, added: Call, calls: Sequence[Call], others: list[Call]) -> None:
     """Finds the nonlinearity, what is read before and after it, and the experts."""
     began = max([call.ended for call in others if call.ended < added.began], default=-1)
-    attention = [c for c in calls if c.module is found.attention]
+    attention = [c for c in calls if c.module is layout.attention]
     inside = [
         c
         for c in calls
@@ -193,10 +193,10 @@ def find_mlp(found: BlockLayout, added: Call, calls: Sequence[Call], others: lis
         integers = [t for t in call.inputs if not t.is_floating_point() and t.shape[:2] == SHAPE]
         weights = [t for t in call.inputs if integers and t.shape == integers[0].shape]
         if len(weights) == 2:
-            found.experts = call.module
-    for call in inside if found.experts is None else ():
+            layout.experts = call.module
+    for call in inside if layout.experts is None else ():
         if _is_nonlinearity(call):
-            _find_hidden(found, call, inside, added)
+            _find_hidden(layout, call, inside, added)
 
 
 def _is_nonlinearity(call: Call) -> bool:
@@ -208,21 +208,21 @@ def _is_nonlinearity(call: Call) -> bool:
     return plain and not is_same(x, y) and norm_of(call) is None
 
 
-def _find_hidden(found: BlockLayout, act: Call, calls: Sequence[Call], added: Call) -> None:
+def _find_hidden(layout: BlockLayout, act: Call, calls: Sequence[Call], added: Call) -> None:
     y = act.output
     assert y is not None
     for last in calls:
         hidden = last.inputs[0] if last.inputs else None
-        wide = any(True for _ in last.module.parameters())
-        if hidden is None or last.began < act.ended or not wide or hidden.shape != y.shape:
+        has_weights = any(True for _ in last.module.parameters())
+        if hidden is None or last.began < act.ended or not has_weights or hidden.shape != y.shape:
             continue
         # Where others add to it, as experts may, these are not all neurons.
         if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
             continue
-        found.act, found.post = act.module, last.module
+        layout.act, layout.post = act.module, last.module
         for other in calls:
             u = other.output
             is_factor = u is not None and u.shape == y.shape and other is not act
             if is_factor and u is not None and is_close(y * u, hidden) and not is_same(y, hidden):
-                found.linear = other.module
+                layout.linear = other.module
         return

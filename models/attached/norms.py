@@ -33,9 +33,9 @@ class Norm:
 
     def rescaled(self, output: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """The output if the scale were `after` instead of `before`."""
-        wide = widened(output)
+        float32 = widened(output)
         bias = widened(self.module.bias) if self.bias else 0.0  # type: ignore[arg-type]
-        return ((wide - bias) * (before / after) + bias).to(output.dtype)
+        return ((float32 - bias) * (before / after) + bias).to(output.dtype)
 
     def _centered(self, x: Tensor) -> Tensor:
         x = widened(x)
@@ -66,8 +66,8 @@ def norm_of(call: Call) -> Norm | None:
         candidate = Norm(module, centered, eps, isinstance(bias, Tensor))
         shape = candidate._centered(x) / candidate.scale(x)
         for gain in gains:
-            found = shape * gain + (widened(bias) if isinstance(bias, Tensor) else 0.0)
-            error = (found - widened(output)).abs().max() / found.abs().max().clamp(min=1e-30)
+            normed = shape * gain + (widened(bias) if isinstance(bias, Tensor) else 0.0)
+            error = (normed - widened(output)).abs().max() / normed.abs().max().clamp(min=1e-30)
             if error < best:
                 best, norm = float(error.detach()), candidate
     return norm
@@ -75,5 +75,5 @@ def norm_of(call: Call) -> Norm | None:
 
 def _epsilons(module: nn.Module) -> list[float]:
     """The module's own small numbers, and those that families write into their code."""
-    own = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
-    return list(dict.fromkeys([*own, 1e-5, 1e-6, 0.0]))
+    small = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
+    return list(dict.fromkeys([*small, 1e-5, 1e-6, 0.0]))

@@ -71,11 +71,11 @@ def past_of(cache: Any, layer: int | None) -> Past | None:
         raise HookError(f"lazy=True needs plain arguments; got a {type(cache).__name__}")
     if not start_of_piece():
         return None
-    own = layer_of(cache, layer)
-    if type(own).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
-        got = type(cache if own is None else own).__name__
+    held = layer_of(cache, layer)
+    if type(held).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        got = type(cache if held is None else held).__name__
         raise HookError(f"lazy=True needs a DynamicCache of keys and values; got a {got}")
-    return Past(own.keys.detach().clone(), own.values.detach().clone())
+    return Past(held.keys.detach().clone(), held.values.detach().clone())
 
 
 def number_of(attention: nn.Module) -> Any:
@@ -91,8 +91,8 @@ def layer_of(cache: Any, layer: Any) -> Any:
 
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
     """The place where the keys of the `new` positions begin. A static cache has free places after them."""
-    own = layer_of(cache, layer)
-    if type(own).__name__.startswith("Static") and _is_part(own.keys, keys):
+    held = layer_of(cache, layer)
+    if type(held).__name__.startswith("Static") and _is_part(held.keys, keys):
         # A window that is full moves on, and the new ones are its last.
         return min(start_of_piece() or 0, keys.shape[2] - new)
     return keys.shape[2] - new

@@ -115,65 +115,65 @@ class Wiring:
         if alone := summand(torch.zeros_like(stream), stream, [tokens], factors):
             added = alone[1]
         for call in () if alone else before:
-            wide = _for_each_text(call.output, stream)
-            if wide is not None and (found := summand(wide, stream, [tokens], factors)):
-                added = found[1]
+            vectors = _for_each_text(call.output, stream)
+            if vectors is not None and (explained := summand(vectors, stream, [tokens], factors)):
+                added = explained[1]
                 self.model.pos_embed = HookPoint(STREAM, "additive position encodings")
                 self._listen(call.module, Positions(self.model.pos_embed))
                 break
         self.model.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
         return Output(self.model.embed, added.factor, added.is_overwritten)
 
-    def block(self, found: BlockLayout) -> BlockPoints:
+    def block(self, layout: BlockLayout) -> BlockPoints:
         """The points of one block."""
-        points: Any = BlockPoints(found.block)
+        points: Any = BlockPoints(layout.block)
         points.resid_pre = HookPoint(STREAM, "residual stream entering the block")
-        self._listen(found.block, BlockInput(points.resid_pre))
-        self._norm(points, "ln1", found)
-        if found.attention is not None:
-            attention = TracedPoints if found.is_traced else AttentionPoints
-            points.attn = attention(found.attention)
-            points.layer = number_of(found.attention)
-            self._listen(found.attention, CacheGiven(points.attn.k))
-        self._norm(points, "ln1_post", found)
-        if found.attn_out:
+        self._listen(layout.block, BlockInput(points.resid_pre))
+        self._norm(points, "ln1", layout)
+        if layout.attention is not None:
+            attention = TracedPoints if layout.is_traced else AttentionPoints
+            points.attn = attention(layout.attention)
+            points.layer = number_of(layout.attention)
+            self._listen(layout.attention, CacheGiven(points.attn.k))
+        self._norm(points, "ln1_post", layout)
+        if layout.attn_out:
             meaning = "what attention adds to the residual stream"
-            points.attn_out = self._added(HookPoint(STREAM, meaning), found.attn_out)
-        if found.mid_in or found.mid_out:
+            points.attn_out = self._added(HookPoint(STREAM, meaning), layout.attn_out)
+        if layout.mid_in or layout.mid_out:
             points.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
-        if found.mid_in:
-            self._listen(found.mid_in, Input(points.resid_mid, is_shared=True))
-        self._norm(points, "ln2", found)
-        if found.mid_out:
-            self._listen(found.mid_out, Output(points.resid_mid))
-        if found.act or found.experts:
-            points.mlp = self._mlp(found)
-        self._norm(points, "ln2_post", found)
-        if found.mlp_out:
+        if layout.mid_in:
+            self._listen(layout.mid_in, Input(points.resid_mid, is_shared=True))
+        self._norm(points, "ln2", layout)
+        if layout.mid_out:
+            self._listen(layout.mid_out, Output(points.resid_mid))
+        if layout.act or layout.experts:
+            points.mlp = self._mlp(layout)
+        self._norm(points, "ln2_post", layout)
+        if layout.mlp_out:
             meaning = "what the MLP adds to the residual stream"
-            points.mlp_out = self._added(HookPoint(STREAM, meaning), found.mlp_out)
+            points.mlp_out = self._added(HookPoint(STREAM, meaning), layout.mlp_out)
         points.resid_post = HookPoint(STREAM, "residual stream leaving the block")
-        self._listen(found.block, Output(points.resid_post))
+        self._listen(layout.block, Output(points.resid_post))
         return points
 
-    def _mlp(self, found: BlockLayout) -> nn.Module:
+    def _mlp(self, layout: BlockLayout) -> nn.Module:
         mlp = nn.Module()
-        if found.experts:
+        if layout.experts:
             mlp.routing = HookPoint("batch pos choice", "weights of the chosen experts")
-            self._listen(found.experts, Routing(mlp.routing))
-        if found.act and found.post:
+            self._listen(layout.experts, Routing(mlp.routing))
+        if layout.act and layout.post:
             mlp.pre = HookPoint(HIDDEN, "before the nonlinearity")
-            self._listen(found.act, Input(mlp.pre))
-            if found.linear:
+            self._listen(layout.act, Input(mlp.pre))
+            if layout.linear:
                 mlp.linear = HookPoint(HIDDEN, "what the gate is multiplied with")
-                self._listen(found.linear, Output(mlp.linear))
+                self._listen(layout.linear, Output(mlp.linear))
             mlp.post = HookPoint(HIDDEN, "what the last map of the MLP reads")
-            self._listen(found.post, Input(mlp.post))
+            self._listen(layout.post, Input(mlp.post))
         return mlp
 
-    def _norm(self, parent: nn.Module, name: str, found: BlockLayout) -> None:
-        if name in found.norms:
-            setattr(parent, name, self._around(nn.Module(), found.norms[name]))
+    def _norm(self, parent: nn.Module, name: str, layout: BlockLayout) -> None:
+        if name in layout.norms:
+            setattr(parent, name, self._around(nn.Module(), layout.norms[name]))
 
     def _around(self, points: nn.Module, norm: Norm) -> nn.Module:
         points.scale = HookPoint("batch pos 1", "what the norm divides by")

@@ -23,13 +23,13 @@ class Summand:
     is_overwritten: bool = False
 
 
-def is_close(found: Tensor, wanted: Tensor, *terms: Tensor) -> bool:
+def is_close(value: Tensor, wanted: Tensor, *terms: Tensor) -> bool:
     """Whether two tensors are equal up to rounding in each place, also that of the `terms` of a sum."""
-    if found.shape != wanted.shape:
+    if value.shape != wanted.shape:
         return False
     sizes = [wanted.abs(), *(term.abs() for term in terms)]
     allowed = 8 * torch.finfo(wanted.dtype).eps * torch.stack(sizes).sum(0)
-    return bool(((found.double() - wanted.double()).abs() <= allowed.double()).all())
+    return bool(((value.double() - wanted.double()).abs() <= allowed.double()).all())
 
 
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -47,7 +47,7 @@ def summand(
     The sum is repeated in the model's precision, so that the right call gives the same bits. Of several that
     do, the last is taken.
     """
-    best, found = 4.0, None
+    best, explained = 4.0, None
     for factor in factors:
         for call in sorted(calls, key=lambda c: c.ended, reverse=True):
             output = call.output
@@ -56,8 +56,8 @@ def summand(
             term = output if factor == 1 else output * factor
             error = _error(torch.add, after, before, term)
             if error < best and (error == 0 or _explains(term, after - before)):
-                best, found = error, (call, Summand(call.module, factor, call.is_overwritten))
-    return found
+                best, explained = error, (call, Summand(call.module, factor, call.is_overwritten))
+    return explained
 
 
 def _explains(term: Tensor, change: Tensor) -> bool:
@@ -89,14 +89,14 @@ def parallel(pre: Tensor, post: Tensor, calls: Sequence[Call]) -> list[tuple[Cal
     """The two calls whose outputs are added to the stream together, in order."""
     latest = sorted(calls, key=lambda call: call.ended, reverse=True)
     fitting = [c for c in latest if c.output is not None and c.output.shape == pre.shape]
-    best, found = 4.0, None
+    best, explained = 4.0, None
     for second, first in itertools.combinations(fitting, 2):
         if first.ended < second.began:
             terms = (first.output, second.output, pre)
             error = min(_error(_sum, post, *order) for order in itertools.permutations(terms))  # type: ignore[arg-type]
             if error < best:
-                best, found = error, (first, second)
-    return [(c, Summand(c.module, 1.0, c.is_overwritten)) for c in found or ()]
+                best, explained = error, (first, second)
+    return [(c, Summand(c.module, 1.0, c.is_overwritten)) for c in explained or ()]
 
 
 def _sum(one: Tensor, two: Tensor, three: Tensor) -> Tensor:

@@ -141,8 +141,8 @@ class Positions(Wire):
         """Return what the point gives, or None if nobody listens."""
         if not is_listened_to(self.point):
             return None
-        wide = output.view(-1, *output.shape[-2:]).expand(*_texts.get(), -1)
-        return fire(self.point, wide)
+        vectors = output.view(-1, *output.shape[-2:]).expand(*_texts.get(), -1)
+        return fire(self.point, vectors)
 
 
 @dataclass(eq=False)

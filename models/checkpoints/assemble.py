@@ -119,13 +119,13 @@ def assemble(
     return model.eval()
 
 
-def end_tokens(given: Any, vocab_size: int) -> tuple[Any, ...]:
+def end_tokens(listed: Any, vocab_size: int) -> tuple[Any, ...]:
     """The tokens that end a text according to a file, which gives one, several or none.
 
     Those that are not in the vocabulary are left out: the model never produces them, and many configs
     of small models still have the number of a large one.
     """
-    tokens = given if isinstance(given, list) else [given]
+    tokens = listed if isinstance(listed, list) else [listed]
     known = (token for token in tokens if type(token) is not int or 0 <= token < vocab_size)
     return tuple(token for token in dict.fromkeys(known) if token is not None)
 
@@ -188,5 +188,5 @@ class _Undrawn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
-        return given["tensor"] if func is nn.init.normal_ else func(*args, **given)
+        keywords = kwargs or {}
+        return keywords["tensor"] if func is nn.init.normal_ else func(*args, **keywords)

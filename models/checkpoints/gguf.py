@@ -177,8 +177,8 @@ def _config(file: GGUFFile) -> TransformerConfig:
             fields["rotary_fraction"] = keys.pop("rope.dimension_count", d_head) / d_head
     only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
     for key, value in {**_ONLY, **only, "block_count": n_layers}.items():
-        if (given := keys.pop(key, value)) != value:
-            raise ValueError(f"{name}.{key} must be {value}; got {given}")
+        if (stated := keys.pop(key, value)) != value:
+            raise ValueError(f"{name}.{key} must be {value}; got {stated}")
     rms = "rms_" if fields.get("norm") == "rmsnorm" else ""
     fields["norm_eps"] = keys.pop(f"attention.layer_norm_{rms}epsilon")
     if left := sorted(f"{name}.{key}" for key in keys.keys() - _WITHOUT_EFFECT):

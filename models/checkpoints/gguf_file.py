@@ -121,33 +121,33 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
         KeyError: if the file has no such key.
         ValueError: if the tokenizer is of an unknown kind.
     """
-    given = file.metadata("tokenizer.ggml.")
+    entries = file.metadata("tokenizer.ggml.")
     if file.metadata("general.")["architecture"] == "gpt2":  # older files have no `pre`
-        given.setdefault("pre", "gpt-2")
+        entries.setdefault("pre", "gpt-2")
     makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
-    if (model := given.get("model")) not in makers:
+    if (model := entries.get("model")) not in makers:
         raise ValueError(f"tokenizer.ggml.model must be one of {', '.join(makers)}; got {model!r}")
-    tokenizer = makers[model](given)
+    tokenizer = makers[model](entries)
     marked = [
         library("tokenizers").AddedToken(piece, normalized=False)
-        for piece, kind in zip(given["tokens"], given["token_type"], strict=True)
+        for piece, kind in zip(entries["tokens"], entries["token_type"], strict=True)
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
     tokenizer.add_tokens(marked)
     # As llama.cpp does where the file does not say.
-    begins = given.get("add_bos_token", model == "llama" or _SPLITS[given["pre"]] == _LLAMA_3)
-    if begins and "bos_token_id" in given:
-        begin_texts(tokenizer, given["bos_token_id"])
-    ends = (given[key] for key in ("eos_token_id", "eot_token_id") if key in given)
-    return SubwordTokenizer(tokenizer, tuple(ends), given.get("bos_token_id"))
+    begins = entries.get("add_bos_token", model == "llama" or _SPLITS[entries["pre"]] == _LLAMA_3)
+    if begins and "bos_token_id" in entries:
+        begin_texts(tokenizer, entries["bos_token_id"])
+    ends = (entries[key] for key in ("eos_token_id", "eot_token_id") if key in entries)
+    return SubwordTokenizer(tokenizer, tuple(ends), entries.get("bos_token_id"))
 
 
-def _byte_pairs(given: Mapping[str, Any]) -> Any:
-    library_, pre = library("tokenizers"), given.get("pre")
+def _byte_pairs(entries: Mapping[str, Any]) -> Any:
+    library_, pre = library("tokenizers"), entries.get("pre")
     if pre not in _SPLITS:
         raise ValueError(f"tokenizer.ggml.pre must be one of {', '.join(_SPLITS)}; got {pre!r}")
-    vocabulary = {piece: token for token, piece in enumerate(given["tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in given["merges"]]
+    vocabulary = {piece: token for token, piece in enumerate(entries["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in entries["merges"]]
     pattern = _SPLITS[pre]
     # Llama 3 looks up whole pieces first, because merges cannot make some of its tokens.
     try:
@@ -162,11 +162,11 @@ def _byte_pairs(given: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _sentence_pieces(given: Mapping[str, Any]) -> Any:
-    library_, pieces, kinds = library("tokenizers"), given["tokens"], given["token_type"]
+def _sentence_pieces(entries: Mapping[str, Any]) -> Any:
+    library_, pieces, kinds = library("tokenizers"), entries["tokens"], entries["token_type"]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     # SentencePiece joins the two neighbours that give the piece with the highest score.
-    scores = dict(zip(pieces, given["scores"], strict=True))
+    scores = dict(zip(pieces, entries["scores"], strict=True))
     normal = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _NORMAL]
     merges = [
         (piece[:cut], piece[cut:])
@@ -184,7 +184,7 @@ def _sentence_pieces(given: Mapping[str, Any]) -> Any:
     normalizers, decoders = library_.normalizers, library_.decoders
     spaces, texts = [normalizers.Replace(" ", "▁")], [decoders.Replace("▁", " ")]
     texts += [decoders.ByteFallback(), decoders.Fuse()]
-    if given.get("add_space_prefix", True):
+    if entries.get("add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend("▁"))
         texts.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(spaces)

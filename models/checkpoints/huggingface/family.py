@@ -116,8 +116,8 @@ class Attributes:
         given: attributes by name.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._given = entries
         self._taken: set[str] = set()
 
     def take(self, name: str, default: Any) -> Any:
@@ -209,16 +209,16 @@ def rotary(
     Raises:
         ValueError: if the form cannot be expressed, or two attributes disagree.
     """
-    given: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         for key, value in dict(a.take(name, None) or {}).items():
-            _agree(a, given, "rope_type" if key == "type" else key, value)
+            _agree(a, stated, "rope_type" if key == "type" else key, value)
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         for key in {name, (spelled or {}).get(name, name)}:
-            _agree(a, given, name, a.take(key, None))
-    theta = given.pop("rope_theta", 10_000.0)
-    fraction = given.pop("partial_rotary_factor", fraction)
-    scaling = _scaling(a, given, n_ctx)
+            _agree(a, stated, name, a.take(key, None))
+    theta = stated.pop("rope_theta", 10_000.0)
+    fraction = stated.pop("partial_rotary_factor", fraction)
+    scaling = _scaling(a, stated, n_ctx)
     longest = a.take("max_sequence_length", None)
     if scaling and scaling.kind == "yarn":
         n_ctx = max(n_ctx, int(scaling.factor * scaling.original_n_ctx))
@@ -233,47 +233,47 @@ def rotary(
     }
 
 
-def _agree(a: Attributes, given: dict[str, Any], name: str, value: Any) -> None:
+def _agree(a: Attributes, stated: dict[str, Any], name: str, value: Any) -> None:
     if type(value) is int and name != "original_max_position_embeddings":
         value = float(value)
-    if value is not None and given.setdefault(name, value) != value:
-        raise a.error(name, value, f"{given[name]!r}, as given in another place")
+    if value is not None and stated.setdefault(name, value) != value:
+        raise a.error(name, value, f"{stated[name]!r}, as given in another place")
 
 
-def _scaling(a: Attributes, given: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
-    """The scaling of a file. It removes the numbers that it uses from `given`."""
-    kind = given.pop("rope_type", "default")
-    original = given.pop("original_max_position_embeddings", n_ctx)
-    given.pop("finetuned", None)  # how the weights were trained; transformers never reads it
+def _scaling(a: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
+    """The scaling of a file. It removes the numbers that it uses from `stated`."""
+    kind = stated.pop("rope_type", "default")
+    original = stated.pop("original_max_position_embeddings", n_ctx)
+    stated.pop("finetuned", None)  # how the weights were trained; transformers never reads it
     scaling = None
     if kind == "linear":
-        scaling = RotaryScaling(kind="linear", factor=given.pop("factor"))
+        scaling = RotaryScaling(kind="linear", factor=stated.pop("factor"))
     elif kind == "llama3":
         scaling = RotaryScaling(
             kind="llama3",
-            factor=given.pop("factor"),
+            factor=stated.pop("factor"),
             original_n_ctx=original,
-            low=given.pop("low_freq_factor"),
-            high=given.pop("high_freq_factor"),
+            low=stated.pop("low_freq_factor"),
+            high=stated.pop("high_freq_factor"),
         )
     elif kind == "yarn":
-        scaling = _yarn(a, given, n_ctx, original)
+        scaling = _yarn(a, stated, n_ctx, original)
     elif kind != "default":
         raise a.error("rope_type", kind, "default, linear, llama3 or yarn")
-    elif given.get("factor") == 1:  # has no effect
-        del given["factor"]
-    if given:
-        raise a.error("rope_parameters", given, f"only what {kind} needs")
+    elif stated.get("factor") == 1:  # has no effect
+        del stated["factor"]
+    if stated:
+        raise a.error("rope_parameters", stated, f"only what {kind} needs")
     return scaling
 
 
-def _yarn(a: Attributes, given: dict[str, Any], n_ctx: int, original: int) -> RotaryScaling:
-    if (truncate := given.pop("truncate", True)) is not True:
+def _yarn(a: Attributes, stated: dict[str, Any], n_ctx: int, original: int) -> RotaryScaling:
+    if (truncate := stated.pop("truncate", True)) is not True:
         raise a.error("truncate", truncate, "True")
-    given.pop("attn_factor", None)  # llama.cpp's; transformers reads only attention_factor
-    factor = given.pop("factor", n_ctx / original if original else 1.0)
-    above, below = given.pop("mscale", None), given.pop("mscale_all_dim", None)
-    length = given.pop("attention_factor", None)
+    stated.pop("attn_factor", None)  # llama.cpp's; transformers reads only attention_factor
+    factor = stated.pop("factor", n_ctx / original if original else 1.0)
+    above, below = stated.pop("mscale", None), stated.pop("mscale_all_dim", None)
+    length = stated.pop("attention_factor", None)
     if length is None and above and below and factor > 1:  # DeepSeek's form
         length = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
     if length == 0:  # in our config 0 means the usual form
@@ -283,7 +283,7 @@ def _yarn(a: Attributes, given: dict[str, Any], n_ctx: int, original: int) -> Ro
         factor=factor,
         original_n_ctx=original,
         # In both configs 0 means the published values.
-        low=given.pop("beta_slow", 0.0),
-        high=given.pop("beta_fast", 0.0),
+        low=stated.pop("beta_slow", 0.0),
+        high=stated.pop("beta_fast", 0.0),
         attention_factor=length or 0.0,
     )
