@@ -318,9 +318,8 @@ def test_sweeps_and_lazy_caches(kind):
 
 @pytest.mark.skipif(torch.__version__ < "2.9.9", reason="PyTorch 2.9 cannot trace hooks of a class")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
-@pytest.mark.parametrize(
-    "kind", ["gptj", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("xglm", "falcon"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gptj", "xglm", "falcon"])
 @torch.no_grad()
 def test_compiled(kind):
     model = model_of(kind)

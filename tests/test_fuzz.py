@@ -458,10 +458,12 @@ def failures(sessions, first=0):
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(2500, marks=pytest.mark.full)])
-def test_random_sessions(first):
+@pytest.mark.parametrize(
+    ("sessions", "first"), [(1500, 0), pytest.param(3500, 1500, marks=pytest.mark.full)]
+)
+def test_random_sessions(sessions, first):
     """In a process of its own: as users run, without the tests' shape checks, which take most of the time."""
-    command = [sys.executable, "-m", "tests.test_fuzz", "2500", str(first)]
+    command = [sys.executable, "-m", "tests.test_fuzz", str(sessions), str(first)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -221,6 +221,7 @@ def columns(kind):
     }[kind]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exact", ["resume", "rerun"])
 @pytest.mark.parametrize(
     "kind", ["columns", "holes", "source", "mean", "resample", "noise", "span", "early"]

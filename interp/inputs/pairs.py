@@ -129,54 +129,39 @@ class Pairs:
         last_only: bool,
     ) -> None:
         """Keeps texts, after checks that they fit each other."""
-        for what, tokens in (("clean", clean), ("corrupted", corrupted)):
-            if tokens is not None:
-                check_tokens(tokens, what)
-        if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
-            counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
-            raise ValueError(
-                f"clean and corrupted texts must be as many, at least one; got {counts}"
-            )
+        _check_texts(clean, corrupted)
         if answers is not None:
             check_answers(answers, len(clean))
-        if attention_mask is not None and corrupted is not None and corrupted_mask is None:
-            if clean.shape != corrupted.shape:
-                raise ValueError(
-                    "corrupted_mask must be given beside attention_mask where the texts differ in "
-                    f"shape; got {list(clean.shape)} and {list(corrupted.shape)}"
-                )
-            corrupted_mask = attention_mask
-        real = real_of(attention_mask, clean.shape)
         self.clean, self.corrupted, self.answers = clean, corrupted, answers
-        self.attention_mask = None if attention_mask is None else real
-        self.corrupted_mask = None
-        self.corrupted_spans = {}
         self.arguments = dict(arguments or {})
         self.corrupted_arguments = dict(
             self.arguments if corrupted_arguments is None else corrupted_arguments
         )
-        for what, listed in (
-            ("arguments", self.arguments),
-            ("corrupted_arguments", self.corrupted_arguments),
-        ):
-            if "attention_mask" in listed:
+        for what in ("arguments", "corrupted_arguments"):
+            if "attention_mask" in getattr(self, what):
                 raise ValueError(
                     f"{what} must not hold attention_mask, which is an argument itself"
                 )
+        real = real_of(attention_mask, clean.shape)
+        self.attention_mask = None if attention_mask is None else real
         positions = positions_of_spans(spans or {}, real, "clean", last_only)
         self.spans = {name: as_tensor(rows, clean) for name, rows in positions.items()}
-        if corrupted is not None:
-            other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
-            self.corrupted_mask = None if corrupted_mask is None else other
-            if not spans and not torch.equal(real.cpu(), other.cpu()):
-                raise ValueError(
-                    "clean and corrupted tokens must have the same shape and padding, unless spans say "
-                    f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
-                )
-            others = spans if corrupted_spans is None else corrupted_spans
-            others = positions_of_spans(others or {}, other, "corrupted", last_only)
-            check_counts(positions, others)
-            self.corrupted_spans = {name: as_tensor(rows, clean) for name, rows in others.items()}
+        self.corrupted_mask, self.corrupted_spans = None, {}
+        if corrupted is None:
+            return
+        if corrupted_mask is None:
+            corrupted_mask = _mask_of_both(attention_mask, clean, corrupted)
+        other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
+        self.corrupted_mask = None if corrupted_mask is None else other
+        if not spans and not torch.equal(real.cpu(), other.cpu()):
+            raise ValueError(
+                "clean and corrupted tokens must have the same shape and padding, unless spans say "
+                f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
+            )
+        others = spans if corrupted_spans is None else corrupted_spans
+        others = positions_of_spans(others or {}, other, "corrupted", last_only)
+        check_counts(positions, others)
+        self.corrupted_spans = {name: as_tensor(rows, clean) for name, rows in others.items()}
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """These pairs as tokens of a model, which analyses ask for; the pairs themselves if they are that already.
@@ -373,3 +358,31 @@ def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
             f"texts must be given as Pairs(clean, corrupted, ...); got {type(pairs).__name__}"
         )
     return pairs.read_by(model)
+
+
+def _check_texts(clean: Tensor, corrupted: Tensor | None) -> None:
+    """Refuses what are no tokens, or not as many texts.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    for what, tokens in (("clean", clean), ("corrupted", corrupted)):
+        if tokens is not None:
+            check_tokens(tokens, what)
+    if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
+        counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
+        raise ValueError(f"clean and corrupted texts must be as many, at least one; got {counts}")
+
+
+def _mask_of_both(mask: Tensor | None, clean: Tensor, corrupted: Tensor) -> Tensor | None:
+    """The mask of the clean texts as that of the corrupted ones too.
+
+    Raises:
+        ValueError: if they have other shapes.
+    """
+    if mask is not None and clean.shape != corrupted.shape:
+        raise ValueError(
+            "corrupted_mask must be given beside attention_mask where the texts differ in "
+            f"shape; got {list(clean.shape)} and {list(corrupted.shape)}"
+        )
+    return mask
