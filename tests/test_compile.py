@@ -117,10 +117,9 @@ SCRIPTS = {
     "late": LATE,
 }
 # What a backend makes of the graph is its own affair; what is in the graph, the eager one shows.
-QUICK = ("baked", "cached")
 RUNS = [
-    *((name, "eager") for name in QUICK),
-    *(pytest.param(name, "eager", marks=pytest.mark.full) for name in SCRIPTS if name not in QUICK),
+    ("baked", "eager"),
+    *(pytest.param(name, "eager", marks=pytest.mark.full) for name in SCRIPTS if name != "baked"),
     pytest.param("baked", "inductor", marks=pytest.mark.full),
 ]
 
