@@ -96,6 +96,16 @@ def of(model: nn.Module, *parts: str) -> Any:
     return language
 
 
+def n_logits(model: nn.Module) -> int:
+    """Return the size of the output vocabulary, which most models share with the input's.
+
+    Raises:
+        TypeError: if the model has no `config`.
+    """
+    config = of(model, "config").config
+    return int(getattr(config, "vocab_size_out", config.vocab_size))
+
+
 def require_points(runner: HookedRunner) -> None:
     """Refuses a model without any hook point, whose values have none of our names.
 

@@ -69,7 +69,7 @@ class RotaryScaling:
 # The least values of sizes. Where 0 is allowed, it has a meaning of its own.
 LEAST = {
     **dict.fromkeys(("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"), 1),
-    **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "window", "norm_eps"), 0),
+    **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "vocab_size_out", "window", "norm_eps"), 0),
     **dict.fromkeys(("attn_scale", "attn_cap", "logit_cap"), 0),
 }
 MOST = 2**31  # larger sizes are mistakes, which torch reports by an overflow
@@ -81,6 +81,8 @@ class TransformerConfig:
 
     Attributes:
         vocab_size: number of tokens.
+        vocab_size_out: number of logits; 0 means `vocab_size`. Another number needs an untied unembedding, and such
+            a model writes no texts.
         n_ctx: the longest context, in tokens: the rows of the learned position table, or the
             longest context in training, which `Transformer.extend_context` can change.
         n_layers: number of blocks.
@@ -102,10 +104,14 @@ class TransformerConfig:
         embed_norm: whether the first block reads a norm of the embeddings (model-architecture.md).
         embed_scale: the factor of token embeddings (Gemma: `sqrt(d_model)`).
         positions: `learned`, `sinusoidal` (Vaswani et al. 2017), `rotary` (Su et al. 2021; dimension
-            i pairs with i + d_rotary/2, as in GPT-NeoX and Llama) or `none`.
+            i pairs with i + d_rotary/2, as in GPT-NeoX and Llama), `shortformer` (learned; queries and keys read
+            them, the stream and values do not; Press et al. 2021) or `none`.
         rotary_theta: base of the rotary wavelengths.
         rotary_fraction: share of each head's dimensions that is rotated, from the first on.
+        rotary_pairs: `halves`, or `adjacent`: dimension 2i pairs with 2i + 1, as in GPT-J.
         rotary_scaling: how frequencies are scaled for longer contexts; None for no scaling.
+        causal: whether a query sees no later key. Otherwise it sees all, and nothing that follows from reading a
+            text in order is there: no `KVCache`, no generation, no windows.
         qk_norm: RMSNorm of queries and keys, before rotation: `none`, `head` (each head separately,
             Qwen 3, qk-norm.md) or `all` (all heads as one vector, OLMo 2).
         qk_norm_learned: whether that norm has a gain.
@@ -120,7 +126,9 @@ class TransformerConfig:
         parallel: whether attention and the MLP read the same stream and are added together
             (GPT-NeoX, Wang & Komatsuzaki 2021).
         mlp: `plain` (input, activation, output), `gated` (Shazeer 2020) or `none`: attention only.
-        activation: `gelu`, `gelu_tanh` (its approximation by tanh, GPT-2's), `relu` or `silu`.
+        activation: `gelu`, `gelu_tanh` (its approximation by tanh, GPT-2's), `relu`, `silu`, or `solu`, which is
+            `x * softmax(x)` over the hidden layer (Elhage et al. 2022).
+        mlp_norm: whether the MLP's output map reads a LayerNorm of the hidden layer (Elhage et al. 2022).
         qkv_bias, out_bias, mlp_bias, unembed_bias: whether these linear maps have a bias.
         tied_unembed: whether the unembedding is the token embedding's own weight.
         dropout: the dropout probability in training, for embeddings, patterns and sublayers.
@@ -150,6 +158,7 @@ class TransformerConfig:
     n_kv_heads: int = 0
     d_head: int = 0
     d_mlp: int = 0
+    vocab_size_out: int = 0
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"
     norm_place: Literal["pre", "post", "output", "sandwich"] = "pre"
     norm_eps: float = 1e-5
@@ -158,9 +167,10 @@ class TransformerConfig:
     final_norm: bool = True
     embed_norm: bool = False
     embed_scale: float = 1.0
-    positions: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
+    positions: Literal["learned", "sinusoidal", "rotary", "shortformer", "none"] = "learned"
     rotary_theta: float = 10_000.0
     rotary_fraction: float = 1.0
+    rotary_pairs: Literal["halves", "adjacent"] = "halves"
     rotary_scaling: RotaryScaling | None = None
     qk_norm: Literal["none", "head", "all"] = "none"
     qk_norm_learned: bool = True
@@ -168,11 +178,13 @@ class TransformerConfig:
     attn_scale_by_layer: bool = False
     attn_cap: float = 0.0
     logit_cap: float = 0.0
+    causal: bool = True
     window: int = 0
     window_layers: tuple[int, ...] = ()
     parallel: bool = False
     mlp: Literal["plain", "gated", "none"] = "plain"
-    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu_tanh"
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "solu"] = "gelu_tanh"
+    mlp_norm: bool = False
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
@@ -228,6 +240,7 @@ class TransformerConfig:
         divides = self.d_model % self.n_heads == 0
         return ({"d_head": d_head} if divides else {}) | {
             "n_kv_heads": self.n_heads,
+            "vocab_size_out": self.vocab_size,
             "attn_scale": (self.d_head or d_head) ** -0.5,
             "d_mlp": 0 if self.mlp == "none" else 4 * self.d_model,
         }
@@ -260,6 +273,9 @@ class TransformerConfig:
                     f"rotary_scaling.factors must be {self.d_rotary // 2} numbers, one for each "
                     f"frequency; got {len(factors)}"
                 )
+        if self.vocab_size_out != self.vocab_size:
+            rule = f"False with another vocab_size_out ({self.vocab_size_out}) than vocab_size"
+            self._require("tied_unembed", not self.tied_unembed, rule)
         if self.positions == "sinusoidal":
             self._require("d_model", self.d_model % 2 == 0, "even with sinusoidal positions")
         if self.norm_place == "post":
@@ -276,10 +292,13 @@ def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
     """Groups of fields, whether each has an effect, and the condition for it."""
     normed, qk_normed = config.norm != "none", config.qk_norm != "none"
     rotary = config.positions == "rotary"
-    yield "rotary_theta rotary_fraction rotary_scaling", rotary, "positions are rotary"
+    yield "rotary_theta rotary_fraction rotary_pairs rotary_scaling", rotary, "positions are rotary"
     yield "norm_place embed_norm", normed, "there is a norm"
-    yield "norm_eps", normed or qk_normed, "there is a norm"
+    yield "norm_eps", normed or qk_normed or config.mlp_norm, "there is a norm"
     yield "qk_norm_learned", qk_normed, "there is a qk_norm"
     yield "window_layers", config.window, "there is a window"
+    yield "window", config.causal, "attention is causal"
     yield "dropout_place", config.dropout, "there is dropout"
+    yield "attn_cap", config.positions != "shortformer", "positions are not shortformer"
+    yield "mlp_norm", config.mlp == "plain", "the MLP is plain"
     yield "d_mlp activation parallel", config.mlp != "none", "there is an MLP"

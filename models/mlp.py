@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
@@ -11,18 +12,24 @@ from hooks import HookPoint
 from models.checks import require
 from models.config import TransformerConfig
 from models.linear import Linear
-from models.norm import ByConfig, dropout
+from models.norm import ByConfig, LayerNorm, dropout
+
+
+def _solu(x: Tensor) -> Tensor:
+    return x * torch.softmax(x, -1)
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "silu": F.silu,
+    "solu": _solu,
 }
 
 
 class MLP(ByConfig):
-    """`activation(x W_in + b_in) W_out + b_out`, or a `GatedMLP` if the config says so.
+    """`activation(x W_in + b_in) W_out + b_out`, or a `GatedMLP` or `NormedMLP` if the config says so.
 
     Args:
         config: sizes and choices.
@@ -72,10 +79,31 @@ class MLP(ByConfig):
         return self.output.offset
 
 
+class NormedMLP(MLP, when=lambda config: config.mlp_norm):
+    """`norm(activation(x W_in + b_in)) W_out + b_out`, with a LayerNorm of the hidden layer (Elhage et al. 2022).
+
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp_norm=True)
+    >>> NormedMLP(config)(torch.ones(1, 3, 4)).shape
+    torch.Size([1, 3, 4])
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.mid = HookPoint("batch pos d_mlp", "after the nonlinearity, before the norm")
+        learned, bias = config.norm_learned, config.norm_bias
+        meaning = "the norm of the hidden layer, gain and bias applied"
+        self.ln = LayerNorm(config.d_mlp, config.norm_eps, learned, bias, meaning, "d_mlp")
+        self.post.meaning = "what the output map reads: the normalized hidden layer"
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """Return what the MLP adds to the residual stream, from the normalized stream."""
+        hidden = self.mid(self.activation(self.pre(self.input(x))))
+        return self.output_dropout(self.output(self.hidden_dropout(self.post(self.ln(hidden)))))
+
+
 class GatedMLP(MLP, when=lambda config: config.mlp == "gated"):
     """`(activation(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out` (Shazeer 2020).
 
-    >>> import torch
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp="gated")
     >>> GatedMLP(config)(torch.ones(1, 3, 4)).shape
     torch.Size([1, 3, 4])

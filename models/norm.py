@@ -23,6 +23,7 @@ class LayerNorm(Component):
         learned: whether there is a gain.
         bias: whether there is a bias besides the gain.
         meaning: what the output is, for the table of points.
+        axis: the name of the normalized axis.
 
     >>> LayerNorm(2, eps=3.0)(torch.tensor([[[1.0, 3.0]]])).tolist()
     [[[-0.5, 0.5]]]
@@ -39,6 +40,7 @@ class LayerNorm(Component):
         learned: bool = True,
         bias: bool = True,
         meaning: str = READ,
+        axis: str = "d_model",
     ) -> None:
         super().__init__()
         self.shape = (d_model,)
@@ -46,7 +48,7 @@ class LayerNorm(Component):
         self.weight = nn.Parameter(torch.ones(d_model)) if learned else None
         self.bias = nn.Parameter(torch.zeros(d_model)) if learned and bias else None
         self.scale = HookPoint("batch pos 1", "what the norm divides by")
-        self.normalized = HookPoint("batch pos d_model", meaning)
+        self.normalized = HookPoint(f"batch pos {axis}", meaning)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """The norm of each position's vector."""

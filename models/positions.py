@@ -10,7 +10,7 @@ from hooks._torch import FakeTensor, traced_as_constant
 from models.config import RotaryScaling, TransformerConfig
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines: Float[batch pos 1 d_rotary], halves repeated."""
+"""Cosines and sines: Float[batch pos 1 d_rotary], each angle's twice."""
 
 
 class Frequencies:
@@ -65,21 +65,36 @@ class NoPositions(nn.Module):
         return positions.new_zeros(1, 1, 1)
 
 
+class ReadPositions(nn.Embedding):
+    """Learned encodings that queries and keys read, and nobody else (Press et al. 2021)."""
+
+    def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Tensor:
+        """The encodings themselves, which blocks are given in place of a rotation."""
+        return super().forward(positions)
+
+    def forward(self, positions: Int[Tensor, "batch pos"]) -> Int[Tensor, "1 1 1"]:
+        """Zero: the stream has no positions."""
+        return positions.new_zeros(1, 1, 1)
+
+
 def added_positions(config: TransformerConfig) -> nn.Module:
     """The module that gives the encodings to add to token embeddings."""
     if config.positions == "learned":
         return nn.Embedding(config.n_ctx, config.d_model)
+    if config.positions == "shortformer":
+        return ReadPositions(config.n_ctx, config.d_model)
     return Sinusoidal(config.d_model) if config.positions == "sinusoidal" else NoPositions()
 
 
 class Rotary:
     """Rotates pairs of a head's dimensions by angles that grow with the position (Su et al. 2021).
 
-    Dimension i is paired with i + d_rotary/2. Dimensions from d_rotary on are unchanged.
+    Dimension i is paired with i + d_rotary/2, or 2i with 2i + 1. Dimensions from d_rotary on are unchanged.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         self.d_rotary = config.d_rotary
+        self.adjacent = config.rotary_pairs == "adjacent"
         scaling = config.rotary_scaling
         frequencies = _frequencies(self.d_rotary, config.rotary_theta)
         self.frequencies = Frequencies(_stretched(frequencies, config))
@@ -90,21 +105,28 @@ class Rotary:
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
         """The cosines and sines of the rotation angles."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
-        angles = torch.cat([angles, angles], -1).unsqueeze(-2)  # [batch, pos, 1, d_rotary]
+        both = (angles, angles)
+        angles = torch.stack(both, -1).flatten(-2) if self.adjacent else torch.cat(both, -1)
+        angles = angles.unsqueeze(-2)  # [batch, pos, 1, d_rotary]
         return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
 
     def __call__(
-        self, x: Float[Tensor, "batch pos head d_head"], rotation: Rotation | None
+        self, x: Float[Tensor, "batch pos head d_head"], rotation: Rotation | Tensor | None
     ) -> Float[Tensor, "batch pos head d_head"]:
         """The vectors of each position, rotated."""
-        if rotation is None:
+        if not isinstance(rotation, tuple):
             raise ValueError(
                 "a rotary block must be called with the context of a rotary model; got one without rotation"
             )
         cos, sin = rotation
         turned, rest = x[..., : self.d_rotary], x[..., self.d_rotary :]
-        first, second = turned.chunk(2, -1)
-        turned = turned * cos + torch.cat([-second, first], -1) * sin
+        if self.adjacent:
+            first, second = turned[..., ::2], turned[..., 1::2]
+            quarter = torch.stack([-second, first], -1).flatten(-2)
+        else:
+            first, second = turned.chunk(2, -1)
+            quarter = torch.cat([-second, first], -1)
+        turned = turned * cos + quarter * sin
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
@@ -114,7 +136,7 @@ class NoRotation:
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> None:
         """None."""
 
-    def __call__(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation | Tensor | None) -> Tensor:
         """`x`."""
         return x
 

@@ -22,16 +22,16 @@ def fold_norms(model: Transformer) -> Transformer:
     `W (gain * x + bias) + b` becomes `(W * gain) x + (W bias + b)`. `ln1` is folded into `attn.qkv`,
     `ln2` into `mlp.input` and `mlp.gate`, and `ln_final` into the unembedding, which is then untied. The
     new config has `norm_learned=False`, and biases in maps that took a norm's bias. Values at
-    `normalized` lose gain and bias. The gains of `qk_norm` stay. A model with `norm_learned=False` is
-    copied.
+    `normalized` lose gain and bias. The gains of `qk_norm` stay. A norm of the MLP's hidden layer is folded into
+    `mlp.output`. A model with `norm_learned=False` is copied.
 
     Args:
         model: unchanged. The new model has the same dtype, device and mode, and its own memory. In
             half precision the products are rounded.
 
     Raises:
-        ValueError: if there are no norms, if `norm_place` is not `pre`, or if a norm of the
-            embeddings is learned.
+        ValueError: if there are no norms, if `norm_place` is not `pre`, if a norm of the embeddings is learned, or
+            if positions are those of Shortformer, which queries and keys read beside the norm's output.
         RuntimeError: if log-probabilities of random tokens differ by more than rounding may explain:
             1e-4 of the largest in float32, 1e-10 in float64, 1e-2 in float16, 1e-1 in bfloat16.
 
@@ -48,27 +48,30 @@ def fold_norms(model: Transformer) -> Transformer:
     rule = "'pre', as maps must read the gain to take it in"
     require(config, "norm_place", config.norm_place == "pre", rule)
     require(config, "embed_norm", not config.embed_norm, "False, as its gain is in the stream")
-    biased = config.norm == "layernorm" and config.norm_bias
+    rule = "others, as queries and keys read these beside the norm's output"
+    require(config, "positions", config.positions != "shortformer", rule)
     for norm, linear in _readers(config):
         weight, gain = values[f"{linear}.weight"], model.get_parameter(f"{norm}.weight")
         values[f"{linear}.weight"] = weight * gain
-        if biased:
+        if (offset := getattr(model.get_submodule(norm), "bias", None)) is not None:
             bias = values.get(f"{linear}.bias", weight.new_zeros(()))
             # Not `@`, which autocast of the caller would round.
-            moved = (widened(weight) * model.get_parameter(f"{norm}.bias")).sum(-1) + widened(bias)
+            moved = (widened(weight) * offset).sum(-1) + widened(bias)
             values[f"{linear}.bias"] = moved.to(weight.dtype)
         for kind in ("weight", "bias"):
             values.pop(f"{norm}.{kind}", None)
     changes = {"norm_learned": False, "tied_unembed": config.tied_unembed and not config.final_norm}
-    if biased:
-        changes["qkv_bias"] = True
-        changes["mlp_bias"] = config.mlp_bias or config.mlp != "none"
-        changes["unembed_bias"] = config.unembed_bias or config.final_norm
-        for layer in range(config.n_layers if config.mlp != "none" else 0):
-            # `mlp_bias` also switches on the output bias.
-            zeros = model.W_E.new_zeros(config.d_model)
-            values.setdefault(f"blocks.{layer}.mlp.output.bias", zeros)
-    return _proven("fold_norms", model, config.replace(**changes), values)
+    for field, part in (
+        ("qkv_bias", ".qkv"),
+        ("mlp_bias", ".mlp"),
+        ("unembed_bias", "unembedding"),
+    ):
+        changes[field] = any(part in name and name.endswith(".bias") for name in values)
+    config = config.replace(**changes)
+    for name, parameter in without_values(config).named_parameters():
+        if name.endswith(".bias"):  # `mlp_bias` switches on all biases of an MLP
+            values.setdefault(name, model.W_E.new_zeros(parameter.shape))
+    return _proven("fold_norms", model, config, values)
 
 
 @without_gradients
@@ -105,7 +108,9 @@ def center(model: Transformer) -> Transformer:
     require(config, "norm_place", config.norm_place == "pre", rule)
     require(config, "final_norm", config.final_norm, "True, as the unembedding reads the mean")
     require(config, "embed_norm", not written, "False, as its gain and bias write a mean")
-    axes = {"token_embedding": 1, "position_embedding": 1, "attn.output": 0, "mlp.output": 0}
+    axes = {"token_embedding": 1, "attn.output": 0, "mlp.output": 0}
+    if config.positions != "shortformer":  # whose encodings are not in the stream
+        axes["position_embedding"] = 1
     if not config.logit_cap:
         axes["unembedding"] = 0
     for name, value in values.items():
@@ -156,6 +161,8 @@ def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
         yield f"blocks.{layer}.ln1", f"blocks.{layer}.attn.qkv"
         if config.mlp != "none":
             yield f"blocks.{layer}.ln2", f"blocks.{layer}.mlp.input"
+        if config.mlp_norm:
+            yield f"blocks.{layer}.mlp.ln", f"blocks.{layer}.mlp.output"
         if config.mlp == "gated":
             yield f"blocks.{layer}.ln2", f"blocks.{layer}.mlp.gate"
     if config.final_norm:

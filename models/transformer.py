@@ -93,7 +93,7 @@ class Transformer(ReadsText, BlockWeights):
         self.embed_dropout = dropout(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.ln_final = norm(config, config.final_norm, "what the unembedding reads")
-        self.unembedding = Linear(config.d_model, config.vocab_size, config.unembed_bias)
+        self.unembedding = Linear(config.d_model, config.vocab_size_out, config.unembed_bias)
         self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Identity()
         if config.tied_unembed:
             tie(self)
@@ -168,11 +168,14 @@ class Transformer(ReadsText, BlockWeights):
             kv_cache.reserve(config, batch, new)
         elif new > config.n_ctx:
             raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
+        if not config.causal:
+            query_key_mask = _everything(tokens, query_key_mask, kv_cache)
         weight = self.token_embedding.weight
         if tokens.device != weight.device:
             # Only the embedding needs the numbers.
             tokens = tokens.new_empty(tokens.shape, device=weight.device)
-        rotate = partial(self.rotary.rotation, dtype=weight.dtype)
+        encoder = self.position_embedding if config.positions == "shortformer" else self.rotary
+        rotate = partial(encoder.rotation, dtype=weight.dtype)
         masks = (attention_mask, query_key_mask)
         return place(tokens, set(config.windows), config.n_heads, rotate, *masks, kv_cache)
 
@@ -245,7 +248,7 @@ class Transformer(ReadsText, BlockWeights):
         Raises:
             ValueError: if positions are learned, as there are no vectors for other positions.
         """
-        if self.config.positions == "learned":
+        if self.config.positions in ("learned", "shortformer"):
             raise ValueError(
                 f"positions must not be learned to change n_ctx from {self.config.n_ctx}; got {n_ctx}"
             )
@@ -254,6 +257,18 @@ class Transformer(ReadsText, BlockWeights):
     def count_parameters(self) -> int:
         """The number of trainable parameters; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+def _everything(tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None) -> Tensor:
+    """The mask of a model that is not causal: every query sees every key, unless the caller says otherwise.
+
+    Raises:
+        ValueError: if there is a cache of keys: earlier values depend on later tokens.
+    """
+    if kv_cache is not None:
+        raise ValueError("kv_cache must be None for a model with causal=False; got a KVCache")
+    n_pos = tokens.shape[1]
+    return tokens.new_ones(n_pos, n_pos, dtype=torch.bool) if mask is None else mask
 
 
 def _tokens_unread(stream: Tensor) -> Tensor:

@@ -55,6 +55,14 @@ SWITCHES = {
     "attn_scale by layer": dict(attn_scale_by_layer=True),
     "attn_cap": dict(attn_cap=0.7),
     "logit_cap": dict(logit_cap=1.3),
+    "shortformer": dict(positions="shortformer", n_kv_heads=KV_HEADS, qk_norm="head"),
+    "shortformer attention only": dict(positions="shortformer", mlp="none", d_mlp=0),
+    "rotary of adjacent pairs": ROTARY | dict(rotary_pairs="adjacent", rotary_fraction=0.75),
+    "not causal": dict(causal=False, n_kv_heads=KV_HEADS),
+    "solu": dict(activation="solu"),
+    "mlp_norm": dict(mlp_norm=True, norm="rmsnorm", norm_eps=0.2),
+    "solu and mlp_norm": dict(activation="solu", mlp_norm=True),
+    "other output vocabulary": dict(vocab_size_out=29, tied_unembed=False),
     "window": dict(window=3),
     "window of one layer": dict(window=2, window_layers=(1,), n_kv_heads=KV_HEADS),
     "gated": dict(mlp="gated"),
@@ -123,6 +131,7 @@ def activate(kind, x):
         "gelu_tanh": lambda: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "relu": lambda: np.where(x > 0, x, 0.0),
         "silu": lambda: x / (1 + np.exp(-x)),
+        "solu": lambda: x * np.exp(x) / np.exp(x).sum(-1, keepdims=True),
     }[kind]()  # fmt: skip
 
 
@@ -134,13 +143,14 @@ def sinusoids(positions, d_model):
     return out
 
 
-def rotated(x, positions, theta, d_rotary):
-    """x [batch pos head d_head]: dimensions i and i + d_rotary/2 are a complex number that turns."""
+def rotated(x, positions, theta, d_rotary, pairs):
+    """x [batch pos head d_head]: each pair of dimensions is a complex number that turns."""
     half, out = d_rotary // 2, x.copy()
     for i in range(half):
+        one, other = (i, i + half) if pairs == "halves" else (2 * i, 2 * i + 1)
         angle = positions * theta ** (-2 * i / d_rotary)
-        turned = (x[..., i] + 1j * x[..., i + half]) * np.exp(1j * angle)[..., None]
-        out[..., i], out[..., i + half] = turned.real, turned.imag
+        turned = (x[..., one] + 1j * x[..., other]) * np.exp(1j * angle)[..., None]
+        out[..., one], out[..., other] = turned.real, turned.imag
     return out
 
 
@@ -225,6 +235,15 @@ class Reference:
         inner, kind = self.linear(x, f"{at}.input"), self.config.activation
         if self.config.mlp == "plain":
             hidden = activate(kind, self.keep(f"{at}.pre", inner))
+            if self.config.mlp_norm:
+                hidden = self.keep(f"{at}.mid", hidden)
+                hidden = hidden - hidden.mean(-1, keepdims=True)
+                scale = np.sqrt((hidden**2).mean(-1, keepdims=True) + self.config.norm_eps)
+                self.keep(f"{at}.ln.scale", scale)
+                gain, bias = (
+                    self.weights.get(f"{at}.ln.{end}", d) for end, d in (("weight", 1), ("bias", 0))
+                )
+                hidden = self.keep(f"{at}.ln.normalized", hidden / scale * gain + bias)
         else:
             gate = activate(kind, self.keep(f"{at}.pre", self.linear(x, f"{at}.gate")))
             hidden = gate * self.keep(f"{at}.linear", inner)
@@ -233,15 +252,22 @@ class Reference:
     def attention(self, x, layer, allowed):
         config, at = self.config, f"blocks.{layer}.attn"
         heads, kv_heads, d_head = config.n_heads, config.n_kv_heads, config.d_head
-        flat = self.linear(x, f"{at}.qkv")
-        batch, pos = flat.shape[:2]
+        read = x
+        if config.positions == "shortformer":
+            table = self.weights["position_embedding.weight"]
+            read = x + self.keep(f"{at}.pos_embed", table[self.positions])
+        batch, pos = x.shape[:2]
         ends = np.cumsum([0, heads * d_head, kv_heads * d_head, kv_heads * d_head])
-        q, k, v = (flat[..., ends[i] : ends[i + 1]] for i in range(3))
+        q, k, v = (
+            self.linear(part, f"{at}.qkv")[..., ends[i] : ends[i + 1]]
+            for i, part in enumerate((read, read, x))
+        )
         q, k = self.qk_norm(q, f"{at}.q_norm"), self.qk_norm(k, f"{at}.k_norm")
         q, k, v = (part.reshape(batch, pos, -1, d_head) for part in (q, k, v))
         if config.positions == "rotary":
             d_rotary = round(d_head * config.rotary_fraction)
-            q, k = (rotated(p, self.positions, config.rotary_theta, d_rotary) for p in (q, k))
+            turn = (config.rotary_theta, d_rotary, config.rotary_pairs)
+            q, k = (rotated(p, self.positions, *turn) for p in (q, k))
         for name, value in (("q", q), ("k", k), ("v", v)):
             self.keep(f"{at}.{name}", value)
         scale = config.attn_scale or 1 / math.sqrt(d_head)
@@ -273,6 +299,8 @@ class Reference:
     def sees(self, layer, query, key):
         config = self.config
         near = layer in (config.window_layers or range(config.n_layers)) and config.window
+        if not config.causal:
+            return True
         return key <= query and (not near or query - key < config.window)
 
     def qk_norm(self, x, at):

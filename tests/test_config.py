@@ -64,6 +64,10 @@ EFFECTS = {
     "dropout_place": ("hidden", dict(dropout=0.4), "training"),
     "init": ("xavier", {}, "fresh weights"),
     "eos_token_ids": ((2,), {}, "generation"),
+    "vocab_size_out": (29, dict(tied_unembed=False), "parameters"),
+    "rotary_pairs": ("adjacent", ROTARY, "logits"),
+    "causal": (False, {}, "logits"),
+    "mlp_norm": (True, {}, "parameters"),
 }  # fmt: skip
 
 
@@ -136,6 +140,11 @@ def test_every_field_has_an_effect(name):
         (dict(rotary_theta=5.0), "unless positions are rotary; got 5.0"),
         (dict(rotary_theta=1.0, positions="rotary", rotary_scaling=RotaryScaling(kind="yarn", original_n_ctx=3)), "above 1; got 1.0"),
         (dict(norm_place="post", norm="none"), "unless there is a norm; got 'post'"),
+        (dict(vocab_size_out=7), "vocab_size_out (7) than vocab_size; got True"),
+        (dict(causal=False, window=2), "unless attention is causal; got 2"),
+        (dict(positions="shortformer", attn_cap=2.0), "unless positions are not shortformer; got 2.0"),
+        (dict(mlp="gated", mlp_norm=True), "unless the MLP is plain; got True"),
+        (dict(rotary_pairs="adjacent"), "unless positions are rotary; got 'adjacent'"),
         (dict(qk_norm_learned=False), "unless there is a qk_norm; got False"),
         (dict(window_layers=(1,)), "unless there is a window; got (1,)"),
         (dict(dropout_place="hidden"), "unless there is dropout; got 'hidden'"),

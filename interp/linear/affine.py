@@ -14,7 +14,7 @@ from hooks import HookedRunner, storage
 from hooks.names import layers
 from hooks.transfer import to_device
 from interp.inputs.token_positions import at_least_float32
-from interp.protocol import of, runner_of
+from interp.protocol import n_logits, of, runner_of
 
 L = TypeVar("L", bound="AffineLens")
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32
@@ -39,7 +39,7 @@ def split_rows(
     Raises:
         TypeError: if the model has no `config`.
     """
-    logits = len(resid) * of(model, "config").config.vocab_size
+    logits = len(resid) * n_logits(model)
     return resid.split(max(1, _LOGITS_AT_ONCE // logits), 1)
 
 

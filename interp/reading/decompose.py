@@ -24,7 +24,7 @@ from interp.inputs.positions import Index
 from interp.inputs.texts import nan_at_padding, text_of, token_ids, words_of
 from interp.inputs.token_positions import at_least_float32, like, short, tokens_of
 from interp.linear.norms import LinearPart, is_identity, linear_part
-from interp.protocol import of
+from interp.protocol import n_logits, of
 from interp.results.result import Result
 
 Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
@@ -356,7 +356,7 @@ class _Reading:
                 "logits must not be capped to be a sum of parts; got logit_cap="
                 f"{model.config.logit_cap}: direction=W_U[:, token] reads the logit before the cap"
             )
-        tokens, vocab = tokens_of(token_ids(self._named, answers), 2), model.config.vocab_size
+        tokens, vocab = tokens_of(token_ids(self._named, answers), 2), n_logits(self.parts.model)
         if int(tokens.max()) >= vocab:
             raise ValueError(f"{name} must be 0 to {vocab - 1}; got {int(tokens.max())}")
         tokens = to_device(tokens.view(len(tokens) if tokens.ndim else 1, -1), model.W_U.device)

@@ -12,7 +12,7 @@ from hooks.transfer import stacked, to_device
 from interp.inputs.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
 from interp.inputs.token_positions import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
-from interp.protocol import of
+from interp.protocol import n_logits, of
 
 _SHOWN = 8  # positions in a printed table
 _MOST_LAYERS = 36  # in a printed table
@@ -100,7 +100,8 @@ def logit_lens(
     3     'u' 'r' 'n' ' ' '"' 'h' 'e' ' '
     4     'u' 'r' 'n' ' ' 't' 'h' 'e' ' '
     """
-    vocab = of(model, "unembed", "config").config.vocab_size
+    of(model, "unembed")
+    vocab = n_logits(model)
     if lens is not None:
         lens.check(model)
     streams = _streams(model, cache)
@@ -143,7 +144,7 @@ def _followed(
         raise ValueError(
             f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"
         )
-    vocab = of(model, "config").config.vocab_size
+    vocab = n_logits(model)
     for target in targets.aminmax() if targets.numel() else ():
         if not 0 <= int(target) < vocab:
             raise ValueError(f"targets must be tokens, 0 to {vocab - 1}; got {int(target)}")

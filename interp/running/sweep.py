@@ -146,6 +146,9 @@ def _measured(
     if alone or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
     else:
+        if not all(getattr(context, "is_causal", True) for context in unedited.contexts):
+            for job in jobs:  # earlier positions read later ones
+                job.pos = 0
         runs = Resumed(unedited, jobs, max_bytes)
     values = base.new_empty(len(jobs), size)
     title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"

@@ -26,7 +26,8 @@ class Context(NamedTuple):
         positions: each token's position in its own text, without padding: Int[batch pos], or
             [1 pos] if all rows have the same.
         masks: for each window in use, which keys a query sees; see `Mask`.
-        rotation: the cosines and sines that rotary models rotate queries and keys with.
+        rotation: the cosines and sines that rotary models rotate queries and keys with, or the encodings that
+            those of Shortformer add to what they read: Float[batch pos d_model].
         start: how many columns of the text come before these.
         kv_cache: the cache that holds earlier keys and values, and takes the new ones.
         real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
@@ -42,11 +43,17 @@ class Context(NamedTuple):
 
     positions: Int[Tensor, "_batch pos"]
     masks: dict[int, Mask]
-    rotation: Rotation | None = None
+    rotation: Rotation | Tensor | None = None
     start: int = 0
     kv_cache: KVCache | None = None
     real: Bool[Tensor, "batch key"] | None = None
     past: tuple[Past, ...] | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a later key, so that earlier values do not depend on later ones."""
+        masks = [mask for mask in self.masks.values() if isinstance(mask, Tensor)]
+        return not any(bool(mask.triu(1 + self.start).any()) for mask in masks)
 
     def piece(self) -> AbstractContextManager[None]:
         """A `with` in which edits know where this call starts and what is padding. No use while compiling."""
@@ -156,7 +163,7 @@ def place(
     x: Shaped[Tensor, "batch pos *d_model"],
     windows: Collection[int],
     n_heads: int,
-    rotate: Callable[[Tensor], Rotation | None],
+    rotate: Callable[[Tensor], Rotation | Tensor | None],
     attention_mask: Tensor | None = None,
     query_key_mask: Tensor | None = None,
     kv_cache: KVCache | None = None,

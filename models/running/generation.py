@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hooks._torch import without_gradients
 from hooks.transfer import to_device, trusted
-from models.checks import check_tokens, check_whole
+from models.checks import check_tokens, check_whole, require
 from models.running.kvcache import KVCache
 from models.running.sampling import Sampling, row_generator
 from models.text.texts import Texts
@@ -295,6 +295,9 @@ def _check_prompts(
             f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows {empty}"
         )
     vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
+    require(model.config, "causal", model.config.causal, "True to write texts")
+    same = model.config.vocab_size_out == vocab
+    require(model.config, "vocab_size_out", same, f"vocab_size ({vocab}) to write texts")
     for name, tokens in (("stop", stops), *((f"prompt {i}", t) for i, t in enumerate(texts))):
         outside = [token for token in tokens if not 0 <= token < vocab]
         if outside:
@@ -302,7 +305,8 @@ def _check_prompts(
     limit = n_ctx if max_context is None else min(max_context, n_ctx)
     longest = max(map(len, texts))
     if longest + new > limit:
-        more = "" if model.config.positions == "learned" else ", or call model.extend_context"
+        learned = model.config.positions in ("learned", "shortformer")
+        more = "" if learned else ", or call model.extend_context"
         raise ValueError(
             f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}: "
             f"ask for fewer and go on from the last tokens of the result{more}"

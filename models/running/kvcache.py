@@ -12,7 +12,7 @@ STEP = 512
 # Two models can share a cache only if these fields of their configs agree.
 DECISIVE = (
     *("n_layers", "d_model", "n_ctx", "n_kv_heads", "d_head", "windows", "qk_norm"),
-    *("positions", "rotary_theta", "rotary_fraction", "rotary_scaling"),
+    *("positions", "rotary_theta", "rotary_fraction", "rotary_pairs", "rotary_scaling"),
 )
 
 
