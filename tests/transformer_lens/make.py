@@ -1,0 +1,155 @@
+"""Make `models.npz`: `python tests/transformer_lens/make.py`, where TransformerLens 2.16.1 is installed.
+
+Every parameter is random, biases and gains included. Weights are whole numbers of 1/16, so that a byte holds one;
+those of folded models are float64. All is computed in float64.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+STEP = 16
+FILE = Path(__file__).with_name("models.npz")
+SIZES = dict(n_layers=2, n_heads=3, d_head=4, d_model=5, d_mlp=7, n_ctx=11, d_vocab=13)
+SIZES |= dict(act_fn="gelu_new", normalization_type="LN", device="cpu", seed=0)
+ROTARY = dict(positional_embedding_type="rotary")
+GROUPED = dict(n_heads=6, n_key_value_heads=2)
+LLAMA = ROTARY | GROUPED | dict(normalization_type="RMS", gated_mlp=True, act_fn="silu")
+
+MODELS = {
+    "ln": {},
+    "ln_pre": dict(normalization_type="LNPre"),
+    "rms": dict(normalization_type="RMS"),
+    "rms_pre": dict(normalization_type="RMSPre"),
+    "no_norm": dict(normalization_type=None),
+    "final_rms": dict(final_rms=True),
+    "eps": dict(eps=0.3),
+    "attn_only": dict(attn_only=True, act_fn=None, d_mlp=None),
+    "attn_only_no_norm": dict(attn_only=True, act_fn=None, d_mlp=None, normalization_type=None),
+    "gelu": dict(act_fn="gelu"),
+    "gelu_fast": dict(act_fn="gelu_fast"),
+    "relu": dict(act_fn="relu"),
+    "silu": dict(act_fn="silu"),
+    "gated": dict(gated_mlp=True, act_fn="silu"),
+    "gated_gelu": dict(gated_mlp=True, act_fn="gelu"),
+    "grouped": GROUPED,
+    "multi_query": dict(n_key_value_heads=1),
+    "rotary": ROTARY,
+    "rotary_partly": ROTARY | dict(rotary_dim=2, rotary_base=100),
+    "rotary_adjacent": ROTARY | dict(rotary_adjacent_pairs=True),
+    "rotary_adjacent_partly": ROTARY | dict(rotary_adjacent_pairs=True, rotary_dim=2, d_head=6),
+    "rotary_by_parts": ROTARY
+    | dict(use_NTK_by_parts_rope=True, NTK_original_ctx_len=8, rotary_base=10, d_head=8),
+    "llama": LLAMA,
+    "parallel": dict(parallel_attn_mlp=True),
+    "gpt_j": ROTARY | dict(parallel_attn_mlp=True, rotary_dim=2, rotary_adjacent_pairs=True),
+    "local": dict(use_local_attn=True, window_size=3, attn_types=["global", "local"]),
+    "qk_norm": LLAMA | dict(use_qk_norm=True),
+    "qk_norm_ln": dict(use_qk_norm=True),
+    "sandwich": LLAMA | dict(use_normalization_before_and_after=True),
+    "caps": dict(attn_scores_soft_cap=0.7, output_logits_soft_cap=1.3),
+    "out_vocab": dict(d_vocab_out=3),
+    "bidirectional": dict(attention_dir="bidirectional"),
+    "shortformer": dict(positional_embedding_type="shortformer"),
+    "shortformer_attn_only": dict(positional_embedding_type="shortformer", attn_only=True)
+    | dict(act_fn=None, d_mlp=None),
+    "solu": dict(act_fn="solu"),
+    "solu_ln": dict(act_fn="solu_ln"),
+    "solu_ln_pre": dict(act_fn="solu_ln", normalization_type="LNPre"),
+    "post_embedding_ln": dict(post_embedding_ln=True),
+    "attn_scale": dict(attn_scale=1.7),
+    "no_attn_scale": dict(use_attn_scale=False),
+    "attn_scale_by_layer": dict(scale_attn_by_inverse_layer_idx=True),
+    # Models that were processed: norms folded, writing weights and unembedding centred, and value biases folded.
+    "processed": {},
+    "processed_rms": dict(normalization_type="RMS", act_fn="silu"),
+    "processed_solu_ln": dict(act_fn="solu_ln"),
+    "processed_grouped": GROUPED,
+    # To be refused.
+    "alibi": dict(positional_embedding_type="alibi"),
+    "experts": LLAMA | dict(num_experts=3, experts_per_token=2),
+}
+CACHED = {
+    *(
+        "ln",
+        "rms",
+        "attn_only",
+        "gated",
+        "rotary_partly",
+        "llama",
+        "parallel",
+        "qk_norm",
+        "sandwich",
+    ),
+    *("caps", "shortformer", "solu_ln", "post_embedding_ln", "processed"),
+}
+
+
+def main():
+    import torch
+
+    tokens = torch.randint(13, (1, 5), generator=torch.Generator().manual_seed(1))
+    arrays, index = {"tokens": tokens.numpy()}, {}
+    for name, changes in MODELS.items():
+        model = made(name, changes)
+        parameters = {n: p.detach().numpy() for n, p in model.named_parameters()}
+        buffers = {n: b.numpy() for n, b in model.named_buffers()}
+        with torch.no_grad():
+            logits = model(tokens).numpy()
+            cache = cached(model, tokens) if name in CACHED else {}
+        parts = dict(state=parameters, buffers=buffers, logits={"logits": logits}, cache=cache)
+        index[name] = {"config": model.cfg.to_dict() | {"dtype": str(model.cfg.dtype)}}
+        for kind, values in parts.items():
+            index[name][kind] = {n: list(value.shape) for n, value in values.items()}
+            arrays[f"{name}/{kind}"] = flat(kind, values)
+    np.savez_compressed(FILE, index=json.dumps(index), **arrays)
+    print(FILE.stat().st_size)
+
+
+def made(name, changes):
+    """The random model of that name."""
+    import torch
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    config = HookedTransformerConfig(**SIZES | changes, dtype=torch.float64)
+    model = HookedTransformer(config).double().eval()  # experts start in float32
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            gain = path.endswith(".w")
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            value = (0.8 if gain else 0) + (0.2 if gain else 0.5) * noise
+            parameter.copy_((value.clamp(-1.9, 1.9) * STEP).round() / STEP)
+    if name.startswith("processed"):
+        model.process_weights_()
+        model.setup()  # names the points of its new norms
+    return model
+
+
+def cached(model, tokens):
+    """What the points outside the blocks and those of block 1 give, also those that are off by default."""
+    grouped = model.cfg.n_key_value_heads is not None  # it refuses `use_attn_in` then
+    cache = {}
+    # Inputs that are split by head give norms another shape, so that the run without switches comes last.
+    for switches in (["use_split_qkv_input"], [] if grouped else ["use_attn_in"], []):
+        switches = [*switches, "use_attn_result", "use_hook_mlp_in"]
+        for name in switches:
+            setattr(model.cfg, name, True)
+        cache |= model.run_with_cache(tokens, return_cache_object=False)[1]
+        for name in switches:
+            setattr(model.cfg, name, False)
+    return {name: value.numpy() for name, value in cache.items() if "blocks.0" not in name}
+
+
+def flat(kind, values):
+    """All values one after the other, in the smallest exact form; a cache in float32."""
+    joined = np.concatenate([np.zeros(0), *(value.ravel() for value in values.values())])
+    whole = np.round(joined * STEP)
+    if kind == "state" and np.array_equal(whole / STEP, joined):
+        return whole.astype(np.int8)
+    return joined.astype(np.float32) if kind == "cache" else joined
+
+
+if __name__ == "__main__":
+    main()
