@@ -153,8 +153,10 @@ def test_an_edge_is_what_raw_hooks_make_of_it(kind):
     close(found.values[1], to_value - base)
 
 
-def test_padding_changes_nothing():
-    model = made("olmoe")
+@pytest.mark.parametrize("kind", ["olmoe", "gpt2"])
+def test_padding_changes_nothing(kind, monkeypatch):
+    monkeypatch.setattr("models.attached.language.FAMILIES", {})
+    model = made(kind)
     real = torch.ones(3, 9, dtype=torch.bool)
     real[:, :2] = False
     texts = [torch.nn.functional.pad(text, (2, 0)) for text in (CLEAN, OTHER)]
