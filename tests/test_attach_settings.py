@@ -128,13 +128,15 @@ def test_a_registered_kernel_stays(kind):
         assert model.config._attn_implementation == "near"
 
 
-def test_a_mode_of_attention_of_its_own_stays():
+@pytest.mark.parametrize("at_attach", [torch.bfloat16, torch.float32])
+def test_a_mode_of_attention_of_its_own_stays(at_attach):
     """GPT-2 with its products reordered differs from the interface's kernels in half precision only."""
     config = transformers.GPT2Config(**GPT2, reorder_and_upcast_attn=True)
     model = made("gpt2", config, "eager", torch.bfloat16)
     with torch.no_grad():
         plain = model(TOKENS).logits
-        with attach(model):
+        with attach(model.to(at_attach)):
+            model.bfloat16()
             assert torch.equal(model(TOKENS).logits, plain)
             output, cache = run_with_cache(model, TOKENS, names="*.attn.*")
             assert torch.equal(output.logits, plain)

@@ -17,8 +17,8 @@ from models.attached.configs import carry_changes, configs_of, kernel_name, own_
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
-from models.attached.probe import Probe, evaluating, probed, tokens_for
-from models.attached.sums import is_close
+from models.attached.probe import Probe, Watching, evaluating, probed, tokens_for
+from models.attached.sums import is_close, is_same
 from models.attached.traced import TracedPoints, restore_forwards
 from models.attached.wiring import Forward
 from models.text.texts import ReadsText
@@ -39,14 +39,15 @@ class Attached(ReadsText):
         self.model: Any = model
         self.left_out: dict[str, str] = {}
         self._wiring = Wiring(model)
-        reference = _logits(model)
+        with Watching() as watching:
+            reference = _logits(model)
         if reference.is_meta or reference.isnan().any():
             raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
         self._configs = own_configs(model)
         self._runs = _runs(model)
         self._forward = Forward(self._runs)
         try:
-            probe = self._probed(reference)
+            probe = self._probed(reference, watching.functions)
             chain = blocks_of(probe, model)
             self._runs.forward = self._forward
             self._forward.embedded = self._wiring.embeddings(probe, chain[0])
@@ -118,11 +119,11 @@ class Attached(ReadsText):
             module.config = config
         self._configs = {}
 
-    def _probed(self, reference: Tensor) -> Probe:
-        """A probe whose logits are those of the model before."""
+    def _probed(self, reference: Tensor, functions: list[str]) -> Probe:
+        """A probe whose logits, and functions that compute attention, are those of the model before."""
         probe = probed(self.model)
-        # The kernels are the model's own, so in half precision too the numbers are the same.
-        if not probe.attention or not _agree(probe.logits, reference, 1e-5, roundings=0):
+        is_same_code = probe.functions == functions and is_same(probe.logits, reference.cpu())
+        if not (probe.attention and is_same_code):
             self._restore_configs()
             probe = probed(self.model, watch=True)
         if not probe.attention:

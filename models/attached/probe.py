@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,6 +73,7 @@ class Probe:
         logits: the first tensor of the output.
         keys: the modules that called it, in order, each with its keys.
         parts: the parts of attention that any code computed, in order; None if nobody watched.
+        functions: the names of the functions that computed them.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Probe:
     logits: Tensor | None = None
     keys: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
     parts: list[str] | None = None
+    functions: list[str] = field(default_factory=list)
     _open: list[Call] = field(default_factory=list)
     _told: int = 0
     _clock: int = 0
@@ -130,19 +132,26 @@ class Probe:
         return kernel_of(module)(module, *args, **kwargs)
 
 
-class _Watching(TorchFunctionMode):
-    """Notes which parts of attention are computed."""
+class Watching(TorchFunctionMode):
+    """A `with` that notes which parts of attention are computed.
 
-    def __init__(self, parts: list[str]) -> None:
+    Attributes:
+        parts: their kinds, in order.
+        functions: the names of PyTorch's functions that computed them.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._parts = parts
+        self.parts: list[str] = []
+        self.functions: list[str] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The function's result."""
         if kind := kind_of(func, args, kwargs):
-            self._parts.append(kind)
+            self.parts.append(kind)
+            self.functions.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -178,8 +187,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @without_gradients
 def probed(model: Any, watch: bool = False) -> Probe:
     """Runs the model, whose attention must be `hooked_attention` or is watched, on `tokens_for` it."""
-    probe, handles = Probe(parts=[] if watch else None), []
-    watching = nullcontext() if probe.parts is None else _Watching(probe.parts)
+    watching = Watching()
+    probe, handles = Probe(parts=watching.parts if watch else None), []
+    probe.functions = watching.functions
     try:
         for name, module in model.named_modules():
             vars(module)["hook_points"] = probe
