@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hooks import names, storage
 from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
+from hooks.foreign import unknown_point
 from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import Index, index_by_axis
@@ -91,7 +92,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if name not in self._values:
             if name in self.skipped:
                 raise UnknownNameError(f"{name!r} was skipped: {self.skipped[name]}")
-            raise unknown_name(name, self._values, "value in this cache")
+            raise unknown_point(name, self._values, "value in this cache")
         return name
 
     def _layered(self, short: str, layer: int) -> str:
