@@ -133,6 +133,7 @@ class Attention(ByConfig):
         super().__init__()
         self.layer = layer
         self.window = config.windows[layer]
+        self.is_causal = config.causal
         self.d_head = config.d_head
         self.heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
         self.all_heads = sum(self.heads)
@@ -170,6 +171,8 @@ class Attention(ByConfig):
             ValueError: if a mask does not fit `x`.
         """
         if not isinstance(context, Context):
+            if context is None and not self.is_causal:
+                context = x.new_ones(x.shape[1], x.shape[1], dtype=torch.bool)
             rotate = partial(self.rotary.rotation, dtype=x.dtype)
             context = place(x, {self.window}, self.heads[0], rotate, query_key_mask=context)
         return self.mix(*self.project(x), context)

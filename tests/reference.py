@@ -29,6 +29,9 @@ FORMS = {
     "attention only": dict(mlp="none", d_mlp=0),
     "attention only output": dict(mlp="none", d_mlp=0, norm_place="output"),
     "attention only sandwich": dict(mlp="none", d_mlp=0, norm_place="sandwich"),
+    "shortformer": dict(positions="shortformer", n_kv_heads=KV_HEADS, qk_norm="head"),
+    "not causal": dict(causal=False, n_kv_heads=KV_HEADS),
+    "solu and mlp_norm": dict(activation="solu", mlp_norm=True),
 }
 SWITCHES = {
     "grouped": dict(n_kv_heads=KV_HEADS),
@@ -55,13 +58,10 @@ SWITCHES = {
     "attn_scale by layer": dict(attn_scale_by_layer=True),
     "attn_cap": dict(attn_cap=0.7),
     "logit_cap": dict(logit_cap=1.3),
-    "shortformer": dict(positions="shortformer", n_kv_heads=KV_HEADS, qk_norm="head"),
     "shortformer attention only": dict(positions="shortformer", mlp="none", d_mlp=0),
     "rotary of adjacent pairs": ROTARY | dict(rotary_pairs="adjacent", rotary_fraction=0.75),
-    "not causal": dict(causal=False, n_kv_heads=KV_HEADS),
     "solu": dict(activation="solu"),
     "mlp_norm": dict(mlp_norm=True, norm="rmsnorm", norm_eps=0.2),
-    "solu and mlp_norm": dict(activation="solu", mlp_norm=True),
     "other output vocabulary": dict(vocab_size_out=29, tied_unembed=False),
     "window": dict(window=3),
     "window of one layer": dict(window=2, window_layers=(1,), n_kv_heads=KV_HEADS),

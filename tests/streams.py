@@ -16,6 +16,9 @@ FORMS = {
     "parallel": dict(parallel=True, positions="rotary", rotary_fraction=0.5),
     "attention only": dict(mlp="none", d_mlp=0, norm_place="sandwich", window=3, out_bias=False),
     "embed_norm": dict(embed_norm=True, positions="sinusoidal"),
+    "shortformer": dict(positions="shortformer", activation="solu", mlp_norm=True),
+    "not causal": dict(causal=False, rotary_pairs="adjacent", positions="rotary", vocab_size_out=17)
+    | dict(tied_unembed=False),
 }
 
 
@@ -36,7 +39,7 @@ def seen_keys(config, layer, real):
     pos = real.shape[1]
     counted = (real.long().cumsum(1) - 1).clamp(min=0)
     gap = counted[:, :, None] - counted[:, None]
-    seen = torch.ones(pos, pos, dtype=torch.bool).tril() & real[:, None]
+    seen = torch.ones(pos, pos, dtype=torch.bool).tril(0 if config.causal else pos) & real[:, None]
     window = config.windows[layer]
     return seen & (gap < window) if window else seen, counted
 
@@ -85,6 +88,8 @@ def slow_run(model, tokens, mask=None, source=None, real=None, nodes=None):
             [("q", h) for h in range(heads)] + [(k, h) for k in "kv" for h in range(kv)]
         ):
             read, _ = normed(block.ln1, config, stream(f"a{n}.h{head}<{kind}>"))
+            if config.positions == "shortformer" and kind != "v":
+                read = read + model.W_pos[positions]
             rows = slice(row * size, (row + 1) * size)
             bias = None if attn.qkv.bias is None else attn.qkv.bias[rows]
             found[kind].append(F.linear(read, attn.qkv.weight[rows], bias))

@@ -110,6 +110,23 @@ def test_patching_every_site_equals_whole_runs(form, mask):
             close(found.values[layer, place], expected - base)
 
 
+@pytest.mark.parametrize("name", ["pre", "not causal"])
+def test_earlier_positions_that_read_later_ones_follow_an_edit(name):
+    model, tokens = variant(name), some_tokens(shape=(70, POS))
+    everything = torch.ones(POS, POS, dtype=torch.bool)
+    arguments = {"query_key_mask": everything} if name == "pre" else {}
+    pairs = Pairs(tokens, metric=lambda logits: logits[:, 0, 3], arguments=arguments)
+    changes = [{"blocks.0.attn.z": edits.zero(pos=pos)} for pos in range(POS)]
+    found = sweep(model, pairs, changes)
+    for pos, effect in enumerate(found.values):
+        hook = model.blocks[0].attn.z.register_forward_hook(
+            lambda module, args, output, pos=pos: output.index_fill(1, torch.tensor(pos), 0)
+        )
+        edited = model(tokens, **arguments)
+        hook.remove()
+        close(effect, (edited - model(tokens, **arguments))[:, 0, 3])
+
+
 @pytest.mark.parametrize(
     ("site", "over", "end"),
     [

@@ -74,9 +74,10 @@ class PathEdits:
         context = self.model.context(self.text.tokens, **self.text.kwargs)
         self.contexts = {n.device: all_to_device(context, n.device) for n in layers}
         self.batch = Batch(self.text, self.metric)
-        # Nothing changes before the first difference of the two texts.
+        # Nothing changes before the first difference of the two texts, unless earlier positions read later ones.
         differ = (self.text.tokens != runs.source.tokens).any(0).nonzero()
-        self.later = slice(int(differ[0]) if len(differ) else 0, None)
+        is_causal = getattr(context, "is_causal", True)
+        self.later = slice(int(differ[0]) if len(differ) and is_causal else 0, None)
 
     def value(self, point: nn.Module) -> Tensor:
         """The value of a point in the edited run."""
