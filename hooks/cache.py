@@ -88,7 +88,8 @@ class ActivationCache(Mapping[str, Tensor]):
             case (str(short), int(layer)):
                 name = self._layered(short, layer)
             case _:
-                raise TypeError(f"a key must be a name or a (short name, layer) pair; got {key!r}")
+                form = "a name or a (short name, layer) pair, such as ('ln1.scale', 0)"
+                raise TypeError(f"a key must be {form}; got {key!r}")
         if name not in self._values:
             if name in self.skipped:
                 raise UnknownNameError(f"{name!r} was skipped: {self.skipped[name]}")
