@@ -4,7 +4,14 @@ from hooks.transfer import trusted
 from models.attached import Attached, attach, detach
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block
-from models.checkpoints import bundled, from_hf, load, load_tokenizer, save
+from models.checkpoints import (
+    bundled,
+    from_hf,
+    from_transformer_lens,
+    load,
+    load_tokenizer,
+    save,
+)
 from models.config import RotaryScaling, TransformerConfig
 from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
@@ -62,6 +69,7 @@ __all__ = [
     "evaluate",
     "fold_norms",
     "from_hf",
+    "from_transformer_lens",
     "generate",
     "generate_text",
     "load",

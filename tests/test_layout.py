@@ -123,7 +123,7 @@ PUBLIC = {
     "models": """Attached Attention Batches Block CharTokenizer Context Evaluation GatedMLP KVCache LayerNorm MLP
         RMSNorm RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult
         Transformer TransformerConfig VerificationError attach available build bundled causal_mask
-        center config_of detach evaluate fold_norms from_hf generate generate_text load load_tokenizer
+        center config_of detach evaluate fold_norms from_hf from_transformer_lens generate generate_text load load_tokenizer
         next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
         stream train trusted verify""",
     "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result

@@ -1,7 +1,16 @@
-"""Checkpoints in this package's own format, Hugging Face's and GGUF."""
+"""Checkpoints in this package's own format, Hugging Face's, GGUF and TransformerLens' weights."""
 
 from models.checkpoints.huggingface import from_hf
 from models.checkpoints.loading import load, load_tokenizer
 from models.checkpoints.own import BUNDLED, bundled, save
+from models.checkpoints.transformer_lens import from_transformer_lens
 
-__all__ = ["BUNDLED", "bundled", "from_hf", "load", "load_tokenizer", "save"]
+__all__ = [
+    "BUNDLED",
+    "bundled",
+    "from_hf",
+    "from_transformer_lens",
+    "load",
+    "load_tokenizer",
+    "save",
+]

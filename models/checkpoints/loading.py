@@ -3,16 +3,18 @@
 import difflib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
-from models.files import library, read_object, without
+from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
+from models.files import library, one_error, read_object, read_saved, without
 from models.registry import SIZES, available
 from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
@@ -47,7 +49,8 @@ def load(
     """Loads a model in evaluation mode, with the unprocessed weights of the file. Its `tokenizer` is that of the files.
 
     It looks in this order for: a model that ships with the package; a directory of `save` or of
-    Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a model on
+    Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a file of
+    TransformerLens' weights (see `from_transformer_lens`), with its config.json beside it if it has one; a model on
     the Hugging Face hub, which is downloaded unless it is in the hub's cache. Loading needs little more
     memory than the model. A file with several dtypes is read into the widest. If most of it is bfloat16
     and some float32, the model takes twice as much memory as the file.
@@ -77,8 +80,9 @@ def load(
     (4, torch.float32)
     """
     path = locate(name_or_path, revision=revision)
-    if path.is_file():
-        _refuse_weights_alone(path)
+    if path.is_file() and (kind := _kind_of_weights(path)):
+        model, path = _load_weights(path, kind, dtype, device, ignore), path.parent
+    elif path.is_file():
         from models.checkpoints.gguf import load_gguf
 
         model = load_gguf(path, dtype, device, ignore)
@@ -95,21 +99,40 @@ def load(
     return model
 
 
-def _refuse_weights_alone(file: Path) -> None:
-    """Refuses a file of weights, which do not say what model they are of.
-
-    Raises:
-        ValueError: it says what the file is, and which call reads it.
-    """
+def _kind_of_weights(file: Path) -> str:
+    """Return the library whose file of weights this is, or an empty string."""
     with file.open("rb") as opened:
         begin = opened.read(10)
     if begin[8:10] == b'{"':  # after the length of its header
-        kind, call = "safetensors", f"safetensors.torch.load_file({str(file)!r})"
-    elif begin[:4] == b"PK\x03\x04" or begin[:2] in (b"\x80\x02", b"\x80\x04"):
-        kind, call = "torch.save", f"torch.load({str(file)!r})"
-    else:
-        return
-    if (file.parent / CONFIG).is_file():
+        return "safetensors"
+    is_saved = begin[:4] == b"PK\x03\x04" or begin[:2] in (b"\x80\x02", b"\x80\x04")
+    return "torch.save" if is_saved else ""
+
+
+def _load_weights(
+    file: Path,
+    kind: str,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    ignore: Collection[str],
+) -> Transformer:
+    """Loads a file of TransformerLens' weights, with the config in it or beside it.
+
+    Raises:
+        ValueError: if it is another file of weights: it does not say what model it is of.
+    """
+    with one_error(file):
+        held = load_file(file) if kind == "safetensors" else read_saved(file)
+    weights, config = weights_in(held, str(file))
+    beside = file.parent / CONFIG
+    if weights is not None:
+        if config is None and beside.is_file() and "d_vocab" in (described := read_object(beside)):
+            config = described
+        config = without(config, ignore, str(file)) if isinstance(config, Mapping) else config
+        return from_transformer_lens(weights, config, dtype=dtype, device=device)
+    reader = "safetensors.torch.load_file" if kind == "safetensors" else "torch.load"
+    call = f"{reader}({str(file)!r})"
+    if beside.is_file():
         rule = f"load({str(file.parent)!r}) reads it with the {CONFIG} beside it"
     else:
         rule = (

@@ -28,55 +28,21 @@ from models.config import RotaryScaling, TransformerConfig
 from models.files import one_error, read_object
 from models.transformer import Transformer
 
-# Fields of TransformerLens' config that do not affect logits, or only where another field says so.
-_IDLE = [
-    "model_name",
-    "original_architecture",
-    "from_checkpoint",
-    "checkpoint_index",
-    "checkpoint_label_type",
-    "checkpoint_value",
-    "tokenizer_name",
-    "tokenizer_prepends_bos",
-    "default_prepend_bos",
-    "init_mode",
-    "init_weights",
-    "initializer_range",
-    "seed",
-    "device",
-    "n_devices",
-    "n_params",
-    "dtype",
-    "use_attn_result",
-    "use_split_qkv_input",
-    "use_hook_mlp_in",
-    "use_attn_in",
-    "use_hook_tokens",
-    "ungroup_grouped_query_attention",
-    "trust_remote_code",
-    "tie_word_embeddings",
-    "decoder_start_token_id",
-    "NTK_by_parts_factor",
-    "NTK_by_parts_low_freq_factor",
-    "NTK_by_parts_high_freq_factor",
-    "NTK_original_ctx_len",
-    "use_NTK_by_parts_rope",
-    "use_local_attn",
-    "window_size",
-    "attn_types",
-    "rotary_dim",
-    "rotary_base",
-    "rotary_adjacent_pairs",
-    "attn_scale",
-    "final_rms",
-    "use_normalization_before_and_after",
-    "experts_per_token",
-    "relative_attention_max_distance",
-    "relative_attention_num_buckets",
-    "parallel_attn_mlp",
-]
+# Fields of TransformerLens' config that do not affect logits, and those that do only where another says so.
+_BOOKKEEPING = """
+    model_name original_architecture from_checkpoint checkpoint_index checkpoint_label_type checkpoint_value
+    tokenizer_name tokenizer_prepends_bos default_prepend_bos init_mode init_weights initializer_range seed device
+    n_devices n_params dtype use_attn_result use_split_qkv_input use_hook_mlp_in use_attn_in use_hook_tokens
+    ungroup_grouped_query_attention trust_remote_code tie_word_embeddings decoder_start_token_id
+"""
+_SUBORDINATE = """
+    NTK_by_parts_factor NTK_by_parts_low_freq_factor NTK_by_parts_high_freq_factor NTK_original_ctx_len
+    use_NTK_by_parts_rope use_local_attn window_size attn_types rotary_dim rotary_base rotary_adjacent_pairs
+    attn_scale eps final_rms use_normalization_before_and_after experts_per_token parallel_attn_mlp
+    relative_attention_max_distance relative_attention_num_buckets
+"""
 _BUFFER = re.compile(r"blocks\.\d+\.attn\.(mask|IGNORE|rotary_sin|rotary_cos)")
-_NORMS = {
+_NORMS: dict[Any, Any] = {
     "LN": "layernorm",
     "LNPre": "layernorm",
     "RMS": "rmsnorm",
@@ -154,6 +120,28 @@ def from_transformer_lens(
 def is_transformer_lens(weights: Mapping[Any, Any]) -> bool:
     """Whether a state dict has TransformerLens' classic names."""
     return {"embed.W_E", "unembed.W_U", "blocks.0.attn.W_Q"} <= weights.keys()
+
+
+def weights_in(held: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
+    """Return the state dict of TransformerLens in what a file holds, and the config beside it; None where there is none.
+
+    Training scripts save a state dict alone, or as an entry of a dict.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    if not isinstance(held, Mapping):
+        return None, None
+    if is_transformer_lens(held):
+        return dict(held), None
+    inner = {k: v for k, v in held.items() if isinstance(v, Mapping) and is_transformer_lens(v)}
+    if len(inner) > 1:
+        raise ValueError(
+            f"{where} must hold one state dict; got {', '.join(map(str, inner))}: give one of torch.load(...) to "
+            "models.from_transformer_lens"
+        )
+    config = next((held[name] for name in ("cfg", "config") if held.get(name)), None)
+    return next(((dict(weights), config) for weights in inner.values()), (None, None))
 
 
 def _is_buffer(key: str) -> bool:
@@ -247,7 +235,7 @@ def _translated(a: Attributes) -> TransformerConfig:
         raise a.error("normalization_type", norm, "LN, LNPre, RMS, RMSPre or None")
     if norm in ("LN", "LNPre"):  # TransformerLens asks for it beside these only
         a.only("final_rms", False)
-    a.only("num_experts")
+    a.only("num_experts", None)
     a.only("load_in_4bit", False)
     is_sandwich = norm is not None and a.take("use_normalization_before_and_after", False)
     is_causal = a.take("attention_dir", "causal") == "causal"
@@ -286,8 +274,8 @@ def _translated(a: Attributes) -> TransformerConfig:
             _windows(a) if is_causal else {}
         ),  # TransformerLens masks nothing in the other direction
     )
-    a.idle(*_IDLE)
-    a.finish()
+    a.idle(*f"{_BOOKKEEPING} {_SUBORDINATE}".split())
+    a.finish("leave them out of the config if they do not: ")
     return config
 
 

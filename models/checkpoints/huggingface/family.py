@@ -175,8 +175,11 @@ class Attributes:
         """The error for a value that the model cannot express."""
         return ValueError(f"{name} must be {rule}; got {value!r}")
 
-    def finish(self) -> None:
+    def finish(self, remedy: str = "to load the model without them: ignore=") -> None:
         """Checks the attributes that all families share, and that all others were taken.
+
+        Args:
+            remedy: what may be done about unknown attributes, before their names.
 
         Raises:
             ValueError: if an attribute is unknown or cannot be expressed; it names it.
@@ -188,8 +191,8 @@ class Attributes:
         if left := sorted(self._given.keys() - self._taken - IDLE - off):
             got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
             raise ValueError(
-                f"attributes must be known, because others may change the logits; got {got}; to load "
-                f"the model without them: ignore={left}"
+                f"attributes must be known, because others may change the logits; got {got}; "
+                f"{remedy}{left}"
             )
 
 
