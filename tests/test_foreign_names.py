@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner, UnknownNameError, hooks_name
-from models import causal_mask
-from models.checkpoints.transformer_lens import from_transformer_lens
+from models import causal_mask, from_transformer_lens, load
 from tests import transformer_lens as lens
 
 pytestmark = pytest.mark.filterwarnings("ignore:these weights are centred")
@@ -89,3 +88,69 @@ def test_every_point_of_theirs_has_a_row(name):
 def test_points_of_experts_have_a_row():
     for point in lens.read("experts").points:
         assert "no point of" not in (translated(point)[1] or "")
+
+
+def test_names_are_read_as_their_get_act_name_does():
+    """The full names are those of its docstring."""
+    for short in (("k", 6, "a"), ("k", 6), ("k6",), "blocks.6.attn.hook_k"):
+        assert hooks_name(short, model=load("pydoc-4l")) == "blocks.6.attn.k"
+    assert hooks_name("pre", 2) == "blocks.2.mlp.pre"
+    assert hooks_name("embed") == hooks_name("hook_embed") == "embed"
+    assert hooks_name(("scale", 4, "ln1")) == hooks_name("scale4ln1") == "blocks.4.ln1.scale"
+    assert hooks_name("scale") == "ln_final.scale"
+    assert hooks_name("attn", 3) == hooks_name("pattern", 3) == "blocks.3.attn.pattern"
+    assert hooks_name("resid_post", 1, "block") == "blocks.1.resid_post"
+    for every in ("blocks.*.attn.hook_z", "*.attn.hook_z", "*hook_z", "attn.hook_z", "z"):
+        assert hooks_name(every) == "blocks.*.attn.z"
+
+
+def test_a_value_that_depends_on_the_model_needs_it():
+    learned = load("pydoc-4l")
+    rms = from_transformer_lens(lens.read("rms").state, lens.read("rms").config)
+    for name in ("blocks.3.attn.hook_q", "ln_final.hook_normalized"):
+        for options in ({}, {"model": torch.nn.Linear(2, 2)}):
+            with pytest.raises(UnknownNameError, match="is before .*: it is "):
+                hooks_name(name, **options)
+        assert hooks_name(name, model=learned)
+    assert hooks_name("blocks.0.attn.hook_q", model=rms) == "blocks.0.attn.q"
+    with pytest.raises(UnknownNameError, match="gain"):
+        hooks_name("ln_final.hook_normalized", model=rms)
+    with pytest.raises(UnknownNameError, match="gain and bias"):
+        hooks_name("ln_final.hook_normalized", model=learned, version=4)
+
+
+def test_names_of_the_bridge_are_those_of_its_version():
+    assert hooks_name("blocks.2.attn.o.hook_in", version=4) == "blocks.2.attn.z"
+    for version, wrong in ((2, "blocks.2.attn.o.hook_in"), (2, "hook_scale"), (4, "hook_zz")):
+        with pytest.raises(UnknownNameError, match=f"no point of TransformerLens {version}"):
+            hooks_name(wrong, version=version)
+    with pytest.raises(ValueError, match="version must be one of 2, 4"):
+        hooks_name("hook_embed", version=3)
+
+
+def test_errors_for_their_names_have_ours():
+    runner = HookedRunner(load("pydoc-4l"))
+    _, cache = runner.run_with_cache("a", names=["*.pattern", "*.scores", "*.attn.v"])
+    for name, ours in {
+        "blocks.1.hook_resid_pre": "blocks.1.resid_pre",
+        "blocks.*.attn.hook_attn_scores": "blocks.*.attn.scores",
+        "*hook_z": "blocks.*.attn.z",
+        "blocks.1.hook_mlp_in": "blocks.1.resid_mid",
+        "blocks.1.attn.o.hook_in": "blocks.1.attn.z",
+    }.items():
+        for refused in (runner.capture, runner.plan):
+            with pytest.raises(UnknownNameError, match=f"TransformerLens .*{re.escape(ours)} "):
+                refused("a", names=name)
+        with pytest.raises(UnknownNameError, match=re.escape(ours)):
+            runner.run_with_hooks("a", hooks={name: lambda value, point: None})
+    for key, ours in {
+        ("key", 1): "attn.k",
+        ("attn_scores", 1): "attn.scores",
+        ("result", 0): "W_O",
+        "blocks.2.attn.hook_v": "blocks.2.attn.v",
+    }.items():
+        assert key not in cache
+        with pytest.raises(UnknownNameError, match=re.escape(ours)):
+            cache[key]
+    with pytest.raises(TypeError, match=re.escape("('ln1.scale', 0)")):
+        cache["scale", 0, "ln1"]
