@@ -57,6 +57,12 @@ def _read_alone(value: str, reader: str) -> Row:
     return Row(note=f"has the value of {value}; {edited}")
 
 
+def _added(sublayer: str) -> Row:
+    formula = f"the output of the module blocks.*.{sublayer}"
+    note = f"is before the norm of what the sublayer adds, and {{ours}} after: it is {formula}"
+    return Row(f"blocks.*.{sublayer}_out", note, lambda c: c.norm_place == "pre")
+
+
 _STREAM = "blocks.*.resid_pre for each head"
 _MIDDLE = "blocks.*.resid_mid (resid_pre in parallel blocks)"
 _GAIN = "is before RMSNorm's gain, and {ours} after: it is {ours} / gain, the norm's weight"
@@ -163,27 +169,49 @@ TABLE_4: dict[str, Row] = {
         unembed.hook_out            unembedding
         hook_unembed                unembedding
         embed.hook_out              embed
+        blocks.*.ln1_post.hook_out  blocks.*.attn_out
+        blocks.*.ln2_post.hook_out  blocks.*.mlp_out
+        blocks.*.attn.q_norm.hook_out  blocks.*.attn.q_norm
+        blocks.*.attn.k_norm.hook_out  blocks.*.attn.k_norm
+        blocks.*.attn.hook_q_normed    blocks.*.attn.q_norm
+        blocks.*.attn.hook_k_normed    blocks.*.attn.k_norm
+        blocks.*.ln1_post.hook_in   blocks.*.attn
+        blocks.*.ln2_post.hook_in   blocks.*.mlp
     """),
     **_normalized(_GAIN_AND_BIAS, lambda c: c.norm == "none" or not c.norm_learned),
     "pos_embed.hook_out": TABLE_2["hook_pos_embed"],
+    "embed.hook_in": TABLE_2["hook_tokens"],
     "ln_final.hook_in": Row(note="is the last block's resid_post: cache['resid_post', -1]"),
+    **{
+        name: Row(note="is no point here: positions and rotations are no values of the stream")
+        for name in (
+            *(
+                "pos_embed.hook_in",
+                "rotary_emb.hook_in",
+                "rotary_emb.hook_out",
+                "rotary_emb.hook_cos",
+            ),
+            *("rotary_emb.hook_sin", "blocks.*.attn.hook_cos", "blocks.*.attn.hook_sin"),
+        )
+    },
     "blocks.*.ln1.hook_in": _read_alone("blocks.*.resid_pre", "the norm"),
     "blocks.*.ln2.hook_in": _read_alone(_MIDDLE, "the norm"),
+    "blocks.*.attn.q.hook_in": _read_alone("blocks.*.ln1.normalized", "the queries"),
+    "blocks.*.attn.k.hook_in": _read_alone("blocks.*.ln1.normalized", "the keys"),
+    "blocks.*.attn.v.hook_in": _read_alone("blocks.*.ln1.normalized", "the values"),
+    "blocks.*.mlp.in.hook_in": _read_alone("blocks.*.ln2.normalized", "this map"),
+    "blocks.*.mlp.gate.hook_in": _read_alone("blocks.*.ln2.normalized", "this map"),
     "blocks.*.attn.q.hook_out": TABLE_2["blocks.*.attn.hook_q"],
     "blocks.*.attn.k.hook_out": TABLE_2["blocks.*.attn.hook_k"],
+    "blocks.*.attn.q_norm.hook_in": TABLE_2["blocks.*.attn.hook_q"],
+    "blocks.*.attn.k_norm.hook_in": TABLE_2["blocks.*.attn.hook_k"],
     "blocks.*.mlp.in.hook_out": Row(
         "blocks.*.mlp.pre", "is blocks.*.mlp.linear in gated MLPs", lambda c: c.mlp != "gated"
     ),
-    **{
-        f"blocks.*.{part}.hook_out": Row(
-            ours,
-            "is before the norm of what the sublayer adds, and {ours} after",
-            lambda c: c.norm_place == "pre",
-        )
-        for part, ours in {
-            **dict.fromkeys(("attn", "attn.o"), "blocks.*.attn_out"),
-            **dict.fromkeys(("mlp", "mlp.out"), "blocks.*.mlp_out"),
-        }.items()
-    },
+    "blocks.*.attn.hook_out": _added("attn"),
+    "blocks.*.attn.o.hook_out": _added("attn"),
+    "blocks.*.attn.hook_hidden_states": _added("attn"),
+    "blocks.*.mlp.hook_out": _added("mlp"),
+    "blocks.*.mlp.out.hook_out": _added("mlp"),
 }
 """The points of `TransformerBridge`: its own names, and those of before, which it also knows."""
