@@ -171,10 +171,6 @@ TABLE_4: dict[str, Row] = {
         embed.hook_out              embed
         blocks.*.ln1_post.hook_out  blocks.*.attn_out
         blocks.*.ln2_post.hook_out  blocks.*.mlp_out
-        blocks.*.attn.q_norm.hook_out  blocks.*.attn.q_norm
-        blocks.*.attn.k_norm.hook_out  blocks.*.attn.k_norm
-        blocks.*.attn.hook_q_normed    blocks.*.attn.q_norm
-        blocks.*.attn.hook_k_normed    blocks.*.attn.k_norm
         blocks.*.ln1_post.hook_in   blocks.*.attn
         blocks.*.ln2_post.hook_in   blocks.*.mlp
     """),
@@ -203,6 +199,13 @@ TABLE_4: dict[str, Row] = {
     "blocks.*.mlp.gate.hook_in": _read_alone("blocks.*.ln2.normalized", "this map"),
     "blocks.*.attn.q.hook_out": TABLE_2["blocks.*.attn.hook_q"],
     "blocks.*.attn.k.hook_out": TABLE_2["blocks.*.attn.hook_k"],
+    **{
+        f"blocks.*.attn.{name}": Row(
+            note=f"is the output of the module blocks.*.attn.{part}_norm, with heads before positions"
+        )
+        for part in "qk"
+        for name in (f"{part}_norm.hook_out", f"hook_{part}_normed")
+    },
     "blocks.*.attn.q_norm.hook_in": TABLE_2["blocks.*.attn.hook_q"],
     "blocks.*.attn.k_norm.hook_in": TABLE_2["blocks.*.attn.hook_k"],
     "blocks.*.mlp.in.hook_out": Row(

@@ -1,0 +1,41 @@
+"""The guide for people from TransformerLens: each row runs, and gives the numbers that TransformerLens gave."""
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+
+from tests.transformer_lens import rows
+
+# They are no numbers, or other ones: names; signs of singular vectors; another share of queries.
+OTHER = ("utils.get_act_name", "SVDInterpreter", "detect_head")
+
+
+@pytest.fixture(scope="module")
+def names():
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = rows.guide()
+    assert "blocks.1.resid_pre here" in printed.getvalue()
+    return names
+
+
+@pytest.fixture(scope="module")
+def kept():
+    with np.load(rows.FILE) as file:
+        lines = json.loads(str(file["names"]))
+        return {line: file[str(index)] for index, line in enumerate(lines)}
+
+
+def test_each_row_runs_and_gives_their_numbers(names, kept):
+    compared = set()
+    for theirs, ours in rows.of_the_guide():
+        value = rows.numbers(rows.result(ours, names))
+        if theirs in kept and not theirs.startswith(OTHER):
+            wanted = kept[theirs]
+            print(ours)
+            np.testing.assert_allclose(value, wanted, rtol=1e-3, atol=1e-3, err_msg=ours)
+            compared.add(theirs)
+    assert kept.keys() - compared == {line for line in kept if line.startswith(OTHER)}
+    assert len(compared) > 50
