@@ -138,8 +138,8 @@ def halve(value, hook):
 # | `cache.stack_neuron_results(2)[517]` | `decompose(model, cache, before=2, neurons=True)["m1.n5"]` | |
 # | `cache.get_full_resid_decomposition(2, expand_neurons=False).sum(0)` | `cache["resid_pre", 2]` | |
 # | `folded_cache.apply_ln_to_stack(cache.stack_activation("mlp_out"), layer=2)` | `apply_norm(model, cache, cache.stack("mlp_out"), layer=2)` | with the gain, which they fold into weights |
-# | `folded_cache.logit_attrs(folded_cache.stack_head_results(), tokens=right, incorrect_tokens=wrong, pos_slice=-1)` | `direct_logit_attribution(model, cache, right=right, wrong=wrong).by("head").values[:, :, -1]` | |
-# | `folded_cache.logit_attrs(folded_cache.accumulated_resid(incl_mid=True), tokens=right, incorrect_tokens=wrong, pos_slice=-1) + folded.b_U[right] - folded.b_U[wrong]` | `accumulated(model, cache, right=right, wrong=wrong).values[:, -1]` | with the bias |
+# | `folded_cache.logit_attrs(folded_cache.stack_head_results(pos_slice=-1), tokens=right, incorrect_tokens=wrong, pos_slice=-1)` | `direct_logit_attribution(model, cache, right=right, wrong=wrong).by("head").values[:, :, -1]` | |
+# | `folded_cache.logit_attrs(folded_cache.accumulated_resid(incl_mid=True, pos_slice=-1), tokens=right, incorrect_tokens=wrong, pos_slice=-1) + folded.b_U[right] - folded.b_U[wrong]` | `accumulated(model, cache, right=right, wrong=wrong).values[:, -1]` | with the bias |
 #
 # ## Weights
 #

@@ -4,6 +4,8 @@ It runs the left column of the tables in `examples/guides/from_transformer_lens.
 model, and keeps the first numbers of each result.
 """
 
+# ruff: noqa: F401  # lines of the tables use what it imports
+
 import contextlib
 import io
 import json
