@@ -3,11 +3,15 @@
 import contextlib
 import io
 import json
+import re
+import runpy
 
 import numpy as np
 import pytest
 
 from tests.transformer_lens import rows
+
+EXAMPLE = rows.GUIDE.parents[1] / "from_transformer_lens.py"
 
 # Other numbers: a name; singular vectors, by sign; another share of queries; values without the gain.
 OTHER = ("utils.get_act_name", "SVDInterpreter", "detect_head", "folded_cache.apply_ln_to_stack")
@@ -38,3 +42,15 @@ def test_each_row_runs_and_gives_their_numbers(names, kept):
             compared.add(theirs)
     assert kept.keys() - compared == {line for line in kept if line.startswith(OTHER)}
     assert len(compared) > 50
+
+
+def test_the_example_finds_the_induction_heads(capsys):
+    assert runpy.run_path(str(EXAMPLE))["main"]() == 0
+    first, *parts = capsys.readouterr().out.split("\n\n")
+    before, after = map(float, re.findall(r"(\d\.\d+)", first))
+    assert before > 4 * after
+    scores, patched = (set(re.findall(r"layer (\d, head \d)", part)) for part in parts)
+    assert scores == patched
+    assert {head[0] for head in scores} == {"3"}
+    # The previous-token head is needed most, then one that copies.
+    assert re.findall(r"without head (\S+)", parts[0])[:2] == ["0.3", "3.0"]
