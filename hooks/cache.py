@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hooks import names, storage
 from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
-from hooks.foreign import unknown_point
+from hooks.foreign import SaysOurs, unknown_point
 from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import Index, index_by_axis
@@ -25,7 +25,7 @@ _FORMAT = "hookscope-cache-4"
 _GRAD, _INPUT = ".grad.", ".input."
 
 
-class ActivationCache(Mapping[str, Tensor]):
+class ActivationCache(SaysOurs, Mapping[str, Tensor]):
     """A read-only mapping from names of points to the values they had in one run.
 
     Keys are full names. A pair is a short form: `cache["pattern", 3]` is `blocks.3.attn.pattern`, and

@@ -7,7 +7,7 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,8 +24,70 @@ ARGUMENTS = {
     "start_at_layer": "starting_at_layer=",
     "pos_slice": "positions=",
     "remove_batch_dim": "nothing: index the cached values",
+    "prepend_bos": "model.to_tokens(texts, bos=True or False)",
+    "padding_side": "model.to_tokens(texts, side='left')",
+    "loss_per_token": "nothing: models.next_token_loss(logits, tokens) gives each",
+    "past_kv_cache": "kv_cache=",
+    "reset_hooks_end": "nothing: hooks end with the call",
+    "return_cache_object": "nothing: dict(cache) is a plain dict",
 }
 """Arguments of TransformerLens, and what does the same here."""
+
+_ADDED = "HookedRunner(model).add({name: function})"
+_PARTS_OF_STREAM = "interp.decompose(model, cache)"
+ATTRIBUTES = {
+    "run_with_cache": "HookedRunner(model).run_with_cache(tokens)",
+    "run_with_hooks": "HookedRunner(model).run_with_hooks(tokens, hooks={name: function})",
+    "hooks": "HookedRunner(model).hooks({name: function})",
+    "add_hook": _ADDED,
+    "add_perma_hook": _ADDED,
+    "reset_hooks": "handle.remove(), where add gave the handle; runner.handles has all",
+    "hook_dict": "HookedRunner(model).points",
+    "cfg": "model.config",
+    "to_str_tokens": "model.to_pieces(tokens)",
+    "to_string": "model.to_text(tokens)",
+    "to_single_token": "model.to_id(text)",
+    "generate": "models.generate(model, prompts, max_new_tokens=9), or generate_text",
+    "loss_fn": "models.next_token_loss(logits, tokens)",
+    "fold_layer_norm": "models.fold_norms(model)",
+    "center_writing_weights": "models.center(model)",
+    "center_unembed": "models.center(model)",
+    "process_weights_": "models.fold_norms(models.center(model))",
+    "OV": "interp.ov_circuit(model)",
+    "QK": "interp.qk_circuit(model)",
+    "all_composition_scores": "interp.composition_scores(model, kind)",
+    "tokens_to_residual_directions": "interp.token_directions(model, tokens)",
+    "remove_batch_dim": "cache.at(batch=0)",
+    "cache_dict": "dict(cache)",
+    "stack_activation": "cache.stack(name)",
+    "compute_head_results": _PARTS_OF_STREAM,
+    "stack_head_results": _PARTS_OF_STREAM,
+    "stack_neuron_results": "interp.decompose(model, cache, neurons=True)",
+    "decompose_resid": _PARTS_OF_STREAM,
+    "get_full_resid_decomposition": _PARTS_OF_STREAM,
+    "accumulated_resid": "cache.stack('resid_pre'), or interp.accumulated for what it says of logits",
+    "logit_attrs": "interp.direct_logit_attribution(model, cache, right=token)",
+    "apply_ln_to_stack": "interp.apply_norm(model, cache, values, layer)",
+}
+"""Methods and attributes of TransformerLens' objects, and what does the same here."""
+
+
+class SaysOurs:
+    """A class whose error for an attribute of TransformerLens says what does the same here."""
+
+    if not TYPE_CHECKING:  # or any attribute would pass for one
+
+        def __getattr__(self, name: str) -> Any:
+            inherited = getattr(super(), "__getattr__", None)  # that of a module finds its parts
+            try:
+                if inherited is not None:
+                    return inherited(name)
+            except AttributeError:
+                if name not in ATTRIBUTES:
+                    raise
+            hint = f"; here it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
 
 TABLES = {2: TABLE_2, 4: TABLE_4}
 
@@ -72,7 +134,7 @@ def hooks_name(
         raise unknown_name(theirs, TABLES[version], f"point of TransformerLens {version}")
     row = TABLES[version][key]
     if not row.has_value_in(model):
-        raise UnknownNameError(_explained(theirs, version, row, layers))
+        raise UnknownNameError(f"{theirs} {_explained(version, row, layers)}", theirs)
     return _in_layer(row.ours, layers)
 
 
@@ -84,14 +146,17 @@ def unknown_point(name: str, known: Iterable[str], what: str) -> UnknownNameErro
     if key is None:
         return unknown_name(name, known, what)
     version = 2 if key in TABLE_2 else 4
-    explained = _explained(name, version, TABLES[version][key], layers)
-    return UnknownNameError(f"no {what} is named {name!r}: {explained}", name)
+    explained = _explained(version, TABLES[version][key], layers, known=False)
+    return UnknownNameError(f"no {what} is named {name!r}: that {explained}", name)
 
 
-def _explained(theirs: str, version: int, row: Row, layers: str) -> str:
+def _explained(version: int, row: Row, layers: str, known: bool = True) -> str:
+    """What a value of theirs is; with `known=False` in a model that is not known."""
     ours = _in_layer(row.ours, layers)
-    note = _in_layer(row.note.format(ours=ours), layers) or f"is {ours} here"
-    return f"{theirs} of TransformerLens {version} {note}"
+    note = _in_layer(row.note.format(ours=ours), layers)
+    if not note or (row.usual and not known):
+        note = f"is {ours} here"
+    return f"of TransformerLens {version} {note}"
 
 
 def _in_layer(text: str, layers: str) -> str:

@@ -16,7 +16,7 @@ from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
-from hooks.foreign import ARGUMENTS
+from hooks.foreign import ARGUMENTS, SaysOurs
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.origin import Origin, bound, prepared, signature_of
@@ -41,7 +41,7 @@ def table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
     )
 
 
-class HookedRunner:
+class HookedRunner(SaysOurs):
     """Reads and edits a model's values with forward hooks that live only inside a call or a `with`.
 
     Works on any `nn.Module`. Points are the model's `HookPoint`s, or all its modules if it has none.

@@ -5,7 +5,10 @@ import re
 import pytest
 import torch
 
+import interp
+import models
 from hooks import HookedRunner, UnknownNameError, hooks_name
+from hooks.foreign import ARGUMENTS, ATTRIBUTES
 from models import causal_mask, from_transformer_lens, load
 from tests import transformer_lens as lens
 
@@ -154,3 +157,26 @@ def test_errors_for_their_names_have_ours():
             cache[key]
     with pytest.raises(TypeError, match=re.escape("('ln1.scale', 0)")):
         cache["scale", 0, "ln1"]
+    pairs = interp.Pairs("ab", "ac", ("b", "c"))
+    with pytest.raises(UnknownNameError, match=re.escape("blocks.*.attn.z")):
+        interp.activation_patching(runner.model, pairs, "hook_z")
+
+
+def test_errors_for_their_attributes_and_arguments_have_ours():
+    model = load("pydoc-4l")
+    runner = HookedRunner(model)
+    _, cache = runner.run_with_cache("a", names="embed")
+    for theirs, ours in ATTRIBUTES.items():
+        for place in (model, cache):
+            assert not hasattr(place, theirs)
+            with pytest.raises(AttributeError, match=re.escape(ours)):
+                getattr(place, theirs)
+    for theirs, ours in ARGUMENTS.items():
+        with pytest.raises(TypeError, match=re.escape(ours)):
+            runner.run_with_hooks("a", **{theirs: None})
+    for text in (*ATTRIBUTES.values(), *ARGUMENTS.values()):
+        for package, name in re.findall(r"(models|interp)\.(\w+)", text):
+            assert hasattr({"models": models, "interp": interp}[package], name)
+    for place in (model, runner, cache):
+        with pytest.raises(AttributeError, match="no attribute 'blok'$"):
+            _ = place.blok
