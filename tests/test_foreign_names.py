@@ -140,6 +140,7 @@ def test_errors_for_their_names_have_ours():
         "*hook_z": "blocks.*.attn.z",
         "blocks.1.hook_mlp_in": "blocks.1.resid_mid",
         "blocks.1.attn.o.hook_in": "blocks.1.attn.z",
+        "hook_embed": "is embed",
     }.items():
         for refused in (runner.capture, runner.plan):
             with pytest.raises(UnknownNameError, match=f"TransformerLens .*{re.escape(ours)} "):
@@ -153,7 +154,7 @@ def test_errors_for_their_names_have_ours():
         "blocks.2.attn.hook_v": "blocks.2.attn.v",
     }.items():
         assert key not in cache
-        with pytest.raises(UnknownNameError, match=re.escape(ours)):
+        with pytest.raises(UnknownNameError, match=f"TransformerLens .*{re.escape(ours)}"):
             cache[key]
     with pytest.raises(TypeError, match=re.escape("('ln1.scale', 0)")):
         cache["scale", 0, "ln1"]

@@ -83,7 +83,7 @@ CACHED = {
         "qk_norm",
         "sandwich",
     ),
-    *("caps", "shortformer", "solu_ln", "post_embedding_ln", "processed"),
+    *("rms_pre", "qk_norm_ln", "caps", "shortformer", "solu_ln", "post_embedding_ln", "processed"),
 }
 
 
