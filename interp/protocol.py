@@ -120,14 +120,15 @@ def require_points(runner: HookedRunner) -> None:
 
 
 def plain(model: nn.Module, *parts: str) -> Any:
-    """A model whose blocks and norms have weights under our names: `model`, or a plain one for an attached one.
+    """A model whose blocks and norms have weights under our names: `model`, or for an attached one a plain view.
 
     That is made at each call, and may share memory with the attached one: do not write into its weights. Its
     points have the names that the attached model's have.
 
     Raises:
         TypeError: if the model lacks one of the parts.
-        ValueError: if it is attached, and `models.from_hf` refuses it, for its family or its config.
+        ValueError: if it is attached, and `models.from_hf` refuses its config or, where that does not know its
+            family, a part of its blocks was not found.
     """
     language = of(model, *parts)
     return language if language is model else language.plain()

@@ -1,6 +1,7 @@
 """Transformer blocks: one class for each form, with a forward that reads like its equation."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -40,7 +41,7 @@ class Branch:
     joined: nn.Module | None = None
 
     def __call__(
-        self, stream: Float[Tensor, "batch pos d_model"], *context: ContextOrMask
+        self, stream: Float[Tensor, "batch pos d_model"], *context: Any
     ) -> Float[Tensor, "batch pos d_model"]:
         """Return what the branch adds to the stream, from the stream that it reads."""
         return self.finished(self.sublayer(self.norm(stream), *context))

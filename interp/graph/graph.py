@@ -39,7 +39,7 @@ class Graph:
 
     Args:
         model: a model with the parts that `interp.protocol` lists for graphs, such as a `models.Transformer`; or
-            an attached one that `models.from_hf` knows, of which the plain one is used.
+            an attached decoder, of which `models.from_hf`'s plain model is used, or a view of its blocks.
         split_embeddings: whether token and position embeddings are the writers `embed` and `pos_embed`, in place of
             `input`. A norm of their sum divides them likewise, and its bias is the writer `input.bias`.
 

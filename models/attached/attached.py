@@ -59,7 +59,7 @@ class Attached(ReadsText):
             for name in TOP:
                 if hasattr(model, name):
                     getattr(model, name).train(model.training)
-            language = AttachedLanguage(model, probe, chain)
+            language = AttachedLanguage(model, probe, chain, layouts)
             vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
             self._forward.prepare = language.prepare_inputs
             for points in model.modules():

@@ -11,11 +11,13 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks.point import inside, tensors_in
-from hooks.session import Session, is_listened_to
+from hooks.session import Session, hooks_disabled, is_listened_to
 from models.attached.configs import text_config
 from models.attached.context import AttachedContext, context_of
+from models.attached.layout import BlockLayout
 from models.attached.probe import Call, Probe
 from models.attached.sums import factors_of, is_close, is_same
+from models.attached.twin import Twin
 from models.checkpoints.huggingface import FAMILIES, from_hf_shared
 from models.text.texts import ReadsText, is_tokens, read
 from models.transformer import Transformer
@@ -54,20 +56,23 @@ class AttachedLanguage(ReadsText):
         config: the sizes.
         blocks: the model's own blocks.
         unembed: logits from a residual stream.
+        layouts: the modules of the blocks.
         uncached: the arguments of a run whose keys nobody needs later.
     """
 
     unembed: Unembed
     uncached: Mapping[str, Any] = {"use_cache": False}
 
-    def __init__(self, model: Any, probe: Probe, chain: Sequence[Call]) -> None:
+    def __init__(
+        self, model: Any, probe: Probe, chain: Sequence[Call], layouts: Sequence[BlockLayout]
+    ) -> None:
         assert probe.logits is not None
         config = text_config(model)
         n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
         heads, d_model = getattr(config, "num_attention_heads", 0), chain[0].inputs[0].shape[-1]
         self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model)
         self.blocks = nn.ModuleList(call.module for call in chain)
-        self._model = model
+        self._model, self.layouts = model, layouts
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = model.can_generate() and "position_ids" in parameters
         unembed = unembed_of(model, probe, chain[-1])
@@ -133,12 +138,14 @@ class AttachedLanguage(ReadsText):
             return self.unembed(resid)[:, -last:]
         return self.unembed(resid[:, -last:])
 
-    def plain(self) -> Transformer:
-        """The model as a plain transformer, which shares its memory where layouts are the same.
+    def plain(self) -> Transformer | Twin:
+        """The model as a plain transformer, which shares its memory where layouts are the same; or as a `Twin`.
 
         Raises:
-            ValueError: as for `models.from_hf`.
+            ValueError: as for `models.from_hf` or `Twin`.
         """
+        if self._model.config.model_type not in FAMILIES:
+            return hooks_disabled(Twin, self)
         made = from_hf_shared(self._model)
         made.tokenizer = self.tokenizer
         return made

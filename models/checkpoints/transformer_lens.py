@@ -239,7 +239,7 @@ def _translated(a: Attributes) -> TransformerConfig:
     a.only("load_in_4bit", False)
     is_sandwich = norm is not None and a.take("use_normalization_before_and_after", False)
     is_causal = a.take("attention_dir", "causal") == "causal"
-    mlp, positions = _mlp(a), _positions(a)
+    has_qk_norm, mlp, positions = a.take("use_qk_norm", False), _mlp(a), _positions(a)
     embed_norm = a.take("post_embedding_ln", False)
     if embed_norm and (norm != "LN" or positions["positions"] == "learned"):
         rule = "False, but for LN and positions that are not added to the embeddings"
@@ -258,9 +258,9 @@ def _translated(a: Attributes) -> TransformerConfig:
         norm_place="sandwich" if is_sandwich else "pre",
         # The norms of what sublayers add have weights always. Beside them those of RMSPre are 1.
         norm_learned=norm in ("LN", "RMS") or (norm == "RMSPre" and is_sandwich),
-        norm_eps=a.take("eps", 1e-5) if norm or mlp.get("mlp_norm") else 1e-5,
+        norm_eps=a.take("eps", 1e-5) if norm or has_qk_norm or mlp.get("mlp_norm") else 1e-5,
         embed_norm=embed_norm,
-        qk_norm="head" if a.take("use_qk_norm", False) else "none",
+        qk_norm="head" if has_qk_norm else "none",
         causal=is_causal,
         attn_scale=1 / divisor if divisor > 0 else 0.0,
         attn_scale_by_layer=a.take("scale_attn_by_inverse_layer_idx", False),

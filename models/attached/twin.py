@@ -1,0 +1,535 @@
+"""A view of an attached decoder as blocks with branches and weights, for graphs and sums of components.
+
+`models.from_hf` rewrites the families that it knows. For any other the view is made from a run on fourteen tokens:
+
+1. Record what each module reads and gives (`_recorded`).
+2. The modules that read what attention reads are its projections, and the one that reads z is its output map. They are
+   linear, so unit vectors give their weights (`_weights`).
+3. The columns of the projections on which a head's queries, keys or values depend are that head's, by autograd
+   (`_columns`).
+4. A norm is one of ours with the same gain, bias and epsilon. The MLP is the module that reads its norm and gives what
+   is added.
+5. The view's attention puts its queries, keys and values in the place of the projections' outputs, runs the model's own
+   module, and takes z from what the output map reads. So rotation, norms of queries, masks and kernels are the model's.
+6. The view must give the model's logits. Otherwise it is refused.
+
+The points of attention and of the embeddings are those of the attached model. Weights are copies.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks import HookPoint, Identity, position_offset, start_of_piece
+from hooks._torch import without_gradients
+from hooks.point import mapped, tensors_in
+from hooks.session import Session, hooks_disabled
+from models.attached.context import AttachedContext
+from models.attached.layout import BlockLayout
+from models.attached.norms import norm_of
+from models.attached.probe import Call, evaluating, tokens_for
+from models.attached.sums import is_same
+from models.block import Branch
+from models.norm import LayerNorm, RMSNorm
+
+STREAM = "batch pos d_model"
+TOLERANCE = 1e-4
+"""Of the largest logit, in float32. A part of another kind changes logits by far more."""
+
+
+class TwinContext(NamedTuple):
+    """The values that attention reads besides the stream, in a run of some texts.
+
+    Attributes:
+        arguments: the model's, besides the tokens.
+        calls: the arguments of each attention module, in the order of the blocks.
+    """
+
+    arguments: dict[str, Any]
+    calls: tuple[tuple[Any, Any], ...]
+
+
+class Twin(nn.Module):
+    """The view of an attached model; see above.
+
+    Args:
+        language: the attached model's parts.
+
+    Attributes:
+        config: its sizes.
+        blocks: with branches, as those of `models.Transformer`.
+        ln_final: the norm that the unembedding reads.
+
+    Raises:
+        ValueError: naming the part that was not found, or if the view has other logits.
+    """
+
+    language: Any
+    _model: Any
+    _head: Any
+
+    @without_gradients
+    def __init__(self, language: Any) -> None:
+        super().__init__()
+        model, layouts = language._model, language.layouts
+        # Not as submodules, whose points and parameters would be the view's.
+        vars(self).update(_model=model, language=language, config=language.config)
+        self.tokenizer = language.tokenizer
+        for name in ("embed", "pos_embed"):
+            if hasattr(model, name):
+                setattr(self, name, getattr(model, name))
+        for n, layout in enumerate(layouts):
+            if layout.attention is None or layout.attn_out is None or layout.mid_out is not None:
+                raise _missing(n, "attention that adds to the stream")
+        tokens = tokens_for(model)
+        with evaluating(model):
+            calls, logits = _recorded(model, tokens)
+            context = _context(model, [layout.attention for layout in layouts], tokens, {})
+            self.blocks = nn.ModuleList(
+                TwinBlock(n, layout, model.blocks[n], calls, context)
+                for n, layout in enumerate(layouts)
+            )
+            modules = language.unembed.modules
+            norm: Any = getattr(model, "ln_final", None)
+            has_norm = norm is not None and norm.module is modules[0]
+            self.ln_final = _norm(calls[norm.module]) if has_norm else Identity()
+            vars(self)["_head"] = modules[has_norm:]
+            self.eval()
+            ours = self(tokens)
+        tolerance = max(TOLERANCE, 16 * torch.finfo(logits.dtype).eps)
+        if not (ours - logits).abs().max() <= tolerance * logits.abs().max():
+            raise _missing(None, "blocks that are sums of their parts")
+
+    def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:
+        """The model's logits, from its parts."""
+        context, mask = self.context(tokens, **arguments), arguments.get("attention_mask")
+        real = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        with position_offset(start_of_piece(), real):
+            resid = self.input_resid(tokens, context)
+            for block in self.blocks:
+                resid = block(resid, context)
+            return self.unembed(resid)
+
+    def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> TwinContext:
+        """Return what attention reads besides the stream, from a run of the model itself."""
+        if isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.ndim == 2:
+            arguments = {**self.language.positions_of(mask), **arguments}
+        layouts = self.language.layouts
+        attention = [layout.attention for layout in layouts]
+        return _context(self._model, attention, tokens, arguments)
+
+    def input_resid(
+        self, tokens: Int[Tensor, "batch pos"], context: TwinContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that enters the first block."""
+        return self.language.input_resid(tokens, AttachedContext(context.arguments))
+
+    def unembed(
+        self, resid: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos vocab"]:
+        """Logits from a residual stream."""
+        resid = self.ln_final(resid)
+        for module in self._head:
+            resid = module(resid)
+        return self.language.unembed.finished(resid)
+
+    def logits(
+        self, resid: Float[Tensor, "batch pos d_model"], last: int
+    ) -> Float[Tensor, "batch _last vocab"]:
+        """Logits of the `last` positions; 0 means all."""
+        return self.unembed(resid)[:, -last:]
+
+
+class TwinBlock(nn.Module):
+    """A block of the view.
+
+    Args:
+        n: its index.
+        layout: its modules.
+        points: those of the attached block.
+        calls: what each module read and gave.
+        context: of the recorded run.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        layout: BlockLayout,
+        points: Any,
+        calls: dict[nn.Module, Call],
+        context: TwinContext,
+    ) -> None:
+        super().__init__()
+        norms = {name: calls[norm.module] for name, norm in layout.norms.items()}
+        self.resid_pre, self.resid_post = HookPoint(STREAM), HookPoint(STREAM)
+        self.attn_out = HookPoint(STREAM, "what attention adds to the residual stream")
+        self.ln1, self.ln1_post = (_norm(norms.get(name)) for name in ("ln1", "ln1_post"))
+        stream = calls[layout.block].inputs[0]
+        read = norms["ln1"].output if "ln1" in norms else stream
+        assert read is not None
+        self.attn = TwinAttention(n, layout, points.attn, read, calls, context)
+        self.is_parallel = layout.mid_in is None
+        self.has_mlp = layout.mlp_out is not None
+        if not self.has_mlp:
+            return
+        self.mlp_out = HookPoint(STREAM, "what the MLP adds to the residual stream")
+        if not self.is_parallel:
+            self.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
+        self.mlp, read_norm = _mlp(n, layout, calls, [norms.get("ln2"), norms.get("ln1")])
+        self.ln2, self.ln2_post = _norm(read_norm), _norm(norms.get("ln2_post"))
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The sublayers whose outputs `forward` adds to the stream, in order."""
+        attention = Branch(self.resid_pre, self.ln1, self.attn, self.ln1_post, self.attn_out)
+        if not self.has_mlp:
+            return (attention,)
+        reads = self.resid_pre if self.is_parallel else self.resid_mid
+        return attention, Branch(reads, self.ln2, self.mlp, self.ln2_post, self.mlp_out)
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"], context: TwinContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving the block."""
+        resid = self.resid_pre(resid)
+        attention, *mlps = self.branches
+        mid = resid + attention(resid, context)
+        if not mlps:
+            return self.resid_post(mid)
+        if self.is_parallel:
+            return self.resid_post(mid + mlps[0](resid))
+        mid = self.resid_mid(mid)
+        return self.resid_post(mid + mlps[0](mid))
+
+
+class TwinAttention(nn.Module):
+    """Attention of the view: the model's own module between linear maps of ours.
+
+    Args:
+        layer: the index of the block.
+        layout: the block's modules.
+        points: the attached model's points of this attention, which fire as the module runs.
+        read: what attention read in the recorded run.
+        calls: what each module read and gave.
+        context: of that run.
+
+    Attributes:
+        qkv: the projections, joined: query heads, key heads, value heads.
+        output: the output map, with the factor of what is added.
+    """
+
+    module: Any
+    projections: list[nn.Module]
+    map: nn.Module
+
+    def __init__(
+        self,
+        layer: int,
+        layout: BlockLayout,
+        points: Any,
+        read: Tensor,
+        calls: dict[nn.Module, Call],
+        context: TwinContext,
+    ) -> None:
+        super().__init__()
+        self.layer, module = layer, layout.attention
+        assert module is not None
+        for name, point in points.named_children():
+            setattr(self, name, point)
+        inside = [calls[part] for part in module.modules() if part in calls and part is not module]
+        projections = _outermost([c for c in inside if _gives(c, read)])
+        if not projections:
+            raise _missing(layer, "projections that read what attention reads")
+        # Not a submodule: its parameters are not the view's.
+        vars(self).update(module=module, projections=[c.module for c in projections])
+        q, k, v, z = self._values(projections, context)
+        self.heads = [part.shape[2] for part in (q, k, v)]
+        maps = [c for c in inside if c.inputs and _agree(c.inputs[0], z.detach().flatten(2))]
+        if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
+            raise _missing(layer, "heads of one size and a map that reads z")
+        vars(self)["map"] = maps[-1].module
+        columns = self._columns(layer, projections, (q, k, v))
+        self.places = columns.argsort().split([_width(c) for c in projections])
+        parts = [_weights(c.module, read.shape[-1], q) for c in projections]
+        weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        self.qkv = _linear(weight[:, columns], bias[columns])
+        factor = layout.attn_out.factor if layout.attn_out else 1.0
+        weight, bias = _weights(self.map, z.shape[2] * z.shape[3], q)
+        self.output = _linear(weight * factor, bias * factor)
+
+    def _values(self, projections: Sequence[Call], context: TwinContext) -> list[Tensor]:
+        """Queries, keys, values and z, [batch, pos, head, d_head], of the recorded outputs of the projections."""
+        values: dict[str, Tensor] = {}
+        device = next(self.module.parameters()).device
+        with torch.enable_grad(), Session() as session:
+            self._leaves = [c.output.to(device).requires_grad_() for c in projections]  # type: ignore[union-attr]
+            for c, leaf in zip(projections, self._leaves, strict=True):
+                session.after(c.module, partial(_instead, leaf))
+            for name in "qkvz":
+                session.after(getattr(self, name), partial(values.__setitem__, name))
+            self._run(projections[0].inputs[0].to(device), context)
+        return [values[name] for name in "qkvz"]
+
+    def _columns(
+        self, layer: int, projections: Sequence[Call], parts: Sequence[Tensor]
+    ) -> Int[Tensor, " column"]:
+        """For each dimension of each head, of queries, keys and values in order, its column of the joined projections."""
+        columns = []
+        generator = torch.Generator().manual_seed(0)
+        for part in parts:
+            for head in range(part.shape[2]):
+                factors = torch.zeros_like(part)
+                factors[:, :, head] = torch.randn(factors[:, :, head].shape, generator=generator)
+                grads = torch.autograd.grad(
+                    part, self._leaves, factors, retain_graph=True, allow_unused=True
+                )
+                sizes = [
+                    torch.zeros(_width(c)) if g is None else g.abs().sum((0, 1)).float().cpu()
+                    for c, g in zip(projections, grads, strict=True)
+                ]
+                columns.append(torch.cat(sizes).topk(part.shape[3]).indices.sort().values)
+        joined = torch.cat(columns)
+        if not torch.equal(joined.sort().values, torch.arange(sum(map(_width, projections)))):
+            raise _missing(layer, "projections each of whose columns belongs to one head")
+        del self._leaves
+        return joined
+
+    def _run(self, x: Tensor, context: TwinContext) -> None:
+        args, kwargs = context.calls[self.layer]
+        stream = _stream_among((args, kwargs), x.shape[-1])
+        args, kwargs = mapped((args, kwargs), lambda leaf: x if leaf is stream else leaf)
+        self.module(*args, **kwargs)
+
+    def project(self, x: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, ...]:
+        """Queries, keys and values [batch, pos, head, d_head] of the normalized stream: linear in `x`."""
+        return self.qkv(x).unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
+
+    def mix(
+        self,
+        q: Float[Tensor, "batch pos head d_head"],
+        k: Float[Tensor, "batch pos kv_head d_head"],
+        v: Float[Tensor, "batch pos kv_head d_head"],
+        context: TwinContext,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Return what attention adds to the residual stream, from the results of `project`."""
+        joined = torch.cat([q, k, v], 2).flatten(2)
+        read: list[Tensor] = []
+        with Session() as session:
+            for module, place in zip(self.projections, self.places, strict=True):
+                session.after(module, partial(_instead, joined[..., place]))
+            session.before(
+                self.map, lambda args, kwargs: read.append(next(tensors_in((args, kwargs))))
+            )
+            self._run(joined.new_zeros(*q.shape[:2], self.qkv.in_features), context)
+        return self.output(read[0])
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"], context: TwinContext) -> Tensor:
+        """Return what attention adds to the residual stream."""
+        q, k, v = self.project(x)
+        return self.mix(q, k, v, context)
+
+    @property
+    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
+        """Output projections."""
+        return self.output.weight.T.unflatten(0, (self.heads[0], -1))
+
+    @property
+    def b_O(self) -> Float[Tensor, " d_model"]:
+        """Output bias."""
+        return self.output.bias
+
+
+def _part(kind: str, index: int) -> Any:
+    def read(self: TwinAttention) -> Tensor:
+        held = getattr(self.qkv, kind).unflatten(0, (sum(self.heads), -1)).split(self.heads)[index]
+        return held.mT if kind == "weight" else held
+
+    return property(read)
+
+
+for _index, _letter in enumerate("QKV"):
+    setattr(TwinAttention, f"W_{_letter}", _part("weight", _index))
+    setattr(TwinAttention, f"b_{_letter}", _part("bias", _index))
+
+
+class TwinMLP(nn.Module):
+    """The model's own modules, one after the other, and the factor of what they add."""
+
+    parts: Sequence[nn.Module]
+    factor: float
+
+    def __init__(self, modules: Sequence[nn.Module], factor: float) -> None:
+        super().__init__()
+        vars(self).update(parts=modules, factor=factor)
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """Return what the MLP gives."""
+        shape = x.shape
+        for module in self.parts:
+            x = next(tensors_in(module(x)))
+        x = x.view(shape)  # experts may see rows and positions as one axis
+        return x if self.factor == 1 else x * self.factor
+
+
+def _missing(n: int | None, what: str) -> ValueError:
+    where = "a decoder" if n is None else f"block {n}"
+    return ValueError(
+        f"{where} must have {what} for graphs and sums of components; none was found, and models.from_hf does "
+        "not know the family"
+    )
+
+
+def _recorded(model: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
+    """Return what each module that runs once read and gave, and the logits."""
+    calls: dict[nn.Module, Call] = {}
+    again: set[nn.Module] = set()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module in calls:
+            again.add(module)
+        read = [tensor.detach().clone() for tensor in tensors_in((args, kwargs))]
+        calls[module] = Call("", module, read, began=len(calls))
+
+    def leave(module: nn.Module, output: Any) -> None:
+        calls[module].output = next((t.detach().clone() for t in tensors_in(output)), None)
+
+    def run() -> Tensor:
+        with Session() as session:
+            for module in model.modules():
+                if module is not model and not isinstance(module, HookPoint):
+                    session.before(module, partial(enter, module))
+                    session.after(module, partial(leave, module))
+            return next(tensors_in(model(input_ids=tokens, use_cache=False)))
+
+    logits = hooks_disabled(run)
+    return {module: call for module, call in calls.items() if module not in again}, logits
+
+
+def _context(
+    model: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
+) -> TwinContext:
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[module] = (args, kwargs)
+
+    def run() -> None:
+        with Session() as session:
+            for module in attention:
+                session.before(module, partial(keep, module))
+            model(input_ids=tokens, **{"use_cache": False, **arguments})
+
+    hooks_disabled(run)
+    return TwinContext(arguments, tuple(calls[module] for module in attention))
+
+
+def _norm(call: Call | None) -> nn.Module:
+    """One of our norms that gives what a module gave; an identity for None."""
+    if call is None:
+        return Identity()
+    norm = norm_of(call)
+    assert norm is not None
+    assert call.output is not None
+    size, weight = call.output.shape[-1], getattr(norm.module, "weight", None)
+    # Some blocks see rows and positions as one axis.
+    x, output = (part.view(1, -1, size) for part in (call.inputs[0], call.output))
+    gains = [None] if weight is None else [weight, 1 + weight]
+    bias: Any = norm.module.bias if norm.bias else None
+    if bias is not None and not norm.centered:
+        raise _missing(None, "norms without a bias where no mean is subtracted")
+    made = []
+    for gain in gains:
+        has_gain = gain is not None
+        ours = (
+            LayerNorm(size, norm.eps, has_gain, bias is not None)
+            if norm.centered
+            else RMSNorm(size, norm.eps, has_gain)
+        ).to(x)
+        for parameter, value in zip(ours.parameters(), (gain, bias), strict=False):
+            parameter.copy_(value)
+        made.append(ours.requires_grad_(False))
+    return min(made, key=lambda ours: float((ours(x) - output).abs().max()))
+
+
+def _mlp(
+    n: int, layout: BlockLayout, calls: dict[nn.Module, Call], norms: Sequence[Call | None]
+) -> tuple["TwinMLP", Call | None]:
+    """The modules from one that reads a norm, or the stream, to one that gives what is added; with that norm."""
+    added, after = layout.mlp_out, layout.norms.get("ln2_post")
+    assert added is not None
+    wanted = calls[added.module].output if after is None else calls[after.module].inputs[0]
+    stream = calls[layout.mid_in or layout.block].inputs[0]
+    inside = [calls[part] for part in layout.block.modules() if part in calls]
+    inside.sort(key=lambda call: call.began)
+    for norm, read in [*((norm, norm.output) for norm in norms if norm), (None, stream)]:
+        if modules := _chain(read, wanted, inside):
+            return TwinMLP(modules, added.factor), norm
+    raise _missing(n, "modules that read the norm and give what the MLP adds")
+
+
+def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) -> list[nn.Module]:
+    """Modules, each of what the last one gave, from one that reads a value to one that gives another."""
+    for n, call in enumerate(calls):
+        if not call.inputs or call.output is None or not _agree(call.inputs[0], read):
+            continue
+        if _agree(call.output, wanted):
+            return [call.module]
+        if modules := _chain(call.output, wanted, calls[n + 1 :]):
+            return [call.module, *modules]
+    return []
+
+
+def _gives(call: Call, read: Tensor) -> bool:
+    """Whether a module with weights read this, and gave a vector for each position."""
+    fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
+    return fits and _has_weights(call.module) and is_same(call.inputs[0], read)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _outermost(calls: Sequence[Call]) -> list[Call]:
+    inner = {part for call in calls for part in call.module.modules() if part is not call.module}
+    return [call for call in calls if call.module not in inner]
+
+
+def _agree(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    close = max(1e-5, 16 * torch.finfo(other.dtype).eps) * other.abs().max()
+    return bool((one - other).abs().max() <= close)
+
+
+def _width(call: Call) -> int:
+    assert call.output is not None
+    return call.output.shape[-1]
+
+
+def _stream_among(tree: Any, width: int) -> Tensor:
+    """The first tensor among arguments that is a vector of the stream for each position."""
+    floats = (t for t in tensors_in(tree) if t.is_floating_point() and t.ndim == 3)
+    return next(tensor for tensor in floats if tensor.shape[-1] == width)
+
+
+def _weights(module: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight [in, out] and the bias of a linear map."""
+    bias = module(like.new_zeros(1, 1, size))[0, 0]
+    unit = torch.eye(size, dtype=like.dtype, device=like.device)
+    return (module(unit[None])[0] - bias).detach(), bias.detach()
+
+
+def _instead(value: Tensor, output: Any) -> Tensor:
+    """The hook that puts a value in the place of an output."""
+    return value
+
+
+def _linear(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> nn.Linear:
+    made = nn.utils.skip_init(nn.Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
+    made.weight.copy_(weight.T)
+    made.bias.copy_(bias)
+    return made.requires_grad_(False)

@@ -1,0 +1,187 @@
+"""Graphs of attached decoders that `from_hf` does not know, against PyTorch's own hooks on the model as it came."""
+
+import contextlib
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from interp import (
+    Pairs,
+    decompose,
+    edge_attribution,
+    edge_patching,
+    graph,
+    path_patching,
+    run_circuit,
+)
+from models import attach, from_hf
+from models.attached.twin import Twin
+from models.checkpoints.huggingface import FAMILIES
+from tests.attachable import HEADS, KV_HEADS, VOCAB, made
+
+CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
+# One or more of each: experts, fused projections, traced attention, parallel blocks, no module for the MLP, factors,
+# norms after sublayers, norms of queries.
+KINDS = [
+    *("olmoe", "gptj", "bloom", "codegen", "cohere", "phi3", "granite", "glm4", "gemma3_text"),
+    *("persimmon", "nemotron", "xglm", "mpt", "llama4_text", "gpt_oss", "starcoder2", "olmo3"),
+]
+KNOWN = ["llama", "gpt2", "qwen3", "gemma2", "mistral", "gpt_neox", "olmo2", "opt"]
+# Sizes of the table that these configs do not have.
+FOREIGN = dict.fromkeys(("gpt2", "opt"), ("head_dim", "intermediate_size", "num_key_value_heads"))
+FOREIGN["gpt_neox"] = ("head_dim", "num_key_value_heads")
+REFUSED = {
+    "deepseek_v3": "heads of one size",
+    "qwen3_next": "attention that adds to the stream",
+    "bert": "attention that adds to the stream",
+    "falcon": "columns belongs to one head",
+}
+
+
+def metric(logits):
+    return logits[:, -1, 3] - logits[:, -1, 5]
+
+
+PAIRS = Pairs(CLEAN, OTHER, metric=metric)
+
+
+def close(found, expected, tolerance=2e-5):
+    size = expected.abs().max().item()
+    assert size > 1e-4
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_circuit_is_the_text_and_an_empty_one_the_other(kind):
+    model = made(kind)
+    with torch.no_grad():
+        logits = [model(text).logits for text in (CLEAN, OTHER)]
+    with attach(model):
+        nodes = graph.Graph(model)
+        close(run_circuit(model, PAIRS, nodes.edges), logits[0])
+        close(run_circuit(model, PAIRS, []), logits[1])
+        scores = edge_attribution(model, PAIRS)
+        assert scores.about["node_gap"] < 1e-4
+        assert scores.labels["edge"] == nodes.edges
+        assert any(f"a1.h{HEADS - 1}<q>" in edge for edge in nodes.edges)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", KNOWN)
+def test_families_that_are_known_have_the_graph_of_their_plain_model(kind, monkeypatch):
+    model = made(kind)
+    foreign = [name for name in FOREIGN.get(kind, ()) if hasattr(model.config, name)]
+    plain = from_hf(model, ignore=foreign)
+    with attach(model):
+        monkeypatch.setattr("models.attached.language.FAMILIES", {})
+        assert isinstance(graph.Graph(model).model, Twin)
+        edges = list(graph.Graph(plain).edges)[::3]
+        for analysis in (edge_attribution, path_patching):
+            ours, theirs = analysis(model, PAIRS), analysis(plain, PAIRS)
+            close(ours.values, theirs.values, 1e-4)
+            assert ours.labels == theirs.labels
+        close(run_circuit(model, PAIRS, edges), run_circuit(plain, PAIRS, edges), 1e-4)
+        some = edge_patching(model, PAIRS, edges[:20])
+        close(some.values, edge_patching(plain, PAIRS, edges[:20]).values, 1e-4)
+
+
+# The modules of a block, where queries, keys and values have maps of their own.
+NAMES = {
+    "olmoe": ("model.layers", "self_attn.v_proj", "self_attn.o_proj", "input_layernorm", "model.norm"),
+    "gptj": ("transformer.h", "attn.v_proj", "attn.out_proj", "ln_1", "transformer.ln_f"),
+    "granite": ("model.layers", "self_attn.v_proj", "self_attn.o_proj", "input_layernorm", "model.norm"),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def listening(module, hook, before=False):
+    register = module.register_forward_pre_hook if before else module.register_forward_hook
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@torch.no_grad()
+def test_an_edge_is_what_raw_hooks_make_of_it(kind):
+    model, (blocks, value, output, norm, final) = made(kind), NAMES[kind]
+    blocks, final = model.get_submodule(blocks), model.get_submodule(final)
+    factor = getattr(model.config, "residual_multiplier", 1.0)
+    first, second = blocks[0].get_submodule(output), blocks[1].get_submodule(output)
+    size = first.in_features // HEADS
+
+    def wrote(module, head, text):
+        """What a head adds to the stream."""
+        read = []
+        with listening(module, lambda module, args: read.append(args[0]), before=True):
+            model(text)
+        columns = slice(head * size, (head + 1) * size)
+        return factor * read[0][..., columns] @ module.weight[:, columns].T
+
+    def moved(module, head):
+        return wrote(module, head, OTHER) - wrote(module, head, CLEAN)
+
+    # To the logits: the final norm reads a stream that has moved.
+    change = moved(second, 2)
+    with listening(final, lambda module, args: (args[0] + change,), before=True):
+        to_logits = metric(model(CLEAN).logits)
+    # To a value head: its map reads the norm of a stream that has moved.
+    by = moved(first, 1)
+    head = 1 if kind == "gptj" else KV_HEADS - 1
+    columns = slice(head * size, (head + 1) * size)
+    reader, norms = blocks[1].get_submodule(value), []
+    with listening(blocks[1], lambda module, args: norms.append(args[0]), before=True):
+        model(CLEAN)
+    values = reader(blocks[1].get_submodule(norm)(norms[0] + by))
+
+    def put(module, args, out):
+        out = out.clone()
+        out[..., columns] = values[..., columns]
+        return out
+
+    with listening(reader, put):
+        to_value = metric(model(CLEAN).logits)
+    base = metric(model(CLEAN).logits)
+    with attach(model):
+        edges = ["a1.h2->logits", f"a0.h1->a1.h{head}<v>"]
+        found = edge_patching(model, PAIRS, edges)
+    close(found.values[0], to_logits - base)
+    close(found.values[1], to_value - base)
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "gpt2"])
+def test_padding_changes_nothing(kind, monkeypatch):
+    monkeypatch.setattr("models.attached.language.FAMILIES", {})
+    model = made(kind)
+    real = torch.ones(3, 9, dtype=torch.bool)
+    real[:, :2] = False
+    texts = [torch.nn.functional.pad(text, (2, 0)) for text in (CLEAN, OTHER)]
+    padded = Pairs(*texts, metric=metric, attention_mask=real)
+    with attach(model):
+        edges = list(graph.Graph(model).edges)[::2]
+        alone = run_circuit(model, PAIRS, edges)
+        close(run_circuit(model, padded, edges)[:, 2:], alone)
+        close(edge_attribution(model, padded).values, edge_attribution(model, PAIRS).values, 1e-4)
+
+
+def test_components_add_up_to_the_stream():
+    model = made("granite")
+    with attach(model):
+        _, cache = HookedRunner(model).run_with_cache(CLEAN)
+        parts = decompose(model, cache)
+        close(parts.values.sum(0), cache["resid_post", -1])
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_missing_is_named(kind):
+    model = made(kind)
+    with attach(model), pytest.raises((ValueError, TypeError), match=REFUSED[kind]):
+        graph.Graph(model)
+
+
+def test_families_of_the_table_are_not_those_of_from_hf():
+    assert not {*KINDS} & {*FAMILIES}
