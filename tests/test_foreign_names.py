@@ -14,7 +14,7 @@ from tests import transformer_lens as lens
 
 pytestmark = pytest.mark.filterwarnings("ignore:these weights are centred")
 
-REFUSED = {"alibi", "experts", "final_rms", "post_embedding_ln_learned"}
+REFUSED = {"alibi", "experts", "final_rms", "post_embedding_ln"}
 
 
 def loaded(name):

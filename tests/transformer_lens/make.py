@@ -57,7 +57,7 @@ MODELS = {
     "solu": dict(act_fn="solu"),
     "solu_ln": dict(act_fn="solu_ln"),
     "solu_ln_pre": dict(act_fn="solu_ln", normalization_type="LNPre"),
-    "post_embedding_ln": ROTARY | dict(post_embedding_ln=True),
+    "post_embedding_ln_rotary": ROTARY | dict(post_embedding_ln=True),
     "attn_scale": dict(attn_scale=1.7),
     "no_attn_scale": dict(use_attn_scale=False),
     "attn_scale_by_layer": dict(scale_attn_by_inverse_layer_idx=True),
@@ -67,7 +67,7 @@ MODELS = {
     "processed_solu_ln": dict(act_fn="solu_ln"),
     "processed_grouped": GROUPED,
     # To be refused.
-    "post_embedding_ln_learned": dict(post_embedding_ln=True),
+    "post_embedding_ln": dict(post_embedding_ln=True),
     "alibi": dict(positional_embedding_type="alibi"),
     "experts": LLAMA | dict(num_experts=3, experts_per_token=2),
 }
@@ -83,7 +83,15 @@ CACHED = {
         "qk_norm",
         "sandwich",
     ),
-    *("rms_pre", "qk_norm_ln", "caps", "shortformer", "solu_ln", "post_embedding_ln", "processed"),
+    *(
+        "rms_pre",
+        "qk_norm_ln",
+        "caps",
+        "shortformer",
+        "solu_ln",
+        "post_embedding_ln_rotary",
+        "processed",
+    ),
 }
 
 
