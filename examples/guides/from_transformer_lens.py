@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent
-# ---
-
-# ruff: noqa: D100, F401  # a page; the lines of its tables use what it imports
-
 # %% [markdown]
 # # Coming from TransformerLens
 #
@@ -27,6 +19,7 @@
 # `from_transformer_lens(state_dict, config)`. A published model opens with `load("gpt2")`.
 
 # %%
+# ruff: noqa: D100, F401  # the lines of the tables use what is imported
 import torch
 
 from hooks import HookedRunner, hooks_name
@@ -180,15 +173,40 @@ pairs = Pairs(text, other, ("1", "4"))
 print(activation_patching(model, pairs, "z").top(3))
 
 # %% [markdown]
-# A name of theirs is an error that has ours.
+# ## Names
+#
+# `hooks_name` reads full names, those with `*` for the layer, and short ones as `get_act_name` does. Some answers depend
+# on the model: queries are ours after rotation, and norms after their gain. So give `model=` where you have one.
+# `version=4` is for the names of `TransformerBridge`, whose `hook_normalized` is before gain and bias.
 
 # %%
-for name in ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_attn_scores"):
+for theirs in (
+    "blocks.1.hook_resid_pre",
+    "blocks.*.attn.hook_pattern",
+    ("scale", 0, "ln1"),
+    "blocks.1.attn.hook_q",
+    "blocks.1.attn.hook_attn_scores",
+    "blocks.1.hook_mlp_in",
+):
     try:
-        runner.capture(tokens, names=name)
+        print(f"{theirs!s:32} {hooks_name(theirs, model=model)}")
     except KeyError as error:
         print(error)
 
 # %% [markdown]
-# What is not here: `svd` of activations has its own page, and experiments that were wrappers in TransformerLens
-# (`evals.ioi_eval`, `make_wiki_data_loader`) are yours to write: `examples/ioi.py` is the first.
+# A runner or a cache that is given such a name says ours.
+
+# %%
+try:
+    runner.capture(tokens, names="blocks.1.hook_resid_pre")
+except KeyError as error:
+    print(error)
+
+# %% [markdown]
+# ## What is not here
+#
+# Data sets and evaluations on them (`evals.ioi_eval`, `make_wiki_data_loader`) are yours to bring. `examples/ioi.py` runs
+# the published sequence on indirect objects, and `examples/from_transformer_lens.py` is an exercise of the course, ported.
+#
+# Not read are mixtures of experts, ALiBi, and encoders of `HookedEncoder`: `attach` puts points into the models of
+# `transformers` themselves.
