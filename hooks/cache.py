@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hooks import names, storage
 from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
+from hooks.foreign import SaysOurs, unknown_point
 from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import Index, index_by_axis
@@ -24,7 +25,7 @@ _FORMAT = "hookscope-cache-4"
 _GRAD, _INPUT = ".grad.", ".input."
 
 
-class ActivationCache(Mapping[str, Tensor]):
+class ActivationCache(SaysOurs, Mapping[str, Tensor]):
     """A read-only mapping from names of points to the values they had in one run.
 
     Keys are full names. A pair is a short form: `cache["pattern", 3]` is `blocks.3.attn.pattern`, and
@@ -87,11 +88,12 @@ class ActivationCache(Mapping[str, Tensor]):
             case (str(short), int(layer)):
                 name = self._layered(short, layer)
             case _:
-                raise TypeError(f"a key must be a name or a (short name, layer) pair; got {key!r}")
+                form = "a name or a (short name, layer) pair, such as ('ln1.scale', 0)"
+                raise TypeError(f"a key must be {form}; got {key!r}")
         if name not in self._values:
             if name in self.skipped:
                 raise UnknownNameError(f"{name!r} was skipped: {self.skipped[name]}")
-            raise unknown_name(name, self._values, "value in this cache")
+            raise unknown_point(name, self._values, "value in this cache")
         return name
 
     def _layered(self, short: str, layer: int) -> str:

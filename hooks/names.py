@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from hooks.errors import UnknownNameError, unknown_name
+from hooks.errors import UnknownNameError
+from hooks.foreign import unknown_point
 from hooks.modes import LAST_PARTS, Mode
 from hooks.point import LAYER, HookPoint, HookPoints, Point, layer_of
 
@@ -76,7 +77,7 @@ def _matching(
         raise UnknownNameError(f"{what} matches no hook point of this model")
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; for the mode, give mode={part!r}")
-    raise unknown_name(part, points or known, "hook point")
+    raise unknown_point(part, points or known, "hook point")
 
 
 def _chooses(predicate: Callable[[Point], bool], point: Point) -> bool:
@@ -107,7 +108,7 @@ def layers(short: str, names: Collection[str]) -> dict[int, str]:
             raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}", short, both)
         names_by_layer[layer] = name
     if not names_by_layer:
-        raise unknown_name(short, names, "value of a layer")
+        raise unknown_point(short, names, "value of a layer")
     return dict(sorted(names_by_layer.items()))
 
 

@@ -16,6 +16,7 @@ from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
+from hooks.foreign import ARGUMENTS, SaysOurs
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.origin import Origin, bound, prepared, signature_of
@@ -23,19 +24,6 @@ from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force, owners
-
-FOREIGN_WORDS = {
-    "names_filter": "names=, with names, globs, or a predicate on a point",
-    "fwd_hooks": "hooks={name: function}",
-    "bwd_hooks": "backward={name: function}",
-    "incl_bwd": "grads=True",
-    "return_type": "nothing: the model returns logits, and interp.metrics takes a loss from them",
-    "stop_at_layer": "capture(..., names='blocks.L.resid_pre'), which stops there",
-    "start_at_layer": "starting_at_layer=",
-    "pos_slice": "positions=",
-    "remove_batch_dim": "nothing: index the cached values",
-}
-"""Arguments of TransformerLens, and what does the same here."""
 
 
 class Points(dict[str, Point]):
@@ -53,7 +41,7 @@ def table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
     )
 
 
-class HookedRunner:
+class HookedRunner(SaysOurs):
     """Reads and edits a model's values with forward hooks that live only inside a call or a `with`.
 
     Works on any `nn.Module`. Points are the model's `HookPoint`s, or all its modules if it has none.
@@ -299,8 +287,8 @@ class HookedRunner:
     def _refuse_foreign(self, kwargs: dict[str, Any]) -> None:
         """Names our word for an argument that another library has and the model does not take."""
         parameters = self._signature.parameters if self._signature else {}
-        for name in kwargs.keys() & FOREIGN_WORDS.keys() - parameters:
-            raise TypeError(f"{name}= is another library's word: here it is {FOREIGN_WORDS[name]}")
+        for name in kwargs.keys() & ARGUMENTS.keys() - parameters:
+            raise TypeError(f"{name}= is another library's word: here it is {ARGUMENTS[name]}")
 
     def _choose(
         self, names: Selector | None, mode: Mode | str | None, lazy: bool = False

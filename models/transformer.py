@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import without_gradients
+from hooks.foreign import SaysOurs
 from hooks.transfer import to_device
 from models.attention import SoftCap
 from models.block import Block
@@ -63,7 +64,7 @@ class TokenEmbedding(nn.Embedding):
             )
 
 
-class Transformer(ReadsText, BlockWeights):
+class Transformer(SaysOurs, ReadsText, BlockWeights):
     """A decoder-only transformer: tokens to logits. With a `tokenizer` it also reads strings.
 
     The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`. Blocks may be on

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
 from hooks._torch import without_gradients
-from hooks.errors import unknown_name
+from hooks.foreign import unknown_point
 from hooks.names import layers as by_layer
 from hooks.point import layer_of
 from interp.edits import Edit
@@ -68,7 +68,7 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
     if not any(f".{name}".endswith(f".{choice.site}") for name in points):
         require_points(runner)
         in_layers = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
-        raise unknown_name(choice.site, dict.fromkeys(in_layers), "site")
+        raise unknown_point(choice.site, dict.fromkeys(in_layers), "site")
     return _some("layers", by_layer(choice.site, points), choice.layers)
 
 

@@ -21,8 +21,8 @@ def read(name):
     """One model, in float64.
 
     `config` is its `HookedTransformerConfig` as a dict of JSON, `state` its state dict with buffers,
-    `logits` [batch pos vocab] those of `tokens` [batch pos]. `cache` has what its points gave,
-    those outside the blocks and those of block 1. It is empty for most models.
+    `logits` [batch pos vocab] those of `tokens` [batch pos]. `points` are the names of all its points, and
+    `cache` has what those outside the blocks and those of block 1 gave. It is empty for most models.
     """
     with np.load(FILE) as file:
         entry = json.loads(str(file["index"]))[name]
@@ -31,10 +31,12 @@ def read(name):
     whole = arrays["state"].dtype == np.int8
     arrays["state"] = arrays["state"] / np.float64(STEP if whole else 1)
     parts = {kind: cut(array, entry[kind]) for kind, array in arrays.items()}
+    masks = {n: mask.bool() for n, mask in parts["buffers"].items() if n.endswith("mask")}
     return SimpleNamespace(
         name=name,
         config=entry["config"],
-        state=parts["state"] | parts["buffers"],
+        points=entry["points"],
+        state=parts["state"] | parts["buffers"] | masks,
         tokens=tokens,
         logits=parts["logits"]["logits"],
         cache=parts["cache"],

@@ -25,7 +25,7 @@ MODELS = {
     "no_norm": dict(normalization_type=None),
     "final_rms": dict(final_rms=True),
     "eps": dict(eps=0.3),
-    "attn_only": dict(attn_only=True, act_fn=None, d_mlp=None),
+    "attn_only": dict(use_hook_tokens=True, attn_only=True, act_fn=None, d_mlp=None),
     "attn_only_no_norm": dict(attn_only=True, act_fn=None, d_mlp=None, normalization_type=None),
     "gelu": dict(act_fn="gelu"),
     "gelu_fast": dict(act_fn="gelu_fast"),
@@ -57,7 +57,7 @@ MODELS = {
     "solu": dict(act_fn="solu"),
     "solu_ln": dict(act_fn="solu_ln"),
     "solu_ln_pre": dict(act_fn="solu_ln", normalization_type="LNPre"),
-    "post_embedding_ln": dict(post_embedding_ln=True),
+    "post_embedding_ln_rotary": ROTARY | dict(post_embedding_ln=True),
     "attn_scale": dict(attn_scale=1.7),
     "no_attn_scale": dict(use_attn_scale=False),
     "attn_scale_by_layer": dict(scale_attn_by_inverse_layer_idx=True),
@@ -67,6 +67,7 @@ MODELS = {
     "processed_solu_ln": dict(act_fn="solu_ln"),
     "processed_grouped": GROUPED,
     # To be refused.
+    "post_embedding_ln": dict(post_embedding_ln=True),
     "alibi": dict(positional_embedding_type="alibi"),
     "experts": LLAMA | dict(num_experts=3, experts_per_token=2),
 }
@@ -82,7 +83,15 @@ CACHED = {
         "qk_norm",
         "sandwich",
     ),
-    *("caps", "shortformer", "solu_ln", "post_embedding_ln", "processed"),
+    *(
+        "rms_pre",
+        "qk_norm_ln",
+        "caps",
+        "shortformer",
+        "solu_ln",
+        "post_embedding_ln_rotary",
+        "processed",
+    ),
 }
 
 
@@ -100,6 +109,7 @@ def main():
             cache = cached(model, tokens) if name in CACHED else {}
         parts = dict(state=parameters, buffers=buffers, logits={"logits": logits}, cache=cache)
         index[name] = {"config": model.cfg.to_dict() | {"dtype": str(model.cfg.dtype)}}
+        index[name]["points"] = list(model.hook_dict)
         for kind, values in parts.items():
             index[name][kind] = {n: list(value.shape) for n, value in values.items()}
             arrays[f"{name}/{kind}"] = flat(kind, values)

@@ -1,0 +1,56 @@
+"""The guide for people from TransformerLens: each row runs, and gives the numbers that TransformerLens gave."""
+
+import contextlib
+import io
+import json
+import re
+import runpy
+
+import numpy as np
+import pytest
+
+from tests.transformer_lens import rows
+
+EXAMPLE = rows.GUIDE.parents[1] / "from_transformer_lens.py"
+
+# Other numbers: a name; singular vectors, by sign; another share of queries; values without the gain.
+OTHER = ("utils.get_act_name", "SVDInterpreter", "detect_head", "folded_cache.apply_ln_to_stack")
+
+
+@pytest.fixture(scope="module")
+def names():
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = rows.guide()
+    assert "blocks.1.resid_pre here" in printed.getvalue()
+    return names
+
+
+@pytest.fixture(scope="module")
+def kept():
+    with np.load(rows.FILE) as file:
+        lines = json.loads(str(file["names"]))
+        return {line: file[str(index)] for index, line in enumerate(lines)}
+
+
+def test_each_row_runs_and_gives_their_numbers(names, kept):
+    compared = set()
+    for theirs, ours in rows.of_the_guide():
+        value = rows.numbers(rows.result(ours, names))
+        if theirs in kept and not theirs.startswith(OTHER):
+            wanted = kept[theirs]
+            np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-4, err_msg=ours)
+            compared.add(theirs)
+    assert kept.keys() - compared == {line for line in kept if line.startswith(OTHER)}
+    assert len(compared) > 50
+
+
+def test_the_example_finds_the_induction_heads(capsys):
+    assert runpy.run_path(str(EXAMPLE))["main"]() == 0
+    first, *parts = capsys.readouterr().out.split("\n\n")
+    before, after = map(float, re.findall(r"(\d\.\d+)", first))
+    assert before > 4 * after
+    scores, patched = (set(re.findall(r"layer (\d, head \d)", part)) for part in parts)
+    assert scores == patched
+    assert {head[0] for head in scores} == {"3"}
+    # The previous-token head is needed most, then one that copies.
+    assert re.findall(r"without head (\S+)", parts[0])[:2] == ["0.3", "3.0"]
