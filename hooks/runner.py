@@ -321,10 +321,9 @@ class HookedRunner(SaysOurs):
     ) -> tuple[Any, ActivationCache]:
         if lazy and (options.grads or not options.detach):
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
-        calls = divided(points, self._blocks) if lazy else []
-        recorder = Recorder(
-            points, options, optional, stops, run is not None, self._blocks if lazy else ()
-        )
+        blocks = self._blocks if lazy else {}
+        calls = divided(points, blocks) if lazy else []
+        recorder = Recorder(points, options, optional, stops, run is not None, blocks)
         edits = edits_in_force()
         # Before the run, which may write into its arguments.
         inputs = bound(self._signature, args, kwargs) if run is None else {}
@@ -332,12 +331,12 @@ class HookedRunner(SaysOurs):
             recorder.listen(session)
             for call in calls:
                 call.listen(session)
+            call_model = run or self.model
+            if options.detach and not options.grads:
+                call_model = without_gradients(call_model)
             output = None
             try:
-                if options.grads or not options.detach:
-                    output = (run or self.model)(*args, **kwargs)
-                else:
-                    output = without_gradients(run or self.model)(*args, **kwargs)
+                output = call_model(*args, **kwargs)
             except Complete as stopped:
                 if stopped.args[0] is not recorder:
                     raise

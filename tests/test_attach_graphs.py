@@ -16,7 +16,7 @@ from interp import (
     run_circuit,
 )
 from models import attach, from_hf
-from models.attached.twin import Twin
+from models.attached.view import PlainView
 from models.checkpoints.huggingface import FAMILIES
 from tests.attachable import HEADS, KV_HEADS, VOCAB, made
 
@@ -76,7 +76,7 @@ def test_families_that_are_known_have_the_graph_of_their_plain_model(kind, monke
     plain = from_hf(model, ignore=foreign)
     with attach(model):
         monkeypatch.setattr("models.attached.language.FAMILIES", {})
-        assert isinstance(graph.Graph(model).model, Twin)
+        assert isinstance(graph.Graph(model).model, PlainView)
         edges = list(graph.Graph(plain).edges)[::3]
         for analysis in (edge_attribution, path_patching):
             ours, theirs = analysis(model, PAIRS), analysis(plain, PAIRS)

@@ -148,14 +148,15 @@ def locate(
     along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
     if source_pos is not None and along is None:
         raise EditError(f"source_pos needs an axis of positions; got {point}")
-    sizes, box, mask, taken = list(held), [slice(0, n) for n in held], None, None
     start = None if along is None else piece.start
+    sizes = list(held)
     if along is not None and start is not None:
         end = start + held[along]
         sizes = [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
     # Keys that a window has dropped come before the first.
     firsts = [full - n for full, n in zip(sizes, held, strict=True)]
     batch = axes.index("batch") if "batch" in axes else -1
+    box, mask, taken = [slice(0, n) for n in held], None, None
     # The batch first: what is selected in each example is then that of the rows that are left.
     for at in sorted(range(len(axes)), key=lambda n: n != batch):
         axis, source = axes[at], source_pos if at == along else None
@@ -171,25 +172,28 @@ def locate(
             range(firsts[at], sizes[at]),
             whole,
         )
-        each = len(chosen) > 1
-        chosen = chosen[box[batch]] if each else chosen
+        chosen = chosen[box[batch]] if len(chosen) > 1 else chosen
         inside = [n for n in range(held[at]) if any(row[n] >= 0 for row in chosen)]
         if not inside:
             return None
         box[at] = slice(inside[0], inside[-1] + 1)
         firsts[at] += inside[0]
-        width = inside[-1] + 1 - inside[0]
-        if each or source is not None or len(inside) < width:
-            shape = [1] * len(axes)
-            shape[at] = width
-            if each:
-                shape[batch] = len(chosen)
-            numbers = torch.tensor([row[box[at]] for row in chosen])
-            # Where the batch comes after the positions, so do the rows of its columns.
-            numbers = (numbers.T if each and batch > at else numbers).reshape(shape)
-            taken = taken if source is None else numbers.clamp(min=0)
-            mask = numbers >= 0 if mask is None else mask & (numbers >= 0)
+        if len(chosen) > 1 or source is not None or len(inside) < inside[-1] + 1 - inside[0]:
+            columns = _broadcast([row[box[at]] for row in chosen], at, batch, len(axes))
+            taken = taken if source is None else columns.clamp(min=0)
+            mask = columns >= 0 if mask is None else mask & (columns >= 0)
     return Place(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
+
+
+def _broadcast(rows: list[list[int]], at: int, batch: int, ndim: int) -> Shaped[Tensor, "..."]:
+    """Columns along one axis, and those of each example along the batch, with `ndim` axes."""
+    columns = torch.tensor(rows)
+    shape = [1] * ndim
+    shape[at] = columns.shape[1]
+    if len(rows) > 1:
+        shape[batch] = len(rows)
+    # Where the batch comes after the positions, so do the rows of its columns.
+    return (columns.T if len(rows) > 1 and batch > at else columns).reshape(shape)
 
 
 def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:

@@ -95,13 +95,13 @@ def attribution_patching(
         every = [*listened, *itertools.chain(*dropped)]
         run = Gradients(runs.runner, runs.edited, runs.metric, every)
 
-    def estimate(name: str) -> Callable[[Tensor], Tensor]:
-        if name in attentions:
-            return _corrected(runs, points[name], attentions[name])
-        point_and_base = points[name], run.values[name]
-        return lambda gradient: effects(*point_and_base, gradient, runs.cache, runs.places)
-
-    estimates = {heard: estimate(name) for heard, name in listened.items()}
+    estimates: dict[str, Callable[[Tensor], Tensor]] = {}
+    for heard, name in listened.items():
+        estimates[heard] = (
+            _corrected(runs, points[name], attentions[name])
+            if name in attentions
+            else _first_order(runs, points[name], run.values[name])
+        )
     by_point: dict[str, Tensor] = {}
 
     def receive(heard: str, gradient: Tensor) -> None:
@@ -114,12 +114,20 @@ def attribution_patching(
     for n, without in enumerate(dropped, 1):
         run.backward(receive, without, last=n == len(dropped))
     warn_of_flat(run, 3)
+    return runs.of_layers(by_point, run.base, **_about(qk_correction, grad_drop))
+
+
+def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
+    """The name of the estimate, and whether its effects have signs."""
     options = {"qk_correction": qk_correction, "grad_drop": grad_drop}
     parts = ["attribution", *(option for option, on in options.items() if on)]
     about: dict[str, Any] = {"estimate": " with ".join(parts)}
-    if grad_drop:
-        about["signed"] = False
-    return runs.of_layers(by_point, run.base, **about)
+    return about | {"signed": False} if grad_drop else about
+
+
+def _first_order(runs: Contrast, point: Point, base: Tensor) -> Callable[[Tensor], Tensor]:
+    """The effects of other values, from the gradient at their point."""
+    return lambda gradient: effects(point, base, gradient, runs.cache, runs.places)
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:

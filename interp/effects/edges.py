@@ -120,22 +120,28 @@ def edge_attribution(
         scored = of(scored.scores)
     if not (scored.scores.isfinite().all() and (target - base).isfinite().all()):
         raise ValueError("scores and metrics must be finite; got others")
-    edges, nodes = scored.scores[:, :-1], scored.scores[:, -1]
-    gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
-    about: dict[str, Any] = {"estimate": method, "node_gap": _rounded(gap)}
-    if scored.gaps is not None:
-        about |= {"steps": scored.steps, "gaps": [*map(_rounded, scored.gaps)]}
-        gap = torch.maximum(gap, scored.gaps.max())
+    about, gap = _checked_sums(scored)
     if gap > tolerance:
         rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
-        warnings.warn(f"{rule}; got {float(gap):.2g}", stacklevel=2)
-    values = edges[graph.allowed.to(edges.device)]
+        warnings.warn(f"{rule}; got {gap:.2g}", stacklevel=2)
+    values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
     labels: dict[str, Any] = {"edge": graph.edges}
     if over is None:
         values = values.squeeze(1)
     else:
         labels[over] = where.labels
-    return runs.result(values, labels, base, **about)
+    return runs.result(values, labels, base, estimate=method, **about)
+
+
+def _checked_sums(scored: Found) -> tuple[dict[str, Any], float]:
+    """How far scores are from adding up: for `about`, and the largest gap."""
+    edges, nodes = scored.scores[:, :-1], scored.scores[:, -1]
+    gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
+    about: dict[str, Any] = {"node_gap": _rounded(gap)}
+    if scored.gaps is not None:
+        about |= {"steps": scored.steps, "gaps": [*map(_rounded, scored.gaps)]}
+        gap = torch.maximum(gap, scored.gaps.max())
+    return about, float(gap)
 
 
 def _rounded(share: Tensor) -> float:

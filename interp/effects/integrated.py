@@ -71,20 +71,16 @@ def integrated_gradients(
     start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
-    by_point: dict[str, Tensor] = {}
-    taken: list[int] = []
-    gaps: list[Tensor] = []
-    for name in runs.names.values():
-        if name not in first:
-            taken.append(0)
-            gaps.append(torch.zeros_like(start.base))
-            continue
-        path = _Path(runs, name, start, first[name], steps, tolerance)
-        by_point[name] = path.effects
-        taken.append(path.steps)
-        gaps.append(path.gap)
+    paths = {
+        name: _Path(runs, name, start, first[name], steps, tolerance)
+        for name in runs.names.values()
+        if name in first
+    }
+    taken = [paths[name].steps if name in paths else 0 for name in runs.names.values()]
+    none = torch.zeros_like(start.base)
+    gaps = [paths[name].gap if name in paths else none for name in runs.names.values()]
     result = runs.of_layers(
-        by_point,
+        {name: path.effects for name, path in paths.items()},
         start.base,
         estimate="integrated gradients",
         steps=taken,

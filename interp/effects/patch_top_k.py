@@ -94,13 +94,8 @@ def patch_top_k(
     >>> patch_top_k(model, pairs, estimate=estimate, k=1, budget=4).top.labels["place"]
     ('layer 0, head 3',)
     """
-    known = estimate.about.keys()
-    if not {"site", "direction"} <= known or known & SELECTS.keys():
-        raise ValueError(
-            f"estimate must be of a site and a direction, whole; got {dict(estimate.about)}"
-        )
-    choice, direction = _choice(estimate), estimate.about["direction"]
-    runs = contrast(model, pairs, choice, direction)
+    choice = _choice(estimate)
+    runs = contrast(model, pairs, choice, estimate.about["direction"])
     guess = estimate.mean().flatten().abs()
     if not 1 <= k < len(guess):
         raise ValueError(f"k must be 1 to {len(guess) - 1}, fewer than there are places; got {k}")
@@ -119,27 +114,42 @@ def patch_top_k(
     tested, text = [jobs[at] for at in chosen], runs.edited
     swept = sweep_text(model, text, tested, runs.metric, max_bytes)
     _require_same(_metrics_agree(estimate.base, swept.base, precision))
-    size = swept.values.mean(-1).abs().tolist()
-    ranked = sorted(range(k + n), key=lambda at: (at >= k, -size[at]))
+    exact = replace(swept, target=runs.target, about={**swept.about, **runs.about})
+    return _verified(estimate, exact, chosen, k, len(order) - k)
+
+
+def _verified(
+    estimate: Result, exact: Result, chosen: Sequence[int], k: int, n_outside: int
+) -> Verified:
+    """The exact effects of the `k` chosen places and of the sample after them, and what that says of all others."""
+    size = exact.values.mean(-1).abs().tolist()
+    ranked = sorted(range(len(chosen)), key=lambda at: (at >= k, -size[at]))
     guessed = _listed(estimate, [chosen[at] for at in ranked])
-    exact = replace(
+    ordered = replace(
         guessed,
-        values=swept.values[ranked],
-        base=swept.base,
-        target=runs.target,
-        about={**swept.about, **runs.about},
+        values=exact.values[ranked],
+        base=exact.base,
+        target=exact.target,
+        about=exact.about,
     )
-    labels = exact.labels["place"]
-    top, outside = exact.select(place=labels[:k]), exact.select(place=labels[k:])
-    missed = sum(one > min(size[:k]) for one in size[k:])
-    left = len(order) - k
-    return Verified(
-        top, outside, guessed, left, missed, _bound(n, missed, left), _bound(n, 0, left)
-    )
+    labels = ordered.labels["place"]
+    top, outside = ordered.select(place=labels[:k]), ordered.select(place=labels[k:])
+    sampled, missed = len(chosen) - k, sum(one > min(size[:k]) for one in size[k:])
+    bounds = (_bound(sampled, count, n_outside) for count in (missed, 0))
+    return Verified(top, outside, guessed, n_outside, missed, *bounds)
 
 
 def _choice(estimate: Result) -> Choice:
-    """The places of an estimate."""
+    """The places of an estimate.
+
+    Raises:
+        ValueError: if it is of something else than a site, or of a part of one.
+    """
+    known = estimate.about.keys()
+    if not {"site", "direction"} <= known or known & SELECTS.keys():
+        raise ValueError(
+            f"estimate must be of a site and a direction, whole; got {dict(estimate.about)}"
+        )
     labels, about = estimate.labels, estimate.about
     return Choice(
         about["site"],

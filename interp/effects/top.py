@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache
+from hooks import ActivationCache, HookedRunner
 from hooks.names import layers as by_layer
 from hooks.transfer import to_device
 from interp.inputs.pairs import Direction, Pairs
@@ -59,13 +59,7 @@ def top_attributions(
     runner = runner_of(model)
     if k < 1:
         raise ValueError(f"k must be at least 1; got {k}")
-    if directions is None:
-        require_points(runner)
-        point_names = by_layer("mlp.post", runner.points)
-        titles = {name: f"layer {layer}" for layer, name in point_names.items()}
-    else:
-        titles = {name: name for name in directions}
-    names = [*titles]
+    names = [*(titles := _titles(runner, directions))]
     runs = two_runs(runner, pairs, direction, names)
     if not are_aligned(runs.edited, runs.source):
         raise ValueError("both texts must have the same columns and padding; got others")
@@ -75,10 +69,8 @@ def top_attributions(
     last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
 
     def receive(name: str, gradient: Tensor) -> None:
-        change, gradient = (
-            at_least_float32(cache[name]) - run.values[name],
-            at_least_float32(gradient),
-        )
+        change = at_least_float32(cache[name]) - run.values[name]
+        gradient = at_least_float32(gradient)
         if name in units:
             change, gradient = change @ units[name], gradient @ units[name]
         axes = runner.points[name].axes
@@ -91,6 +83,15 @@ def top_attributions(
     warn_of_flat(run, 3)
     warn_of_unread([name for name in names if name not in read], 3)
     return runs.result(kept.values, {"place": kept.labels}, run.base, estimate="attribution")
+
+
+def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> dict[str, str]:
+    """The points, each with what labels call it."""
+    if directions is not None:
+        return {name: name for name in directions}
+    require_points(runner)
+    points = by_layer("mlp.post", runner.points)
+    return {name: f"layer {layer}" for layer, name in points.items()}
 
 
 class _Largest:

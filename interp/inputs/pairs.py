@@ -133,15 +133,10 @@ class Pairs:
         if answers is not None:
             check_answers(answers, len(clean))
         self.clean, self.corrupted, self.answers = clean, corrupted, answers
-        self.arguments = dict(arguments or {})
-        self.corrupted_arguments = dict(
-            self.arguments if corrupted_arguments is None else corrupted_arguments
-        )
-        for what in ("arguments", "corrupted_arguments"):
-            if "attention_mask" in getattr(self, what):
-                raise ValueError(
-                    f"{what} must not hold attention_mask, which is an argument itself"
-                )
+        others = arguments if corrupted_arguments is None else corrupted_arguments
+        self.arguments, self.corrupted_arguments = dict(arguments or {}), dict(others or {})
+        if "attention_mask" in {*self.arguments, *self.corrupted_arguments}:
+            raise ValueError("arguments must not hold attention_mask, which is an argument itself")
         real = real_of(attention_mask, clean.shape)
         self.attention_mask = None if attention_mask is None else real
         positions = positions_of_spans(spans or {}, real, "clean", last_only)
@@ -153,15 +148,11 @@ class Pairs:
             corrupted_mask = _mask_of_both(attention_mask, clean, corrupted)
         other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
         self.corrupted_mask = None if corrupted_mask is None else other
-        if not spans and not torch.equal(real.cpu(), other.cpu()):
-            raise ValueError(
-                "clean and corrupted tokens must have the same shape and padding, unless spans say "
-                f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
-            )
-        others = spans if corrupted_spans is None else corrupted_spans
-        others = positions_of_spans(others or {}, other, "corrupted", last_only)
-        check_counts(positions, others)
-        self.corrupted_spans = {name: as_tensor(rows, clean) for name, rows in others.items()}
+        _require_aligned(clean, corrupted, real, other, spans)
+        named = spans if corrupted_spans is None else corrupted_spans
+        elsewhere = positions_of_spans(named or {}, other, "corrupted", last_only)
+        check_counts(positions, elsewhere)
+        self.corrupted_spans = {name: as_tensor(rows, clean) for name, rows in elsewhere.items()}
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """These pairs as tokens of a model, which analyses ask for; the pairs themselves if they are that already.
@@ -372,6 +363,16 @@ def _check_texts(clean: Tensor, corrupted: Tensor | None) -> None:
     if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
         counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
         raise ValueError(f"clean and corrupted texts must be as many, at least one; got {counts}")
+
+
+def _require_aligned(
+    clean: Tensor, corrupted: Tensor, real: Tensor, other: Tensor, spans: Spans | None
+) -> None:
+    if not spans and not torch.equal(real.cpu(), other.cpu()):
+        raise ValueError(
+            "clean and corrupted tokens must have the same shape and padding, unless spans say "
+            f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
+        )
 
 
 def _mask_of_both(mask: Tensor | None, clean: Tensor, corrupted: Tensor) -> Tensor | None:

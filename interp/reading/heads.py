@@ -137,9 +137,6 @@ def _wanted(
     """The factors of each key's weight, and the queries that count. On the CPU."""
     rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
     later = real & (rank > 0)
-    # The column of the real token before each column, -1 where there is none.
-    before = columns.where(real, -1).cummax(1).values.roll(1, 1)
-    before[:, 0] = -1
     if (span is None) == (isinstance(kind, str) and kind == "span"):
         raise ValueError(f"span must be given for the kind 'span' and no other; got {span}")
     if isinstance(kind, Tensor):
@@ -153,22 +150,37 @@ def _wanted(
         return rank[:, :, None] - rank[:, None], later
     if kind == "entropy":
         return torch.ones(*real.shape, len(columns)), later
+    keys = _keys(kind, tokens, real, later, span)
+    return keys, keys.any(2) & real
+
+
+def _keys(
+    kind: str,
+    tokens: Int[Tensor, "batch pos"] | None,
+    real: Bool[Tensor, "batch pos"],
+    later: Bool[Tensor, "batch pos"],
+    span: Index | None,
+) -> Bool[Tensor, "batch query key"]:
+    """The keys that a kind of head attends to. `later` are the real tokens but the first."""
+    columns = torch.arange(real.shape[1])
+    # The column of the real token before each column, -1 where there is none.
+    before = columns.where(real, -1).cummax(1).values.roll(1, 1)
+    before[:, 0] = -1
     if kind == "current_token":
-        keys = (columns[:, None] == columns) & later[..., None]
-    elif kind == "previous_token":
-        keys = columns == before[..., None]
-    elif kind == "first_token":
-        keys = later[..., None] & (real & ~later)[:, None]
-    elif span is not None:
+        return (columns[:, None] == columns) & later[..., None]
+    if kind == "previous_token":
+        return columns == before[..., None]
+    if kind == "first_token":
+        return later[..., None] & (real & ~later)[:, None]
+    if span is not None:
         inside = Selection(span).inside(real, "span")
         after = columns > columns.where(inside, -1).amax(1, keepdim=True)
-        keys = after[..., None] & inside[:, None]
-    elif tokens is None:
+        return after[..., None] & inside[:, None]
+    if tokens is None:
         raise ValueError(f"{kind} needs a cache that knows its tokens; that of a run= does not")
-    else:
-        ids = tokens.cpu()  # read once
-        keys = (ids[..., None] == ids[:, None]) & real[:, None] & (columns[:, None] > columns)
-        if kind == "induction":
-            copied = keys.gather(2, before.clamp(min=0)[:, None].expand_as(keys))
-            keys = copied & (before >= 0)[:, None]
-    return keys, keys.any(2) & real
+    ids = tokens.cpu()  # read once
+    same = (ids[..., None] == ids[:, None]) & real[:, None] & (columns[:, None] > columns)
+    if kind != "induction":
+        return same
+    copied = same.gather(2, before.clamp(min=0)[:, None].expand_as(same))
+    return copied & (before >= 0)[:, None]

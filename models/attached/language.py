@@ -17,7 +17,7 @@ from models.attached.context import AttachedContext, context_of
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call, Probe
 from models.attached.sums import factors_of, is_close, is_same
-from models.attached.twin import Twin
+from models.attached.view import PlainView
 from models.checkpoints.huggingface import FAMILIES, from_hf_shared
 from models.text.texts import ReadsText, is_tokens, read
 from models.transformer import Transformer
@@ -138,14 +138,14 @@ class AttachedLanguage(ReadsText):
             return self.unembed(resid)[:, -last:]
         return self.unembed(resid[:, -last:])
 
-    def plain(self) -> Transformer | Twin:
-        """The model as a plain transformer, which shares its memory where layouts are the same; or as a `Twin`.
+    def plain(self) -> Transformer | PlainView:
+        """The model as a plain transformer, which shares its memory where layouts are the same; or as a `PlainView`.
 
         Raises:
-            ValueError: as for `models.from_hf` or `Twin`.
+            ValueError: as for `models.from_hf` or `PlainView`.
         """
         if self._model.config.model_type not in FAMILIES:
-            return hooks_disabled(Twin, self)
+            return hooks_disabled(PlainView, self)
         made = from_hf_shared(self._model)
         made.tokenizer = self.tokenizer
         return made

@@ -96,6 +96,24 @@ def assemble(
         for name in absent[:1]:
             del sources[name]
     _check_keys({key for source in sources.values() for key in source.keys}, held, where)
+    values = _read_all(config, sources, shapes, reader, where, dtype, device)
+    widest = reduce(torch.promote_types, {value.dtype for value in values.values()})
+    for name in values:
+        values[name] = values[name].to(widest)
+    model.load_state_dict(values, assign=True)
+    return model.eval()
+
+
+def _read_all(
+    config: TransformerConfig,
+    sources: Mapping[str, Source],
+    shapes: Mapping[str, torch.Size],
+    reader: Reader,
+    where: str,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> dict[str, Tensor]:
+    """Every parameter in memory of its own. Of two that are tied the first."""
     values: dict[str, Tensor] = {}
     taken: set[int] = set()  # addresses of memory in use
     # Largest first, because a tensor and its copy are in memory together while the model is small.
@@ -112,11 +130,7 @@ def assemble(
         else:
             values[name] = _owned(value, taken, dtype or value.dtype, torch.device(device or "cpu"))
             taken.add(values[name].untyped_storage().data_ptr())
-    widest = reduce(torch.promote_types, {value.dtype for value in values.values()})
-    for name in values:
-        values[name] = values[name].to(widest)
-    model.load_state_dict(values, assign=True)
-    return model.eval()
+    return values
 
 
 def end_tokens(listed: Any, vocab_size: int) -> tuple[Any, ...]:

@@ -140,14 +140,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _config(file: GGUFFile) -> TransformerConfig:
-    general = file.metadata("general.")
-    name, kind = str(general.get("architecture")), general.get("type", "model")
-    if name not in ARCHITECTURES:
-        rule = f"general.architecture must be one of {', '.join(ARCHITECTURES)}"
-        raise ValueError(f"{rule}; got {name!r}")
-    n_files = file.metadata("split.").get("count", 1)
-    if kind != "model" or n_files > 1:
-        raise ValueError(f"the file must be a whole model; got 1 of {n_files} files of a {kind}")
+    name = _architecture(file)
     # An array has one value for each layer.
     keys = {
         key: value[0] if isinstance(value, list) and len(set(value)) == 1 else value
@@ -175,20 +168,42 @@ def _config(file: GGUFFile) -> TransformerConfig:
         fields["rotary_scaling"] = _scaling(keys, file, sizes["n_ctx"])
         if name not in _PERMUTED:
             fields["rotary_fraction"] = keys.pop("rope.dimension_count", d_head) / d_head
-    only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
-    for key, value in {**_ONLY, **only, "block_count": n_layers}.items():
-        if (stated := keys.pop(key, value)) != value:
-            raise ValueError(f"{name}.{key} must be {value}; got {stated}")
     rms = "rms_" if fields.get("norm") == "rmsnorm" else ""
     fields["norm_eps"] = keys.pop(f"attention.layer_norm_{rms}epsilon")
-    if left := sorted(f"{name}.{key}" for key in keys.keys() - _WITHOUT_EFFECT):
-        got = f"{', '.join(left)}; to load the model without them: ignore={left}"
-        raise ValueError(f"keys of an architecture must be known; got {got}")
+    only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
+    _refuse_left(name, keys, {**_ONLY, **only, "block_count": n_layers})
     # The ends of a text, of a turn and of a message: a chat model may write any of them.
     ends = [file.metadata(f"tokenizer.ggml.eo{which}_token_id").get("") for which in "stm"]
     fields["eos_token_ids"] = end_tokens(ends, vocab_size)
     fields |= _from_tensors(file, fields.get("positions") == "rotary")
     return TransformerConfig(**fields)
+
+
+def _architecture(file: GGUFFile) -> str:
+    """The architecture of a file that holds a whole model.
+
+    Raises:
+        ValueError: if it is of another architecture, or holds something else.
+    """
+    general = file.metadata("general.")
+    name, kind = str(general.get("architecture")), general.get("type", "model")
+    if name not in ARCHITECTURES:
+        rule = f"general.architecture must be one of {', '.join(ARCHITECTURES)}"
+        raise ValueError(f"{rule}; got {name!r}")
+    n_files = file.metadata("split.").get("count", 1)
+    if kind != "model" or n_files > 1:
+        raise ValueError(f"the file must be a whole model; got 1 of {n_files} files of a {kind}")
+    return name
+
+
+def _refuse_left(name: str, keys: dict[str, Any], only: Mapping[str, Any]) -> None:
+    """Refuses keys that are unknown, or have another value than the `only` one that can be expressed."""
+    for key, value in only.items():
+        if (stated := keys.pop(key, value)) != value:
+            raise ValueError(f"{name}.{key} must be {value}; got {stated}")
+    if left := sorted(f"{name}.{key}" for key in keys.keys() - _WITHOUT_EFFECT):
+        got = f"{', '.join(left)}; to load the model without them: ignore={left}"
+        raise ValueError(f"keys of an architecture must be known; got {got}")
 
 
 def _from_tensors(file: GGUFFile, rotary: bool) -> dict[str, bool]:

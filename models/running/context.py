@@ -183,14 +183,13 @@ def place(
     """
     (batch, new), device = x.shape[:2], x.device
     start, known = (0, None) if kv_cache is None else (kv_cache.length, kv_cache.mask)
-    end, real, is_cached = start + new, None, kv_cache is not None
+    end, is_cached = start + new, kv_cache is not None
     drops_keys = is_cached and any(windows)
     if known is not None:
         known = torch.cat([known, known.new_ones(batch, end - known.shape[1])], 1)
-    if attention_mask is None:
-        real = known
-    else:
-        cached = None if not is_cached else start
+    real = known
+    if attention_mask is not None:
+        cached = start if is_cached else None
         real = as_real(attention_mask, batch, end, cached, known, drops_keys)
     if query_key_mask is not None:
         query_key_mask = as_seen(query_key_mask, (batch, n_heads, new, end), is_cached)

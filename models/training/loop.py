@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,10 +128,8 @@ def train(
                 if due and HELD_OUT in texts:
                     run.measure(texts[HELD_OUT])
                 run.log()
-                bar.update()
-                rate = tokens[:, 1:].numel() * (bar.format_dict["rate"] or 0)
                 last = run.records[-1]["loss"] if run.records else math.nan
-                bar.set_postfix_str(f"loss {last:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                _show(bar, tokens, last)
                 if after_step:
                     after_step(step, last)
                 # Read once, because it can change in between.
@@ -141,11 +140,22 @@ def train(
                     run.save()
                 if stop:
                     break
+    return _result(run)
+
+
+def _show(bar: Any, tokens: Tensor, loss: float) -> None:
+    bar.update()
+    rate = tokens[:, 1:].numel() * (bar.format_dict["rate"] or 0)
+    bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+
+
+def _result(run: Run) -> TrainingResult:
+    characters = run.config.characters_per_token
     return TrainingResult(
         losses=tuple(record["loss"] for record in run.records),
         validation={
             record["step"]: Evaluation(
-                record["validation_loss"], config.characters_per_token, record["standard_error"]
+                record["validation_loss"], characters, record["standard_error"]
             )
             for record in run.records
             if "validation_loss" in record

@@ -1,0 +1,357 @@
+"""A view of an attached decoder as blocks with branches and weights, for graphs and sums of components.
+
+`models.from_hf` rewrites the families that it knows. For any other the view is made from a run on fourteen tokens:
+
+1. Record what each module reads and gives (`recorded`).
+2. The modules that read what attention reads are its projections, and the one that reads z is its output map. They are
+   linear, so unit vectors give their weights (`weights_of`).
+3. The columns of the projections on which a head's queries, keys or values depend are that head's, by autograd
+   (`columns_of`).
+4. A norm is one of ours with the same gain, bias and epsilon. The MLP is the module that reads its norm and gives what
+   is added.
+5. The view's attention puts its queries, keys and values in the place of the projections' outputs, runs the model's own
+   module, and takes z from what the output map reads. So rotation, norms of queries, masks and kernels are the model's.
+6. The view must give the model's logits. Otherwise it is refused.
+
+The points of attention and of the embeddings are those of the attached model. Weights are copies.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks import HookPoint, Identity, position_offset, start_of_piece
+from hooks._torch import without_gradients
+from hooks.point import mapped, tensors_in
+from hooks.session import Session
+from models.attached.context import AttachedContext
+from models.attached.layout import BlockLayout
+from models.attached.parts import (
+    ViewContext,
+    agree,
+    columns_of,
+    context_of,
+    gives,
+    instead,
+    linear_of,
+    missing,
+    mlp_modules,
+    norm_like,
+    outermost,
+    recorded,
+    stream_among,
+    weights_of,
+)
+from models.attached.probe import Call, evaluating, tokens_for
+from models.block import Branch
+
+STREAM = "batch pos d_model"
+TOLERANCE = 1e-4
+"""Of the largest logit, in float32. A part of another kind changes logits by far more."""
+
+
+class PlainView(nn.Module):
+    """The view of an attached model; see above.
+
+    Args:
+        language: the attached model's parts.
+
+    Attributes:
+        config: its sizes.
+        blocks: with branches, as those of `models.Transformer`.
+        ln_final: the norm that the unembedding reads.
+
+    Raises:
+        ValueError: naming the part that was not found, or if the view has other logits.
+    """
+
+    language: Any
+    _model: Any
+    _head: Any
+
+    @without_gradients
+    def __init__(self, language: Any) -> None:
+        super().__init__()
+        model, layouts = language._model, language.layouts
+        # Not as submodules, whose points and parameters would be the view's.
+        vars(self).update(_model=model, language=language, config=language.config)
+        self.tokenizer = language.tokenizer
+        for name in ("embed", "pos_embed"):
+            if hasattr(model, name):
+                setattr(self, name, getattr(model, name))
+        for n, layout in enumerate(layouts):
+            if layout.attention is None or layout.attn_out is None or layout.mid_out is not None:
+                raise missing(n, "attention that adds to the stream")
+        tokens = tokens_for(model)
+        with evaluating(model):
+            calls, logits = recorded(model, tokens)
+            context = context_of(model, [layout.attention for layout in layouts], tokens, {})
+            self.blocks = nn.ModuleList(
+                ViewBlock(n, layout, model.blocks[n], calls, context)
+                for n, layout in enumerate(layouts)
+            )
+            modules = language.unembed.modules
+            norm: Any = getattr(model, "ln_final", None)
+            has_norm = norm is not None and norm.module is modules[0]
+            self.ln_final = norm_like(calls[norm.module]) if has_norm else Identity()
+            vars(self)["_head"] = modules[has_norm:]
+            self.eval()
+            ours = self(tokens)
+        tolerance = max(TOLERANCE, 16 * torch.finfo(logits.dtype).eps)
+        if not (ours - logits).abs().max() <= tolerance * logits.abs().max():
+            raise missing(None, "blocks that are sums of their parts")
+
+    def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:
+        """The model's logits, from its parts."""
+        context, mask = self.context(tokens, **arguments), arguments.get("attention_mask")
+        real = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        with position_offset(start_of_piece(), real):
+            resid = self.input_resid(tokens, context)
+            for block in self.blocks:
+                resid = block(resid, context)
+            return self.unembed(resid)
+
+    def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> ViewContext:
+        """Return what attention reads besides the stream, from a run of the model itself."""
+        if isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.ndim == 2:
+            arguments = {**self.language.positions_of(mask), **arguments}
+        layouts = self.language.layouts
+        attention = [layout.attention for layout in layouts]
+        return context_of(self._model, attention, tokens, arguments)
+
+    def input_resid(
+        self, tokens: Int[Tensor, "batch pos"], context: ViewContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that enters the first block."""
+        return self.language.input_resid(tokens, AttachedContext(context.arguments))
+
+    def unembed(
+        self, resid: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos vocab"]:
+        """Logits from a residual stream."""
+        resid = self.ln_final(resid)
+        for module in self._head:
+            resid = module(resid)
+        return self.language.unembed.finished(resid)
+
+    def logits(
+        self, resid: Float[Tensor, "batch pos d_model"], last: int
+    ) -> Float[Tensor, "batch _last vocab"]:
+        """Logits of the `last` positions; 0 means all."""
+        return self.unembed(resid)[:, -last:]
+
+
+class ViewBlock(nn.Module):
+    """A block of the view.
+
+    Args:
+        n: its index.
+        layout: its modules.
+        points: those of the attached block.
+        calls: what each module read and gave.
+        context: of the recorded run.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        layout: BlockLayout,
+        points: Any,
+        calls: dict[nn.Module, Call],
+        context: ViewContext,
+    ) -> None:
+        super().__init__()
+        norms = {name: calls[norm.module] for name, norm in layout.norms.items()}
+        self.resid_pre, self.resid_post = HookPoint(STREAM), HookPoint(STREAM)
+        self.attn_out = HookPoint(STREAM, "what attention adds to the residual stream")
+        self.ln1, self.ln1_post = (norm_like(norms.get(name)) for name in ("ln1", "ln1_post"))
+        stream = calls[layout.block].inputs[0]
+        read = norms["ln1"].output if "ln1" in norms else stream
+        assert read is not None
+        self.attn = ViewAttention(n, layout, points.attn, read, calls, context)
+        self.is_parallel = layout.mid_in is None
+        self.has_mlp = layout.mlp_out is not None
+        if layout.mlp_out is None:
+            return
+        self.mlp_out = HookPoint(STREAM, "what the MLP adds to the residual stream")
+        if not self.is_parallel:
+            self.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
+        modules, read_norm = mlp_modules(n, layout, calls, [norms.get("ln2"), norms.get("ln1")])
+        self.mlp = ViewMLP(modules, layout.mlp_out.factor)
+        self.ln2, self.ln2_post = norm_like(read_norm), norm_like(norms.get("ln2_post"))
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The sublayers whose outputs `forward` adds to the stream, in order."""
+        attention = Branch(self.resid_pre, self.ln1, self.attn, self.ln1_post, self.attn_out)
+        if not self.has_mlp:
+            return (attention,)
+        reads = self.resid_pre if self.is_parallel else self.resid_mid
+        return attention, Branch(reads, self.ln2, self.mlp, self.ln2_post, self.mlp_out)
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"], context: ViewContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving the block."""
+        resid = self.resid_pre(resid)
+        attention, *mlps = self.branches
+        mid = resid + attention(resid, context)
+        if not mlps:
+            return self.resid_post(mid)
+        if self.is_parallel:
+            return self.resid_post(mid + mlps[0](resid))
+        mid = self.resid_mid(mid)
+        return self.resid_post(mid + mlps[0](mid))
+
+
+class ViewAttention(nn.Module):
+    """Attention of the view: the model's own module between linear maps of ours.
+
+    Args:
+        layer: the index of the block.
+        layout: the block's modules.
+        points: the attached model's points of this attention, which fire as the module runs.
+        read: what attention read in the recorded run, [batch, pos, d_model].
+        calls: what each module read and gave.
+        context: of that run.
+
+    Attributes:
+        qkv: the projections, joined: query heads, key heads, value heads.
+        output: the output map, with the factor of what is added.
+    """
+
+    module: Any
+    projections: list[nn.Module]
+    map: nn.Module
+
+    def __init__(
+        self,
+        layer: int,
+        layout: BlockLayout,
+        points: Any,
+        read: Tensor,
+        calls: dict[nn.Module, Call],
+        context: ViewContext,
+    ) -> None:
+        super().__init__()
+        self.layer, module = layer, layout.attention
+        assert module is not None
+        for name, point in points.named_children():
+            setattr(self, name, point)
+        inside = [calls[part] for part in module.modules() if part in calls and part is not module]
+        projections = outermost([c for c in inside if gives(c, read)])
+        if not projections:
+            raise missing(layer, "projections that read what attention reads")
+        # Not a submodule: its parameters are not the view's.
+        vars(self).update(module=module, projections=[c.module for c in projections])
+        leaves = [c.output.to(read).requires_grad_() for c in projections if c.output is not None]
+        values = self._values(leaves, read, context)
+        q, k, v, z = (values[name] for name in "qkvz")
+        self.heads = [part.shape[2] for part in (q, k, v)]
+        maps = [c for c in inside if c.inputs and agree(c.inputs[0], z.detach().flatten(2))]
+        if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
+            raise missing(layer, "heads of one size and a map that reads z")
+        vars(self)["map"] = maps[-1].module
+        columns = columns_of((q, k, v), leaves)
+        if columns is None:
+            raise missing(layer, "projections each of whose columns belongs to one head")
+        self.places = columns.argsort().split([leaf.shape[-1] for leaf in leaves])
+        parts = [weights_of(c.module, read.shape[-1], q) for c in projections]
+        weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        self.qkv = linear_of(weight[:, columns], bias[columns])
+        factor = layout.attn_out.factor if layout.attn_out else 1.0
+        weight, bias = weights_of(self.map, z.shape[2] * z.shape[3], q)
+        self.output = linear_of(weight * factor, bias * factor)
+
+    def _values(
+        self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
+    ) -> dict[str, Float[Tensor, "batch pos _head d_head"]]:
+        """Queries, keys, values and z of outputs of the projections, with their graph."""
+        values: dict[str, Tensor] = {}
+        with torch.enable_grad(), Session() as session:
+            for module, leaf in zip(self.projections, leaves, strict=True):
+                session.after(module, partial(instead, leaf))
+            for name in "qkvz":
+                session.after(getattr(self, name), partial(values.__setitem__, name))
+            self._run(x, context)
+        return values
+
+    def _run(self, x: Tensor, context: ViewContext) -> None:
+        args, kwargs = context.calls[self.layer]
+        stream = stream_among((args, kwargs), x.shape[-1])
+        args, kwargs = mapped((args, kwargs), lambda leaf: x if leaf is stream else leaf)
+        self.module(*args, **kwargs)
+
+    def project(self, x: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, ...]:
+        """Queries, keys and values [batch, pos, head, d_head] of the normalized stream: linear in `x`."""
+        return self.qkv(x).unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
+
+    def mix(
+        self,
+        q: Float[Tensor, "batch pos head d_head"],
+        k: Float[Tensor, "batch pos kv_head d_head"],
+        v: Float[Tensor, "batch pos kv_head d_head"],
+        context: ViewContext,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Return what attention adds to the residual stream, from the results of `project`."""
+        joined = torch.cat([q, k, v], 2).flatten(2)
+        read: list[Tensor] = []
+        with Session() as session:
+            for module, place in zip(self.projections, self.places, strict=True):
+                session.after(module, partial(instead, joined[..., place]))
+            session.before(
+                self.map, lambda args, kwargs: read.append(next(tensors_in((args, kwargs))))
+            )
+            self._run(joined.new_zeros(*q.shape[:2], self.qkv.in_features), context)
+        return self.output(read[0])
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"], context: ViewContext) -> Tensor:
+        """Return what attention adds to the residual stream."""
+        q, k, v = self.project(x)
+        return self.mix(q, k, v, context)
+
+    @property
+    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
+        """Output projections."""
+        return self.output.weight.T.unflatten(0, (self.heads[0], -1))
+
+    @property
+    def b_O(self) -> Float[Tensor, " d_model"]:
+        """Output bias."""
+        return self.output.bias
+
+
+def _part(kind: str, index: int) -> Any:
+    def read(self: ViewAttention) -> Tensor:
+        held = getattr(self.qkv, kind).unflatten(0, (sum(self.heads), -1)).split(self.heads)[index]
+        return held.mT if kind == "weight" else held
+
+    return property(read)
+
+
+for _index, _letter in enumerate("QKV"):
+    setattr(ViewAttention, f"W_{_letter}", _part("weight", _index))
+    setattr(ViewAttention, f"b_{_letter}", _part("bias", _index))
+
+
+class ViewMLP(nn.Module):
+    """The model's own modules, one after the other, and the factor of what they add."""
+
+    parts: Sequence[nn.Module]
+    factor: float
+
+    def __init__(self, modules: Sequence[nn.Module], factor: float) -> None:
+        super().__init__()
+        vars(self).update(parts=modules, factor=factor)
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """Return what the MLP gives."""
+        shape = x.shape
+        for module in self.parts:
+            x = next(tensors_in(module(x)))
+        x = x.view(shape)  # experts may see rows and positions as one axis
+        return x if self.factor == 1 else x * self.factor
