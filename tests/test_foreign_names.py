@@ -186,6 +186,12 @@ def test_errors_for_their_names_have_ours():
         interp.activation_patching(runner.model, pairs, "hook_z")
 
 
+def test_a_model_with_their_names_keeps_its_own_close_matches():
+    theirs = torch.nn.ModuleDict({"hook_embed": torch.nn.Identity()})
+    with pytest.raises(UnknownNameError, match="close matches: hook_embed$"):
+        HookedRunner(theirs).capture(torch.ones(2), names="hook_pos_embed")
+
+
 def test_errors_for_their_attributes_and_arguments_have_ours():
     model = load("pydoc-4l")
     runner = HookedRunner(model)
