@@ -6,7 +6,7 @@
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -138,12 +138,12 @@ def hooks_name(
     return _in_layer(row.ours, layers)
 
 
-def unknown_point(name: str, known: Iterable[str], what: str) -> UnknownNameError:
+def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameError:
     """The error for a `name` that no `what` has; for a name of TransformerLens it says ours."""
     # Quick, because `in` asks it for every name.
     foreign = "hook_" in name or name in _ALIASES or name in _SHORT
     key, layers = _key(_full(name), TABLE_4) if foreign else (None, "")
-    if key is None:
+    if key is None or any("hook_" in other for other in known):  # it may be a model of theirs
         return unknown_name(name, known, what)
     version = 2 if key in TABLE_2 else 4
     explained = _explained(version, TABLES[version][key], layers, known=False)

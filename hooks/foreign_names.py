@@ -181,13 +181,13 @@ TABLE_4: dict[str, Row] = {
     **{
         name: Row(note="is no point here: positions and rotations are no values of the stream")
         for name in (
-            *(
-                "pos_embed.hook_in",
-                "rotary_emb.hook_in",
-                "rotary_emb.hook_out",
-                "rotary_emb.hook_cos",
-            ),
-            *("rotary_emb.hook_sin", "blocks.*.attn.hook_cos", "blocks.*.attn.hook_sin"),
+            "pos_embed.hook_in",
+            "rotary_emb.hook_in",
+            "rotary_emb.hook_out",
+            "rotary_emb.hook_cos",
+            "rotary_emb.hook_sin",
+            "blocks.*.attn.hook_cos",
+            "blocks.*.attn.hook_sin",
         )
     },
     "blocks.*.ln1.hook_in": _read_alone("blocks.*.resid_pre", "the norm"),

@@ -11,6 +11,7 @@ from hooks import HookedRunner, UnknownNameError, hooks_name
 from hooks.foreign import ARGUMENTS, ATTRIBUTES
 from models import causal_mask, from_transformer_lens, load
 from tests import transformer_lens as lens
+from tests.transformer_lens import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore:these weights are centred")
 
@@ -122,6 +123,28 @@ def test_a_value_that_depends_on_the_model_needs_it():
         hooks_name("ln_final.hook_normalized", model=learned, version=4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", bridge.KINDS)
+def test_values_of_the_bridge_are_theirs_by_name(kind):
+    pytest.importorskip("transformers")
+    theirs, model = bridge.read(kind), models.from_hf(bridge.made(kind))
+    names, reasons = {}, {}
+    for point in theirs:
+        names[point], reasons[point] = translated(point, model=model, version=4)
+    assert not any("no point of" in reason for reason in reasons.values() if reason)
+    wanted = {point: name for point, name in names.items() if name}
+    cache = HookedRunner(model).run_with_cache(bridge.TOKENS, names=[*wanted.values()])[1]
+    for point, name in wanted.items():
+        torch.testing.assert_close(cache[name], theirs[point], atol=1e-5, rtol=1e-4, msg=point)
+    assert len(wanted) > 30
+    # Each formula that a reason gives, where the value is another.
+    cache = HookedRunner(model).run_with_cache(bridge.TOKENS)[1]
+    for norm in ("blocks.1.ln1", "blocks.1.ln2", "ln_final"):
+        module = model.get_submodule(norm)
+        plain = (cache[f"{norm}.normalized"] - getattr(module, "bias", 0)) / module.weight
+        torch.testing.assert_close(plain, theirs[f"{norm}.hook_normalized"], atol=1e-4, rtol=1e-4)
+
+
 def test_names_of_the_bridge_are_those_of_its_version():
     assert hooks_name("blocks.2.attn.o.hook_in", version=4) == "blocks.2.attn.z"
     for version, wrong in ((2, "blocks.2.attn.o.hook_in"), (2, "hook_scale"), (4, "hook_zz")):
@@ -161,6 +184,12 @@ def test_errors_for_their_names_have_ours():
     pairs = interp.Pairs("ab", "ac", ("b", "c"))
     with pytest.raises(UnknownNameError, match=re.escape("blocks.*.attn.z")):
         interp.activation_patching(runner.model, pairs, "hook_z")
+
+
+def test_a_model_with_their_names_keeps_its_own_close_matches():
+    theirs = torch.nn.ModuleDict({"hook_embed": torch.nn.Identity()})
+    with pytest.raises(UnknownNameError, match="close matches: hook_embed$"):
+        HookedRunner(theirs).capture(torch.ones(2), names="hook_pos_embed")
 
 
 def test_errors_for_their_attributes_and_arguments_have_ours():
