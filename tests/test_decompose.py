@@ -188,16 +188,24 @@ def test_parts_add_up_to_the_logits_of_transformers(row, tmp_path):
     )
 
 
-def test_attached_models_without_plain_weights_or_with_a_cap():
+@torch.no_grad()
+def test_attached_models_of_families_without_a_table_or_with_a_cap():
     pytest.importorskip("transformers")
     from tests.attachable import made
 
-    for name, said in (("gemma2", "cap"), ("phi3", "model_type")):
-        with attach(model := made(name)):
+    for name in ("phi3", "granite", "cohere"):
+        model = made(name)
+        logits = model(TOKENS).logits
+        with attach(model):
             _, cache = run_with_cache(model, TOKENS)
-            for reading in (direct_logit_attribution, accumulated):
-                with pytest.raises(ValueError, match=said):
-                    reading(model, cache, right=3)
+            parts = direct_logit_attribution(model, cache, right=3, wrong=5)
+        difference = (logits[..., 3] - logits[..., 5]).T
+        torch.testing.assert_close(parts.values.sum(0), difference, rtol=0, atol=1e-5)
+    with attach(model := made("gemma2")):
+        _, cache = run_with_cache(model, TOKENS)
+        for reading in (direct_logit_attribution, accumulated):
+            with pytest.raises(ValueError, match="cap"):
+                reading(model, cache, right=3)
 
 
 WIDTHS = {

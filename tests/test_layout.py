@@ -116,7 +116,7 @@ def test_private_parts_of_torch_are_used_in_one_module(path):
 
 
 PUBLIC = {
-    "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext
+    "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext hooks_name
         HookError HookHandle HookPoint HookPoints HookedRunner Hooks Identity Mode ModeError NeverFiredError
         Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
         start_of_piece position_offset""",

@@ -35,7 +35,7 @@ class Sizes:
     Attributes:
         vocab_size: the number of logits.
         n_ctx: the longest text; a model that does not say reads any.
-        n_layers, n_heads, d_model: as in `models.TransformerConfig`.
+        n_layers, n_heads, d_model, logit_cap: as in `models.TransformerConfig`.
     """
 
     vocab_size: int
@@ -43,6 +43,7 @@ class Sizes:
     n_layers: int
     n_heads: int
     d_model: int
+    logit_cap: float
 
 
 class AttachedLanguage(ReadsText):
@@ -70,12 +71,13 @@ class AttachedLanguage(ReadsText):
         config = text_config(model)
         n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
         heads, d_model = getattr(config, "num_attention_heads", 0), chain[0].inputs[0].shape[-1]
-        self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model)
+        unembed = unembed_of(model, probe, chain[-1])
+        cap = 0.0 if unembed is None else unembed.cap
+        self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model, cap)
         self.blocks = nn.ModuleList(call.module for call in chain)
         self._model, self.layouts = model, layouts
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = model.can_generate() and "position_ids" in parameters
-        unembed = unembed_of(model, probe, chain[-1])
         if unembed is not None:
             self.unembed = unembed
 

@@ -70,6 +70,7 @@ class PlainView(nn.Module):
     """
 
     language: Any
+    config: Any
     _model: Any
     _head: Any
 
@@ -137,6 +138,25 @@ class PlainView(nn.Module):
         for module in self._head:
             resid = module(resid)
         return self.language.unembed.finished(resid)
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model vocab"]:
+        """The unembedding, with the model's factor of logits, a copy."""
+        return self._unembedding()[0]
+
+    @property
+    def b_U(self) -> Float[Tensor, " vocab"]:
+        """The bias of the unembedding, likewise."""
+        return self._unembedding()[1]
+
+    @without_gradients
+    def _unembedding(self) -> tuple[Tensor, Tensor]:
+        if len(self._head) != 1:
+            raise missing(None, "one linear map from the final norm to the logits")
+        like = next(self._model.parameters())
+        weight, bias = weights_of(self._head[0], self.config.d_model, like)
+        factor = self.language.unembed.factor
+        return weight * factor, bias * factor
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
