@@ -166,7 +166,7 @@ def locate(
         whole = axis not in TEXT_AXES or start is None
         real = piece.columns_of(n_rows, sizes[at]) if axis in TEXT_AXES else None
         real = _unpadded(real, where, sizes[at])
-        chosen = _chosen(
+        chosen = _source_columns(
             where.get(axis, _ALL).rows(sizes[at], f"{axis} at {point.name}", n_rows, real, whole),
             [[0]] if source is None else source.rows(n_source, "source_pos", n_rows, source_real),
             range(firsts[at], sizes[at]),
@@ -204,7 +204,7 @@ def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
     return [columns if n in rows else range(size) for n, columns in enumerate(real)]
 
 
-def _chosen(rows: Rows, sources: Rows, held: range, whole: bool) -> list[list[int]]:
+def _source_columns(rows: Rows, sources: Rows, held: range, whole: bool) -> list[list[int]]:
     """The source's column for each place of an axis that an activation holds; -1 where nothing changes.
 
     One row for all examples, or one for each.

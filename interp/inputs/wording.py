@@ -32,7 +32,7 @@ def tokens_of_pairs(
     if other is not None:
         pairs |= {"corrupted": other.tokens, "corrupted_mask": other.mask}
         if one.mask is not None or other.mask is not None:
-            pairs |= {"attention_mask": _real(one), "corrupted_mask": _real(other)}
+            pairs |= {"attention_mask": _real_tokens(one), "corrupted_mask": _real_tokens(other)}
         if not spans:
             _require_same_lengths(model, one, other)
     if answers is not None and not isinstance(answers, Tensor):
@@ -53,17 +53,17 @@ def _is_one(answers: Any) -> bool:
     return isinstance(answers, (str, int, tuple))
 
 
-def _real(text: Text) -> Tensor:
+def _real_tokens(text: Text) -> Tensor:
     return real_of(text.mask, text.tokens.shape).to(text.tokens.device)
 
 
-def _rows(text: Text) -> list[list[int]]:
+def _each_text(text: Text) -> list[list[int]]:
     """The real tokens of each text."""
-    return [row[kept].tolist() for row, kept in zip(text.tokens, _real(text), strict=True)]
+    return [row[kept].tolist() for row, kept in zip(text.tokens, _real_tokens(text), strict=True)]
 
 
 def _require_same_lengths(model: nn.Module, one: Text, other: Text) -> None:
-    for row, another in zip(_rows(one), _rows(other), strict=False):
+    for row, another in zip(_each_text(one), _each_text(other), strict=False):
         if len(row) != len(another):
             shown = ["|".join(of(model).to_pieces(tokens)) for tokens in (row, another)]
             raise ValueError(
@@ -74,7 +74,7 @@ def _require_same_lengths(model: nn.Module, one: Text, other: Text) -> None:
 
 def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
     """The right token of each text, [batch], or the right and the wrong one, [batch, 2]."""
-    rows = _rows(text)
+    rows = _each_text(text)
     if len(answers) != len(rows):
         raise ValueError(
             f"answers must be one for each of {len(rows)} texts, or a tuple (right, wrong); got {len(answers)}"
@@ -126,14 +126,14 @@ def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> A
         raise ValueError(
             f"span {name!r} must be given once, or for each of {len(text.tokens)} texts; got {len(each)}"
         )
-    columns = [kept.nonzero().flatten().tolist() for kept in _real(text)]
+    columns = [kept.nonzero().flatten().tolist() for kept in _real_tokens(text)]
     return [
-        [places[n] for n in _inside(model, row, name, s if isinstance(s, str) else s[side])]
-        for row, places, s in zip(_rows(text), columns, each, strict=True)
+        [places[n] for n in _tokens_inside(model, row, name, s if isinstance(s, str) else s[side])]
+        for row, places, s in zip(_each_text(text), columns, each, strict=True)
     ]
 
 
-def _inside(model: nn.Module, row: list[int], name: str, part: str) -> list[int]:
+def _tokens_inside(model: nn.Module, row: list[int], name: str, part: str) -> list[int]:
     """The tokens of a text in which a part of it lies.
 
     Raises:

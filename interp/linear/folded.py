@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -137,8 +138,8 @@ class FoldedWeights:
         return weights[0], weights[1]
 
     def _turned(self, attn: Any, weights: Tensor, norm: str, pos: int | None) -> Tensor:
-        # As the queries of a text: [1, d_model, head, d_head].
-        rows = weights.transpose(0, 1)[None]
+        # As the queries of a text, whose positions are the rows.
+        rows = rearrange(weights, "head d_model d_head -> 1 d_model head d_head")
         rows = self._linear(attn, norm, *rows.shape[2:]).after(rows)
         rotary = part_of(attn, "rotary", "rotate queries and keys")
         # Not the rotation of a run, which has the rounding of the model's dtype.
@@ -147,7 +148,7 @@ class FoldedWeights:
             raise ValueError(
                 "distance must say how far a key is before its query, as positions are rotary; got None"
             )
-        return rotary(rows, rotation)[0].transpose(0, 1)
+        return rearrange(rotary(rows, rotation), "1 d_model head d_head -> head d_model d_head")
 
     def _by_head(self, weights: Tensor) -> Tensor:
         return weights.repeat_interleave(self.model.config.n_heads // weights.shape[1], 1)

@@ -59,7 +59,7 @@ def composition_scores(
     if kind != "V":
         queries, keys = folded.queries_and_keys(distance)
         later = FactoredMatrix(queries, keys.mT)
-    sources, readers = _rows(first), _rows(later if kind == "K" else later.mT)
+    sources, readers = _scores_of_rows(first), _scores_of_rows(later if kind == "K" else later.mT)
     n_layers, n_heads = sources.shape[:2]
     scores = sources.new_full((n_layers, n_heads, n_layers, n_heads, 1), torch.nan)
     for layer in range(n_layers - 1):
@@ -69,14 +69,14 @@ def composition_scores(
     generator = torch.Generator().manual_seed(seed)
     left, right = first[0, 0].left.shape, first[0, 0].right.shape
     drawn = [torch.randn(2, draws, *shape, generator=generator) for shape in (left, right)]
-    one, other = _rows(FactoredMatrix(*drawn))
+    one, other = _scores_of_rows(FactoredMatrix(*drawn))
     random = torch.linalg.matrix_norm(one @ other.mT)
     about = {"kind": kind, "fold": fold, "distance": distance, "draws": draws, "seed": seed}
     about |= {"baseline": random.mean().item(), "spread": random.std().item()}
     return Result(scores, ("layer", "head", "to_layer", "to_head", "example"), about=about)
 
 
-def _rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:
+def _scores_of_rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:
     """Matrices of norm 1 and few rows, by an orthonormal basis of rows: products keep their norms."""
     rows = torch.linalg.qr(matrix.left, mode="r").R @ matrix.right
     return rows / torch.linalg.matrix_norm(rows, keepdim=True)

@@ -1,6 +1,7 @@
 """Scores of heads from weights: whether they copy tokens, and whether they attend by position."""
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from hooks import Point
@@ -99,5 +100,7 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
         _, cache = runner.run_with_cache(tokens, names="blocks.*.attn.pattern")
     attention = at_least_float32(cache.stack("pattern").diagonal(-back, dim1=-2, dim2=-1))
     return Result(
-        attention.mean(-1).transpose(1, 2), ("layer", "head", "example"), about={"back": back}
+        rearrange(attention.mean(-1), "layer example head -> layer head example"),
+        ("layer", "head", "example"),
+        about={"back": back},
     )

@@ -150,11 +150,11 @@ def _wanted(
         return rank[:, :, None] - rank[:, None], later
     if kind == "entropy":
         return torch.ones(*real.shape, len(columns)), later
-    keys = _keys(kind, tokens, real, later, span)
+    keys = _attended(kind, tokens, real, later, span)
     return keys, keys.any(2) & real
 
 
-def _keys(
+def _attended(
     kind: str,
     tokens: Int[Tensor, "batch pos"] | None,
     real: Bool[Tensor, "batch pos"],

@@ -132,13 +132,13 @@ def _jacobians(
     max_bytes: int,
 ) -> Float[Tensor, "layer d_model d_model"]:
     """The Jacobians of one text."""
-    (*streams, final), forward = peak_bytes(lambda: _streams(runner, names, tokens))
+    (*streams, final), forward = peak_bytes(lambda: _streams_of_run(runner, names, tokens))
     size = final.shape[-1]
     jacobians = at_least_float32(final.new_zeros(len(streams), size, size))
     row, at_once = 0, 1
     while row < size:
         rows = range(row, min(row + at_once, size))
-        some, backward = peak_bytes(functools.partial(_rows, streams, final, rows, skip))
+        some, backward = peak_bytes(functools.partial(_jacobian_rows, streams, final, rows, skip))
         jacobians[:, rows] = some.to(jacobians)
         if not row:  # the first one alone says what each of the others takes
             if (least := forward + backward) > max_bytes:
@@ -151,7 +151,7 @@ def _jacobians(
     return jacobians
 
 
-def _rows(
+def _jacobian_rows(
     streams: Sequence[Float[Tensor, "1 pos d_model"]],
     final: Float[Tensor, "1 pos d_model"],
     rows: range,
@@ -166,7 +166,7 @@ def _rows(
     return stacked(at_least_float32(one[:, 0, skip:-1]).mean(1) for one in gradients)
 
 
-def _streams(
+def _streams_of_run(
     runner: HookedRunner, names: Sequence[str], tokens: Int[Tensor, "1 pos"]
 ) -> list[Tensor]:
     """The stream entering each block and, last, the one after all blocks, in one graph."""

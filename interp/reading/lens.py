@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -110,18 +111,24 @@ def logit_lens(
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
     parts, start = [], 0
-    for rows in split_rows(model, streams.flatten(1, 2)):
+    for rows in split_rows(
+        model, rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
+    ):
         logits, end = unembedded(model, rows), start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
         parts.append(_read(logits, to_device(target, logits.device), min(top_k, vocab)))
         start = end
     columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
-    best, chances, *numbers = (column.unflatten(1, shape) for column in columns)
+    best, chances, *numbers = (
+        rearrange(column, "stream (batch pos) ... -> stream batch pos ...", batch=shape[0])
+        for column in columns
+    )
     mask = mask_of(cache, shape)
     target, ranks, entropy, kl = (
         nan_at_padding(c, mask) if c.is_floating_point() else c for c in numbers
     )
-    chances = nan_at_padding(chances.movedim(-1, 0), mask).movedim(0, -1)
+    chances = rearrange(chances, "stream batch pos top -> top stream batch pos")
+    chances = rearrange(nan_at_padding(chances, mask), "top ... -> ... top")
     readout = LensReadout(best, chances, target, ranks, entropy, kl)
     written, text = writer_of(model), text_of(cache)
     if written is None:

@@ -6,6 +6,7 @@
 """
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -33,7 +34,8 @@ def fourier_basis(n: int) -> Float[Tensor, "n n"]:
     # Whole numbers of turns are taken off before rounding.
     turns = (torch.arange(n)[:, None] * torch.arange(1, n // 2 + 1)) % n
     angles = turns.double() * (2 * torch.pi / n)
-    waves = torch.stack([angles.cos(), angles.sin()], -1).flatten(1)[:, : n - 1]
+    waves = rearrange([angles.cos(), angles.sin()], "kind n frequency -> n (frequency kind)")
+    waves = waves[:, : n - 1]
     basis = torch.cat([torch.ones(n, 1, dtype=torch.float64), waves], 1)
     return basis / torch.linalg.vector_norm(basis, dim=0)
 

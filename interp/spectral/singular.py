@@ -1,4 +1,13 @@
-"""Batched singular value decompositions in float64, and numbers that summarize singular values."""
+"""Batched singular value decompositions in float64, and numbers that summarize singular values.
+
+`svd` is LAPACK's. `randomized_svd` finds the top k (Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1):
+
+1. Multiply the matrix [rows, columns] with k + `oversample` random vectors, and make the results orthonormal.
+2. Some times over, multiply by the transpose and by the matrix again, orthonormal each time: the basis turns towards the
+   largest directions.
+3. Decompose the small matrix that is the matrix seen in this basis.
+4. Measure the error: what is left of `A v - s u` is the `tolerance` that comparisons of subspaces go by.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -32,7 +32,7 @@ def principal_angles(
     >>> principal_angles(line, plane).rad2deg()
     tensor([45.0000], dtype=torch.float64)
     """
-    return _angles(_orthonormal(a, "a"), _orthonormal(b, "b"))
+    return _angles(_independent(a, "a"), _independent(b, "b"))
 
 
 def subspace_angles(
@@ -73,7 +73,7 @@ def subspace_overlap(
     >>> subspace_overlap(torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:])
     tensor(0.5000, dtype=torch.float64)
     """
-    product = _orthonormal(a, "a").mT @ _orthonormal(b, "b")
+    product = _independent(a, "a").mT @ _independent(b, "b")
     return product.square().sum((-2, -1)) / min(product.shape[-2:])
 
 
@@ -94,7 +94,7 @@ def subspace_projection(
     >>> subspace_projection(torch.tensor([3.0, 4.0, 5.0]), torch.eye(3)[:, :2])
     tensor([3., 4., 0.])
     """
-    directions = _orthonormal(basis, "basis")
+    directions = _independent(basis, "basis")
     return (vectors.double() @ directions @ directions.mT).to(vectors.dtype)
 
 
@@ -143,7 +143,7 @@ def _angles(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(cosines.square() > 0.5, sines.asin(), cosines.acos())
 
 
-def _orthonormal(basis: Tensor, name: str) -> Tensor:
+def _independent(basis: Tensor, name: str) -> Tensor:
     whole = svd(basis, name)
     lacking = whole.rank < basis.shape[-1]
     if lacking.any():

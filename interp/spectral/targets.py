@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -113,18 +114,23 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
             f"the cache must hold whole texts, without positions= and kv_cache=; got "
             f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[2]} values"
         )
-    values = v.transpose(2, 3).repeat_interleave(pattern.shape[2] // v.shape[3], 2)
+    groups = pattern.shape[2] // v.shape[3]
+    values = repeat(
+        v, "layer batch pos kv_head d_head -> layer batch (kv_head group) pos d_head", group=groups
+    )
     if (mask := mask_of(cache, (scores.shape[1], scores.shape[-1]))) is not None:
         real = to_device(mask, scores.device)[:, None, :, None]
         scores, values = scores.where(real & real.mT, 0), values.where(real, 0)
     dtype = torch.promote_types(values.dtype, w_o.dtype)
     w_v, w_o = (weight.to(values.device, dtype) for weight in (w_v, w_o))
+    avwo = pattern.to(dtype) @ values.to(dtype) @ w_o[:, None]
+    by_batch = "layer batch ... -> batch layer ..."
     return SVDTargets(
-        qkt=scores.tril().transpose(0, 1),
-        pattern=pattern.transpose(0, 1),
-        values=values.transpose(0, 1),
+        qkt=rearrange(scores.tril(), by_batch),
+        pattern=rearrange(pattern, by_batch),
+        values=rearrange(values, by_batch),
         wvwo=w_v @ w_o,
-        avwo=(pattern.to(dtype) @ values.to(dtype) @ w_o[:, None]).transpose(0, 1),
+        avwo=rearrange(avwo, by_batch),
     )
 
 
@@ -188,7 +194,10 @@ def residual_stream(
         raise ValueError("windows must have real tokens only; got padding")
     norms = nan_at_padding(torch.linalg.vector_norm(stream, dim=-1, dtype=dtype), mask)
     vectors = stream[:, to_device(windows, stream.device)]
-    return ResidualStream(vectors.transpose(0, 1), norms.movedim(0, -1))
+    return ResidualStream(
+        rearrange(vectors, "layer token d_model -> token layer d_model"),
+        rearrange(norms, "layer batch pos -> batch pos layer"),
+    )
 
 
 def _stacks(cache: ActivationCache, names: tuple[str, ...], options: str) -> list[Tensor]:

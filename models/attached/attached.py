@@ -177,14 +177,14 @@ class Attached(ReadsText):
         Raises:
             ValueError: if the logits differ without these points too.
         """
-        if _agree(self._run()[0], reference, 1e-3):
+        if _logits_agree(self._run()[0], reference, 1e-3):
             return
         for module in self.model.modules():
             if isinstance(module, AttentionPoints):
                 self._wiring.drop(module, "scores")
                 self._wiring.drop(module, "pattern")
         self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
-        if not _agree(self._run()[0], reference, 1e-3):
+        if not _logits_agree(self._run()[0], reference, 1e-3):
             raise ValueError(
                 f"hooks must not change the logits; got others from {type(self.model).__name__}"
             )
@@ -305,7 +305,9 @@ def _logits(model: nn.Module) -> Tensor:
     return next(tensors_in(output))
 
 
-def _agree(ours: Tensor | None, theirs: Tensor, tolerance: float, roundings: int = 16) -> bool:
+def _logits_agree(
+    ours: Tensor | None, theirs: Tensor, tolerance: float, roundings: int = 16
+) -> bool:
     if ours is None or ours.shape != theirs.shape:
         return False
     tolerance = max(tolerance, roundings * torch.finfo(theirs.dtype).eps)

@@ -116,14 +116,14 @@ def load_gguf(
     """
     with one_error(path):
         file = GGUFFile(path, ignore)
-        config = _config(file)
+        config = _gguf_config(file)
         permuted = file.metadata("general.")["architecture"] in _PERMUTED
     ignored = set()
     if config.positions == "rotary":
         ignored.add("rope_freqs.weight")  # in the config by now
     if config.tied_unembed:
         ignored.add("output.weight")  # where it is, it is the embedding again
-    table = _table(config, file.shapes, permuted)
+    table = _gguf_table(config, file.shapes, permuted)
     reader = Reader(file.shapes.keys(), file.read, keep=True)
     return assemble(config, table, reader, str(path), ignored.__contains__, dtype, device)
 
@@ -139,7 +139,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         return read_tokenizer(GGUFFile(path))
 
 
-def _config(file: GGUFFile) -> TransformerConfig:
+def _gguf_config(file: GGUFFile) -> TransformerConfig:
     name = _architecture(file)
     # An array has one value for each layer.
     keys = {
@@ -165,7 +165,7 @@ def _config(file: GGUFFile) -> TransformerConfig:
     fields |= {ours: keys.pop(_KEYS[ours], fields[ours]) for ours in _KEYS if ours in fields}
     if fields.get("positions") == "rotary":
         fields["rotary_theta"] = keys.pop("rope.freq_base", 10_000.0)
-        fields["rotary_scaling"] = _scaling(keys, file, sizes["n_ctx"])
+        fields["rotary_scaling"] = _gguf_scaling(keys, file, sizes["n_ctx"])
         if name not in _PERMUTED:
             fields["rotary_fraction"] = keys.pop("rope.dimension_count", d_head) / d_head
     rms = "rms_" if fields.get("norm") == "rmsnorm" else ""
@@ -220,7 +220,7 @@ def _from_tensors(file: GGUFFile, rotary: bool) -> dict[str, bool]:
     }
 
 
-def _scaling(keys: dict[str, Any], file: GGUFFile, n_ctx: int) -> RotaryScaling | None:
+def _gguf_scaling(keys: dict[str, Any], file: GGUFFile, n_ctx: int) -> RotaryScaling | None:
     kind = keys.pop("rope.scaling.type", "linear")  # llama.cpp's default
     older = keys.pop("rope.scale_linear", 1.0)
     factor = keys.pop("rope.scaling.factor", older) or 1.0
@@ -245,7 +245,9 @@ def _scaling(keys: dict[str, Any], file: GGUFFile, n_ctx: int) -> RotaryScaling 
     return RotaryScaling(kind="linear", factor=factor) if stretched else None
 
 
-def _table(config: TransformerConfig, held: Collection[str], permuted: bool) -> dict[str, Source]:
+def _gguf_table(
+    config: TransformerConfig, held: Collection[str], permuted: bool
+) -> dict[str, Source]:
     modules = dict(_TOP)
     for layer in range(config.n_layers):
         modules |= {f"blocks.{layer}.{ours}": f"blk.{layer}.{_BLOCK[ours]}" for ours in _BLOCK}

@@ -47,7 +47,7 @@ def load_own(
         ValueError: if a file is damaged, or the weights do not match the config.
     """
     with one_error(directory / CONFIG):
-        config = _config(described)
+        config = _own_config(described)
     reader, path = reader_of(directory)
     return assemble(config, {}, reader, str(path), dtype=dtype, device=device)
 
@@ -91,7 +91,7 @@ def save(
         shutil.rmtree(staged)
 
 
-def _config(described: Mapping[str, Any]) -> TransformerConfig:
+def _own_config(described: Mapping[str, Any]) -> TransformerConfig:
     fields = _with_tuples(described)
     if unknown := sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys()):
         got = f"{', '.join(unknown)}; to load the model without them: ignore={unknown}"

@@ -122,7 +122,7 @@ class Scores:
         self.where: Positions = all_to_device(where, device)
         self._readings = [*readings(graph)]
         self._written = [all_to_device(layer.written, device) for layer in graph.layers]
-        self.added = _added(graph)
+        self.added = _writers_by_point(graph)
         read = [name for reading in self._readings for name in (reading.stream, reading.at)]
         self.names = [*graph.needed, *self.added, *read]
 
@@ -259,7 +259,7 @@ def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
     return gradient[row, columns][None]
 
 
-def _added(graph: Graph) -> dict[str, range]:
+def _writers_by_point(graph: Graph) -> dict[str, range]:
     """The points where writers are added to the stream, with these writers."""
     by_point = {graph.layers[0].attention.reads: range(graph.layers[0].heads.start)}
     for layer in graph.layers:

@@ -215,10 +215,10 @@ def rotary(
     stated: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         for key, value in dict(a.take(name, None) or {}).items():
-            _agree(a, stated, "rope_type" if key == "type" else key, value)
+            _require_equal(a, stated, "rope_type" if key == "type" else key, value)
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         for key in {name, (spelled or {}).get(name, name)}:
-            _agree(a, stated, name, a.take(key, None))
+            _require_equal(a, stated, name, a.take(key, None))
     theta = stated.pop("rope_theta", 10_000.0)
     fraction = stated.pop("partial_rotary_factor", fraction)
     scaling = _scaling(a, stated, n_ctx)
@@ -236,7 +236,7 @@ def rotary(
     }
 
 
-def _agree(a: Attributes, stated: dict[str, Any], name: str, value: Any) -> None:
+def _require_equal(a: Attributes, stated: dict[str, Any], name: str, value: Any) -> None:
     if type(value) is int and name != "original_max_position_embeddings":
         value = float(value)
     if value is not None and stated.setdefault(name, value) != value:

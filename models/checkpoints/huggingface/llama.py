@@ -117,17 +117,17 @@ def _upper_windows(a: Attributes) -> dict[str, Any]:
 
 def llama_rows(config: TransformerConfig) -> Rows:
     """The keys of Llama, Mistral and Qwen 2."""
-    return _rows(_PRE)
+    return _block_rows(_PRE)
 
 
 def qwen3_rows(config: TransformerConfig) -> Rows:
     """Qwen 3's keys."""
-    return _rows(_PRE | _QK)
+    return _block_rows(_PRE | _QK)
 
 
 def olmo2_rows(config: TransformerConfig) -> Rows:
     """OLMo 2's keys."""
-    return _rows(_POST | _QK)
+    return _block_rows(_POST | _QK)
 
 
 def gemma2_rows(config: TransformerConfig) -> Rows:
@@ -136,7 +136,7 @@ def gemma2_rows(config: TransformerConfig) -> Rows:
     In half precision our sum is rounded. transformers adds in float32, so it does not round.
     """
     before = {"ln1": "input_layernorm", "ln2": "pre_feedforward_layernorm"}
-    return _rows(before | _POST, gain=lambda stored: stored + 1)
+    return _block_rows(before | _POST, gain=lambda stored: stored + 1)
 
 
 # Norms of a layer by our names.
@@ -145,7 +145,7 @@ _POST = {"ln1_post": "post_attention_layernorm", "ln2_post": "post_feedforward_l
 _QK = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 
-def _rows(norms: Mapping[str, str], gain: Callable[..., Tensor] = concatenated) -> Rows:
+def _block_rows(norms: Mapping[str, str], gain: Callable[..., Tensor] = concatenated) -> Rows:
     layer = "model.layers.N"
     qkv = tuple(f"{layer}.self_attn.{name}_proj.*" for name in "qkv")
     return {

@@ -1,0 +1,240 @@
+"""TransformerLens' config as a `TransformerConfig`, with what a state dict says by itself."""
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.checkpoints.huggingface.family import ACTIVATIONS, Attributes
+from models.config import RotaryScaling, TransformerConfig
+from models.files import one_error, read_object
+
+# Fields of TransformerLens' config that do not affect logits, and those that do only where another says so.
+_BOOKKEEPING = """
+    model_name original_architecture from_checkpoint checkpoint_index checkpoint_label_type checkpoint_value
+    tokenizer_name tokenizer_prepends_bos default_prepend_bos init_mode init_weights initializer_range seed device
+    n_devices n_params dtype use_attn_result use_split_qkv_input use_hook_mlp_in use_attn_in use_hook_tokens
+    ungroup_grouped_query_attention trust_remote_code tie_word_embeddings decoder_start_token_id
+"""
+_SUBORDINATE = """
+    NTK_by_parts_factor NTK_by_parts_low_freq_factor NTK_by_parts_high_freq_factor NTK_original_ctx_len
+    use_NTK_by_parts_rope use_local_attn window_size attn_types rotary_dim rotary_base rotary_adjacent_pairs
+    attn_scale eps final_rms use_normalization_before_and_after experts_per_token parallel_attn_mlp
+    relative_attention_max_distance relative_attention_num_buckets
+"""
+_NORMS: dict[Any, Any] = {
+    "LN": "layernorm",
+    "LNPre": "layernorm",
+    "RMS": "rmsnorm",
+    "RMSPre": "rmsnorm",
+    None: "none",
+}
+_POSITIONS = {"standard": "learned", "shortformer": "shortformer", "rotary": "rotary"}
+
+
+def lens_config(weights: Mapping[str, Tensor], config: Any) -> TransformerConfig:
+    """Return our config for a state dict of TransformerLens.
+
+    Args:
+        weights: the state dict.
+        config: TransformerLens' config, its dict, the path of its JSON, or None.
+
+    Raises:
+        ValueError: if a question stays open, or a field cannot be expressed.
+    """
+    implied = _implied(weights)
+    stated: Mapping[str, Any]
+    if config is None:
+        stated = _defaults(implied)
+    elif isinstance(config, str | os.PathLike):
+        stated = read_object(Path(config))
+    else:
+        stated = config if isinstance(config, Mapping) else config.to_dict()
+    with one_error("TransformerLens' config"):
+        return _translated(Attributes({**implied, **stated}))
+
+
+def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of TransformerLens' config that shapes, keys and buffers say."""
+    first = "blocks.0"
+    layers = {int(key.split(".")[1]) for key in weights if re.match(r"blocks\.\d+\.", key)}
+    n_heads, d_model, d_head = weights[f"{first}.attn.W_Q"].shape
+    vocab, hidden = weights["embed.W_E"].shape[0], weights.get(f"{first}.mlp.W_in")
+    mask, sines = (weights.get(f"{first}.attn.{name}") for name in ("mask", "rotary_sin"))
+    fields: dict[str, Any] = {
+        "n_layers": max(layers) + 1,
+        "d_model": d_model,
+        "n_heads": n_heads,
+        "d_head": d_head,
+        "d_vocab": vocab,
+        "d_vocab_out": weights["unembed.W_U"].shape[1],
+        "attn_only": hidden is None,
+        "gated_mlp": f"{first}.mlp.W_gate" in weights,
+        "use_qk_norm": f"{first}.attn.q_norm.w" in weights,
+        "use_normalization_before_and_after": f"{first}.ln1_post.w" in weights,
+        "post_embedding_ln": "embed.ln.w" in weights,
+    }
+    if hidden is not None:
+        fields["d_mlp"] = hidden.shape[1]
+    if f"{first}.ln1.w" in weights:
+        fields["normalization_type"] = "LN" if f"{first}.ln1.b" in weights else "RMS"
+    if f"{first}.mlp.ln.w" in weights:
+        fields["act_fn"] = "solu_ln"
+    if f"{first}.attn._W_K" in weights:
+        fields["n_key_value_heads"] = len(weights[f"{first}.attn._W_K"])
+    if "pos_embed.W_pos" in weights:
+        fields["n_ctx"] = len(weights["pos_embed.W_pos"])
+    elif mask is not None:
+        fields["n_ctx"] = len(mask)
+    if sines is not None:
+        halves = sines[:, : sines.shape[1] // 2]
+        adjacent = not torch.equal(halves, sines[:, sines.shape[1] // 2 :])
+        fields |= {"positional_embedding_type": "rotary", "rotary_dim": sines.shape[1]}
+        fields["rotary_adjacent_pairs"] = adjacent
+    return fields
+
+
+def _defaults(implied: Mapping[str, Any]) -> dict[str, Any]:
+    """TransformerLens' defaults for what nothing says, with a warning.
+
+    Raises:
+        ValueError: if there is a question whose answers are equally likely.
+    """
+    if "normalization_type" not in implied:
+        raise ValueError(
+            "config must say the normalization_type, as no norm here has weights: 'LNPre', 'RMSPre' or None; got "
+            "no config (cfg.to_dict() of the HookedTransformer is best)"
+        )
+    if "positional_embedding_type" not in implied and "n_ctx" not in implied:
+        raise ValueError("config must say the positional_embedding_type and n_ctx; got no config")
+    assumed: dict[str, Any] = {"attention_dir": "causal", "eps": 1e-5, "use_attn_scale": True}
+    if "positional_embedding_type" not in implied:
+        assumed["positional_embedding_type"] = "standard"
+    if not implied["attn_only"] and "act_fn" not in implied:
+        assumed["act_fn"] = "silu" if implied["gated_mlp"] else "gelu_new"
+    said = ", ".join(f"{name}={value!r}" for name, value in assumed.items())
+    warnings.warn(
+        f"no config: {said} are taken, which the weights do not say; if they are not so, logits are wrong "
+        "(config=cfg.to_dict() of the HookedTransformer)",
+        stacklevel=5,
+    )
+    return assumed
+
+
+def _translated(a: Attributes) -> TransformerConfig:
+    """Our config from TransformerLens' fields. Each is known, or refused."""
+    a.only("num_experts", None)
+    a.only("load_in_4bit", False)
+    is_causal = a.take("attention_dir", "causal") == "causal"
+    mlp, positions = _mlp(a), _positions(a)
+    norms = _norms(a, positions["positions"])
+    has_norm = norms["norm"] != "none" or norms["qk_norm"] != "none" or mlp.get("mlp_norm")
+    divisor = a.take("attn_scale", -1.0) if a.take("use_attn_scale", True) else 1.0
+    config = TransformerConfig(
+        vocab_size=a.need("d_vocab"),
+        vocab_size_out=max(a.take("d_vocab_out", 0), 0),
+        n_ctx=a.need("n_ctx"),
+        n_layers=a.need("n_layers"),
+        n_heads=a.need("n_heads"),
+        d_model=a.need("d_model"),
+        d_head=a.need("d_head"),
+        n_kv_heads=a.take("n_key_value_heads", None) or 0,
+        norm_eps=a.take("eps", 1e-5) if has_norm else 1e-5,
+        causal=is_causal,
+        attn_scale=1 / divisor if divisor > 0 else 0.0,
+        attn_scale_by_layer=a.take("scale_attn_by_inverse_layer_idx", False),
+        attn_cap=max(a.take("attn_scores_soft_cap", 0.0), 0.0),
+        logit_cap=max(a.take("output_logits_soft_cap", 0.0), 0.0),
+        unembed_bias=True,
+        tied_unembed=False,
+        **norms,
+        **mlp,
+        **positions,
+        # In the other direction TransformerLens masks nothing.
+        **(_windows(a) if is_causal else {}),
+    )
+    a.idle(*f"{_BOOKKEEPING} {_SUBORDINATE}".split())
+    a.finish("leave them out of the config if they do not: ")
+    return config
+
+
+def _norms(a: Attributes, positions: str) -> dict[str, Any]:
+    norm = a.need("normalization_type")
+    if norm not in _NORMS:
+        raise a.error("normalization_type", norm, "LN, LNPre, RMS, RMSPre or None")
+    if norm in ("LN", "LNPre"):  # TransformerLens asks for it beside these only
+        a.only("final_rms", False)
+    is_sandwich = norm is not None and a.take("use_normalization_before_and_after", False)
+    embed_norm = a.take("post_embedding_ln", False)
+    if embed_norm and (norm != "LN" or positions == "learned"):
+        rule = "False, but for LN and positions that are not added to the embeddings"
+        raise a.error("post_embedding_ln", True, rule)
+    return {
+        "norm": _NORMS[norm],
+        "norm_place": "sandwich" if is_sandwich else "pre",
+        # The norms of what sublayers add have weights always. Beside them those of RMSPre are 1.
+        "norm_learned": norm in ("LN", "RMS") or (norm == "RMSPre" and is_sandwich),
+        "embed_norm": embed_norm,
+        "qk_norm": "head" if a.take("use_qk_norm", False) else "none",
+    }
+
+
+def _mlp(a: Attributes) -> dict[str, Any]:
+    if a.take("attn_only", False):
+        a.idle("d_mlp", "act_fn", "gated_mlp")
+        return {"mlp": "none"}
+    name, is_gated = a.need("act_fn"), a.take("gated_mlp", False)
+    if name == "solu_ln" and is_gated:
+        raise a.error(
+            "act_fn", name, "another one in a gated MLP, where TransformerLens skips the product"
+        )
+    activation = "solu" if name in ("solu", "solu_ln") else ACTIVATIONS.get(name)
+    if activation is None:
+        raise a.error("act_fn", name, f"one of solu, solu_ln, {', '.join(ACTIVATIONS)}")
+    return {
+        "mlp": "gated" if is_gated else "plain",
+        "d_mlp": a.take("d_mlp", None) or 0,
+        "activation": activation,
+        "mlp_norm": name == "solu_ln",
+        "parallel": a.take("parallel_attn_mlp", False),
+    }
+
+
+def _positions(a: Attributes) -> dict[str, Any]:
+    kind = a.take("positional_embedding_type", "standard")
+    if kind not in _POSITIONS:
+        raise a.error("positional_embedding_type", kind, f"one of {', '.join(_POSITIONS)}")
+    if kind != "rotary":
+        return {"positions": _POSITIONS[kind]}
+    d_head, scaling = a.need("d_head"), None
+    d_rotary = a.take("rotary_dim", None) or d_head
+    fraction = d_rotary / d_head
+    if int(d_head * fraction) < d_rotary:  # rounded down, as 30 / 44 of 44
+        fraction = math.nextafter(fraction, 1)
+    if a.take("use_NTK_by_parts_rope", False):
+        scaling = RotaryScaling(
+            kind="llama3",
+            factor=a.take("NTK_by_parts_factor", 8.0),
+            original_n_ctx=a.take("NTK_original_ctx_len", 8192),
+            low=a.take("NTK_by_parts_low_freq_factor", 1.0),
+            high=a.take("NTK_by_parts_high_freq_factor", 4.0),
+        )
+    return {
+        "positions": "rotary",
+        "rotary_theta": a.take("rotary_base", 10_000.0),
+        "rotary_fraction": fraction,
+        "rotary_pairs": "adjacent" if a.take("rotary_adjacent_pairs", False) else "halves",
+        "rotary_scaling": scaling,
+    }
+
+
+def _windows(a: Attributes) -> dict[str, Any]:
+    types = a.take("attn_types", None) if a.take("use_local_attn", False) else ()
+    layers = tuple(layer for layer, kind in enumerate(types or ()) if kind == "local")
+    return {"window": a.need("window_size"), "window_layers": layers} if layers else {}
