@@ -149,6 +149,25 @@ def derive_corruption(
     return tried[torch.cat(metrics).argmin()][None]
 
 
+def _check_prompts(clean: Int[Tensor, "1 pos"], corrupted: Int[Tensor, "1 other"] | None) -> None:
+    if clean.shape[1] < 2:
+        raise ValueError(f"a prompt must have at least 2 tokens; got {clean.shape[1]}")
+    if corrupted is not None and clean.shape != corrupted.shape:
+        raise ValueError(
+            "the clean and the corrupted prompt must have equally many tokens; "
+            f"got {clean.shape[1]} and {corrupted.shape[1]}"
+        )
+
+
+def _check_gap(target: float, base: float) -> None:
+    # In this form, NaN is also refused.
+    if not abs(target - base) >= LEAST_GAP:
+        raise ValueError(
+            "the clean and the corrupted prompt must differ in the metric by at least "
+            f"{LEAST_GAP} nats, or patching has nothing to restore; got {target:.6f} and {base:.6f}"
+        )
+
+
 @without_gradients
 def build_report(
     model: nn.Module,
@@ -178,13 +197,7 @@ def build_report(
         ModeError: if the model is in training mode.
     """
     runner, texts = runner_of(model), writer_of(model) or _numbers
-    if clean.shape[1] < 2:
-        raise ValueError(f"a prompt must have at least 2 tokens; got {clean.shape[1]}")
-    if corrupted is not None and clean.shape != corrupted.shape:
-        raise ValueError(
-            "the clean and the corrupted prompt must have equally many tokens; "
-            f"got {clean.shape[1]} and {corrupted.shape[1]}"
-        )
+    _check_prompts(clean, corrupted)
     # A model of attention only has no `mlp_out`.
     present = {name.rpartition(".")[2] for name in runner.points}
     sites = [site for site in SITES if site in present]
@@ -196,12 +209,7 @@ def build_report(
     if corrupted is None:
         corrupted = derive_corruption(model, clean, metric)
     target, base = metric(logits).item(), metric(logits_of(model(corrupted))).item()
-    # In this form, NaN is also refused.
-    if not abs(target - base) >= LEAST_GAP:
-        raise ValueError(
-            "the clean and the corrupted prompt must differ in the metric by at least "
-            f"{LEAST_GAP} nats, or patching has nothing to restore; got {target:.6f} and {base:.6f}"
-        )
+    _check_gap(target, base)
     edited, source = Text(corrupted), Text(clean)
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
     repetition = runner.capture(repeated, names="blocks.*.pattern")

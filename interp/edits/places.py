@@ -1,7 +1,7 @@
 """Places: which part of an activation an edit changes, and which part of its source goes there."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,16 +143,9 @@ def locate(
     """
     require_axes(where, point.axes, point.name)
     axes, held, piece = axes_of(point, activation.ndim), tuple(activation.shape), piece_read()
-    if len(axes) != len(held):
-        raise EditError(f"{point} must have these axes; got shape {held}")
-    along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
-    if source_pos is not None and along is None:
-        raise EditError(f"source_pos needs an axis of positions; got {point}")
+    along = _axis_of_positions(point, axes, held, source_pos)
     start = None if along is None else piece.start
-    sizes = list(held)
-    if along is not None and start is not None:
-        end = start + held[along]
-        sizes = [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
+    sizes = _sizes(axes, held, along, start)
     # Keys that a window has dropped come before the first.
     firsts = [full - n for full, n in zip(sizes, held, strict=True)]
     batch = axes.index("batch") if "batch" in axes else -1
@@ -166,12 +159,11 @@ def locate(
         whole = axis not in TEXT_AXES or start is None
         real = piece.columns_of(n_rows, sizes[at]) if axis in TEXT_AXES else None
         real = _unpadded(real, where, sizes[at])
-        chosen = _source_columns(
-            where.get(axis, _ALL).rows(sizes[at], f"{axis} at {point.name}", n_rows, real, whole),
-            [[0]] if source is None else source.rows(n_source, "source_pos", n_rows, source_real),
-            range(firsts[at], sizes[at]),
-            whole,
-        )
+        rows = where.get(axis, _ALL).rows(sizes[at], f"{axis} at {point.name}", n_rows, real, whole)
+        sources: Rows = [[0]]
+        if source is not None:
+            sources = source.rows(n_source, "source_pos", n_rows, source_real)
+        chosen = _source_columns(rows, sources, range(firsts[at], sizes[at]), whole)
         chosen = chosen[box[batch]] if len(chosen) > 1 else chosen
         inside = [n for n in range(held[at]) if any(row[n] >= 0 for row in chosen)]
         if not inside:
@@ -183,6 +175,27 @@ def locate(
             taken = taken if source is None else columns.clamp(min=0)
             mask = columns >= 0 if mask is None else mask & (columns >= 0)
     return Place(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
+
+
+def _axis_of_positions(
+    point: Point, axes: Sequence[str], held: Sequence[int], source_pos: Selection | None
+) -> int | None:
+    if len(axes) != len(held):
+        raise EditError(f"{point} must have these axes; got shape {held}")
+    along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
+    if source_pos is not None and along is None:
+        raise EditError(f"source_pos needs an axis of positions; got {point}")
+    return along
+
+
+def _sizes(
+    axes: Sequence[str], held: Sequence[int], along: int | None, start: int | None
+) -> list[int]:
+    """The size of each axis; those of `TEXT_AXES` in the whole text so far."""
+    if along is None or start is None:
+        return list(held)
+    end = start + held[along]
+    return [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
 
 
 def _broadcast(rows: list[list[int]], at: int, batch: int, ndim: int) -> Shaped[Tensor, "..."]:

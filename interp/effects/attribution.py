@@ -1,7 +1,8 @@
 """Attribution patching: a first-order estimate of activation patching, from one backward pass."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,39 +83,43 @@ def attribution_patching(
     """
     if qk_correction and site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
-    choice = Choice(site, over, layers, heads, neurons)
-    runs = contrast(model, pairs, choice, direction)
+    runs = contrast(model, pairs, Choice(site, over, layers, heads, neurons), direction)
     names, points = runs.names.values(), runs.runner.points
     attentions = {name: Attention(runs.runner, name) for name in names} if qk_correction else {}
     # By the point whose gradient counts.
     listened = {a.pattern: name for name, a in attentions.items()} or {name: name for name in names}
     dropped = _added_by_blocks(points) if grad_drop else [()]
-    with Session() as session:
-        for attention in attentions.values():
-            attention.listen(session)
-        every = [*listened, *itertools.chain(*dropped)]
-        run = Gradients(runs.runner, runs.edited, runs.metric, every)
+    run = _run(runs, attentions.values(), [*listened, *itertools.chain(*dropped)])
 
-    estimates: dict[str, Callable[[Tensor], Tensor]] = {}
-    for heard, name in listened.items():
-        estimates[heard] = (
-            _corrected(runs, points[name], attentions[name])
-            if name in attentions
-            else _first_order(runs, points[name], run.values[name])
+    def estimate(name: str) -> Callable[[Tensor], Tensor]:
+        if name in attentions:
+            return _corrected(runs, points[name], attentions[name])
+        return partial(
+            effects, points[name], run.values[name], source=runs.cache, places=runs.places
         )
+
+    estimates = {heard: estimate(name) for heard, name in listened.items()}
     by_point: dict[str, Tensor] = {}
 
     def receive(heard: str, gradient: Tensor) -> None:
         if heard in listened:
             effect, name = estimates[heard](gradient), listened[heard]
-            by_point[name] = (
-                by_point.get(name, 0) + effect.abs() / (len(dropped) - 1) if grad_drop else effect
-            )
+            if grad_drop:
+                effect = by_point.get(name, 0) + effect.abs() / (len(dropped) - 1)
+            by_point[name] = effect
 
     for n, without in enumerate(dropped, 1):
         run.backward(receive, without, last=n == len(dropped))
     warn_of_flat(run, 3)
     return runs.of_layers(by_point, run.base, **_about(qk_correction, grad_drop))
+
+
+def _run(runs: Contrast, attentions: Iterable[Attention], names: Sequence[str]) -> Gradients:
+    """The edited run, with gradients at some points, while attention is recorded."""
+    with Session() as session:
+        for attention in attentions:
+            attention.listen(session)
+        return Gradients(runs.runner, runs.edited, runs.metric, names)
 
 
 def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
@@ -123,11 +128,6 @@ def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
     parts = ["attribution", *(option for option, on in options.items() if on)]
     about: dict[str, Any] = {"estimate": " with ".join(parts)}
     return about | {"signed": False} if grad_drop else about
-
-
-def _first_order(runs: Contrast, point: Point, base: Tensor) -> Callable[[Tensor], Tensor]:
-    """The effects of other values, from the gradient at their point."""
-    return lambda gradient: effects(point, base, gradient, runs.cache, runs.places)
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:

@@ -109,32 +109,33 @@ def edge_attribution(
     scores = Scores(graph, where, runs.cache, target.device)
     start = Gradients(runner, edited, metric, scores.names)
     scores.base, base = start.values, start.base
-    scored = Found(scores.of_all(start))
+    scored, difference = Found(scores.of_all(start)), target - base
     if method == "eap":
         warn_of_flat(start, 4)
     del start
     if method != "eap":
-        size = (target - base).abs().mean()
+        size = difference.abs().mean()
         paths = Paths(runner, edited, metric, scores, base, size, steps, tolerance)
         of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
         scored = of(scored.scores)
-    if not (scored.scores.isfinite().all() and (target - base).isfinite().all()):
-        raise ValueError("scores and metrics must be finite; got others")
-    about, gap = _checked_sums(scored)
+    about, gap = _checked_sums(scored, difference)
     if gap > tolerance:
         rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
         warnings.warn(f"{rule}; got {gap:.2g}", stacklevel=2)
     values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
-    labels: dict[str, Any] = {"edge": graph.edges}
-    if over is None:
-        values = values.squeeze(1)
-    else:
-        labels[over] = where.labels
+    values = values.squeeze(1) if over is None else values
+    labels: dict[str, Any] = {"edge": graph.edges} | ({over: where.labels} if over else {})
     return runs.result(values, labels, base, estimate=method, **about)
 
 
-def _checked_sums(scored: Found) -> tuple[dict[str, Any], float]:
-    """How far scores are from adding up: for `about`, and the largest gap."""
+def _checked_sums(scored: Found, difference: Tensor) -> tuple[dict[str, Any], float]:
+    """How far scores are from adding up: for `about`, and the largest gap.
+
+    Raises:
+        ValueError: if a score or the difference of the metrics is not finite.
+    """
+    if not (scored.scores.isfinite().all() and difference.isfinite().all()):
+        raise ValueError("scores and metrics must be finite; got others")
     edges, nodes = scored.scores[:, :-1], scored.scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
     about: dict[str, Any] = {"node_gap": _rounded(gap)}

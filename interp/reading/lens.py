@@ -1,10 +1,11 @@
 """Lenses: what the residual stream would predict if the model ended at each layer."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
@@ -110,19 +111,7 @@ def logit_lens(
     followed = None if targets is None else _followed(model, targets, shape)
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
-    parts, start = [], 0
-    for rows in split_rows(
-        model, rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
-    ):
-        logits, end = unembedded(model, rows), start + rows.shape[1]
-        target = logits[-1].argmax(-1) if followed is None else followed[start:end]
-        parts.append(_read(logits, to_device(target, logits.device), min(top_k, vocab)))
-        start = end
-    columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
-    best, chances, *numbers = (
-        rearrange(column, "stream (batch pos) ... -> stream batch pos ...", batch=shape[0])
-        for column in columns
-    )
+    best, chances, *numbers = _columns(model, streams, followed, min(top_k, vocab))
     mask = mask_of(cache, shape)
     target, ranks, entropy, kl = (
         nan_at_padding(c, mask) if c.is_floating_point() else c for c in numbers
@@ -135,6 +124,25 @@ def logit_lens(
         return readout
     read = None if text is None or text.tokens.shape != shape else written(text.tokens[0])
     return replace(readout, first=(read, written(best[:, 0, :, 0])))
+
+
+def _columns(
+    model: nn.Module,
+    streams: Float[Tensor, "stream batch pos d_model"],
+    followed: Int[Tensor, " row"] | None,
+    top_k: int,
+) -> Iterator[Shaped[Tensor, "stream batch pos *top"]]:
+    """Numbers of all distributions, computed for some positions at a time."""
+    parts, start = [], 0
+    flat = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
+    for rows in split_rows(model, flat):
+        logits, end = unembedded(model, rows), start + rows.shape[1]
+        target = logits[-1].argmax(-1) if followed is None else followed[start:end]
+        parts.append(_read(logits, to_device(target, logits.device), top_k))
+        start = end
+    for column in zip(*parts, strict=True):
+        by_row = "stream (batch pos) ... -> stream batch pos ..."
+        yield rearrange(torch.cat(column, 1), by_row, batch=streams.shape[1])
 
 
 def _followed(

@@ -17,7 +17,7 @@ from models.attached.configs import carry_changes, configs_of, kernel_name, own_
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
-from models.attached.probe import Probe, Watching, evaluating, probed, tokens_for
+from models.attached.probe import Call, Probe, Watching, evaluating, probed, tokens_for
 from models.attached.sums import is_close, is_same
 from models.attached.traced import TracedPoints, restore_forwards
 from models.attached.wiring import Forward
@@ -50,26 +50,11 @@ class Attached(ReadsText):
             probe = self._probed(reference, watching.functions)
             chain = blocks_of(probe, model)
             self._runs.forward = self._forward
-            self._forward.embedded = self._wiring.embeddings(probe, chain[0])
             layouts = [layout_of(call, probe, text_config(model)) for call in chain]
-            model.blocks = Blocks(map(self._wiring.block, layouts))
-            self._wiring.final_norm(probe, chain[-1])
-            self._forward.places = self._wiring.places()
-            if any(weight.is_meta for weight in model.parameters()):
-                self.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
-            for name in TOP:
-                if hasattr(model, name):
-                    getattr(model, name).train(model.training)
+            self._put_points(probe, chain, layouts)
             language = AttachedLanguage(model, probe, chain, layouts)
             vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
             self._forward.prepare = language.prepare_inputs
-            for points in model.modules():
-                if isinstance(points, AttentionPoints):
-                    points.is_lent = points.module in probe.sharing
-            names = {kernel_name(config) for config, _ in self._configs.values()}
-            if odd := [*names - {"eager", "sdpa"}]:
-                why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
-                self.left_out["scores"] = self.left_out["pattern"] = why
             self._check_traced(probe)
             self._check_streams(layouts)
             self._check_attention(reference)
@@ -130,6 +115,28 @@ class Attached(ReadsText):
             what = "has no attention, or computes it in a way that is not recognised"
             self.left_out["attn"] = f"{type(self.model).__name__} {what}"
         return probe
+
+    def _put_points(
+        self, probe: Probe, chain: Sequence[Call], layouts: Sequence[BlockLayout]
+    ) -> None:
+        """Puts points where the layouts say, and notes which ones cannot be there."""
+        model = self.model
+        self._forward.embedded = self._wiring.embeddings(probe, chain[0])
+        model.blocks = Blocks(map(self._wiring.block, layouts))
+        self._wiring.final_norm(probe, chain[-1])
+        self._forward.places = self._wiring.places()
+        if any(weight.is_meta for weight in model.parameters()):
+            self.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
+        for name in TOP:
+            if hasattr(model, name):
+                getattr(model, name).train(model.training)
+        for points in model.modules():
+            if isinstance(points, AttentionPoints):
+                points.is_lent = points.module in probe.sharing
+        names = {kernel_name(config) for config, _ in self._configs.values()}
+        if odd := [*names - {"eager", "sdpa"}]:
+            why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
+            self.left_out["scores"] = self.left_out["pattern"] = why
 
     def _check_traced(self, probe: Probe) -> None:
         """Leaves out the points of attention by code of its own where they would not hold what they promise."""

@@ -211,8 +211,7 @@ def place(
         first = {w: oldest_reached(w, start) if is_cached else 0 for w in windows}
         rules = {w: _rule(w, first[w], end, here, counted if gaps else None) for w in windows}
         masks = {w: shared(rules[w], (new, end - first[w]), device) for w in windows}
-    positions = counted[:, start:]
-    return Context(positions, masks, rotate(positions), start, kv_cache, real)
+    return Context(counted[:, start:], masks, rotate(counted[:, start:]), start, kv_cache, real)
 
 
 def _rule(

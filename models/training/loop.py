@@ -128,13 +128,11 @@ def train(
                 if due and HELD_OUT in texts:
                     run.measure(texts[HELD_OUT])
                 run.log()
-                last = run.records[-1]["loss"] if run.records else math.nan
-                _show(bar, tokens, last)
+                last = _show(bar, tokens, run)
                 if after_step:
                     after_step(step, last)
                 # Read once, because it can change in between.
-                stop = interrupted()
-                if due or stop:
+                if (stop := interrupted()) or due:
                     run.settle()
                     run.log()
                     run.save()
@@ -143,10 +141,13 @@ def train(
     return _result(run)
 
 
-def _show(bar: Any, tokens: Tensor, loss: float) -> None:
+def _show(bar: Any, tokens: Tensor, run: Run) -> float:
+    """Show the last loss that is known, and return it."""
+    loss = run.records[-1]["loss"] if run.records else math.nan
     bar.update()
     rate = tokens[:, 1:].numel() * (bar.format_dict["rate"] or 0)
     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+    return loss
 
 
 def _result(run: Run) -> TrainingResult:
