@@ -50,15 +50,11 @@ from interp.metrics import accuracy, cross_entropy, kl_divergence, log_prob, log
 from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.composition import composition_scores
 from interp.reading.copying import copying_scores, positional_scores
-from interp.reading.decompose import (
-    accumulated,
-    apply_norm,
-    decompose,
-    direct_logit_attribution,
-)
+from interp.reading.decompose import apply_norm, decompose
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.jacobian import JacobianLens, jacobian_lens
 from interp.reading.lens import logit_lens
+from interp.reading.logit_attribution import accumulated, direct_logit_attribution
 from interp.reading.maxima import max_activating
 from interp.reading.tuned import TunedLens, tuned_lens
 from interp.reading.weights import (

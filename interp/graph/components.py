@@ -128,6 +128,16 @@ class ResidualComponents:
         columns = to_device(self._columns, value.device)
         return value[torch.arange(len(value), device=value.device), columns][:, None]
 
+    def norm_in_run(
+        self, norm: nn.Module | None
+    ) -> tuple[LinearPart, Float[Tensor, "_batch _pos 1"]]:
+        """The linear part of a norm, and what the norm divided by."""
+        stream = self.at(self.last)
+        if is_identity(norm):
+            return linear_part(None, stream.shape[2]), stream.new_ones(1, 1, 1)
+        name = next(name for name, module in self.model.named_modules() if module is norm)
+        return linear_part(norm, stream.shape[2]), self.at(f"{name}.scale")
+
     def __call__(
         self, before: int | None = None, neurons: bool = False
     ) -> Iterator[ComponentGroup]:

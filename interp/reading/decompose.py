@@ -1,39 +1,17 @@
-"""Decomposition: the residual stream, and the logits, as sums of what each part of a model wrote.
+"""Decomposition: the residual stream as the sum of what each part of a model wrote."""
 
-1. Take from the cache what each part mapped to the stream: embeddings, heads, MLPs or neurons, biases.
-2. `decompose` maps it to vectors. `direct_logit_attribution` maps the logit's direction back instead, through the
-   final norm and `W_O`, and multiplies: no vector of the stream is made.
-3. Divide by the scale of the norm in the run, with which the norm is linear (Elhage et al. 2021).
-4. Check that the parts add up to the stream, or to the logit, up to rounding.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
-from hooks.transfer import stacked, to_device
+from hooks.transfer import to_device
 from interp.graph.components import ResidualComponents
-from interp.inputs.positions import Index
-from interp.inputs.texts import nan_at_padding, text_of, token_ids, words_of
-from interp.inputs.token_positions import at_least_float32, like, short, tokens_of
-from interp.linear.norms import LinearPart, is_identity, linear_part
-from interp.protocol import n_logits, of
-from interp.results.result import Result
-
-Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
-"""One token for all positions, one for each example, or one for each position; as a text too, such as `" Mary"`."""
-
-Direction = (
-    Float[Tensor, " d_model"] | Float[Tensor, "batch d_model"] | Float[Tensor, "batch pos d_model"]
-)
-"""One direction of what the unembedding reads, one for each example, or one for each position."""
+from interp.inputs.token_positions import at_least_float32, like
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,121 +106,6 @@ def decompose(
 
 
 @without_gradients
-def direct_logit_attribution(
-    model: nn.Module,
-    cache: ActivationCache,
-    *,
-    right: Tokens | None = None,
-    wrong: Tokens | None = None,
-    direction: Direction | None = None,
-    pos: Index | None = None,
-    neurons: bool = False,
-) -> Result:
-    """Find what each part of the model adds by itself to a logit, or to a difference of logits (Elhage et al. 2021).
-
-    Each part of `decompose` goes through the final norm, with the norm's scale in the run, to the logit.
-    The biases `ln_final.bias` and `unembed.bias` are parts of their own. All parts add up to the logit.
-    No part is made as a vector: a direction is dotted with what a head reads, through `W_O`.
-
-    Args:
-        model: see `decompose`; it also needs `W_U`.
-        cache: the cache of a run that kept all points, or `Graph(model, split_embeddings=True).needed` and
-            `ln_final.scale`.
-        right: the token of the logit.
-        wrong: the token of a logit to subtract.
-        direction: in place of tokens, a direction of what the unembedding reads, such as a probe's.
-        pos: read one position of each text, or one for each example; -1 is the last real token, if the run was
-            given its mask. None for all positions.
-        neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
-
-    Returns:
-        A result with the axes `component`, `pos` and `example`; without `pos` where one column was asked. It is NaN
-        at padding. Its `about` has the gap between the sum of the parts and the logit, at the most.
-
-    Raises:
-        TypeError: as for `Graph`; or if the model has no `W_U`.
-        ValueError: as for `Graph`; if logits are capped, because they are then no sum of parts; or if
-            tokens, direction or position do not fit.
-        CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the logit.
-
-    >>> from hooks import HookedRunner
-    >>> from models import load
-    >>> model = load("pydoc-4l")
-    >>> logits, cache = HookedRunner(model).run_with_cache("Return the", lazy=True)
-    >>> parts = direct_logit_attribution(model, cache, right="n", pos=-1)
-    >>> parts.top(2)
-    component m2  +1.238
-    component m0  +0.8653
-    >>> torch.allclose(parts.values.sum(), logits[0, -1, model.to_id("n")], atol=1e-4)
-    True
-    """
-    reading = _Reading(model, cache, right, wrong, direction, pos)
-    parts = [*reading.parts(neurons=neurons)]
-    sizes = [len(part.names) for part in parts]
-    biases = {name: value for name, value in reading.biases.items() if value.any()}
-    stream = reading.parts.at(reading.parts.last)
-    values = reading.direction.new_empty(*stream.shape[:2], sum(sizes) + len(biases))
-    written, added = values.split([sum(sizes), len(biases)], -1)
-    for part, out in zip(parts, written.split(sizes, -1), strict=True):
-        part.along(reading.direction, out)
-    written /= reading.scale
-    sizes_of_rounding = reading.spread(stream), written
-    gap = reading.parts.check(written.sum(-1), reading.read(stream), *sizes_of_rounding)
-    for n, value in enumerate(biases.values()):
-        added[..., n] = value
-    names = [name for part in parts for name in part.names]
-    return reading.result(values.movedim(-1, 0), "component", [*names, *biases], {"gap": gap})
-
-
-@without_gradients
-def accumulated(
-    model: nn.Module,
-    cache: ActivationCache,
-    *,
-    right: Tokens | None = None,
-    wrong: Tokens | None = None,
-    direction: Direction | None = None,
-    pos: Index | None = None,
-) -> Result:
-    """A logit, or a difference of logits, of the stream up to each layer, with the final norm's scale in the run.
-
-    The last value is that of the model. Each step is the sum of what `direct_logit_attribution` gives for
-    the parts in between. `logit_lens` divides each stream by a scale of its own instead.
-
-    Args:
-        model: the model of the run, with `W_U`; see `decompose` for attached ones.
-        cache: the cache of a run that kept the residual stream and `ln_final.scale`.
-        right, wrong, direction, pos: see `direct_logit_attribution`.
-
-    Returns:
-        A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`; without
-        `pos` where one column was asked. It is NaN at padding.
-
-    Raises:
-        TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
-
-    >>> from hooks import HookedRunner
-    >>> from models import load
-    >>> model = load("pydoc-4l")
-    >>> logits, cache = HookedRunner(model).run_with_cache("Return the", lazy=True)
-    >>> result = accumulated(model, cache, right="n", pos=-1)
-    >>> result.labels["stream"][:3]
-    ('0_pre', '0_mid', '1_pre')
-    >>> torch.allclose(result.values[-1, 0], logits[0, -1, model.to_id("n")], atol=1e-4)
-    True
-    """
-    reading = _Reading(model, cache, right, wrong, direction, pos)
-    points = {}
-    for n, block in enumerate(reading.parts.model.blocks):
-        points[f"{n}_pre"] = f"blocks.{n}.resid_pre"
-        if len(block.branches) > 1 and block.branches[1].reads is not block.branches[0].reads:
-            points[f"{n}_mid"] = f"blocks.{n}.resid_mid"
-    points["final_post"] = reading.parts.last
-    logits = stacked(reading.read(reading.parts.at(name)) for name in points.values())
-    return reading.result(logits + sum(reading.biases.values()), "stream", [*points], {})
-
-
-@without_gradients
 def apply_norm(
     model: nn.Module,
     cache: ActivationCache,
@@ -294,108 +157,6 @@ def apply_norm(
         raise ValueError(
             f"values must be [..., batch, pos, d_model], {[*stream.shape]} last; got {[*values.shape]}"
         )
-    linear, scale = _norm_in_run(components, norm)
+    linear, scale = components.norm_in_run(norm)
     vectors = linear.after(at_least_float32(values))
     return vectors / like(scale, vectors)
-
-
-def _norm_in_run(
-    components: ResidualComponents, norm: nn.Module | None
-) -> tuple[LinearPart, Float[Tensor, "_batch _pos 1"]]:
-    """The linear part of a norm, and what the norm divided by."""
-    stream = components.at(components.last)
-    if is_identity(norm):
-        return linear_part(None, stream.shape[2]), stream.new_ones(1, 1, 1)
-    name = next(name for name, module in components.model.named_modules() if module is norm)
-    return linear_part(norm, stream.shape[2]), components.at(f"{name}.scale")
-
-
-class _Reading:
-    """A direction of the logits, as one that reads the residual stream of a run."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        cache: ActivationCache,
-        right: Tokens | None,
-        wrong: Tokens | None,
-        direction: Direction | None,
-        pos: Index | None,
-    ) -> None:
-        self._named, self._cache = model, cache
-        self.parts, self._one = ResidualComponents(model, cache, pos), pos is not None
-        stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
-        self.about: dict[str, Any] = {}
-        if direction is not None and right is None and wrong is None:
-            vectors, offset = at_least_float32(direction), stream.new_zeros(1, 1)
-            vectors = vectors if vectors.ndim == 3 else vectors.view(-1, 1, vectors.shape[-1])
-        elif direction is None and right is not None:
-            vectors, offset = self._unembedding("right", right)
-            if wrong is not None:
-                other, subtracted = self._unembedding("wrong", wrong)
-                vectors, offset = vectors - other, offset - subtracted
-        else:
-            raise ValueError("give right=, the token of a logit, or direction=, and not both")
-        fits = all(n in (1, full) for n, full in zip(vectors.shape, stream.shape, strict=True))
-        if not fits or vectors.shape[2] != stream.shape[2]:
-            raise ValueError(
-                "tokens or directions must be one, or one for each text or each position, of "
-                f"{[*stream.shape]}; got {[*vectors.shape]}"
-            )
-        linear, self.scale = _norm_in_run(self.parts, norm)
-        vectors = like(vectors, self.scale)
-        self.direction = linear.before(vectors)
-        constant, offset = vectors @ like(linear.bias, vectors), like(offset, vectors)
-        self.biases = {"ln_final.bias": constant, "unembed.bias": offset}
-
-    def _unembedding(self, name: str, answers: Tokens) -> tuple[Tensor, Tensor]:
-        """The directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
-        model = of(self.parts.model, "W_U", "config")
-        if getattr(model.config, "logit_cap", 0):
-            raise ValueError(
-                "logits must not be capped to be a sum of parts; got logit_cap="
-                f"{model.config.logit_cap}: direction=W_U[:, token] reads the logit before the cap"
-            )
-        tokens, vocab = tokens_of(token_ids(self._named, answers), 2), n_logits(self.parts.model)
-        if int(tokens.max()) >= vocab:
-            raise ValueError(f"{name} must be 0 to {vocab - 1}; got {int(tokens.max())}")
-        tokens = to_device(tokens.view(len(tokens) if tokens.ndim else 1, -1), model.W_U.device)
-        self.about[name] = short(answers) if tokens.shape[1] == 1 else "one for each position"
-        vectors, bias = at_least_float32(model.W_U.T[tokens]), getattr(model, "b_U", None)
-        zeros = vectors.new_zeros(tokens.shape)
-        return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
-
-    def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """A stream along the direction."""
-        return self._scaled((stream * to_device(self.direction, stream.device)).sum(-1))
-
-    def spread(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """The root of the summed squares of what `read` adds up: errors of random sign add up like that."""
-        return self._scaled((stream * to_device(self.direction, stream.device)).norm(dim=-1))
-
-    def _scaled(self, along: Tensor) -> Tensor:
-        return to_device(along, self.scale.device) / self.scale[..., 0]
-
-    def result(
-        self,
-        logits: Float[Tensor, "place batch pos"],
-        axis: str,
-        labels: list[str],
-        about: dict[str, Any],
-    ) -> Result:
-        """A result with the axes `axis`, `pos` and `example`."""
-        values, axes = logits.transpose(1, 2), [axis, "pos", "example"]
-        if self._one:
-            values, axes = values[:, 0], [axis, "example"]
-        words = None
-        if not self._one:
-            values = nan_at_padding(logits, self.parts.mask).transpose(1, 2)
-            words = (text := text_of(self._cache)) and words_of(self._named, text)
-        return Result(
-            values,
-            tuple(axes),
-            labels={axis: labels},
-            unit="logits" if self.about else "",
-            about=self.about | about,
-            words={"pos": words} if words else {},
-        )
