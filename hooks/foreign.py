@@ -151,7 +151,7 @@ def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameEr
 
 
 def _explained(version: int, row: Row, layers: str, known: bool = True) -> str:
-    """What a value of theirs is; with `known=False` in a model that is not known."""
+    """The meaning of a value of theirs; with `known=False` in a model that is not known."""
     ours = _in_layer(row.ours, layers)
     note = _in_layer(row.note.format(ours=ours), layers)
     if not note or (row.usual and not known):

@@ -145,6 +145,11 @@ def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, A
     Args:
         model: any module.
         args, options: the model's arguments, and the options of the cache.
+
+    >>> from models import load
+    >>> logits, cache = run_with_cache(load("pydoc-4l"), "def f(x):", names="blocks.2.resid_post")
+    >>> cache["resid_post", 2].shape
+    torch.Size([1, 9, 128])
     """
     return HookedRunner(model).run_with_cache(*args, **options)
 

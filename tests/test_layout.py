@@ -161,7 +161,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 15_350, 160), (("tests",), 21_400, 107)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 16_700, 168), (("tests",), 22_400, 116)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

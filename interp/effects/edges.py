@@ -129,7 +129,7 @@ def edge_attribution(
 
 
 def _checked_sums(scored: Found, difference: Tensor) -> tuple[dict[str, Any], float]:
-    """How far scores are from adding up: for `about`, and the largest gap.
+    """The gaps between the sums of edges and what they should add up to: for `about`, and the largest.
 
     Raises:
         ValueError: if a score or the difference of the metrics is not finite.

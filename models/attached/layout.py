@@ -1,7 +1,13 @@
 """The layout of a model: which of its modules compute what our points name, found from one run.
 
-No architecture is named here. A sublayer's output, for instance, is what must be added to the stream that
-entered a block, so that the stream is what the next norm read.
+No architecture is named here; all is found from what modules read and gave:
+
+1. The blocks are the `ModuleList` whose modules run once each, every one on what the last one gave (`blocks_of`).
+2. Attention is the module in a block that calls an attention function.
+3. What a sublayer adds is the output, times a factor of the config, that makes the stream a later module reads of the one
+   that entered the block (`_sublayers`). The first such sublayer after attention began is attention's, the other the MLP's.
+4. A norm is a module whose output is its input over a scale (`norm_of`); its name follows from the stream it reads.
+5. The MLP's hidden layer is what a module without weights makes new, and what a later map reads (`find_mlp`).
 """
 
 import itertools

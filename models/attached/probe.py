@@ -1,4 +1,11 @@
-"""One run of a model on a few tokens, with what went into each module and what came out."""
+"""One run of a model on fourteen tokens, with what went into each module and what came out.
+
+1. Every module gets two hooks, which copy its tensors, and note when it began and ended.
+2. The attention function is replaced by one that notes who called it, and calls the model's own.
+3. Where attention is code of the module's own, a mode of PyTorch notes products and softmaxes in place of that
+   (`Watching`).
+4. All hooks go, and the record stays.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

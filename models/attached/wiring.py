@@ -1,4 +1,11 @@
-"""Forward hooks that pass values of an attached model through its points."""
+"""Forward hooks that pass values of an attached model through its points.
+
+1. A wire is a hook on one of the model's modules. It hands the module's input or output to a point, and puts what the
+   point gives in its place (`fire`).
+2. While nobody listens at the point nothing is computed, and the module's own tensor goes on.
+3. `Forward` stands in for the model's forward: it turns texts into tokens, and says which piece of which texts a run
+   reads, so that edits count positions from the start of the text.
+"""
 
 import inspect
 from collections.abc import Callable
