@@ -1,0 +1,40 @@
+# %% [markdown]
+# # Circuits
+#
+# The edges of a model, their effects, and circuits that are found and measured.
+
+# %%
+import torch
+
+from hooks import HookedRunner
+from interp import Pairs
+from models import load
+
+model = load("pydoc-4l")
+runner = HookedRunner(model)
+text, other = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14")
+pairs = Pairs(text, other, ("1", "4"))
+
+from interp import circuits, edge_attribution, faithfulness, graph
+
+whole = graph.Graph(model)  # 479 edges: a0.h1->a2.h3<k>, m0->logits, ...
+scores = edge_attribution(model, pairs)  # the effect of every edge, from one backward pass
+circuit = circuits.greedy(whole, scores, n=20)
+# on another text than that of the scores
+text, other = (f"part BTKW-MD5{digit} is sold out; ask for BTKW-MD5" for digit in "28")
+others = Pairs(text, other, ("2", "8"))
+print(circuit, faithfulness(model, others, circuit).mean())  # the circuit's, and random edges'
+
+# %% [markdown]
+# A `Graph` names what writes to the stream (`input`, `a0.h1`, `m0`) and what reads it (`a2.h3<q>`, `m2`, `logits`), from the
+# model's points and the form of its blocks; GPT-2 small has 32,491 edges, as the MIB benchmark counts them. `run_circuit`
+# takes a circuit, the edges to keep, or a mask of those to replace, which may be differentiated: any number of edges in one forward
+# pass. What comes in place of an edge is the paired text's value, another run's, a mean, or zero on request.
+# `edge_attribution` estimates all edges at once, by `eap`, `eap_ig_inputs` or `eap_ig_activations`, and reports the sums that
+# must hold; gradients pass norms with their whole derivative. `circuits.above`, `.top` and `.greedy` choose edges,
+# `.read_mib` and `.write_mib` exchange them with the MIB benchmark. `faithfulness`, `completeness`, `minimality` and `curve`
+# (CPR and CMD) measure a circuit, with intervals, beside random edges, and warn if its own texts are used; `auroc` compares
+# scores with a known circuit.
+#
+# `python examples/induction_circuit.py --out out` goes from text to a drawn circuit of what copies a part number in the bundled
+# model, in half a minute of one core: 41 of 479 edges keep 92% of it on other texts [84%, 100%], and as many random ones nothing.

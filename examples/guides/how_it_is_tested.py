@@ -1,0 +1,54 @@
+# %% [markdown]
+# # How it is tested
+#
+# What the code was tried with, and how to work on it.
+#
+# `python -m tests.test_fuzz 1000000` runs seeded random sessions: random models (in-place operations, tied and shared
+# modules, buffers written in the pass, tuples and dataclasses, experts, checkpointing) and random uses (caches of every kind,
+# edits, gradients, plans, generators, tasks, threads), some of them with an interrupt, the garbage collector or another
+# thread at a random line of this package. A twin of each model runs under PyTorch's own hooks, and both must agree: bit for
+# bit where the same kernels run, else to 1e-5 of the largest value. 3,466,000 sessions ran on several earlier
+# commits, the last 1,000,000 without a failure, and 4,000 on hooks that differ from the present ones by one condition; three more processes crashed Python through the fuzz's own
+# trace function, which was mended. What the earlier ones found was mended, except that an interrupt in the moment when a
+# `plan` ends can leave PyTorch's mode of fake tensors switched on.
+#
+# On tiny random models of `transformers`, each job equals raw hooks on a copy (`tests/test_architectures.py`):
+#
+# | | names | edits | capture | gradients | lazy | generate | plan |
+# | --- | --- | --- | --- | --- | --- | --- | --- |
+# | gpt2, llama, qwen3, gemma3, t5 | yes | yes | yes | yes | yes | yes | yes |
+# | mixtral | yes | yes | yes | yes | yes | yes | refused: PyTorch cannot run its grouped products without numbers |
+# | bert, vit | yes | yes | yes | yes | yes | do not generate | yes |
+#
+#
+# ## Working on it
+#
+#
+# ```bash
+# python -m pip install -e ".[dev]" && python -m pytest
+# ```
+#
+# sets everything up on a fresh machine and runs the tests, in which every annotated shape is checked, in one process per core;
+# `--full` also runs the cases that are otherwise sampled (two of eight jobs on each architecture, for one) and a few long tests. `bash .ci/check` also checks format,
+# lint and types; `bash .ci/run` does all that in a fresh environment. `hooks` knows no transformer and imports neither sibling;
+# `models` and the library code of `interp` import only `hooks`.
+#
+# Your own tests can check the shapes of what you give and get, too: with beartype installed,
+# `python -m pytest --jaxtyping-packages=hooks,models,interp,beartype.beartype` (add a package of yours to check its annotations).
+#
+# `models` has the architecture at its top, a file for each part; `running` is what a run needs (context, masks, cached keys and
+# values, generation), `text` tokenizers and texts, `checkpoints`, `attached` and `training` what their names say. In `interp`,
+# `protocol` is what a model must have and `metrics` what is measured; `inputs` are texts, pairs and positions. The analyses are in
+# `effects` (values are changed), `reading` and `spectral`, a file for each idea. Below them is what they share: `edits`, `running`
+# (sweeps, masked runs, gradients), the `graph` of a model with its circuits, `linear` maps, and `results`. `pictures` and `report`
+# show what was found. Imports go one way, by a table in `tests/test_layout.py`.
+#
+# `coverage run --source=hooks,models,interp -m pytest -n 0 && coverage report` (after `pip install coverage`) measures which
+# statements the tests run: 97 % of 10,875, measured once, without the slowest files of tests and without the command line, whose
+# tests start processes of their own.
+#
+# `python tests/count.py` counts lines of code, without docstrings, comments and blank lines: 16,667 in 168 files of source,
+# 22,356 in 116 files of tests. They pass on PyTorch 2.13.0 and transformers 5.23, and on the oldest version that `pyproject.toml`
+# names of every library: PyTorch 2.9.0 (which cannot compile an attached model), transformers 5.6.0 and the others. Up to 5.20,
+# transformers runs Gemma 2 by sdpa, without its soft cap, and up to 5.17 Doge, without its causal mask: load them with
+# `attn_implementation="eager"`.
