@@ -97,7 +97,8 @@ def seen_in_browser(page, folder, *options):
     opened.write_text(notebook, encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
              "--disable-sync", "--disable-background-networking", "--disable-component-update",
-             "--window-size=800,900", "--virtual-time-budget=3000", "--dump-dom"]  # fmt: skip
+             "--window-size=800,900", "--virtual-time-budget=3000", "--dump-dom",
+             "--disable-features=IsolateSandboxedIframes"]  # fmt: skip
     command = [chromium, *flags, *options, f"--user-data-dir={folder / 'profile'}"]
     done = subprocess.run(
         [*command, opened.as_uri()], capture_output=True, text=True, timeout=60, check=True
