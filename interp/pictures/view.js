@@ -269,7 +269,8 @@ function bars(part, box) {
       row.append(shape("rect", { x: 0, y, width, height: 20, fill: "transparent" }),
         shape("text", { x: left - 6, y: y + 14, "text-anchor": "end" }, short(label(part.axis, i), 18)),
         shape("rect", { x: Math.min(x(0), x(value)), y: y + 3, width: Math.abs(x(value) - x(0)), height: 14, fill: css(value < 0 ? colours.less : colours.more) }));
-      if (!Number.isNaN(low[i])) row.append(shape("path", { d: `M${x(low[i])} ${y + 10}H${x(high[i])}M${x(low[i])} ${y + 6}v8M${x(high[i])} ${y + 6}v8`, class: "axis", "stroke-width": 1.5 }));
+      const interval = `M${x(low[i])} ${y + 10}H${x(high[i])}M${x(low[i])} ${y + 6}v8M${x(high[i])} ${y + 6}v8`;
+      if (!Number.isNaN(low[i])) row.append(shape("path", { d: interval, class: "rim" }), shape("path", { d: interval, class: "interval" }));
       return row;
     });
     plot.append(...rows, shape("path", { d: `M${x(0)} 0V${20 * count}`, class: "axis" }), ...[least, 0, most].filter((v, i, all) => all.indexOf(v) === i).map(v =>
@@ -299,7 +300,9 @@ function lines(part, box) {
       const points = [...ys].flatMap((v, i) => Number.isFinite(v) ? [`${x(xs[i]).toFixed(1)} ${y(v).toFixed(1)}`] : []);
       if (points.length === 1) points.push(points[0]);
       if (points.length) plot.append(shape("path", { d: `M${points.join("L")}`, fill: "none", stroke: colour(s), "stroke-width": 2, "stroke-linecap": "round", "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
-      if (series.length <= 8) plot.append(shape("text", { x: width - 16, y: 26 + 15 * s, "text-anchor": "end" }, `${short(name, 30)} ${s % 2 ? "▪" : "■"}`));
+      const high = 26 + 15 * s;
+      if (series.length <= 8) plot.append(shape("text", { x: width - 48, y: high, "text-anchor": "end" }, short(name, 30)),
+        shape("path", { d: `M${width - 42} ${high - 4}h26`, stroke: colour(s), "stroke-width": 2, "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
     });
     let now = xs.length - 1;
     const go = (i, px, py) => {
@@ -328,6 +331,7 @@ function network(part, box) {
   const line = make("label", "legend", "edges, the strongest first "), shown = make("output"), frame = make("div", "box");
   slider.setAttribute("aria-label", "number of edges");
   frame.tabIndex = -1;
+  frame.style.maxHeight = "none";
   line.append(slider, shown);
   box.append(line, frame);
   const redraw = () => {
