@@ -81,13 +81,13 @@ class FakeCurve:
     absolute = Result(torch.tensor([[0.25, 0.75]]), ("edges", "example"), labels={"edges": [0.01]})
 
 
-def seen_in_browser(page, folder, *options):
+def seen_in_browser(page, folder, probe, *options):
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no chromium to open the page in")
-    digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     allowed = page.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
-    probed = allowed.replace("<title>", f"<script>{PROBE}</script><title>", 1)
+    probed = allowed.replace("<title>", f"<script>{probe}</script><title>", 1)
     # In a frame, as notebooks show it; a window cannot be so narrow.
     notebook = f"""<!DOCTYPE html><body><script>
         addEventListener("message", event => document.body.setAttribute("data-seen", event.data));
@@ -110,7 +110,7 @@ def seen_in_browser(page, folder, *options):
 
 @pytest.fixture(scope="module")
 def seen(page, tmp_path_factory):
-    return seen_in_browser(page, tmp_path_factory.mktemp("light"))
+    return seen_in_browser(page, tmp_path_factory.mktemp("light"), PROBE)
 
 
 def weight(cache, query, key):
@@ -181,7 +181,7 @@ def mixed(page, theme, share):
 
 
 def test_colours_follow_the_readers_setting(page, seen, cache, tmp_path):
-    dark = seen_in_browser(page, tmp_path, "--blink-settings=preferredColorScheme=0")
+    dark = seen_in_browser(page, tmp_path, PROBE, "--blink-settings=preferredColorScheme=0")
     share = cache["pattern", 1][0, 0, 7, 2].item()
     assert seen["pixel"] == mixed(page, "light", share)
     assert dark["pixel"] == mixed(page, "dark", share)

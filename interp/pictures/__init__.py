@@ -49,8 +49,7 @@ def patterns(cache: ActivationCache, model: nn.Module | None = None, example: in
     tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
     known = isinstance(tokens, Tensor) and tokens.shape[-1] == keys
     row = tokens[example].tolist() if known and isinstance(tokens, Tensor) else None
-    written = getattr(getattr(model, "language_parts", model), "to_pieces", None)
-    words = None if row is None else written(row) if written is not None else [*map(str, row)]
+    words, written = (None, False) if row is None else _words(model, row)
     last = max(1, min(queries, keys, int((_MOST_WEIGHTS / (layers * heads)) ** 0.5), _MOST_COLUMNS))
     shown = weights if last >= max(queries, keys) else weights[..., -last:, -last:]
     part = _grid(
@@ -69,7 +68,7 @@ def patterns(cache: ActivationCache, model: nn.Module | None = None, example: in
         strip=words is not None,
         note=_thinned(keys, shown.shape[-1], "positions"),
     )
-    title = f" of “{''.join(words)[:60]}”" if words and written is not None else ""
+    title = f" of “{''.join(words)[:60]}”" if words and written else ""
     return View(f"attention patterns{title}", [part])
 
 
@@ -284,6 +283,17 @@ def curves(
         return drawn(places, lines, axis, unit, title)
 
     return View(title, [part], draw)
+
+
+def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
+    """The text of each token and True, or the numbers of tokens and False where there is no tokenizer."""
+    language: Any = getattr(model, "language_parts", model)
+    try:
+        if getattr(language, "tokenizer", None) is not None:
+            return language.to_pieces(row), True
+    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
+        pass
+    return [*map(str, row)], False
 
 
 def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> dict[str, Any]:

@@ -135,7 +135,7 @@ function grid(part, box) {
     const cells = make("div", "cells");
     Object.assign(cells.style, { gridTemplateColumns: `repeat(${columns}, ${wide}px)`, gridTemplateRows: `repeat(${rows}, ${high}px)` });
     for (const i of range(rows * columns)) {
-      const [r, c] = [Math.floor(i / columns), i % columns], span = make("span", "", part.cells?.[at(r, c)] ?? told(+values[at(r, c)].toPrecision(2)));
+      const [r, c] = [Math.floor(i / columns), i % columns], span = make("span", "", part.cells?.[at(r, c)] ?? told(Math.abs(values[at(r, c)]) < limit / 500 ? 0 : +values[at(r, c)].toPrecision(2)));
       span.style.color = onto(paint(values[at(r, c)], limit));
       cells.append(span);
     }
@@ -143,7 +143,7 @@ function grid(part, box) {
   }
   function draw() {
     const [rows, columns] = axes(), [down, over] = [rows.labels.length, columns.labels.length];
-    const written = part.cells || (part.written && down * over <= 1200), high = clamp(Math.floor(420 / down), written ? 24 : 10, 30);
+    const written = part.cells || (part.written && over <= 24 && down <= 60), high = clamp(Math.floor(420 / down), written ? 24 : 10, 30);
     const wide = part.square ? high : clamp(Math.floor(900 / over), part.cells ? 44 : written ? 52 : 10, 64);
     const map = make("div", "map"), cursor = make("div", "cursor"), body = bitmap(down, over, (r, c) => paint(values[at(r, c)], limit));
     Object.assign(body, { tabIndex: 0 });
