@@ -15,7 +15,7 @@ addEventListener("load", () => {
     [...map("mlp_out").parentElement.querySelectorAll(`.${side} span`)].flatMap((label, i) => label.className.includes("changed") ? i : []));
   point(map("z,"), .5, .75);
   map("z,").click();
-  seen.chosen = map("attention").closest("figure").querySelector("h3").innerText;
+  seen.chosen = map("attention").closest("figure").querySelector(".facet").innerText;
   seen.attention = point(map("attention"), 2.5 / 29, 7.5 / 29);
   seen.errors = errors;
   parent.postMessage(JSON.stringify(seen), "*");

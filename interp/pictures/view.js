@@ -104,7 +104,7 @@ function grid(part, box) {
   let facet = part.start ?? 0, swapped = false, here = [part.from_end ? n - 1 : 0, part.from_end ? m - 1 : 0];
   const at = (r, c, f = facet) => (f * n + (swapped ? c : r)) * m + (swapped ? r : c);
   const axes = () => swapped ? [part.columns, part.rows] : [part.rows, part.columns];
-  const buttons = make("div", part.across ? "facets across" : "facets"), title = make("h3"), frame = make("div", "box"), strip = make("div", "text");
+  const buttons = make("div", part.across ? "facets across" : "facets"), title = make("p", "facet"), frame = make("div", "box"), strip = make("div", "text");
   if (part.across) buttons.style.gridTemplateColumns = `repeat(${part.across}, 56px)`;
   const swap = make("button", "swap", "swap queries and keys");
 
@@ -191,9 +191,9 @@ function grid(part, box) {
   function redraw() {
     if (facets > 1) buttons.replaceChildren(...range(facets).map(f => {
       const button = make("button");
-      button.append(thumbnail(n, m, (r, c) => values[(f * n + r) * m + c], limit), make("span", "", short(part.names?.[f] ?? part.facets[f], 10)));
+      button.append(thumbnail(n, m, (r, c) => values[(f * n + r) * m + c], limit), make("span", "", part.names?.[f] ?? part.facets[f]));
       button.title = part.facets[f];
-      button.setAttribute("aria-label", part.facets[f]);
+      if (part.names) button.setAttribute("aria-label", `${part.names[f]}, ${part.facets[f]}`);
       button.onclick = () => show(f);
       return button;
     }));
