@@ -1,5 +1,6 @@
 """ActivationCache: the values that a run kept, by name, read-only."""
 
+import html
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -304,6 +305,14 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         values = {name: change(name, value) for name, value in self.items()}
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
         return type(self)(values, axes, self._origin, grads or None, self.skipped)
+
+    def _repr_html_(self) -> str:
+        """The table of its values, as many as `repr` shows."""
+        title, *lines = repr(self).splitlines()
+        cell = "<td style='text-align: left'>{}</td>"
+        cells = (map(html.escape, line.strip().split(maxsplit=1)) for line in lines)
+        rows = "".join(f"<tr>{''.join(map(cell.format, row))}</tr>" for row in cells)
+        return f"<p>{html.escape(title)}</p><table><tbody>{rows}</tbody></table>"
 
     def __repr__(self) -> str:
         table = names.aligned({name: self._describe(name) for name in self}, limit=39)

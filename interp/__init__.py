@@ -33,6 +33,7 @@ except ImportError as error:
     raise ImportError(_reason) from error
 
 from interp import edits, graph, spectral
+from interp import pictures as pictures
 from interp.effects.attribution import attribution_patching
 from interp.effects.comparison import compare
 from interp.effects.edges import edge_attribution

@@ -1,6 +1,6 @@
 """The report: collects results from one model and two prompts, and renders them as an HTML page."""
 
-import base64
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +10,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hooks import ActivationCache, HookError
 from hooks._torch import without_gradients
 from hooks.progress import progress_bar
+from interp import pictures
 from interp.effects.patching import patched
+from interp.graph.graph import Graph
 from interp.inputs.texts import Text, writer_of
 from interp.measuring import Metric
 from interp.metrics import log_prob
+from interp.pictures.view import View
+from interp.pictures.view import visible as visible
 from interp.protocol import logits_of, of, runner_of
+from interp.reading.decompose import direct_logit_attribution
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import LensReadout, logit_lens
 from interp.results.result import Result
@@ -29,10 +35,10 @@ except ModuleNotFoundError as error:
 
 SITES = ("resid_pre", "attn_out", "mlp_out", "z")
 GUESSES = 5
+CONTINUED = 20
 # A smaller difference of metrics, in nats, may be float32 rounding.
 LEAST_GAP = 1e-4
 _TOKENS_PER_FORWARD = 16_384
-_SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 
 class Guess(NamedTuple):
@@ -65,7 +71,10 @@ class ReportData:
         loss: cross-entropy of each token after the first, in nats.
         guesses: `guesses[layer][pos]` are the likeliest next tokens, best first, by the logit lens on
             the stream entering each layer; the last entry is the model's own prediction.
+        continuation: the likeliest next tokens, one after the other.
         pattern: attention of the clean run.
+        lens: the logit lens of the clean run.
+        attribution: what each part adds to the answer's logit; None where that is not defined.
         previous: mean attention of each head to the token before, 0 to 1.
         induction: mean attention of each head from repeated random tokens to the token after their
             first copy, 0 to 1.
@@ -83,7 +92,10 @@ class ReportData:
     answer: str
     loss: Float[Tensor, " next"]
     guesses: tuple[tuple[tuple[Guess, ...], ...], ...]
-    pattern: Float[Tensor, "layer head query key"]
+    continuation: tuple[str, ...]
+    pattern: View
+    lens: View
+    attribution: Result | None
     previous: Float[Tensor, "layer head"]
     induction: Float[Tensor, "layer head"]
     period: int
@@ -105,16 +117,6 @@ def peak(table: Float[Tensor, "layer place"]) -> Peak:
     """
     layer, place = divmod(int(table.abs().argmax()), table.shape[1])
     return Peak(layer, place, table[layer, place].item())
-
-
-def visible(text: str) -> str:
-    """`text` with a visible sign for each invisible character.
-
-    >>> visible("a b" + chr(10) + chr(7))
-    'a·b⏎\\\\x07'
-    """
-    signed = text.translate(_SIGNS)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in signed)
 
 
 @without_gradients
@@ -202,7 +204,7 @@ def build_report(
     present = {name.rpartition(".")[2] for name in runner.points}
     sites = [site for site in SITES if site in present]
     kept = [f"blocks.*.{point}" for point in ("pattern", "resid_post", *sites)]
-    output, cache = runner.run_with_cache(clean, names=kept)
+    output, cache = runner.run_with_cache(clean, names=[*kept, *_attributed(model)])
     logits = logits_of(output)
     answer = int(logits[0, -1].argmax())
     metric, derived = log_prob(answer), corrupted is None
@@ -213,6 +215,7 @@ def build_report(
     edited, source = Text(corrupted), Text(clean)
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
     repetition = runner.capture(repeated, names="blocks.*.pattern")
+    lens = logit_lens(model, cache, top_k=min(GUESSES, logits.shape[-1]))
     return ReportData(
         name=name,
         facts=facts,
@@ -222,8 +225,11 @@ def build_report(
         derived=derived,
         answer=texts([answer])[0],
         loss=-logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0],
-        guesses=_guesses(logit_lens(model, cache, top_k=min(GUESSES, logits.shape[-1])), texts),
-        pattern=cache.stack("pattern")[:, 0].float(),
+        guesses=_guesses(lens, texts),
+        continuation=tuple(texts(_continued(model, clean, answer))),
+        pattern=pictures.patterns(cache, model),
+        lens=pictures.lens(lens),
+        attribution=_attribution(model, cache, answer),
         previous=head_scores(model, cache).mean(),
         induction=head_scores(model, repetition, "induction").mean(),
         period=period,
@@ -246,46 +252,80 @@ def render(data: ReportData) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["visible"] = visible
-    shares = data.shares()
+    shares, trivial = data.shares(), len(data.changed) == 1
     tables = {"previous": data.previous, "induction": data.induction, "z": shares["z"]}
-    limit = max(1.0, *(float(share.abs().max()) for share in shares.values()))
-    loss = _plain(data.loss)
-    embedded = {
-        "tokens": [visible(text) for text in data.clean],
-        "changed": data.changed,
-        "loss": [None, *loss],
-        "guesses": [
-            [[[visible(g.text), round(g.probability, 6)] for g in pos] for pos in layer]
-            for layer in data.guesses
-        ],
-        "shape": data.pattern.shape[:3],
-        "first": peak(data.induction)[:2],
-        "attention": _as_base64(data.pattern),
-        "scores": {"previous": _plain(data.previous), "induction": _plain(data.induction)},
-        "limit": limit,
-        "patches": {
-            site: {"share": _plain(shares[site]), "nats": _plain(data.base + result.mean())}
-            for site, result in data.patches.items()
-        },
-    }
-    return environment.get_template("report.html").render(
+    parts = _parts(data, trivial)
+    places = {name: n for n, name in enumerate(parts)}
+    body = environment.get_template("report.html").render(
         data=data,
         strongest={kind: peak(table) for kind, table in tables.items()},
-        limit=limit,
-        shades=[0.0, *(value / max(loss) if max(loss) else 0.0 for value in loss)],
-        embedded=embedded,
+        gap=abs(data.target - data.base),
+        trivial=trivial,
+        places=places,
     )
+    return View(f"Inside {data.name}", [*parts.values()]).html(body)
 
 
-def _plain(values: Tensor) -> Any:
-    return values.double().round(decimals=6).tolist()
+def _parts(data: ReportData, trivial: bool) -> dict[str, Mapping[str, Any]]:
+    """The pictures by name. Of heads' tables, a click shows the head in the first, the patterns."""
+    losses = pictures.text(data.clean, [math.nan, *data.loss.tolist()], unit="nats", title="loss")
+    guesses = [[(g.text, f"{100 * g.probability:.3g} %") for g in pos] for pos in data.guesses[-1]]
+    told = [[["the model's guesses", ""], *map(list, pos)] for pos in guesses]
+    strongest, heads = peak(data.induction), data.induction.shape[1]
+    start = strongest.layer * heads + strongest.place
+    parts = {"pattern": {**data.pattern.parts[0], "start": start}, "lens": data.lens.parts[0]}
+    first = losses.parts[0]["first"]
+    parts["loss"] = {**losses.parts[0], "tips": [[], *told[:-1]][first:]}
+    for kind, scores in (("previous", data.previous), ("induction", data.induction)):
+        table = Result(scores[..., None], ("layer", "head", "example"), unit="of the attention")
+        (part,) = pictures.effects(table).parts
+        parts[kind] = {**part, "title": f"{kind} scores", "limit": 1.0, "link": 0}
+    shares = data.shares()
+    limit = max(1.0, *(float(share.abs().max()) for share in shares.values()))
+    for site, result in data.patches.items():
+        skipped = int(trivial and site == "resid_pre")
+        if len(result.values) == skipped:  # of one layer, nothing else is left
+            continue
+        axis = result.axes[1]
+        labels = {**result.labels, "layer": result.labels["layer"][skipped:]}
+        table = Result(
+            shares[site][skipped:, ..., None], result.axes, labels=labels, words=result.words
+        )
+        (part,) = pictures.effects(table).parts
+        extra = {"link": 0} if site == "z" else {"marked": data.changed}
+        metric = {"metric in nats": (data.base + result.mean())[None, skipped:].cpu()}
+        unit = "of the difference restored"
+        about = {"title": f"{site}, layer by {axis}", "limit": limit, "unit": unit, "more": metric}
+        parts[site] = {**part, **about, **extra}
+    if data.attribution is not None:
+        (parts["attribution"],) = pictures.effects(data.attribution).parts
+    return parts
 
 
-def _as_base64(weights: Float[Tensor, "..."]) -> str:
-    """Numbers from 0 to 1 as little-endian 16-bit integers, 65535 for 1."""
-    scaled = (weights.flatten() * 65535).round().int()
-    pairs = torch.stack([scaled % 256, scaled // 256], -1)
-    return base64.b64encode(bytes(pairs.flatten().tolist())).decode()
+def _attributed(model: nn.Module) -> list[str]:
+    """The points that direct attribution reads; none where the model has no graph."""
+    try:
+        needed = Graph(model, split_embeddings=True).needed
+    except (TypeError, ValueError):
+        return []
+    return [*needed, *(name for name in runner_of(model).points if name == "ln_final.scale")]
+
+
+def _attribution(model: nn.Module, cache: ActivationCache, answer: int) -> Result | None:
+    try:
+        return direct_logit_attribution(model, cache, right=answer, pos=-1)
+    except (TypeError, ValueError, HookError):
+        return None
+
+
+def _continued(model: nn.Module, clean: Int[Tensor, "1 pos"], answer: int) -> list[int]:
+    """The likeliest next tokens, as far as the context goes."""
+    longest = getattr(of(model, "config").config, "n_ctx", math.inf)
+    tokens, row = [answer], clean
+    while len(tokens) < CONTINUED and row.shape[1] < longest:
+        row = torch.cat([row, row.new_tensor([tokens[-1:]])], 1)
+        tokens.append(int(logits_of(model(row))[0, -1].argmax()))
+    return tokens
 
 
 def _numbers(tokens: Sequence[int]) -> list[str]:

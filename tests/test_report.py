@@ -4,11 +4,9 @@ import base64
 import copy
 import html
 import json
+import math
 import re
-import shutil
 import statistics
-import struct
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from hooks import HookedRunner
 from interp.report import build_report, peak, render
 from models import CharTokenizer, Transformer, TransformerConfig
 from tests.test_interp import predictions
+from tests.test_pictures import seen_in_browser
 
 CHARACTERS = CharTokenizer('\n "&/<>abcdefghiklmnoprstuvwx')
 CLEAN = 'cat </script><b>&"cat\ncat </s'
@@ -73,17 +72,40 @@ def pattern(model):
     return attention(model, CLEAN)
 
 
+def numbers(packed):
+    """The array of a picture's part."""
+    raw = bytearray(base64.b64decode(packed["base64"]))
+    dtype = {"f4": torch.float32, "f8": torch.float64}[packed["type"]]
+    return torch.frombuffer(raw, dtype=dtype).view(packed["shape"])
+
+
 def embedded(page):
-    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    """The parts of the page by name."""
+    parts = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["parts"]
+    return {part["title"].partition(",")[0]: part for part in parts}
+
+
+def scores_of(page, kind):
+    return numbers(embedded(page)[f"{kind} scores"]["values"])[0]
+
+
+def patches_of(page):
+    """By site the layers, the shares [layer, place] and the metrics in nats."""
+    return {
+        site: (
+            part["rows"]["labels"],
+            numbers(part["values"])[0],
+            numbers(part["more"]["metric in nats"])[0],
+        )
+        for site, part in embedded(page).items()
+        if site in interp.report.SITES
+    }
 
 
 def drawn(page):
-    """The attention patterns that the page holds."""
-    found = embedded(page)
-    layers, heads, length = found["shape"]
-    raw = base64.b64decode(found["attention"])
-    values = torch.tensor(struct.unpack(f"<{len(raw) // 2}H", raw)) / 65535
-    return values.view(layers, heads, length, length)
+    """The attention patterns that the page holds, [layer, head, query, key]."""
+    part = embedded(page)["attention patterns"]
+    return numbers(part["values"]).unflatten(0, (-1, part["across"]))
 
 
 def test_loss_is_the_cross_entropy_of_each_next_token(model, page):
@@ -91,21 +113,21 @@ def test_loss_is_the_cross_entropy_of_each_next_token(model, page):
     with torch.no_grad():
         logits = model(tokens)[0, :-1].double()
     expected = logits.exp().sum(-1).log() - logits[range(len(CLEAN) - 1), tokens[0, 1:]]
-    first, *rest = embedded(page)["loss"]
-    assert first is None
+    first, *rest = numbers(embedded(page)["loss"]["values"]).tolist()
+    assert math.isnan(first)
     assert rest == pytest.approx(expected.tolist(), abs=2e-5)
 
 
 def test_attention_survives_its_encoding(pattern, page):
-    assert (drawn(page) - pattern).abs().max() <= 0.5 / 65535 + 1e-7
+    assert (drawn(page) - pattern).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_drawn_as_it_is(model, dtype):
     half = copy.deepcopy(model).to(dtype)
     page = render(report(half, "the cat", "the bat"))
-    assert (drawn(page) - attention(half, "the cat")).abs().max() <= 0.5 / 65535 + 1e-7
-    assert min(embedded(page)["loss"][1:]) > 0
+    assert (drawn(page) - attention(half, "the cat")).abs().max() <= 1e-6
+    assert numbers(embedded(page)["loss"]["values"])[1:].min() > 0
 
 
 FORMS = [
@@ -124,28 +146,34 @@ def test_every_form_of_model_has_a_report_of_what_it_has(form):
         nn.init.normal_(weights, std=0.2)
     data = report(other, "the cat", "the bat")
     page = render(data)
-    found, lacking = embedded(page)["patches"], {"mlp_out"} if form.get("mlp") == "none" else set()
+    found, lacking = patches_of(page), {"mlp_out"} if form.get("mlp") == "none" else set()
     assert found.keys() == set(interp.report.SITES) - lacking
-    assert set(re.findall(r'id="patch-(.+?)"', page)) == found.keys()
+    assert len(re.findall("<figure", page)) == len(embedded(page))
     with torch.no_grad():
         probabilities = other(encoded("the cat"))[0, -1].double().softmax(-1)
     assert data.guesses[-1][-1][0].probability == pytest.approx(
         probabilities.max().item(), rel=0.02
     )
     # The last position of the stream entering layer 0 is the same in both runs, so nothing changes.
-    assert found["resid_pre"]["share"][0][-1] == pytest.approx(0, abs=1e-6)
+    assert data.shares()["resid_pre"][0, -1] == pytest.approx(0, abs=1e-6)
+    # Where one token differs, the stream that enters layer 0 restores everything.
+    assert found["resid_pre"][0] == ["1"]
 
 
 def test_guesses_are_the_lens_of_each_stream_and_the_model_last(model, page):
     probabilities = predictions(model, encoded(CLEAN))
-    found = embedded(page)["guesses"]
-    assert (len(found), len(found[0]), len(found[0][0])) == (3, len(CLEAN), 5)
+    part = embedded(page)["lens"]
+    chances = numbers(part["values"])[0].flip(0)
+    assert chances.shape == (3, len(CLEAN))
     for layer, pos in ((0, 0), (0, 17), (1, 3), (2, 9), (2, len(CLEAN) - 1)):
         best = probabilities[layer, 0, pos].sort(descending=True)
-        texts, values = zip(*found[layer][pos], strict=True)
-        assert values == pytest.approx(best.values[:5].tolist(), abs=2e-6)
+        assert chances[layer, pos] == pytest.approx(best.values[0].item(), abs=2e-6)
+        told = part["tips"][(2 - layer) * len(CLEAN) + pos]
         expected = [CHARACTERS.characters[token] for token in best.indices[:5]]
-        assert list(texts) == list(map(interp.report.visible, expected))
+        assert [text for text, _ in told] == list(map(interp.report.visible, expected))
+        shares = [float(share.removesuffix(" %")) / 100 for _, share in told]
+        assert shares == pytest.approx(best.values[:5].tolist(), rel=6e-3)
+        assert part["cells"][(2 - layer) * len(CLEAN) + pos] == told[0][0]
 
 
 def followed(weights, text):
@@ -159,16 +187,15 @@ def followed(weights, text):
 
 
 def test_head_scores_are_means_over_queries(model, pattern, page):
-    scores = embedded(page)["scores"]
     means = [[head[range(1, 29), range(28)].mean().item() for head in layer] for layer in pattern]
-    for found, expected in zip(scores["previous"], means, strict=True):
+    for found, expected in zip(scores_of(page, "previous").tolist(), means, strict=True):
         assert found == pytest.approx(expected, abs=2e-6)
     repeated = interp.repeated_tokens(29, 11)
     _, cache = interp.run_with_cache(model, repeated, names="*.pattern")
     weights = cache["blocks.1.attn.pattern"][:, 2]
     texts = zip(weights, repeated.tolist(), strict=True)
     mean = statistics.mean(followed(own, text) for own, text in texts)
-    assert scores["induction"][1][2] == pytest.approx(mean, abs=2e-6)
+    assert scores_of(page, "induction")[1, 2].item() == pytest.approx(mean, abs=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -188,19 +215,19 @@ def test_a_patch_is_a_corrupted_run_with_one_clean_value(model, page, site, laye
     outputs = patched, logits, model(corrupted)
     answer = logits[0, -1].argmax()
     nats, right, wrong = (x[0, -1].double().log_softmax(-1)[answer].item() for x in outputs)
-    found = embedded(page)["patches"][site]
-    assert found["nats"][layer][place] == pytest.approx(nats, abs=1e-5)
+    _, shares, metrics = patches_of(page)[site]
+    assert metrics[layer, place].item() == pytest.approx(nats, abs=1e-5)
     share = (nats - wrong) / (right - wrong)
-    assert found["share"][layer][place] == pytest.approx(share, abs=1e-4)
+    assert shares[layer, place].item() == pytest.approx(share, abs=1e-4)
 
 
-def test_the_picture_sizes_and_the_scale(page):
-    found = embedded(page)
-    shares = [v for p in found["patches"].values() for row in p["share"] for v in row]
-    assert found["limit"] == pytest.approx(max(1.0, *map(abs, shares)), abs=1e-5)
-    assert found["changed"] == [0, 18, 22]
-    scores = torch.tensor(found["scores"]["induction"])
-    assert found["first"] == list(divmod(scores.argmax().item(), 3))
+def test_the_scale_and_the_marks_of_the_pictures(page):
+    parts, patches = embedded(page), patches_of(page)
+    largest = max(1.0, *(shares.abs().max().item() for _, shares, _ in patches.values()))
+    for site in patches:
+        assert parts[site]["limit"] == pytest.approx(largest, abs=1e-5)
+    assert parts["mlp_out"]["marked"] == [0, 18, 22]
+    assert parts["attention patterns"]["start"] == scores_of(page, "induction").argmax().item()
     assert peak(torch.tensor([[0.1, -0.7], [0.5, 0.6]])) == (0, 1, pytest.approx(-0.7))
 
 
@@ -242,7 +269,7 @@ def test_the_page_loads_nothing(page):
         r"""\s(?:src|href|srcset|action|data|poster|background)=["']?([^\s>]*)""", page
     ):
         assert value.startswith(("data:", "#"))
-    assert "http" not in page.replace("http-equiv", "")
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     for call in ("url(", "@import", "import(", "fetch(", "XMLHttpRequest", "WebSocket", "EventSource",
                  "sendBeacon", "new Worker", "new Image"):  # fmt: skip
         assert call not in page
@@ -257,53 +284,39 @@ def test_prompts_and_names_are_escaped_everywhere(page):
     assert not re.search(r"<(b|model)>", page)
     assert html.escape("Inside a <model>") in page
     data_script = page.split('id="data">')[1].split("</script>")[0]
-    assert not set("<>&'") & set(data_script)
-    assert "".join(embedded(page)["tokens"]) == CLEAN.replace(" ", "·").replace("\n", "⏎")
-    assert 'data-pos="4">&lt;</span>' in page
-    assert re.search(r'data-pos="\d+">&amp;</span>', page)
-    assert not re.search(r'data-pos="\d+"[^>]*> </span>', page)
+    assert not set("<>&") & set(data_script)
+    assert "".join(embedded(page)["loss"]["tokens"]) == CLEAN.replace(" ", "·").replace("\n", "⏎")
+    assert "<span>&lt;</span>" in page
+    assert "<span>&amp;</span>" in page
+    assert '<span class="changed">c</span>' in page
 
 
-def mixed(page, name, share):
-    """A share of the way from white to a colour that the style sheet names."""
-    found = re.search(rf"--{name}: (\d+) (\d+) (\d+);", page)
-    return pytest.approx([255 + (int(to) - 255) * share for to in found.groups()], abs=1)
+def test_attribution_and_continuation_are_those_of_the_model(model):
+    data = report(model, CLEAN, CORRUPTED)
+    with torch.no_grad():
+        row = encoded(CLEAN)
+        while row.shape[1] <= 37 and len(data.continuation) > row.shape[1] - len(CLEAN):
+            row = torch.cat([row, model(row)[:, -1:].argmax(-1)], 1)
+        logit = model(encoded(CLEAN))[0, -1].max().item()
+    assert "".join(data.continuation) == CHARACTERS.decode(row[0, len(CLEAN) :].tolist())
+    assert len(data.continuation) == 37 - len(CLEAN) + 1
+    values = numbers(embedded(render(data))["mean effects"]["values"])
+    assert values.sum().item() == pytest.approx(logit, abs=1e-4)
 
 
 PROBE = Path(__file__).with_name("report_probe.js").read_text(encoding="utf-8")
 
 
-def test_the_page_answers_the_pointer_in_a_browser(pattern, page, tmp_path):
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium to open the page in")
-    opened = tmp_path / "page.html"
-    opened.write_text(page.replace("<title>", f"<script>{PROBE}</script><title>"), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-               "--disable-sync", "--disable-background-networking", "--disable-component-update",
-               "--window-size=1200,900", "--virtual-time-budget=3000", "--dump-dom"]  # fmt: skip
-    command = [chromium, *options, f"--user-data-dir={tmp_path / 'profile'}", opened.as_uri()]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    found = re.search(r'data-seen="([^"]*)"', dumped)
-    assert found, dumped[-2000:]
-    seen = json.loads(html.unescape(found[1]))
-    values = embedded(page)
+def test_the_page_links_heads_to_their_patterns_in_a_browser(pattern, page, tmp_path):
+    seen = seen_in_browser(page, tmp_path, PROBE)
     assert seen["errors"] == []
-    assert (seen["heads"], seen["pressed"], seen["maps"]) == (6, 1, 7)
-    weights, patches = pattern[1, 1], values["patches"]
-    assert float(seen["attention"].split()[0]) == pytest.approx(weights[7, 2].item(), abs=2e-5)
-    assert float(seen["above"].split()[0]) == pytest.approx(weights[6, 2].item(), abs=2e-5)
-    text, probability = values["guesses"][1][5][0]
-    nats = [patches["mlp_out"]["nats"][1][5], patches["z"]["nats"][1][1]]
-    patch, z = (f"{value:.3f} nats".replace("-", chr(0x2212)) for value in nats)
-    expected = [("loss", f"{values['loss'][3]:.3f} nats"), ("title", "Layer 1, head 1"),
-                ("reads", f"“{CLEAN[7]}” at 7"), ("lens", f"“{text}”"), ("lens", f"{100 * probability:.1f} %"),
-                ("patch", patch), ("z", z), ("chosen", "Layer 1, head 1")]  # fmt: skip
-    for part, told in expected:
-        assert told in seen[part]
-    for layer in (0, 1):
-        share = patches["mlp_out"]["share"][layer][5] / values["limit"]
-        assert seen["paint"][layer] == mixed(page, "less" if share < 0 else "more", abs(share))
-    assert seen["paint"][2] == mixed(page, "weight", weights[7, 2].item())
-    assert seen["red"] == [[], [0, 18, 22]]
-    assert seen["sideways"] is False
+    assert seen["maps"] == 8
+    assert seen["chosen"] == "layer 1, head 1"
+    assert f"“{CLEAN[7]}”" in seen["attention"]
+    assert float(seen["attention"].split()[0]) == pytest.approx(
+        pattern[1, 1, 7, 2].item(), abs=2e-5
+    )
+    nats = patches_of(page)["mlp_out"][2][1, 5].item()
+    assert f"{nats:.4f}"[1:6] in seen["patch"]
+    assert seen["changed"] == [[], [0, 18, 22]]
+    assert seen["settings"] is False

@@ -16,6 +16,8 @@ from interp.graph.graph import Graph
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from interp.pictures.view import Arrow
+
 _FORMAT = "hookscope-circuit-2"
 
 
@@ -150,7 +152,13 @@ class Circuit:
 
         Only what is connected is drawn. Blue edges help the metric, red ones harm it.
         """
-        from interp.pictures.circuit import Arrow, drawn
+        from interp.pictures.network import drawn
+
+        return drawn(*self.drawn(), repr(self.pruned()))
+
+    def drawn(self) -> tuple[list[list[str]], list["Arrow"]]:
+        """Nodes that are connected, in rows from the input upward, and the edges between them."""
+        from interp.pictures.view import Arrow
 
         shown, rows, arrows = self.pruned(), dict[str, list[str]](), []
         for node in shown.nodes:
@@ -166,7 +174,12 @@ class Circuit:
             # A key head that several heads share is drawn at those that are in the circuit.
             for node in [n for n in fed if n in shown.nodes] or ["logits"]:
                 arrows.append(Arrow(writers[writer], node, part, score))
-        return drawn([*rows.values()], arrows, repr(shown))
+        return [*rows.values()], arrows
+
+    def _repr_html_(self) -> str:
+        from interp import pictures
+
+        return pictures.circuit(self)._repr_html_()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes nodes, edges and scores as safetensors, completely or not at all.

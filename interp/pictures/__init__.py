@@ -1,1 +1,346 @@
-"""Figures of results. They need the extra `report`, so they are imported only when one is drawn."""
+"""Pictures of caches, texts, lenses, results, circuits and curves. Each function returns a `View`.
+
+A `View` shows itself in a notebook, and has `.save("x.html")`, `.show()` and, where it is a plot, `.figure`.
+Figures of matplotlib need the extra `report`, so they are imported only when one is drawn.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import ActivationCache
+from interp.pictures.view import View, limit_of, plotted_axes, visible, visible_title
+
+__all__ = ["View", "circuit", "curves", "effects", "lens", "patterns", "text"]
+
+# What a browser draws without a pause.
+_MOST_WEIGHTS, _MOST_COLUMNS, _MOST_TOKENS, _MOST_BARS, _MOST_EDGES = 1_300_000, 400, 4000, 60, 400
+_MOST_POINTS, _MOST_CELLS = 2000, 4000
+
+
+def patterns(cache: ActivationCache, model: nn.Module | None = None, example: int = 0) -> View:
+    """Draw the attention patterns of one text: heads as small pictures to click, the one chosen large.
+
+    The pointer and the arrow keys read each weight. A button swaps queries and keys.
+
+    Args:
+        cache: the cache of a run that kept `pattern`.
+        model: its model, to name tokens by their text; None to name them by number.
+        example: the text, counted from 0.
+
+    Raises:
+        UnknownNameError: if the cache has no patterns.
+        ValueError: if there is no such text.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> cache = HookedRunner(model).run_with_cache("def f(x):", names="*.pattern")[1]
+    >>> patterns(cache, model)
+    View of attention patterns of “def f(x):”: .save("x.html") writes it, .show() opens it
+    """
+    weights = cache.stack("pattern")
+    _require_example(example, weights.shape[1])
+    weights = weights[:, example].detach().cpu()
+    layers, heads, queries, keys = weights.shape
+    tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
+    known = isinstance(tokens, Tensor) and tokens.shape[-1] == keys
+    row = tokens[example].tolist() if known and isinstance(tokens, Tensor) else None
+    words, written = (None, False) if row is None else _words(model, row)
+    last = max(1, min(queries, keys, int((_MOST_WEIGHTS / (layers * heads)) ** 0.5), _MOST_COLUMNS))
+    shown = weights if last >= max(queries, keys) else weights[..., -last:, -last:]
+    part = _grid(
+        "attention patterns",
+        shown.flatten(0, 1),
+        _axis("query", range(keys - queries, keys), words and words[keys - queries :], last),
+        _axis("key", range(keys), words, last),
+        "of the attention",
+        facets=[f"layer {layer}, head {head}" for layer in range(layers) for head in range(heads)],
+        names=[f"{layer}.{head}" for layer in range(layers) for head in range(heads)],
+        across=heads,
+        least=1.0,
+        square=True,
+        from_end=True,
+        swap=queries == keys,
+        strip=words is not None,
+        note=_thinned(keys, shown.shape[-1], "positions"),
+    )
+    title = f" of “{''.join(words)[:60]}”" if words and written else ""
+    return View(f"attention patterns{title}", [part])
+
+
+def text(
+    tokens: Sequence[str],
+    values: Sequence[float] | Float[Tensor, " pos"],
+    *,
+    unit: str = "",
+    title: str = "text",
+) -> View:
+    """Draw a text whose tokens are coloured by a value each, such as a loss or a neuron's activation.
+
+    Args:
+        tokens: the text of each token, as `model.to_pieces` gives them.
+        values: a number for each. Those that are not known are NaN.
+        unit: of the values.
+        title: above the text.
+
+    Raises:
+        ValueError: if there are not as many values as tokens.
+
+    >>> text(["Re", "turn"], [0.5, 2.0], unit="nats", title="loss")
+    View of loss: .save("x.html") writes it, .show() opens it
+    """
+    numbers = torch.as_tensor(values).detach().cpu()
+    if numbers.shape != (len(tokens),):
+        raise ValueError(
+            f"values must be one for each of the {len(tokens)} tokens; got {[*numbers.shape]}"
+        )
+    shown = [visible(token) for token in tokens[-_MOST_TOKENS:]]
+    first = len(tokens) - len(shown)
+    return View(title, [{
+        "kind": "text", "title": title, "tokens": shown, "values": numbers[first:], "first": first,
+        "unit": unit, "limit": limit_of(numbers), "signed": bool((numbers < 0).any()),
+        "note": _thinned(len(tokens), len(shown), "tokens"),
+    }])  # fmt: skip
+
+
+def lens(readout: Any) -> View:
+    """Draw the likeliest next token of each layer at each position of the first text, coloured by its probability.
+
+    The pointer reads the likeliest tokens with their probabilities.
+
+    Args:
+        readout: a `LensReadout`, of `logit_lens`.
+
+    >>> from interp import logit_lens, run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> lens(logit_lens(model, run_with_cache(model, "def f(x):", mode="full")[1]))
+    View of lens of “def f(x):”: .save("x.html") writes it, .show() opens it
+    """
+    words, likeliest = readout.first or (None, readout.tokens[:, 0].tolist())
+    chances = readout.probabilities[:, 0].detach().cpu()
+    layers, n = chances.shape[:2]
+    last = max(1, min(n, _MOST_CELLS // layers))
+    best = [[[visible(f"{t}") for t in pos] for pos in layer[-last:]] for layer in likeliest]
+    shown = chances[:, -last:].flip(0)
+    tips = [
+        [[text, f"{100 * chance:.3g} %"] for text, chance in zip(*pos, strict=True)]
+        for layer in zip(best[::-1], shown.tolist(), strict=True)
+        for pos in zip(*layer, strict=True)
+    ]
+    rows = [*(f"entering {layer}" for layer in range(layers - 1)), "final"][::-1]
+    part = _grid(
+        "lens",
+        shown[None, ..., 0],
+        {"name": "stream", "labels": rows},
+        _axis("pos", range(n), words, last),
+        "probability of the likeliest token",
+        least=1.0,
+        from_end=True,
+        cells=[pos[0] for layer in best[::-1] for pos in layer],
+        tips=tips,
+        note=_thinned(n, last, "positions"),
+    )
+    return View(f"lens of “{''.join(words)[:60]}”" if words else "lens", [part])
+
+
+def effects(result: Any, facet: str | None = None) -> View:
+    """Draw a `Result`: a heat map of two axes, or bars with 95% intervals of one.
+
+    The pointer and the arrow keys read means and intervals. Scores of heads are a heat map with numbers.
+
+    Args:
+        result: the result, with one or two axes besides `example` and the facet.
+        facet: of three axes, the one that has a heat map for each label; by default the first.
+
+    Raises:
+        UnknownNameError, ValueError: as for `Result.plot`.
+
+    >>> from interp import Result
+    >>> effects(Result(torch.tensor([[1.0, 3.0, 2.5], [0.0, -0.5, 0.5]]), ("layer", "example")))
+    View of mean effects: .save("x.html") writes it, .show() opens it
+    """
+    axes, means = [*result.axes[:-1]], result.mean().detach().cpu()
+    facet = axes[0] if facet is None and len(axes) == 3 else facet
+    rest = plotted_axes(axes, facet)
+    low, high = (end.detach().cpu() for end in result.interval())
+    facts = [f"{name}: {x}" for name, x in result.about.items() if isinstance(x, str | int | float)]
+    about = f" ({', '.join(facts)[:200]})" if facts else ""
+    title = f"mean effects{about}"
+
+    def draw() -> Any:
+        return result.plot(facet)
+
+    if len(rest) == 1:
+        return View(title, [_bars(rest[0], result, means, low, high)], draw)
+    tables, lows, highs = (
+        x[None] if facet is None else x.movedim(axes.index(facet), 0) for x in (means, low, high)
+    )
+    has_intervals = bool(low.isfinite().any())
+    rows, columns = (min(len(result.labels[axis]), _MOST_COLUMNS) for axis in rest)
+    some = max(1, min(len(tables), _MOST_WEIGHTS // ((1 + 2 * has_intervals) * rows * columns)))
+    tables, lows, highs = (x[:some, -rows:, -columns:] for x in (tables, lows, highs))
+    gap = None if result.base is None or result.target is None else result.target - result.base
+    down, across = (
+        _axis(axis, result.labels[axis], result.words.get(axis), _MOST_COLUMNS) for axis in rest
+    )
+    part = _grid(
+        title,
+        tables,
+        down,
+        across,
+        result.unit,
+        facets=[f"{facet} {label}" for label in result.labels[facet][:some]] if facet else [],
+        least=0.0 if gap is None else abs(gap.mean().item()),
+        from_end=rest[-1] in ("pos", "key", "query"),
+        written=True,
+        more={"95 % from": lows, "95 % to": highs} if has_intervals else {},
+        note=_thinned(means.numel(), tables.numel(), "values"),
+    )
+    return View(title, [part], draw)
+
+
+def circuit(circuit: Any, curve: Any = None) -> View:
+    """Draw a circuit: layers upward, edges by their scores; a slider keeps the strongest edges.
+
+    Solid edges help the metric, dashed ones harm it. Only what is connected is drawn.
+
+    Args:
+        circuit: a `Circuit`.
+        curve: of `interp.curve`; the slider shows the faithfulness of the nearest size measured.
+
+    >>> from interp import Circuit, graph
+    >>> from models import load
+    >>> edges = ["input->a0.h1<v>", "a0.h1->logits"]
+    >>> circuit(Circuit(graph.Graph(load("pydoc-4l")), edges))
+    View of Circuit: 2 of 479 edges, 3 of 22 nodes: .save("x.html") writes it, .show() opens it
+    """
+    rows, edges = circuit.drawn()
+    order = sorted(edges, key=lambda edge: -abs(edge.score))
+    kept = order[:_MOST_EDGES]
+    part = {
+        "kind": "network", "title": "circuit", "rows": rows, "edges": [edge[:3] for edge in kept],
+        "scores": torch.tensor([edge.score for edge in kept], dtype=torch.float64),
+        "note": _thinned(len(order), len(kept), "edges"),
+    }  # fmt: skip
+    if curve is not None:
+        every = int(circuit.graph.allowed.sum())
+        means = curve.absolute.mean().tolist()
+        sizes = (int(share * every) for share in curve.absolute.labels["edges"])
+        part["faithfulness"] = [*zip(sizes, means, strict=True)]
+    return View(repr(circuit), [part], circuit.plot)
+
+
+def curves(
+    series: Mapping[str, Sequence[float] | Float[Tensor, " x"]],
+    *,
+    x: Sequence[float] | Float[Tensor, " x"] | None = None,
+    axis: str = "step",
+    unit: str = "",
+    title: str = "curves",
+) -> View:
+    """Draw numbers as lines: losses over steps, singular values of a spectrum, angles of subspaces.
+
+    Args:
+        series: by name the numbers of each line.
+        x: where each of them is on the axis; by default they count from 0.
+        axis: its name.
+        unit: of the numbers.
+        title: above the plot.
+
+    Raises:
+        ValueError: if there is no line, or they differ in length.
+
+    >>> from interp.spectral import svd
+    >>> s = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0]))).s
+    >>> curves({"head 0": s}, axis="rank", title="spectrum")
+    View of spectrum: .save("x.html") writes it, .show() opens it
+    """
+    lines = {name: torch.as_tensor(values).detach().cpu() for name, values in series.items()}
+    sizes = {tuple(values.shape) for values in lines.values()}
+    places = torch.arange(next(iter(lines.values())).numel()) if x is None and lines else x
+    places = torch.as_tensor([] if places is None else places).double().cpu()
+    if sizes != {tuple(places.shape)} or places.ndim != 1:
+        raise ValueError(
+            f"lines must be one or more, each [x] of one length; got {[*map(list, sizes)]}"
+        )
+    step = -(-len(places) // _MOST_POINTS)
+    at = [*range(0, len(places), step or 1)]
+    at += [len(places) - 1] if at and at[-1] != len(places) - 1 else []
+    part = {
+        "kind": "lines", "title": title, "x": places[at], "xname": axis, "unit": unit,
+        "series": {visible_title(name): values[at] for name, values in lines.items()},
+        "note": _thinned(len(places), len(at), "points"),
+    }  # fmt: skip
+
+    def draw() -> Any:
+        from interp.pictures.plots import lines as drawn
+
+        return drawn(places, lines, axis, unit, title)
+
+    return View(title, [part], draw)
+
+
+def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
+    """The text of each token and True, or the numbers of tokens and False where there is no tokenizer."""
+    language: Any = getattr(model, "language_parts", model)
+    try:
+        if getattr(language, "tokenizer", None) is not None:
+            return language.to_pieces(row), True
+    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
+        pass
+    return [*map(str, row)], False
+
+
+def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> dict[str, Any]:
+    size = means.abs().nan_to_num(nan=-1)
+    at = sorted(size.argsort(descending=True, stable=True)[:_MOST_BARS].tolist())
+    words = result.words.get(axis)
+    labels, texts = [result.labels[axis][n] for n in at], words and [words[n] for n in at]
+    return {
+        "kind": "bars", "title": "mean effects", "unit": result.unit,
+        "axis": _axis(axis, labels, texts, _MOST_BARS),
+        "values": means[at], "low": low[at], "high": high[at],
+        "note": len(at) < len(means) and f"The {len(at)} largest of {len(means)} are shown.",
+    }  # fmt: skip
+
+
+def _axis(
+    name: str, labels: Sequence[Any], words: Sequence[str] | None, most: int
+) -> dict[str, Any]:
+    """The last labels of an axis, and its words."""
+    axis = {"name": name, "labels": [visible_title(str(label)) for label in labels[-most:]]}
+    return axis | ({"words": [visible(word) for word in words[-most:]]} if words else {})
+
+
+def _grid(
+    title: str,
+    values: Float[Tensor, "facet row column"],
+    rows: Mapping[str, Any],
+    columns: Mapping[str, Any],
+    unit: str,
+    *,
+    least: float = 0.0,
+    **more: Any,
+) -> dict[str, Any]:
+    """Tables as colours; `more` is what the script's function `grid` reads."""
+    return {
+        "kind": "grid", "title": title, "values": values, "rows": rows, "columns": columns,
+        "unit": unit, "limit": limit_of(values, least), "signed": bool((values < 0).any()),
+    } | more  # fmt: skip
+
+
+def _thinned(every: int, shown: int, what: str) -> str:
+    kept = "strongest" if what == "edges" else "last"
+    if what == "points":
+        return f"{shown} of {every} points are drawn." if shown < every else ""
+    return f"The {kept} {shown} of {every} {what} are shown." if shown < every else ""
+
+
+def _require_example(example: int, count: int) -> None:
+    if not 0 <= example < count:
+        raise ValueError(f"example must be 0 to {count - 1}; got {example}")

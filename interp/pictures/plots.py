@@ -136,6 +136,24 @@ def curves(
     return figure
 
 
+def lines(
+    x: Float[Tensor, " x"],
+    series: Mapping[str, Float[Tensor, " x"]],
+    axis: str,
+    unit: str,
+    title: str,
+) -> Figure:
+    """Numbers over an axis, a line for each name."""
+    figure, axes = _framed((6.0, 4.0), title)
+    for name, values in series.items():
+        axes.plot(x.numpy(force=True), values.numpy(force=True), label=name)
+    axes.set_xlabel(axis)
+    axes.set_ylabel(unit)
+    if len(series) <= 12:
+        axes.legend()
+    return figure
+
+
 def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:
     figure = Picture(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize="small", wrap=True)

@@ -41,6 +41,15 @@ class Decomposition:
             raise unknown_name(name, self.names, "component")
         return self.values[self.names.index(name)]
 
+    def _repr_html_(self) -> str:
+        """The norms of the parts at the last position of the first text."""
+        from interp import pictures
+
+        norms = self.values[:, 0, -1].norm(dim=-1)[:, None]
+        labels, about = {"component": self.names}, {"norms": "at the last position"}
+        shown = Result(norms, ("component", "example"), labels=labels, unit="norm", about=about)
+        return pictures.effects(shown)._repr_html_()
+
     def __repr__(self) -> str:
         """The sizes, and the first and last names."""
         sizes = zip(("component", "batch", "pos", "d_model"), self.values.shape, strict=True)

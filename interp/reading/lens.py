@@ -35,7 +35,7 @@ class LensReadout:
         entropy: of the prediction, in nats.
         kl: KL(final ‖ lens), in nats: what is lost when this prediction stands in for the model's own.
             It is 0 at the last layer.
-        first: of the first text its tokens as text, [pos], and the likeliest next ones, [layer pos]; None where the
+        first: of the first text its tokens as text, [pos], and the likeliest next ones, [layer pos top]; None where the
             model has no tokenizer. `model.to_pieces(lens.tokens)` gives all.
     """
 
@@ -45,14 +45,22 @@ class LensReadout:
     target_ranks: Int[Tensor, "layer batch pos"]
     entropy: Float[Tensor, "layer batch pos"]
     kl: Float[Tensor, "layer batch pos"]
-    first: tuple[list[str] | None, list[list[str]]] | None = None
+    first: tuple[list[str] | None, list[list[list[str]]]] | None = None
+
+    def _repr_html_(self) -> str:
+        from interp import pictures
+
+        return pictures.lens(self)._repr_html_()
 
     def __repr__(self) -> str:
         """The likeliest token of each layer at the last positions of the first text; of many layers, of the last ones."""
         sizes = zip(("layer", "batch", "pos", "top"), self.tokens.shape, strict=True)
         title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
-        text, likeliest = self.first or (None, self.tokens[:, 0, :, 0].tolist())
-        rows = [[str(n), *map(repr, layer[-_SHOWN:])] for n, layer in enumerate(likeliest)]
+        text, likeliest = self.first or (None, self.tokens[:, 0].tolist())
+        rows = [
+            [str(n), *(repr(best[0]) for best in layer[-_SHOWN:])]
+            for n, layer in enumerate(likeliest)
+        ]
         rows = rows[-_MOST_LAYERS:]
         if text is not None:
             rows.insert(0, ["layer", *map(repr, text[-_SHOWN:])])
@@ -123,7 +131,7 @@ def logit_lens(
     if written is None:
         return readout
     read = None if text is None or text.tokens.shape != shape else written(text.tokens[0])
-    return replace(readout, first=(read, written(best[:, 0, :, 0])))
+    return replace(readout, first=(read, written(best[:, 0])))
 
 
 def _columns(

@@ -1,6 +1,7 @@
 """The texts and positions where a head, a neuron or a direction is largest."""
 
 import heapq
+import html
 import itertools
 from typing import NamedTuple
 
@@ -33,14 +34,32 @@ class Activation(NamedTuple):
     tokens: tuple[int, ...]
     pieces: tuple[str, ...] | None = None
 
-    def __repr__(self) -> str:
-        """The value, and the text around it, where the position is marked."""
+    @property
+    def around(self) -> str:
+        """The text around the position, which is marked, with escapes of what cannot be printed."""
         shown = [*map(str, self.tokens)] if self.pieces is None else [*self.pieces]
         shown[self.pos] = f"«{shown[self.pos]}»"
-        around = (" " if self.pieces is None else "").join(
+        joined = (" " if self.pieces is None else "").join(
             shown[max(0, self.pos - 20) : self.pos + 6]
         )
-        return f"{self.value:.4g} in text {self.text} at {self.pos}: {around!r}"
+        return repr(joined)
+
+    def __repr__(self) -> str:
+        """The value, and the text around it, where the position is marked."""
+        return f"{self.value:.4g} in text {self.text} at {self.pos}: {self.around}"
+
+
+class Activations(list[Activation]):
+    """Places of texts, the largest value first. A notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [
+            f"<tr><td>{place.value:.4g}</td><td>{place.text}</td><td>{place.pos}</td>"
+            f"<td style='text-align: left'><code>{html.escape(place.around)}</code></td></tr>"
+            for place in self
+        ]
+        heads = "".join(f"<th>{name}</th>" for name in ("value", "text", "pos", "around"))
+        return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 @without_gradients
@@ -54,7 +73,7 @@ def max_activating(
     direction: Float[Tensor, " d"] | None = None,
     k: int = 10,
     batch: int = 16,
-) -> list[Activation]:
+) -> Activations:
     """Runs the model on many texts, and keeps the `k` places where a value is largest.
 
     The value is that of a neuron, or the dot product with a direction. A vector without a direction counts
@@ -108,8 +127,11 @@ def max_activating(
         # Stable, so of equal values the earlier is first.
         kept = heapq.nlargest(k, itertools.chain(kept, new), key=lambda place: place.value)
     if (written := writer_of(model)) is None:
-        return kept
-    return [place._replace(pieces=tuple(written([*place.tokens]))) for place in kept]
+        return Activations(kept)
+    pieces = (tuple(written([*place.tokens])) for place in kept)
+    return Activations(
+        place._replace(pieces=text) for place, text in zip(kept, pieces, strict=True)
+    )
 
 
 def _values(

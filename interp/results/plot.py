@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from hooks.errors import unknown_name
 from interp.pictures.plots import bars, heat_maps
+from interp.pictures.view import plotted_axes
 
 if TYPE_CHECKING:
     from interp.results.result import Result
@@ -13,14 +13,7 @@ if TYPE_CHECKING:
 
 def plot(result: "Result", facet: str | None = None) -> Figure:
     """The mean effects of a result; see `Result.plot`."""
-    if facet is not None and facet not in result.axes[:-1]:
-        raise unknown_name(facet, result.axes[:-1], "axis of this result")
-    axes = [axis for axis in result.axes[:-1] if axis != facet]
-    if len(axes) not in ((1, 2) if facet is None else (2,)):
-        raise ValueError(
-            "a plot must have one or two axes besides example, or three of which one is the facet; "
-            f"got {result.axes[:-1]}: use select() or facet="
-        )
+    axes = plotted_axes(result.axes[:-1], facet)
     unit = f"mean ({result.unit})" if result.unit else "mean"
     title = ", ".join(f"{name}: {value}" for name, value in result.about.items())
     labels = {axis: _labels_with_words(result, axis) for axis in axes}

@@ -1,5 +1,6 @@
 """Results: tables of effects, one number for each place and example, with labels and intervals."""
 
+import html
 import math
 import os
 import reprlib
@@ -278,6 +279,13 @@ class Result:
         """
         with storage.opened(Path(path), _FORMAT) as (tensors, facts):
             return cls(**tensors, **facts | {"axes": tuple(facts["axes"])})
+
+    def _repr_html_(self) -> str:
+        from interp import pictures
+
+        if 2 <= len(self.axes) <= 4:
+            return pictures.effects(self)._repr_html_()
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __repr__(self) -> str:
         sizes = zip(self.axes, self.values.shape, strict=True)

@@ -1,28 +1,19 @@
 """A circuit drawn from the input upward, heads and MLPs as boxes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from interp.pictures.figure import Picture
+from interp.pictures.view import Arrow
 
 _WIDTH, _HEIGHT, _STEP = 0.8, 0.4, 1.2
 _COLOURS = {"a": "#fee8c8", "m": "#e0f3db", "": "white"}
 _HELPS, _HARMS = "#2166ac", "#b2182b"
 _PORTS = {"q": -0.27, "k": 0.0, "v": 0.27}
 """The ends of the edges to a head's query, key and value, from its middle."""
-
-
-class Arrow(NamedTuple):
-    """An edge from one node to another, or to its part `q`, `k` or `v`; blue if its score is negative, which helps."""
-
-    start: str
-    end: str
-    part: str
-    score: float
 
 
 def drawn(rows: Sequence[Sequence[str]], arrows: Sequence[Arrow], title: str) -> Figure:

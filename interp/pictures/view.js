@@ -1,0 +1,378 @@
+// Draws the parts of a page from the numbers in its element `data`. A part is a grid, text, bars, lines or a network.
+"use strict";
+const page = JSON.parse(document.getElementById("data").textContent);
+const make = (tag, name = "", text = "") => Object.assign(document.createElement(tag), { className: name, textContent: text });
+const shape = (tag, attributes, text = "") => {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.textContent = text;
+  return node;
+};
+const range = count => [...Array(count).keys()];
+const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
+const told = value => Number.isNaN(value) ? "not known" : `${+value.toPrecision(5)}`.replace("-", "−");
+const short = (name, most = 14) => [...name].length > most ? `${[...name].slice(0, most - 1).join("")}…` : name;
+const named = (axis, i) => `${axis.name} ${axis.labels[i]}${axis.words?.[i] ? ` “${axis.words[i]}”` : ""}`;
+const label = (axis, i) => axis.words?.[i] || (axis.words ? `[${axis.labels[i]}]` : axis.labels[i]);
+
+// Numbers are little-endian typed arrays in base64. Of 8-bit ones 255 is NaN.
+function numbers({ type, base64, low, step }) {
+  const bytes = Uint8Array.from(atob(base64), sign => sign.charCodeAt(0));
+  if (type === "u1") return Float64Array.from(bytes, byte => byte === 255 ? NaN : low + step * byte);
+  return new { f4: Float32Array, f8: Float64Array }[type](bytes.buffer);
+}
+
+const tip = document.body.appendChild(make("div", "tip"));
+Object.assign(tip, { id: "tip", hidden: true, role: "status" });
+function tell(x, y, title, rows = []) {
+  const table = make("table");
+  for (const cells of rows) {
+    const row = table.insertRow();
+    for (const cell of cells) row.insertCell().textContent = cell;
+  }
+  tip.replaceChildren(make("b", "", title), table);
+  tip.hidden = false;
+  const { width, height } = tip.getBoundingClientRect();
+  const left = x + 18 + width > innerWidth ? x - width - 12 : x + 18;
+  const top = y + 18 + height > innerHeight ? y - height - 12 : y + 18;
+  tip.style.transform = `translate(${Math.max(4, left)}px, ${Math.max(4, top)}px)`;
+}
+const hush = () => { tip.hidden = true; };
+addEventListener("keydown", event => { if (event.key === "Escape") hush(); });
+
+// Colours are declared once, in the style sheet: from paper at 0 towards `more` above and `less` below.
+let colours;
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  colours = Object.fromEntries(["paper", "more", "less", "unknown"].map(name =>
+    [name, style.getPropertyValue(`--${name}`).trim().split(" ").map(Number)]));
+}
+function paint(value, limit) {
+  if (Number.isNaN(value)) return colours.unknown;
+  const to = value < 0 ? colours.less : colours.more, share = Math.min(1, Math.abs(value) / limit);
+  return colours.paper.map((from, i) => Math.round(from + (to[i] - from) * share));
+}
+const css = rgb => `rgb(${rgb.join(" ")})`;
+const onto = ([red, green, blue]) => 0.3 * red + 0.6 * green + 0.1 * blue < 140 ? "#fff" : "#10131a";
+
+function legend({ limit, signed, unit }) {
+  const line = make("p", "legend"), end = told(limit);
+  if (signed) line.append(make("span", "", `−${end}`), make("i", "less"));
+  line.append(make("span", "", "0"), make("i", "more"), make("span", "", end), make("em", "", unit));
+  return line;
+}
+
+// One pixel a cell, to be stretched.
+function bitmap(rows, columns, rgb) {
+  const image = Object.assign(make("canvas"), { width: columns, height: rows });
+  const pen = image.getContext("2d"), pixels = pen.createImageData(columns, rows);
+  for (let i = 0; i < rows * columns; i++)
+    pixels.data.set([...rgb(Math.floor(i / columns), i % columns), 255], 4 * i);
+  pen.putImageData(pixels, 0, 0);
+  return image;
+}
+
+// A small picture of a table. A pixel shows the largest of the values it stands for: a mean would hide thin stripes.
+function thumbnail(rows, columns, value, limit) {
+  const step = Math.ceil(Math.max(rows, columns) / 48);
+  const largest = (r, c) => {
+    let most = NaN;
+    for (let y = r * step; y < Math.min(rows, (r + 1) * step); y++)
+      for (let x = c * step; x < Math.min(columns, (c + 1) * step); x++)
+        if (!(Math.abs(value(y, x)) <= Math.abs(most))) most = value(y, x);
+    return most;
+  };
+  return bitmap(Math.ceil(rows / step), Math.ceil(columns / step), (r, c) => paint(largest(r, c), limit));
+}
+
+function edgeLabels(axis, side, size, marked = []) {
+  const line = make("div", `${side} ${axis.words ? "mono" : ""}`);
+  const texts = range(axis.labels.length).map(i => short(label(axis, i)));
+  const upright = side === "columns" && Math.max(...texts.map(text => [...text].length)) * 8 > size;
+  texts.forEach((text, i) => {
+    const span = make("span", `${marked.includes(i) ? "changed" : ""} ${upright && text.length > 1 ? "upright" : ""}`, text);
+    span.style[side === "columns" ? "width" : "height"] = `${size}px`;
+    line.append(span);
+  });
+  line.style.fontSize = `${clamp(size, 8, 12)}px`;
+  return line;
+}
+
+function grid(part, box) {
+  const values = numbers(part.values), [facets, n, m] = part.values.shape, { limit } = part;
+  const more = Object.entries(part.more ?? {}).map(([name, packed]) => [name, numbers(packed)]);
+  let facet = part.start ?? 0, swapped = false, here = [part.from_end ? n - 1 : 0, part.from_end ? m - 1 : 0];
+  const at = (r, c, f = facet) => (f * n + (swapped ? c : r)) * m + (swapped ? r : c);
+  const axes = () => swapped ? [part.columns, part.rows] : [part.rows, part.columns];
+  const buttons = make("div", part.across ? "facets across" : "facets"), title = make("p", "facet"), frame = make("div", "box"), strip = make("div", "text");
+  if (part.across) buttons.style.gridTemplateColumns = `repeat(${part.across}, 56px)`;
+  const swap = make("button", "swap", "swap queries and keys");
+
+  function visit(row, column, x, y) {
+    here = [row, column];
+    const [rows, columns] = axes(), map = frame.firstChild, [body, cursor] = [map.querySelector("canvas"), map.querySelector(".cursor")];
+    const wide = body.clientWidth / columns.labels.length, high = body.clientHeight / rows.labels.length, i = at(row, column);
+    cursor.hidden = false;
+    cursor.style.cssText = `left: ${body.offsetLeft + column * wide}px; top: ${body.offsetTop + row * high}px; width: ${wide}px; height: ${high}px`;
+    drawStrip();
+    const spot = body.getBoundingClientRect();
+    tell(x ?? spot.left + (column + 1) * wide, y ?? spot.top + (row + 1) * high, `${told(values[i])} ${part.unit}`, [
+      ...(facets > 1 ? [[part.facets[facet], ""]] : []), [named(rows, row), ""], [named(columns, column), ""],
+      ...more.map(([name, numbers]) => [name, told(numbers[i])]), ...(part.tips?.[i] ?? [])]);
+  }
+  function drawStrip() {
+    if (!part.strip) return;
+    const [rows, columns] = axes();
+    strip.replaceChildren(...range(columns.labels.length).map(c => {
+      const span = make("span", c === here[0] ? "here" : "", label(columns, c)), colour = paint(values[at(here[0], c)], limit);
+      span.style.background = css(colour);
+      span.style.color = onto(colour);
+      return span;
+    }));
+    strip.setAttribute("aria-label", `text coloured by what ${named(rows, here[0])} has with each token`);
+  }
+  function cellTexts(rows, columns, wide, high) {
+    const cells = make("div", "cells");
+    Object.assign(cells.style, { gridTemplateColumns: `repeat(${columns}, ${wide}px)`, gridTemplateRows: `repeat(${rows}, ${high}px)` });
+    for (const i of range(rows * columns)) {
+      const [r, c] = [Math.floor(i / columns), i % columns], span = make("span", "", part.cells?.[at(r, c)] ?? told(Math.abs(values[at(r, c)]) < limit / 500 ? 0 : +values[at(r, c)].toPrecision(2)));
+      span.style.color = onto(paint(values[at(r, c)], limit));
+      cells.append(span);
+    }
+    return cells;
+  }
+  function draw() {
+    const [rows, columns] = axes(), [down, over] = [rows.labels.length, columns.labels.length];
+    const written = part.cells || (part.written && over <= 24 && down <= 60), high = clamp(Math.floor(420 / down), written ? 24 : 10, 30);
+    const wide = part.square ? high : clamp(Math.floor(900 / over), part.cells ? 44 : written ? 52 : 10, 64);
+    const map = make("div", "map"), cursor = make("div", "cursor"), body = bitmap(down, over, (r, c) => paint(values[at(r, c)], limit));
+    Object.assign(body, { tabIndex: 0 });
+    body.setAttribute("role", "application");
+    body.setAttribute("aria-label", `${part.title || "table"}, ${rows.name} by ${columns.name}; arrow keys move from cell to cell`);
+    body.style.cssText = `width: ${over * wide}px; height: ${down * high}px`;
+    const spotOf = event => {
+      const spot = body.getBoundingClientRect();
+      return [clamp(Math.floor((event.clientY - spot.top) / high), 0, down - 1), clamp(Math.floor((event.clientX - spot.left) / wide), 0, over - 1)];
+    };
+    body.onpointermove = body.onpointerdown = event => visit(...spotOf(event), event.clientX, event.clientY);
+    body.onpointerleave = body.onblur = () => { cursor.hidden = true; hush(); };
+    body.onfocus = () => { if (cursor.hidden) visit(...here); };
+    const choose = () => { if (part.link !== undefined) parts[part.link].show(here[0] * m + here[1], true); };
+    body.onclick = choose;
+    body.onkeydown = event => {
+      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      if (event.key === "Enter") choose();
+      if (event.key === "Escape") cursor.hidden = true;
+      if (!step) return;
+      event.preventDefault();
+      visit(clamp(here[0] + step[0], 0, down - 1), clamp(here[1] + step[1], 0, over - 1));
+      cursor.scrollIntoView({ block: "nearest", inline: "nearest" });
+    };
+    cursor.hidden = true;
+    map.append(make("div", "corner", `${rows.name} \\ ${columns.name}`), edgeLabels(columns, "columns", wide, part.marked), edgeLabels(rows, "rows", high), body, cursor);
+    frame.replaceChildren(map);
+    if (written) {
+      const cells = cellTexts(down, over, wide, high);
+      cells.style.left = `${body.offsetLeft}px`;
+      cells.style.top = `${body.offsetTop}px`;
+      map.append(cells);
+    }
+    if (part.from_end) { frame.scrollLeft = frame.scrollWidth; frame.scrollTop = part.square ? frame.scrollHeight : 0; }
+    title.textContent = facets > 1 ? part.facets[facet] : "";
+    title.hidden = facets === 1;
+    drawStrip();
+  }
+  function show(to, jump = false) {
+    facet = to;
+    [...buttons.children].forEach((button, f) => button.setAttribute("aria-pressed", f === facet));
+    draw();
+    if (jump) box.scrollIntoView();
+  }
+  function redraw() {
+    if (facets > 1) buttons.replaceChildren(...range(facets).map(f => {
+      const button = make("button");
+      button.append(thumbnail(n, m, (r, c) => values[(f * n + r) * m + c], limit), make("span", "", part.names?.[f] ?? part.facets[f]));
+      button.title = part.facets[f];
+      if (part.names) button.setAttribute("aria-label", `${part.names[f]}, ${part.facets[f]}`);
+      button.onclick = () => show(f);
+      return button;
+    }));
+    show(facet);
+  }
+  swap.hidden = !part.swap;
+  swap.setAttribute("aria-pressed", false);
+  swap.onclick = () => { swapped = !swapped; swap.setAttribute("aria-pressed", swapped); draw(); };
+  buttons.hidden = facets === 1;
+  strip.hidden = !part.strip;
+  strip.tabIndex = frame.tabIndex = buttons.tabIndex = -1;
+  strip.setAttribute("role", "group");
+  box.append(legend(part), buttons, swap, title, frame, strip);
+  return { redraw, show };
+}
+
+// Spots that tell something under the pointer, and by the arrow keys when their container has the focus.
+function spots(container, nodes, tellOf) {
+  let now = -1;
+  const go = (i, x, y) => {
+    nodes[now]?.classList.remove("here");
+    now = i;
+    nodes[i].classList.add("here");
+    const spot = nodes[i].getBoundingClientRect();
+    tell(x ?? spot.right, y ?? spot.bottom, ...tellOf(i));
+  };
+  container.tabIndex = 0;
+  container.onkeydown = event => {
+    const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    go(clamp(now + step, 0, nodes.length - 1));
+    nodes[now].scrollIntoView({ block: "nearest" });
+  };
+  nodes.forEach((node, i) => {
+    node.onpointermove = event => go(i, event.clientX, event.clientY);
+    node.onpointerleave = () => { node.classList.remove("here"); hush(); };
+  });
+}
+
+function text(part, box) {
+  const values = numbers(part.values), strip = make("div", "text");
+  strip.setAttribute("role", "application");
+  strip.setAttribute("aria-label", `${part.title || "text"}; arrow keys move from token to token`);
+  box.append(legend(part), strip);
+  const redraw = () => {
+    strip.replaceChildren(...part.tokens.map((token, i) => {
+      const span = make("span", part.marked?.includes(i) ? "changed" : "", token), colour = Number.isNaN(values[i]) ? colours.paper : paint(values[i], part.limit);
+      span.style.background = css(colour);
+      span.style.color = onto(colour);
+      return span;
+    }));
+    spots(strip, [...strip.children], i => [`${told(values[i])} ${part.unit}`, [["token", part.tokens[i]], ["position", part.first + i], ...(part.tips?.[i] ?? [])]]);
+    strip.scrollTop = strip.scrollHeight;
+  };
+  return { redraw };
+}
+
+function svg(width, height, about) {
+  const plot = shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "plot", role: "application", "aria-label": `${about}; arrow keys move` });
+  plot.tabIndex = 0;
+  return plot;
+}
+
+function bars(part, box) {
+  const [values, low, high] = [part.values, part.low, part.high].map(numbers), count = values.length;
+  const redraw = () => {
+    const seen = [...values, ...low, ...high].filter(Number.isFinite), [least, most] = [Math.min(0, ...seen), Math.max(0, ...seen)];
+    const width = Math.min(760, Math.max(320, innerWidth - 40)), left = 130, plot = svg(width, 20 * count + 24, part.title);
+    const x = value => left + (clamp(value, least, most) - least) / (most - least || 1) * (width - left - 12);
+    const rows = range(count).map(i => {
+      const row = shape("g", {}), y = 20 * i, value = Number.isNaN(values[i]) ? 0 : values[i];
+      row.append(shape("rect", { x: 0, y, width, height: 20, fill: "transparent" }),
+        shape("text", { x: left - 6, y: y + 14, "text-anchor": "end" }, short(label(part.axis, i), 18)),
+        shape("rect", { x: Math.min(x(0), x(value)), y: y + 3, width: Math.abs(x(value) - x(0)), height: 14, fill: css(value < 0 ? colours.less : colours.more) }));
+      const interval = `M${x(low[i])} ${y + 10}H${x(high[i])}M${x(low[i])} ${y + 6}v8M${x(high[i])} ${y + 6}v8`;
+      if (!Number.isNaN(low[i])) row.append(shape("path", { d: interval, class: "rim" }), shape("path", { d: interval, class: "interval" }));
+      return row;
+    });
+    plot.append(...rows, shape("path", { d: `M${x(0)} 0V${20 * count}`, class: "axis" }), ...[least, 0, most].filter((v, i, all) => all.indexOf(v) === i).map(v =>
+      shape("text", { x: x(v), y: 20 * count + 16, "text-anchor": v === most && most ? "end" : v === least && least ? "start" : "middle" }, told(+v.toPrecision(3)))));
+    spots(plot, rows, i => [`${told(values[i])} ${part.unit}`, [[named(part.axis, i), ""], ...(Number.isNaN(low[i]) ? [] : [["95 % interval", `${told(low[i])} to ${told(high[i])}`]])]]);
+    box.lastElementChild?.matches("svg") && box.lastElementChild.remove();
+    box.append(plot);
+  };
+  return { redraw };
+}
+
+function lines(part, box) {
+  const xs = numbers(part.x), series = Object.entries(part.series).map(([name, packed]) => [name, numbers(packed)]);
+  const dashes = ["", "7 3", "2 3", "9 3 2 3"];
+  const redraw = () => {
+    const width = Math.min(760, Math.max(320, innerWidth - 40)), height = 300, [left, bottom] = [60, 262], plot = svg(width, height, part.title);
+    const seen = series.flatMap(([, ys]) => [...ys]).filter(Number.isFinite);
+    const bounds = all => all.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+    const [[x0, x1], [y0, y1]] = [bounds([...xs]), bounds([0, ...seen])];
+    const x = v => left + (v - x0) / (x1 - x0 || 1) * (width - left - 14), y = v => bottom - (v - y0) / (y1 - y0 || 1) * (bottom - 14);
+    const colour = s => css(s % 2 ? colours.less : colours.more), mark = shape("path", { class: "axis" });
+    plot.append(shape("path", { d: `M${left} 14V${bottom}H${width - 14}`, class: "axis", fill: "none" }), mark,
+      ...[y0, y1].map(v => shape("text", { x: left - 6, y: y(v) + 4, "text-anchor": "end" }, told(+v.toPrecision(3)))),
+      ...[x0, x1].map((v, i) => shape("text", { x: x(v), y: bottom + 16, "text-anchor": i ? "end" : "start" }, told(v))),
+      shape("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, part.xname));
+    series.forEach(([name, ys], s) => {
+      const points = [...ys].flatMap((v, i) => Number.isFinite(v) ? [`${x(xs[i]).toFixed(1)} ${y(v).toFixed(1)}`] : []);
+      if (points.length === 1) points.push(points[0]);
+      if (points.length) plot.append(shape("path", { d: `M${points.join("L")}`, fill: "none", stroke: colour(s), "stroke-width": 2, "stroke-linecap": "round", "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
+      const high = 26 + 15 * s;
+      if (series.length <= 8) plot.append(shape("text", { x: width - 48, y: high, "text-anchor": "end" }, short(name, 30)),
+        shape("path", { d: `M${width - 42} ${high - 4}h26`, stroke: colour(s), "stroke-width": 2, "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
+    });
+    let now = xs.length - 1;
+    const go = (i, px, py) => {
+      now = i;
+      mark.setAttribute("d", `M${x(xs[i])} 14V${bottom}`);
+      const spot = plot.getBoundingClientRect();
+      tell(px ?? spot.left + x(xs[i]), py ?? spot.top + 40, `${part.xname} ${told(xs[i])}`, series.filter(([, ys]) => !Number.isNaN(ys[i])).slice(0, 12).map(([name, ys]) => [name, `${told(ys[i])} ${part.unit}`]));
+    };
+    plot.onpointermove = event => {
+      const spot = plot.getBoundingClientRect(), px = (event.clientX - spot.left) * width / spot.width;
+      go(range(xs.length).reduce((best, i) => Math.abs(x(xs[i]) - px) < Math.abs(x(xs[best]) - px) ? i : best, 0), event.clientX, event.clientY);
+    };
+    plot.onpointerleave = plot.onblur = hush;
+    plot.onkeydown = event => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (step) { event.preventDefault(); go(clamp(now + step, 0, xs.length - 1)); }
+    };
+    box.lastElementChild?.matches("svg") && box.lastElementChild.remove();
+    box.append(plot);
+  };
+  return { redraw };
+}
+
+function network(part, box) {
+  const scores = numbers(part.scores), slider = Object.assign(make("input"), { type: "range", min: 1, max: Math.max(1, part.edges.length), value: part.edges.length });
+  const line = make("label", "legend", "edges, the strongest first "), shown = make("output"), frame = make("div", "box");
+  slider.setAttribute("aria-label", "number of edges");
+  frame.tabIndex = -1;
+  frame.style.maxHeight = "none";
+  line.append(slider, shown);
+  box.append(line, frame);
+  const redraw = () => {
+    const kept = part.edges.slice(0, +slider.value), alive = new Set(kept.flatMap(([from, to]) => [from, to]));
+    const rows = part.rows.map(row => row.filter(node => alive.has(node))).filter(row => row.length);
+    const width = Math.max(320, 86 * Math.max(1, ...rows.map(row => row.length))), height = 64 * rows.length, plot = svg(width, height, part.title), place = {};
+    plot.style.maxWidth = "none";
+    rows.forEach((row, r) => row.forEach((node, i) => { place[node] = [width * (i + 0.5) / row.length, height - 32 - 64 * r]; }));
+    const most = Math.max(...scores.map(Math.abs).filter(Number.isFinite), 0) || 1, ports = { q: -22, k: 0, v: 22 };
+    const paths = kept.map(([from, to, port], i) => {
+      const [x1, y1] = place[from], [x2, y2] = place[to], x = x2 + (ports[port] ?? 0), score = Number.isNaN(scores[i]) ? 0 : scores[i];
+      const bulge = x1 === x ? 60 : 0, half = (y1 - y2 - 24) / 2;
+      return shape("path", { d: `M${x1} ${y1 - 12}C${x1 + bulge} ${y1 - 12 - half} ${x + bulge} ${y2 + 12 + half} ${x} ${y2 + 12}`, fill: "none",
+        stroke: css(score < 0 ? colours.more : score > 0 ? colours.less : colours.unknown), "stroke-width": 1 + 4 * Math.abs(score) / most, "stroke-dasharray": score > 0 ? "6 3" : "" });
+    });
+    plot.append(...paths);
+    for (const [node, [x, y]] of Object.entries(place)) {
+      const group = shape("g", { class: "node" });
+      group.append(shape("rect", { x: x - 36, y: y - 12, width: 72, height: 24, rx: 6 }), shape("text", { x, y: y + 4, "text-anchor": "middle" }, short(node, 10)));
+      group.onpointermove = event => tell(event.clientX, event.clientY, node, kept.flatMap(([from, to, port], i) => from === node || to === node ? [[`${from} → ${to}${port ? ` ${port}` : ""}`, told(scores[i])]] : []).slice(0, 8));
+      group.onpointerleave = hush;
+      plot.append(group);
+    }
+    spots(plot, paths, i => [`${kept[i][0]} → ${kept[i][1]}${kept[i][2] ? ` ${kept[i][2]}` : ""}`, [["score", `${told(scores[i])}`]]]);
+    frame.replaceChildren(plot);
+    const measured = (part.faithfulness ?? []).reduce((best, point) => !best || Math.abs(point[0] - slider.value) < Math.abs(best[0] - slider.value) ? point : best, null);
+    shown.textContent = `${kept.length} of ${part.edges.length}${measured ? `; faithfulness ${told(measured[1])} (measured with ${measured[0]} edges)` : ""}`;
+  };
+  slider.oninput = redraw;
+  return { redraw };
+}
+
+const kinds = { grid, text, bars, lines, network };
+const parts = page.parts.map((part, i) => {
+  const box = document.querySelector(`[data-part="${i}"]`);
+  if (part.note) box.append(make("p", "note", part.note));
+  return kinds[part.kind](part, box);
+});
+function drawAll() {
+  readColours();
+  for (const part of parts) part.redraw();
+}
+drawAll();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -1,0 +1,235 @@
+"""View: a picture as one page of HTML, which needs no other file and no network.
+
+1. A picture is a list of parts, `grid`, `text`, `bars`, `lines` or `network`, with their numbers as tensors.
+2. The numbers become typed arrays in base64: exact or, in a page above `BUDGET`, of 8 bits.
+3. The page holds them as JSON, a style and a script. Its policy allows these two alone, by their digests.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import tempfile
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hooks import storage
+from hooks.errors import unknown_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BUDGET = 2_000_000
+"""The most bytes of a page whose numbers are exact."""
+
+_EIGHT_BITS = "Numbers are rounded to 254 steps, because exact ones would exceed 2 MB."
+_LONGEST = 80  # characters of one token that are shown
+_SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
+
+
+def visible(text: str) -> str:
+    """`text` with a visible sign for each invisible character, cut where it is very long.
+
+    >>> visible("a b" + chr(10) + chr(7))
+    'a·b⏎\\\\x07'
+    """
+    rest = "…" if len(text) > _LONGEST else ""
+    signed = text[:_LONGEST].translate(_SIGNS)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in signed) + rest
+
+
+class Arrow(NamedTuple):
+    """An edge from one node to another, or to its part `q`, `k` or `v`; blue if its score is negative, which helps."""
+
+    start: str
+    end: str
+    part: str
+    score: float
+
+
+class View:
+    """A picture that a notebook shows as the last line of a cell, and that a script saves or opens.
+
+    Args:
+        title: one line above the picture.
+        parts: what it consists of; `interp.pictures` makes them.
+        plot: draws it with matplotlib, where it is a plot.
+
+    >>> from interp import pictures
+    >>> view = pictures.text(["Re", "turn"], [0.5, 2.0], unit="nats")
+    >>> view
+    View of text: .save("x.html") writes it, .show() opens it
+    >>> view.html().startswith("<!DOCTYPE html>")
+    True
+    """
+
+    def __init__(
+        self,
+        title: str,
+        parts: Sequence[Mapping[str, Any]],
+        plot: Callable[[], "Figure"] | None = None,
+    ) -> None:
+        self.title, self.parts, self._plot = title, [*parts], plot
+
+    @property
+    def figure(self) -> "Figure":
+        """The picture of matplotlib, to print. It needs the extra `report`.
+
+        Raises:
+            ValueError: if the picture is no plot.
+        """
+        if self._plot is None:
+            raise ValueError(f"only plots have a figure; got {self.title}: use .save() or .show()")
+        return self._plot()
+
+    def html(self, body: str | None = None) -> str:
+        """The whole page.
+
+        Args:
+            body: HTML with a `<figure data-part="0">` for each part; None for the title and the parts.
+        """
+        places = "".join(f'<figure data-part="{n}"></figure>' for n in range(len(self.parts)))
+        body = body or f"<main><h1>{html.escape(visible_title(self.title))}</h1>{places}</main>"
+        whole = _page(self.title, body, self.parts, exact=True)
+        return whole if len(whole) <= BUDGET else _page(self.title, body, self.parts, exact=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page, completely or not at all.
+
+        Raises:
+            FileNotFoundError: if there is no such directory.
+        """
+        with storage.replacing(Path(path)) as partial:
+            partial.write_text(self.html(), encoding="utf-8")
+
+    def show(self) -> None:
+        """Opens the page in a browser. The file stays in the system's temporary directory."""
+        path = Path(tempfile.mkdtemp(prefix="hookscope-")) / "view.html"
+        self.save(path)
+        webbrowser.open(path.as_uri())
+
+    def _repr_html_(self) -> str:
+        # In a frame of its own, neither style nor script meets those of the notebook.
+        height = min(820, 90 + sum(map(_height, self.parts)))
+        return (
+            f'<iframe sandbox="allow-scripts" title="{html.escape(self.title)}" '
+            f'style="border: 0; height: {height}px; resize: vertical; width: 100%" '
+            f'srcdoc="{html.escape(self.html())}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f'View of {self.title}: .save("x.html") writes it, .show() opens it'
+
+
+def visible_title(text: str) -> str:
+    """A line of prose with signs in place of control characters, cut where it is very long."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:300])
+
+
+@cache
+def _file(name: str) -> tuple[str, str]:
+    """A file beside this one, and its digest for the policy."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    digest = hashlib.sha256(text.encode()).digest()
+    return text, f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool) -> str:
+    (style, of_style), (script, of_script) = _file("view.css"), _file("view.js")
+    noted = [part if exact else {**part, "note": _joined(part)} for part in parts]
+    data = json.dumps({"parts": noted}, default=lambda value: _packed(value, exact))
+    for sign in "<>&":
+        data = data.replace(sign, f"\\u{ord(sign):04x}")
+    policy = f"default-src 'none'; style-src {of_style}; script-src {of_script}; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
+<title>{html.escape(visible_title(title))}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+<noscript><p>The pictures are drawn by this page's own script, and scripts are switched off.</p></noscript>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _joined(part: Mapping[str, Any]) -> str:
+    return " ".join(filter(None, [part.get("note"), _EIGHT_BITS]))
+
+
+def _packed(value: Any, exact: bool) -> dict[str, Any]:
+    """A tensor as a little-endian array in base64. Of 8 bits, 0 to 254 are steps and 255 is NaN."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a picture holds tensors, texts and numbers; got a {type(value).__name__}")
+    double = value.detach().cpu().double()
+    shape, known = [*value.shape], double[double.isfinite()]
+    if exact:
+        single = value.dtype.itemsize < 8
+        array = double.numpy().astype("<f4" if single else "<f8")
+        return {
+            "type": "f4" if single else "f8",
+            "shape": shape,
+            "base64": _base64(array.tobytes()),
+        }
+    low = known.min().item() if len(known) else 0.0
+    step = (known.max().item() - low) / 254 if len(known) else 0.0
+    steps = ((double - low) / (step or 1.0)).round().clamp(0, 254).nan_to_num(nan=255)
+    coded = _base64(steps.to(torch.uint8).numpy().tobytes())
+    return {"type": "u1", "shape": shape, "base64": coded, "low": low, "step": step}
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def limit_of(values: Tensor, least: float = 0.0) -> float:
+    """The largest size of values, or `least`; 1 where all are 0: where colours end."""
+    known = values[values.isfinite()].abs()
+    largest = max(known.max().item() if len(known) else 0.0, least)
+    return largest if largest > 0 and math.isfinite(largest) else 1.0
+
+
+def plotted_axes(axes: Sequence[str], facet: str | None) -> list[str]:
+    """The axes of one picture of a result, one or two, without the facet.
+
+    Args:
+        axes: those of the result, without `example`.
+        facet: the one that has a picture for each label.
+
+    Raises:
+        UnknownNameError: if there is no such axis.
+        ValueError: if others are left.
+    """
+    if facet is not None and facet not in axes:
+        raise unknown_name(facet, axes, "axis of this result")
+    rest = [axis for axis in axes if axis != facet]
+    if len(rest) not in ((1, 2) if facet is None else (2,)):
+        raise ValueError(
+            "a plot must have one or two axes besides example, or three of which one is the facet; "
+            f"got {tuple(axes)}: use select() or facet="
+        )
+    return rest
+
+
+def _height(part: Mapping[str, Any]) -> int:
+    if part["kind"] == "bars":
+        return 24 + 20 * len(part["values"])
+    if part["kind"] == "text":
+        return min(400, 80 + sum(map(len, part["tokens"])) // 3)
+    return 640 if part.get("strip") else 460

@@ -1,0 +1,45 @@
+// What a reader does to a page of pictures, and what it answers; run by test_pictures.py.
+const errors = [];
+addEventListener("error", event => errors.push(event.message));
+addEventListener("securitypolicyviolation", event => errors.push(`blocked ${event.violatedDirective}`));
+addEventListener("load", () => {
+  const part = n => document.querySelector(`[data-part="${n}"]`);
+  const tip = () => document.getElementById("tip").innerText;
+  const point = (node, x, y) => {
+    const box = node.getBoundingClientRect();
+    node.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x * box.width, clientY: box.top + y * box.height, bubbles: true }));
+    return tip();
+  };
+  const press = (node, key) => { node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })); return tip(); };
+  const map = n => part(n).querySelector(".box canvas");
+  const seen = { width: innerWidth, scroll: document.documentElement.scrollWidth };
+  const frame = part(0).querySelector(".box");
+  seen.last = [frame.scrollWidth > frame.clientWidth, frame.scrollLeft + frame.clientWidth >= frame.scrollWidth - 1];
+  part(0).querySelectorAll(".facets button")[4].click();
+  seen.pressed = [...part(0).querySelectorAll(".facets [aria-pressed=true]")].map(node => node.title);
+  seen.weight = point(map(0), 2.5 / 9, 7.5 / 9);
+  seen.strip = part(0).querySelectorAll(".text .here").length;
+  seen.pixel = [...map(0).getContext("2d").getImageData(2, 7, 1, 1).data].slice(0, 3);
+  seen.up = press(map(0), "ArrowUp");
+  part(0).querySelector(".swap").click();
+  seen.swapped = point(map(0), 7.5 / 9, 2.5 / 9);
+  seen.corner = part(0).querySelector(".corner").innerText;
+  seen.tokens = [...part(1).querySelectorAll("span")].map(node => node.textContent).filter(text => text);
+  seen.value = point(part(1).querySelectorAll(".text span")[1], .5, .5);
+  seen.lens = point(map(2), 8.5 / 9, .5 / 5);
+  seen.cells = part(2).querySelectorAll(".cells span").length;
+  seen.heat = point(map(3), 1.5 / 3, 1.5 / 2);
+  seen.bar = press(part(4).querySelector("svg"), "ArrowDown");
+  seen.line = press(part(5).querySelector("svg"), "ArrowLeft");
+  const slider = part(6).querySelector("input"), edges = () => part(6).querySelectorAll("svg > path").length;
+  seen.edges = [edges()];
+  slider.value = 1;
+  slider.dispatchEvent(new Event("input"));
+  seen.edges.push(edges());
+  seen.faithful = part(6).querySelector("output").textContent;
+  seen.edge = press(part(6).querySelector("svg"), "ArrowRight");
+  seen.foreign = document.querySelectorAll("img, b:not(.tip b), iframe").length;
+  seen.hacked = window.hacked ?? null;
+  seen.errors = errors;
+  parent.postMessage(JSON.stringify(seen), "*");
+});

@@ -1,0 +1,261 @@
+"""Pictures: what a browser reads from their pages, against the tensors that they were made of."""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import interp
+from hooks import HookedRunner
+from interp import Circuit, Result, pictures
+from interp.graph import Graph
+from models import load
+
+MINUS = chr(0x2212)
+TEXT = "def f(x):"
+HOSTILE = [
+    "</script><script>hacked=1</script>",
+    "<b onclick=hacked=2>\x07\u202eabc\u2029",
+    "&amp;",
+    "אב",
+]
+PROBE = Path(__file__).with_name("pictures_probe.js").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load("pydoc-4l")
+
+
+@pytest.fixture(scope="module")
+def cache(bundled):
+    return HookedRunner(bundled).run_with_cache(TEXT, mode="full")[1]
+
+
+@pytest.fixture(scope="module")
+def values():
+    """[row, column, example]"""
+    return torch.tensor([[[1.0, 2], [3, 5], [0, 0]], [[0, 1], [-4, -1], [2, 7]]]).double()
+
+
+def embedded(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["parts"]
+
+
+@pytest.fixture(scope="module")
+def page(bundled, cache, values):
+    """Every kind of picture in one page, with texts that would like to run."""
+    hostile = {"column": HOSTILE[:3]}
+    table = Result(values, ("row", "column", "example"), words=hostile, unit="nats")
+    three = Result(
+        torch.tensor([[4.0, 5, 6], [-1, -2, -3]]), ("component", "example"), unit="logits"
+    )
+    edges = ["input->a0.h1<v>", "a0.h1->logits", "input->m2", "m2->logits"]
+    graph = Graph(bundled)
+    scores = torch.zeros(graph.allowed.shape)
+    for size, edge in enumerate(edges, 1):
+        scores[graph.index(edge)] = -size
+    views = [
+        pictures.patterns(cache, bundled),
+        pictures.text([*HOSTILE, "a" * 100_000], [0.5, -2.25, math.nan, 1.0, 2.0], unit="nats"),
+        pictures.lens(interp.logit_lens(bundled, cache)),
+        pictures.effects(table),
+        pictures.effects(three),
+        pictures.curves({"<i>loss": [4.0, 3.5, 1.25]}),
+        pictures.circuit(Circuit(graph, edges, scores), FakeCurve),
+    ]
+    return pictures.View("<b>all", [part for view in views for part in view.parts]).html()
+
+
+class FakeCurve:
+    """Of 479 edges, the share 0.01 is 4."""
+
+    absolute = Result(torch.tensor([[0.25, 0.75]]), ("edges", "example"), labels={"edges": [0.01]})
+
+
+def seen_in_browser(page, folder, probe, *options):
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium to open the page in")
+    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    allowed = page.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
+    probed = allowed.replace("<title>", f"<script>{probe}</script><title>", 1)
+    # In a frame, as notebooks show it; a window cannot be so narrow.
+    notebook = f"""<!DOCTYPE html><body><script>
+        addEventListener("message", event => document.body.setAttribute("data-seen", event.data));
+        </script><iframe style="border: 0; height: 800px; width: 400px" sandbox="allow-scripts"
+        srcdoc="{html.escape(probed)}"></iframe>"""
+    opened = folder / "page.html"
+    opened.write_text(notebook, encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-sync", "--disable-background-networking", "--disable-component-update",
+             "--window-size=800,900", "--virtual-time-budget=3000", "--dump-dom",
+             "--disable-features=IsolateSandboxedIframes"]  # fmt: skip
+    command = [chromium, *flags, *options, f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run(
+        [*command, opened.as_uri()], capture_output=True, text=True, timeout=60, check=True
+    )
+    told = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert told, done.stdout[-2000:]
+    return json.loads(html.unescape(told[1]))
+
+
+@pytest.fixture(scope="module")
+def seen(page, tmp_path_factory):
+    return seen_in_browser(page, tmp_path_factory.mktemp("light"), PROBE)
+
+
+def weight(cache, query, key):
+    return f"{cache['pattern', 1][0, 0, query, key].item():.5g}"
+
+
+def number(told):
+    return float(told.split()[0].replace(MINUS, "-"))
+
+
+def test_pattern_reads_the_weight_under_the_pointer_and_the_keys(seen, cache):
+    assert seen["pressed"] == ["layer 1, head 0"]
+    assert number(seen["weight"]) == pytest.approx(float(weight(cache, 7, 2)))
+    assert all(word in seen["weight"] for word in ("query 7 “)”", "key 2 “f”"))
+    assert number(seen["up"]) == pytest.approx(float(weight(cache, 6, 2)))
+    assert number(seen["swapped"]) == pytest.approx(float(weight(cache, 7, 2)))
+    assert seen["corner"] == "key \\ query"
+    assert seen["strip"] == 1
+
+
+def test_lens_reads_the_likeliest_tokens(seen, bundled):
+    with torch.no_grad():
+        chances = bundled(TEXT)[0, -1].softmax(-1).topk(5)
+    for token, chance in zip(chances.indices.tolist(), chances.values.tolist(), strict=True):
+        assert bundled.to_pieces(token).replace(" ", "·").replace("\n", "⏎") in seen["lens"]
+        assert f"{100 * chance:.3g} %" in seen["lens"]
+    assert seen["cells"] == 5 * 9
+
+
+def test_numbers_of_results_text_lines_and_circuits_are_read(seen):
+    assert number(seen["heat"]) == -2.5
+    assert "row 1" in seen["heat"]
+    assert number(seen["value"]) == -2.25
+    assert seen["bar"].startswith("5 logits")
+    # Student's interval of 4, 5 and 6 at two degrees of freedom, by hand: 5 ± 4.3027 / √3.
+    assert "2.5159 to 7.4841" in seen["bar"]
+    assert "step 1" in seen["line"]
+    assert "3.5" in seen["line"]
+    assert seen["edges"] == [4, 1]
+    assert seen["faithful"] == "1 of 4; faithfulness 0.5 (measured with 4 edges)"
+    assert seen["edge"].startswith("m2 → logits")
+    assert f"{MINUS}4" in seen["edge"]
+
+
+def test_hostile_text_is_shown_and_runs_nothing(seen, page):
+    assert seen["errors"] == []
+    assert (seen["hacked"], seen["foreign"]) == (None, 0)
+    assert HOSTILE[0] in seen["tokens"]
+    assert r"<b·onclick=hacked=2>\x07\u202eabc\u2029" in seen["tokens"]
+    assert max(map(len, seen["tokens"])) < 100
+    assert page.count("<script") == 2
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_page_fits_400_pixels_with_the_last_position_in_view(seen):
+    assert seen["width"] == 400
+    assert seen["scroll"] <= 400
+    assert seen["last"][1]
+
+
+def mixed(page, theme, share):
+    block = page.split("prefers-color-scheme: dark")[theme == "dark"]
+    paper, more = (
+        [int(n) for n in re.search(rf"--{name}: (\d+) (\d+) (\d+);", block).groups()]
+        for name in ("paper", "more")
+    )
+    return pytest.approx([a + (b - a) * share for a, b in zip(paper, more, strict=True)], abs=1)
+
+
+def test_colours_follow_the_readers_setting(page, seen, cache, tmp_path):
+    dark = seen_in_browser(page, tmp_path, PROBE, "--blink-settings=preferredColorScheme=0")
+    share = cache["pattern", 1][0, 0, 7, 2].item()
+    assert seen["pixel"] == mixed(page, "light", share)
+    assert dark["pixel"] == mixed(page, "dark", share)
+
+
+def unpacked(packed):
+    raw = base64.b64decode(packed["base64"])
+    return torch.frombuffer(bytearray(raw), dtype={"f4": torch.float32, "f8": torch.float64, "u1": torch.uint8}[packed["type"]]).view(packed["shape"])  # fmt: skip
+
+
+def test_numbers_are_exact_below_the_budget_and_of_8_bits_above(values):
+    kept = embedded(pictures.effects(Result(values, ("row", "column", "example"))).html())[0]
+    assert torch.equal(unpacked(kept["values"])[0], values.mean(-1))
+    assert not kept["note"]
+    large = torch.randn(900, 500, 1)
+    large[3, 7] = math.nan
+    view = pictures.effects(Result(large, ("row", "pos", "example")))
+    assert len(view.html()) <= 2_000_000
+    (part,) = embedded(view.html())
+    assert part["note"] == "The last 160000 of 450000 values are shown."
+    wide = pictures.effects(
+        Result(torch.randn(8, 400, 400, 1), ("head", "row", "column", "example"))
+    )
+    (part,) = embedded(wide.html())
+    assert part["values"]["type"] == "u1"
+    assert "rounded to 254 steps" in part["note"]
+    assert len(wide.html()) <= 2_000_000
+
+
+def test_eight_bits_keep_numbers_to_half_a_step_and_nan(monkeypatch):
+    numbers = torch.tensor([-1.0, math.nan, 0.3, 1.0])
+    monkeypatch.setattr("interp.pictures.view.BUDGET", 0)
+    packed = embedded(pictures.text(["a", "b", "c", "d"], numbers).html())[0]["values"]
+    codes = unpacked(packed).double()
+    assert codes[1] == 255
+    back = packed["low"] + packed["step"] * codes[[0, 2, 3]]
+    assert (back - numbers[[0, 2, 3]]).abs().max() <= 1 / 254 + 1e-6
+
+
+def test_objects_show_themselves(bundled, cache, values):
+    lens = interp.logit_lens(bundled, cache)
+    parts = interp.decompose(bundled, cache)
+    circuit = Circuit(Graph(bundled), ["input->a0.h1<v>", "a0.h1->logits"])
+    result = Result(values, ("row", "column", "example"))
+    for shown in (lens, parts, circuit, result):
+        assert shown._repr_html_().startswith('<iframe sandbox="allow-scripts"')
+        assert len(repr(shown).splitlines()) <= 40
+    places = interp.max_activating(bundled, ["<b>x"], "blocks.1.mlp.post", neuron=3, k=2)
+    assert "&lt;" in places._repr_html_()
+    assert "<b>" not in places._repr_html_()
+    assert cache._repr_html_().count("<tr>") <= 40
+    assert "<td style='text-align: left'>blocks.0-3.attn.pattern</td>" in cache._repr_html_()
+    deep = Result(torch.zeros(2, 3, 4, 5, 1), ("a", "b", "c", "d", "example"))
+    assert deep._repr_html_().startswith("<pre>")
+
+
+def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_path):
+    view = pictures.patterns(cache, bundled)
+    view.save(tmp_path / "x.html")
+    assert (tmp_path / "x.html").read_text(encoding="utf-8") == view.html()
+    with pytest.raises(ValueError, match="plots"):
+        _ = view.figure
+    for call in (
+        lambda: pictures.patterns(cache, example=1),
+        lambda: pictures.text(["a"], [1.0, 2.0]),
+        lambda: pictures.curves({"a": [1.0], "b": [1.0, 2.0]}),
+        lambda: pictures.curves({}),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            call()
+
+
+def test_plots_have_a_figure(values):
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    axes = pictures.curves({"a": [3.0, 2.0]}, axis="rank").figure.axes[0]
+    assert axes.lines[0].get_ydata().tolist() == [3.0, 2.0]
+    assert pictures.effects(Result(values, ("row", "column", "example"))).figure.axes
