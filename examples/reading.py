@@ -1,7 +1,7 @@
 """Reads the bundled model: which heads do what, and what each part says about the next character.
 
 The texts name a part and ask for it again, up to its last digit, which the model copies. Tuned and Jacobian
-lens are fitted on a little text; it takes half a minute. The README's table of lenses is of larger fits,
+lens are fitted on a little text; it takes half a minute. The guide's table of lenses is of larger fits,
 which take some minutes:
 
     python examples/reading.py --out out

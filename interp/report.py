@@ -22,9 +22,9 @@ from interp.metrics import log_prob
 from interp.pictures.view import View
 from interp.pictures.view import visible as visible
 from interp.protocol import logits_of, of, runner_of
-from interp.reading.decompose import direct_logit_attribution
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import LensReadout, logit_lens
+from interp.reading.logit_attribution import direct_logit_attribution
 from interp.results.result import Result
 from interp.running.sites import Choice
 

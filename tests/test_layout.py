@@ -46,7 +46,7 @@ FLAT = {
     "spectral": "singular",
     "reading": "",
     "effects": "",
-    "pictures": "figure",
+    "pictures": "figure view",
 }
 
 

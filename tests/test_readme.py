@@ -1,4 +1,4 @@
-"""The README's code runs, its table of points is the generated one; and the examples run."""
+"""The README's code and the guides run, their links lead somewhere; and the examples run."""
 
 import contextlib
 import random
@@ -44,21 +44,63 @@ def test_every_block_of_code_runs_after_the_ones_before(capsys):
     names = {}
     for code in blocks:
         exec(code, names)
-    assert [len(row) for row in names["rows"]] == [11, 6]
-    assert names["lens"].tokens.shape == (5, 1, 44, 5)
     share = names["patched"].normalized()
     assert share.axes == ("layer", "head", "example")
     assert share.mean().max() > 0.4, "a head of the bundled model copies the digit"
-    assert {name: found.s.shape[:-1] for name, found in names["found"].items()} == {
-        "qkt": (1, 2, 1),
-        "wvwo": (2, 1),
-        "avwo": (1, 2, 1),
-    }
+    assert len(README.splitlines()) <= 200
 
 
-def test_the_table_of_points_is_the_generated_one():
-    table = README.partition("## Hook points")[2].partition("```\n")[2].partition("```")[0]
-    assert table == HookedRunner(load("pydoc-4l")).table() + "\n"
+GUIDES = ROOT / "examples" / "guides"
+
+
+def guide(name):
+    """What the names of a page hold after its cells have run."""
+    return runpy.run_path(str(GUIDES / f"{name}.py"))
+
+
+def test_the_guide_of_analyses(capsys):
+    names = guide("analyses")
+    assert names["lens"].tokens.shape == (5, 1, 44, 5)
+    assert names["patched"].normalized().mean().max() > 0.4
+    assert "exact +" in capsys.readouterr().out
+
+
+def test_the_guides_of_models(capsys):
+    assert [len(row) for row in guide("loading_and_texts")["rows"]] == [11, 6]
+    pytest.importorskip("transformers")
+    assert guide("hugging_face")["continued"].shape == (1, 7)
+
+
+def test_the_guides_of_circuits_and_readings(capsys):
+    assert "20 of 479 edges" in repr(guide("circuits")["circuit"])
+    assert guide("reading")["cache"].inputs
+    assert "Decomposition [component" in capsys.readouterr().out
+
+
+def test_the_guide_of_runs(capsys):
+    names = guide("runner_and_caches")
+    assert [receipt.calls for receipt in names["context"].receipts] == [1, 1]
+    page = (GUIDES / "runner_and_caches.py").read_text()
+    table = page.partition("## Hook points")[2].partition("# ```\n")[2].partition("# ```")[0]
+    written = "\n".join(line.removeprefix("# ") for line in table.splitlines())
+    assert written == HookedRunner(load("pydoc-4l")).table()
+
+
+def test_the_guide_of_training_and_singular_values(capsys):
+    found = guide("training_and_svd")["found"]
+    shapes = {name: svd.s.shape[:-1] for name, svd in found.items()}
+    assert shapes == {"qkt": (1, 2, 1), "wvwo": (2, 1), "avwo": (1, 2, 1)}
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(p.name for p in GUIDES.glob("*.py"))])
+def test_links_lead_somewhere(page):
+    path = ROOT / page if page == "README.md" else GUIDES / page
+    text = path.read_text()
+    links = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", text)
+    assert page != "README.md" or len(links) > 10
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    named = re.findall(r"python ((?:examples|tests)/[\w/]+\.py)", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.fixture

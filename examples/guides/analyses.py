@@ -13,8 +13,16 @@ from models import load
 model = load("pydoc-4l")
 runner = HookedRunner(model)
 
-from interp import Pairs, activation_patching, attribution_patching, compare, log_prob, sweep
-from interp import head_scores, logit_lens
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_patching,
+    compare,
+    head_scores,
+    log_prob,
+    logit_lens,
+    sweep,
+)
 
 text, other = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14")
 _, cache = runner.run_with_cache(text, lazy=True)

@@ -19,7 +19,7 @@
 # `from_transformer_lens(state_dict, config)`. A published model opens with `load("gpt2")`.
 
 # %%
-# ruff: noqa: D100, F401  # the lines of the tables use what is imported
+# the lines of the tables use what is imported
 import torch
 
 from hooks import HookedRunner, hooks_name

@@ -5,12 +5,10 @@
 
 # %%
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hooks import HookedRunner
 from interp import edits
-
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from models import attach
 
 sizes = dict(vocab_size=50, hidden_size=12, num_hidden_layers=2, num_attention_heads=3)

@@ -6,8 +6,6 @@
 # %%
 import torch
 
-import torch
-
 from hooks import HookedRunner
 from models import Attention, Block, KVCache, build, causal_mask, generate, generate_text, load
 

@@ -2,7 +2,23 @@
 # # Reading a model
 #
 # Lenses, sums of parts, scores of heads, and readings of weights: what one run or the weights alone say.
-#
+
+# %%
+from hooks import HookedRunner
+from interp import decompose, direct_logit_attribution, head_scores, logit_lens, ov_circuit
+from models import load
+
+model = load("pydoc-4l")
+runner = HookedRunner(model)
+text = "part ZQXJ-KV81 is sold out; ask for ZQXJ-KV8"
+_, cache = runner.run_with_cache(text, lazy=True)  # one run feeds every reading
+print(logit_lens(model, cache))
+print(decompose(model, cache))  # the stream as a sum
+print(direct_logit_attribution(model, cache, right="1", pos=-1).top(3))  # the logit of "1" as a sum
+print(head_scores(model, cache, "induction").top(3))
+print(ov_circuit(model)[3, 0].svd())  # what a head writes for what it reads, from the weights alone
+
+# %% [markdown]
 # `logit_lens(model, cache, lens=...)` reads every lens: the likeliest tokens at each layer and position, the probability and
 # rank of targets, the entropy, and KL(final ‖ lens). It unembeds all layers of a few positions at a time: for 50,257 tokens,
 # T=1024 and 12 layers of width 768 the process grew by 0.8 GB beyond model and cache. `tuned_lens` fits affine translators

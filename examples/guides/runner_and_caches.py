@@ -2,7 +2,26 @@
 # # Runs and caches
 #
 # What a `HookedRunner` does with a model, what it keeps and what it changes, and the points of the bundled model.
-#
+
+# %%
+from hooks import HookedRunner
+from interp import edits
+from models import load
+
+model = load("pydoc-4l")
+runner = HookedRunner(model)
+text = "part ZQXJ-KV81 is sold out; ask for ZQXJ-KV8"
+logits, cache = runner.run_with_cache(text, names=["blocks.*.attn.pattern", "ln_final.scale"])
+print(cache["pattern", 2].shape, cache["ln_final.scale"].shape)
+print(runner.plan(text, mode="full"))  # how many bytes a cache of everything would take
+changes = {"blocks.1.mlp_out": edits.scale(0.5), "blocks.2.attn.z": lambda z, point: z * 0}
+with runner.hooks(changes, receipts=True) as context:
+    changed = runner.capture(
+        text, names="blocks.3.resid_post"
+    )  # stops after the last point asked for
+print(context.receipts)
+
+# %% [markdown]
 # - **A model written to be read.** `models/transformer.py` is the forward pass, with block, attention and norm in files
 #   beside it. Its values are named by identity modules, `HookPoint("batch pos head d_head")`, and it has no branch for extraction.
 # - **Real models.** `load("gpt2")`, `load("path")`: Hugging Face directories and GGUF files of eleven families, as one

@@ -7,7 +7,6 @@
 import torch
 
 from hooks import HookedRunner
-
 from interp import spectra, spectral, svd_targets
 from models import TrainingConfig, build, train
 

@@ -12,6 +12,7 @@ from hooks.errors import unknown_name
 from hooks.transfer import to_device
 from interp.graph.components import ResidualComponents
 from interp.inputs.token_positions import at_least_float32, like
+from interp.results.result import Result
 
 
 @dataclass(frozen=True, eq=False, repr=False)
