@@ -32,8 +32,7 @@ except ImportError as error:
         _sys.exit(f"error: {_reason}")
     raise ImportError(_reason) from error
 
-from interp import edits, graph, spectral
-from interp import pictures as pictures
+from interp import edits, graph, pictures, spectral
 from interp.effects.attribution import attribution_patching
 from interp.effects.comparison import compare
 from interp.effects.edges import edge_attribution
@@ -114,6 +113,7 @@ __all__ = [
     "ov_circuit",
     "patch_top_k",
     "path_patching",
+    "pictures",
     "positional_scores",
     "qk_circuit",
     "rank",

@@ -216,6 +216,7 @@ def build_report(
     repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
     repetition = runner.capture(repeated, names="blocks.*.pattern")
     lens = logit_lens(model, cache, top_k=min(GUESSES, logits.shape[-1]))
+    patches = {site: patched(model, edited, source, cache, metric, Choice(site)) for site in sites}
     return ReportData(
         name=name,
         facts=facts,
@@ -235,9 +236,7 @@ def build_report(
         period=period,
         target=target,
         base=base,
-        patches={
-            site: patched(model, edited, source, cache, metric, Choice(site)) for site in sites
-        },
+        patches=patches,
     )
 
 

@@ -46,7 +46,7 @@ FLAT = {
     "spectral": "singular",
     "reading": "",
     "effects": "",
-    "pictures": "figure view",
+    "pictures": "figure parts view",
 }
 
 
@@ -132,7 +132,7 @@ PUBLIC = {
         copying_scores cross_entropy curve decompose direct_logit_attribution
         edge_attribution edge_patching edits faithfulness full_circuits graph head_scores
         integrated_gradients jacobian_lens kl_divergence log_prob logit_diff logit_lens
-        max_activating measure minimality ov_circuit path_patching positional_scores qk_circuit
+        max_activating measure minimality ov_circuit path_patching pictures positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
         spectra spectral svd_targets sweep token_directions top_attributions tuned_lens
         patch_top_k""",
@@ -161,7 +161,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 16_700, 168), (("tests",), 22_400, 116)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 17_150, 170), (("tests",), 22_600, 117)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

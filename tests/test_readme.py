@@ -77,6 +77,10 @@ def test_the_guides_of_circuits_and_readings(capsys):
     assert "Decomposition [component" in capsys.readouterr().out
 
 
+def test_the_guide_of_pictures(capsys):
+    assert "<iframe" in guide("pictures")["view"]._repr_html_()
+
+
 def test_the_guide_of_runs(capsys):
     names = guide("runner_and_caches")
     assert [receipt.calls for receipt in names["context"].receipts] == [1, 1]
@@ -152,6 +156,7 @@ def test_the_attribution_example(printed, tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.full
 def test_the_reading_example(printed, tmp_path):
     out = printed("reading")
     assert "in 8 of 8 texts" in out

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from interp.pictures.parts import axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, plotted_axes, visible, visible_title
 
 __all__ = ["View", "circuit", "curves", "effects", "lens", "patterns", "text"]
@@ -52,11 +53,11 @@ def patterns(cache: ActivationCache, model: nn.Module | None = None, example: in
     words, written = (None, False) if row is None else _words(model, row)
     last = max(1, min(queries, keys, int((_MOST_WEIGHTS / (layers * heads)) ** 0.5), _MOST_COLUMNS))
     shown = weights if last >= max(queries, keys) else weights[..., -last:, -last:]
-    part = _grid(
+    part = grid_part(
         "attention patterns",
         shown.flatten(0, 1),
-        _axis("query", range(keys - queries, keys), words and words[keys - queries :], last),
-        _axis("key", range(keys), words, last),
+        axis_part("query", range(keys - queries, keys), words and words[keys - queries :], last),
+        axis_part("key", range(keys), words, last),
         "of the attention",
         facets=[f"layer {layer}, head {head}" for layer in range(layers) for head in range(heads)],
         names=[f"{layer}.{head}" for layer in range(layers) for head in range(heads)],
@@ -66,7 +67,7 @@ def patterns(cache: ActivationCache, model: nn.Module | None = None, example: in
         from_end=True,
         swap=queries == keys,
         strip=words is not None,
-        note=_thinned(keys, shown.shape[-1], "positions"),
+        note=thinned(keys, shown.shape[-1], "positions"),
     )
     title = f" of “{''.join(words)[:60]}”" if words and written else ""
     return View(f"attention patterns{title}", [part])
@@ -103,7 +104,7 @@ def text(
     return View(title, [{
         "kind": "text", "title": title, "tokens": shown, "values": numbers[first:], "first": first,
         "unit": unit, "limit": limit_of(numbers), "signed": bool((numbers < 0).any()),
-        "note": _thinned(len(tokens), len(shown), "tokens"),
+        "note": thinned(len(tokens), len(shown), "tokens"),
     }])  # fmt: skip
 
 
@@ -133,17 +134,17 @@ def lens(readout: Any) -> View:
         for pos in zip(*layer, strict=True)
     ]
     rows = [*(f"entering {layer}" for layer in range(layers - 1)), "final"][::-1]
-    part = _grid(
+    part = grid_part(
         "lens",
         shown[None, ..., 0],
         {"name": "stream", "labels": rows},
-        _axis("pos", range(n), words, last),
+        axis_part("pos", range(n), words, last),
         "probability of the likeliest token",
         least=1.0,
         from_end=True,
         cells=[pos[0] for layer in best[::-1] for pos in layer],
         tips=tips,
-        note=_thinned(n, last, "positions"),
+        note=thinned(n, last, "positions"),
     )
     return View(f"lens of “{''.join(words)[:60]}”" if words else "lens", [part])
 
@@ -186,9 +187,9 @@ def effects(result: Any, facet: str | None = None) -> View:
     tables, lows, highs = (x[:some, -rows:, -columns:] for x in (tables, lows, highs))
     gap = None if result.base is None or result.target is None else result.target - result.base
     down, across = (
-        _axis(axis, result.labels[axis], result.words.get(axis), _MOST_COLUMNS) for axis in rest
+        axis_part(axis, result.labels[axis], result.words.get(axis), _MOST_COLUMNS) for axis in rest
     )
-    part = _grid(
+    part = grid_part(
         title,
         tables,
         down,
@@ -199,7 +200,7 @@ def effects(result: Any, facet: str | None = None) -> View:
         from_end=rest[-1] in ("pos", "key", "query"),
         written=True,
         more={"95 % from": lows, "95 % to": highs} if has_intervals else {},
-        note=_thinned(means.numel(), tables.numel(), "values"),
+        note=thinned(means.numel(), tables.numel(), "values"),
     )
     return View(title, [part], draw)
 
@@ -225,7 +226,7 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     part = {
         "kind": "network", "title": "circuit", "rows": rows, "edges": [edge[:3] for edge in kept],
         "scores": torch.tensor([edge.score for edge in kept], dtype=torch.float64),
-        "note": _thinned(len(order), len(kept), "edges"),
+        "note": thinned(len(order), len(kept), "edges"),
     }  # fmt: skip
     if curve is not None:
         every = int(circuit.graph.allowed.sum())
@@ -274,7 +275,7 @@ def curves(
     part = {
         "kind": "lines", "title": title, "x": places[at], "xname": axis, "unit": unit,
         "series": {visible_title(name): values[at] for name, values in lines.items()},
-        "note": _thinned(len(places), len(at), "points"),
+        "note": thinned(len(places), len(at), "points"),
     }  # fmt: skip
 
     def draw() -> Any:
@@ -303,42 +304,10 @@ def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> d
     labels, texts = [result.labels[axis][n] for n in at], words and [words[n] for n in at]
     return {
         "kind": "bars", "title": "mean effects", "unit": result.unit,
-        "axis": _axis(axis, labels, texts, _MOST_BARS),
+        "axis": axis_part(axis, labels, texts, _MOST_BARS),
         "values": means[at], "low": low[at], "high": high[at],
         "note": len(at) < len(means) and f"The {len(at)} largest of {len(means)} are shown.",
     }  # fmt: skip
-
-
-def _axis(
-    name: str, labels: Sequence[Any], words: Sequence[str] | None, most: int
-) -> dict[str, Any]:
-    """The last labels of an axis, and its words."""
-    axis = {"name": name, "labels": [visible_title(str(label)) for label in labels[-most:]]}
-    return axis | ({"words": [visible(word) for word in words[-most:]]} if words else {})
-
-
-def _grid(
-    title: str,
-    values: Float[Tensor, "facet row column"],
-    rows: Mapping[str, Any],
-    columns: Mapping[str, Any],
-    unit: str,
-    *,
-    least: float = 0.0,
-    **more: Any,
-) -> dict[str, Any]:
-    """Tables as colours; `more` is what the script's function `grid` reads."""
-    return {
-        "kind": "grid", "title": title, "values": values, "rows": rows, "columns": columns,
-        "unit": unit, "limit": limit_of(values, least), "signed": bool((values < 0).any()),
-    } | more  # fmt: skip
-
-
-def _thinned(every: int, shown: int, what: str) -> str:
-    kept = "strongest" if what == "edges" else "last"
-    if what == "points":
-        return f"{shown} of {every} points are drawn." if shown < every else ""
-    return f"The {kept} {shown} of {every} {what} are shown." if shown < every else ""
 
 
 def _require_example(example: int, count: int) -> None:

@@ -1,0 +1,42 @@
+"""Parts of pictures in the form that the script reads: axes, tables, and notes of what was left out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from interp.pictures.view import limit_of, visible, visible_title
+
+
+def axis_part(
+    name: str, labels: Sequence[Any], words: Sequence[str] | None, most: int
+) -> dict[str, Any]:
+    """The last labels of an axis, and its words."""
+    axis = {"name": name, "labels": [visible_title(str(label)) for label in labels[-most:]]}
+    return axis | ({"words": [visible(word) for word in words[-most:]]} if words else {})
+
+
+def grid_part(
+    title: str,
+    values: Float[Tensor, "facet row column"],
+    rows: Mapping[str, Any],
+    columns: Mapping[str, Any],
+    unit: str,
+    *,
+    least: float = 0.0,
+    **more: Any,
+) -> dict[str, Any]:
+    """Tables as colours; `more` is what the script's function `grid` reads."""
+    return {
+        "kind": "grid", "title": title, "values": values, "rows": rows, "columns": columns,
+        "unit": unit, "limit": limit_of(values, least), "signed": bool((values < 0).any()),
+    } | more  # fmt: skip
+
+
+def thinned(every: int, shown: int, what: str) -> str:
+    """The note of a picture that shows a part; empty if it shows all."""
+    kept = "strongest" if what == "edges" else "last"
+    if what == "points":
+        return f"{shown} of {every} points are drawn." if shown < every else ""
+    return f"The {kept} {shown} of {every} {what} are shown." if shown < every else ""
