@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import interp.__main__ as cli
+import interp.cli.report as cli
 import models
 from interp.__main__ import main
 from interp.report import peak
@@ -250,7 +250,7 @@ def test_usage(capsys):
         with pytest.raises(SystemExit) as exit:
             main(wrong)
         assert exit.value.code == 2
-        assert "usage: python -m interp" in capsys.readouterr().err
+        assert "usage: hookscope" in capsys.readouterr().err
 
 
 def test_points(saved, capsys):

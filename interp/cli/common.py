@@ -1,0 +1,155 @@
+"""Parts that the commands share: their options, the model, the text, and where output goes."""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+DEFAULT_MODEL = "pydoc-4l"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Paths that are written to directly; other files are replaced.
+STREAMS = ("/dev/std", "/dev/fd/")
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add the options that say which model runs, and where."""
+    command.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="NAME",
+        help="a bundled model, a directory, a GGUF file, a file of TransformerLens' weights, a model on the Hugging "
+        "Face hub or, for points, a registered config (%(default)s)",
+    )
+    command.add_argument(
+        "--device", type=_device, metavar="NAME", help="where it runs, such as cuda (cpu)"
+    )
+    command.add_argument("--dtype", choices=DTYPES, help="of its weights (the file's own)")
+
+
+def add_text(command: argparse.ArgumentParser, what: str) -> None:
+    """Add the options that give a text, of which one is needed."""
+    given = command.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", metavar="TEXT", help=what)
+    given.add_argument("--text-file", metavar="FILE", help="a file that holds the text, in UTF-8")
+
+
+def add_output(command: argparse.ArgumentParser) -> None:
+    """Add the options that say in which form the output is, and where it goes."""
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--out", metavar="FILE", help="where it goes (the terminal)")
+
+
+def text_of(options: argparse.Namespace) -> str:
+    """The text of the options.
+
+    Raises:
+        ValueError: if its file is not text in UTF-8.
+        OSError: if it cannot be read.
+    """
+    if options.prompt is not None:
+        return str(options.prompt)
+    try:
+        return Path(options.text_file).read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.text_file} must be text in UTF-8; {error.reason}") from None
+
+
+def print_or_write(options: argparse.Namespace, text: str, data: Any) -> None:
+    """Give the text, or with `--json` the data, to the terminal or the file."""
+    output = json.dumps(data, ensure_ascii=False) if options.json else text
+    if options.out is None:
+        print(output)
+        return
+    with replacing(options.out) as file:
+        file.write(output + "\n")
+
+
+def numbers(values: Tensor) -> Any:
+    """The numbers of a tensor in lists, as JSON has them: NaN is null."""
+    flat = [value if value == value else None for value in values.flatten().tolist()]
+    for size in reversed(values.shape[1:]):
+        flat = [flat[n : n + size] for n in range(0, len(flat), size)]
+    return flat
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device).item()  # fails where there is no such device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(
+            f"{name!r} must be a device that is here: {reason}"
+        ) from None
+    return device
+
+
+def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
+    """A model that can be loaded or, if it need not be trained, one of a registered config."""
+    from models import available, build
+    from models.registry import SIZES
+
+    name, dtype = options.model, options.dtype and getattr(torch, options.dtype)
+    # The hub has weights under the names of GPT-2's sizes.
+    if name not in available() or os.path.exists(name) or (trained and name in SIZES):
+        return _loaded(name, options.device, dtype)
+    if trained:
+        raise ValueError(
+            f"a run needs a trained model; got the config {name!r}: train it, for instance with "
+            f"`python examples/tiny_lm.py --model {name}`, and give the directory"
+        )
+    with torch.device("meta"):  # without memory for the weights
+        return build(name)
+
+
+def _loaded(name: str, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """A plain model, or an attached one of `transformers` where a directory's family has no table."""
+    from models import attach, load
+    from models.checkpoints.huggingface import FAMILIES
+    from models.files import library, read_object
+
+    config = Path(name) / "config.json"
+    described = read_object(config) if config.is_file() else {}
+    if "model_type" not in described or described["model_type"] in FAMILIES:
+        return load(name, device=device, dtype=dtype)
+    transformers = library("transformers")
+    options = {} if dtype is None else {"dtype": dtype}
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(name, **options).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    attach(model.to(device) if device else model, tokenizer=tokenizer)
+    return model
+
+
+@contextmanager
+def replacing(out: str) -> Iterator[TextIO]:
+    """A new file that replaces `out`, or the file that it links to, when it is complete.
+
+    What is not a file, such as a pipe, is written to directly.
+    """
+    path = Path(os.path.realpath(out))
+    partial = path.with_name(f".report-{os.getpid()}.partial")
+    try:
+        replaces = not out.startswith(STREAMS) and (path.is_file() or not path.exists())
+        partial = partial if replaces else Path(out)
+        file = partial.open("w" if replaces else "a", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ValueError(
+            f"--out must be a file that can be written; got {out!r}: {error.strerror}"
+        ) from None
+    try:
+        with file:
+            yield file
+        if replaces:
+            with suppress(FileNotFoundError):
+                shutil.copymode(path, partial)
+            os.replace(partial, path)
+    finally:
+        if replaces:
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,64 @@
+"""Edits as texts of the command line: `blocks.1.attn.z zero head=3 pos=-1`."""
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from hooks.errors import unknown_name
+from interp import edits
+from interp.edits.edit import Edit
+
+KINDS: dict[str, tuple[Callable[..., Edit], int]] = {
+    "zero": (edits.zero, 0),
+    "scale": (edits.scale, 1),
+    "noise": (edits.noise, 1),
+}
+SYNTAX = (
+    "An edit is a point (or a glob), a kind and what it acts on: 'blocks.1.attn.z zero head=3', "
+    "'blocks.*.mlp_out scale 0.5 pos=-1', 'embed noise 0.1 pos=2:5'. Kinds: zero, scale FACTOR, noise SIZE. Axes take "
+    "an index, several (head=1,3) or a slice (pos=4:)."
+)
+
+
+def parsed(text: str) -> tuple[str, Edit]:
+    """The point and the edit of a text.
+
+    Raises:
+        ValueError: if it is none; it says what is wrong.
+        UnknownNameError: if there is no such kind.
+
+    >>> parsed("blocks.*.attn.z zero head=1,3 pos=4:")
+    ('blocks.*.attn.z', edits.zero(head=[1, 3], pos=slice(4, None)))
+    """
+    words = shlex.split(text)
+    if len(words) < 2:
+        rule = "an edit must be a point and a kind, as 'blocks.1.attn.z zero'"
+        raise ValueError(f"{rule}; got {text!r}")
+    point, kind, *rest = words
+    if kind not in KINDS:
+        raise unknown_name(kind, KINDS, "kind of edit")
+    make, n_numbers = KINDS[kind]
+    plain = [part for part in rest if "=" not in part]
+    if len(plain) != n_numbers:
+        raise ValueError(f"{kind} takes {n_numbers} numbers before axes; got {plain} in {text!r}")
+    where = dict(part.split("=", 1) for part in rest if "=" in part)
+    chosen: dict[str, Any] = {axis: _selection(axis, value) for axis, value in where.items()}
+    return point, make(*map(_number, plain), **chosen)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"an edit's number must be one; got {text!r}") from None
+
+
+def _selection(axis: str, text: str) -> int | slice | list[int]:
+    try:
+        if ":" in text:
+            return slice(*(int(part) if part else None for part in text.split(":")))
+        several = [int(part) for part in text.split(",")]
+    except (ValueError, TypeError):
+        rule = "an index, several with commas, or a slice such as 2:5"
+        raise ValueError(f"{axis} must be {rule}; got {text!r}") from None
+    return several if len(several) > 1 else several[0]

@@ -1,0 +1,49 @@
+"""`generate`: a continuation, also under edits."""
+
+import argparse
+
+from hooks import HookedRunner
+from interp.cli.common import add_model, add_output, add_text, model_of, print_or_write, text_of
+from interp.cli.edits import SYNTAX, parsed
+from interp.protocol import of
+
+HELP = "continue a text, also while values are edited"
+EXAMPLE = 'generate --prompt "part AB1 and part AB" --tokens 3 --edit "blocks.3.attn.z zero head=0"'
+
+
+def add(generate: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    generate.description = "Continues a text. " + SYNTAX
+    add_text(generate, "the text")
+    generate.add_argument(
+        "--tokens", type=int, default=40, metavar="N", help="new ones (%(default)s)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest (0)"
+    )
+    generate.add_argument("--seed", type=int, default=0, help="of random draws (%(default)s)")
+    generate.add_argument(
+        "--edit", action="append", default=[], metavar="EDIT", help="may be given several times"
+    )
+    add_model(generate)
+    add_output(generate)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the text with its continuation."""
+    changes = [parsed(text) for text in options.edit]
+    model, prompt = model_of(options, trained=True), text_of(options)
+    with HookedRunner(model).hooks(changes):
+        if isinstance(language := of(model), type(model)):
+            from models import generate_text
+
+            drawn = {"temperature": options.temperature, "seed": options.seed}
+            text = generate_text(model, prompt, max_new_tokens=options.tokens, **drawn)
+        else:
+            tokens = language.to_tokens(prompt).tokens
+            draws = {"do_sample": options.temperature > 0} | (
+                {"temperature": options.temperature} if options.temperature > 0 else {}
+            )
+            rows = model.generate(tokens, max_new_tokens=options.tokens, **draws)
+            text = language.to_text(rows[0])
+    print_or_write(options, text, {"prompt": prompt, "text": text, "edits": options.edit})

@@ -1,0 +1,57 @@
+"""`lens`: what each layer would predict."""
+
+import argparse
+
+from hooks import HookedRunner
+from interp.cli.common import add_model, add_output, add_text, model_of, print_or_write, text_of
+from interp.protocol import of
+from interp.reading.lens import logit_lens
+
+HELP = "show the likeliest next tokens at each layer and position (a logit lens)"
+EXAMPLE = 'lens --prompt "part AB1 and part AB"'
+
+
+def add(lens: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    lens.description = (
+        "Reads the residual stream before each block, and after the last, through the unembedding: the likeliest next "
+        "token, and its probability."
+    )
+    add_text(lens, "the text")
+    lens.add_argument(
+        "--top", type=int, default=5, metavar="N", help="tokens in JSON (%(default)s)"
+    )
+    lens.add_argument(
+        "--last", type=int, default=8, metavar="N", help="positions that are printed (%(default)s)"
+    )
+    add_model(lens)
+    add_output(lens)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the last positions as a table, or all in JSON."""
+    model = model_of(options, trained=True)
+    language, text = of(model, "unembed"), text_of(options)
+    _, cache = HookedRunner(model).run_with_cache(text, lazy=True)
+    readout = logit_lens(model, cache, top_k=options.top)
+    pieces = language.to_pieces(language.to_tokens(text).tokens[0])
+    best, chances = (
+        language.to_pieces(readout.tokens[:, 0]),
+        readout.probabilities[:, 0],
+    )
+    names = [*(f"entering {layer}" for layer in range(len(best) - 1)), "final"]
+    columns = range(max(0, len(pieces) - options.last), len(pieces))
+    width = max(4, 1 + max(len(repr(best[n][pos][0])) for n in range(len(best)) for pos in columns))
+    rows = ["stream".ljust(12) + "".join(repr(pieces[pos]).rjust(width + 5) for pos in columns)]
+    for n, name in enumerate(names):
+        cells = (
+            f"{best[n][pos][0]!r:>{width}} {float(chances[n, pos, 0]):4.2f}" for pos in columns
+        )
+        rows.append(name.ljust(12) + "".join(cells))
+    data = {
+        "tokens": pieces,
+        "streams": names,
+        "likeliest": best,
+        "probabilities": chances.tolist(),
+    }
+    print_or_write(options, "\n".join(rows) + "\nnumbers are probabilities", data)

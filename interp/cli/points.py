@@ -1,0 +1,23 @@
+"""`points`: the hook points of a model."""
+
+import argparse
+
+from hooks import HookedRunner
+from interp.cli.common import add_model, add_output, model_of, print_or_write
+
+HELP = "list a model's hook points"
+EXAMPLE = "points --model gpt2-medium"
+
+
+def add(points: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    points.description = "Lists the points of a model: names, axes and what they are."
+    add_model(points)
+    add_output(points)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table, or each point with its axes."""
+    runner = HookedRunner(model_of(options, trained=False))
+    data = [{"name": name, "axes": [*point.axes]} for name, point in runner.points.items()]
+    print_or_write(options, runner.table(), data)

@@ -1,0 +1,125 @@
+"""`report`: a page about what happens inside a model on a text."""
+
+import argparse
+import dataclasses
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from interp.cli.common import STREAMS, add_model, model_of, replacing
+
+if TYPE_CHECKING:
+    from interp.report import ReportData
+    from models import Transformer
+
+# A name that is in no text, so only its first occurrence tells how the second ends.
+DEFAULT_PROMPT = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
+DEFAULT_CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
+INDUCTION_PERIOD = 40
+HELP = "run a model on a text and write an HTML page about what happened inside"
+EXAMPLE = 'report --prompt "part AB1 and part AB"'
+
+
+def add(report: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    report.description = (
+        "Runs a model on a text and writes one HTML page that works offline: loss of each token, attention patterns, "
+        "logit lens, head scores and activation patching."
+    )
+    default = f"{DEFAULT_PROMPT!r}; if the model cannot read that, what it writes"
+    report.add_argument("--prompt", metavar="TEXT", help=f"the text ({default})")
+    report.add_argument(
+        "--corrupted",
+        metavar="TEXT",
+        help="for patching, a text of equally many tokens that the model continues differently; by "
+        "default one token of the prompt is replaced, and the report says which",
+    )
+    report.add_argument(
+        "--out", default="report.html", metavar="FILE", help="where the page goes (%(default)s)"
+    )
+    add_model(report)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the page, and print what it shows in a few lines."""
+    from interp.report import build_report, render
+
+    with replacing(options.out) as page:
+        model = model_of(options, trained=True)
+        model.require_tokenizer()
+        clean, corrupted = _prompts(options, model)
+        data = build_report(
+            model,
+            clean,
+            corrupted,
+            name=options.model,
+            facts=dataclasses.asdict(model.config),
+            period=min(INDUCTION_PERIOD, model.config.n_ctx // 2),
+        )
+        html = render(data)
+        page.write(html)
+    said = f"{_summary(data)}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
+    # On stdout, the page is alone.
+    print(said, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
+
+
+def _prompts(
+    options: argparse.Namespace, model: "Transformer"
+) -> tuple[Int[Tensor, "1 pos"], Int[Tensor, "1 other"] | None]:
+    """The clean and the corrupted prompt; None if the corrupted one is to be derived.
+
+    If the model lacks a character of the default prompt, or has a short context, it writes the prompt.
+    """
+    from models import generate
+
+    corrupted = None if options.corrupted is None else model.to_tokens(options.corrupted).tokens
+    if options.prompt is not None:
+        return model.to_tokens(options.prompt).tokens, corrupted
+    n_ctx = model.config.n_ctx
+    with suppress(ValueError):  # a character without a token
+        clean, other = (model.to_tokens(t).tokens for t in (DEFAULT_PROMPT, DEFAULT_CORRUPTED))
+        if clean.shape[1] <= n_ctx:
+            # The tokenizer decides whether the two have equally many tokens.
+            return clean, other if corrupted is None and other.shape == clean.shape else corrupted
+    new = min(n_ctx, len(DEFAULT_PROMPT)) - 1
+    # Not as a text, which may be more tokens when it is encoded again.
+    written = generate(model, [[0]], max_new_tokens=new, temperature=1.0, stop=())
+    return torch.tensor(written, device=options.device), corrupted
+
+
+def _summary(data: "ReportData") -> str:
+    """The report in a few lines."""
+    from interp.report import peak, visible
+
+    clean, corrupted = (_shortened(visible("".join(text))) for text in (data.clean, data.corrupted))
+    lines = [f"model      {data.name}", f"clean      {clean}", f"corrupted  {corrupted}"]
+    if data.derived:
+        [pos] = data.changed
+        lines.append(
+            f"           derived: {data.clean[pos]!r} at position {pos} became {data.corrupted[pos]!r}"
+        )
+    lines += ["", "next token after the clean prompt"]
+    lines += [f"  {text!r:<8} {probability:6.1%}" for text, probability in data.guesses[-1][-1]]
+    lines += ["", "strongest heads (mean attention, 0 to 1)"]
+    for kind, scores in (("previous-token", data.previous), ("induction", data.induction)):
+        layer, head, score = peak(scores)
+        lines.append(f"  {kind:<15} layer {layer} head {head}  {score:.2f}")
+    lines += [
+        "",
+        f"log-probability of {data.answer!r}, in nats: {data.target:.2f} clean, "
+        f"{data.base:.2f} corrupted",
+        "largest share of the difference that one patch restores",
+    ]
+    for site, shares in data.shares().items():
+        layer, place, share = peak(shares)
+        where = f"head {place}" if site == "z" else f"position {place} {data.clean[place]!r}"
+        lines.append(f"  {site:<10} layer {layer} {where:<17} {share:7.1%}")
+    return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:50]} ... {text[-50:]}"

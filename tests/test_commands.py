@@ -1,0 +1,153 @@
+"""The commands `points`, `lens`, `patch` and `generate`: what they print is what the Python calls give."""
+
+import json
+import shlex
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from interp import Pairs, activation_patching, edits, logit_lens
+from interp.__main__ import COMMANDS, main
+from interp.cli.edits import parsed
+from models import generate_text, load
+
+CLEAN, OTHER = (f"part ZQXJ-KV8{digit} is out; ask for ZQXJ-KV8" for digit in "14")
+
+
+def printed(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    """The one line of a refusal."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:  # of the parser
+        status = error.code
+    out, err = capsys.readouterr()
+    assert status in (1, 2)
+    assert out == ""
+    assert "Traceback" not in err
+    return err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["points", "lens", "patch", "generate"])
+def test_the_example_in_the_help_runs(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert f"hookscope {name}" in " ".join(capsys.readouterr().out.split())
+    example = COMMANDS[name].EXAMPLE.replace("gpt2-medium", "tiny-lm")
+    assert printed(capsys, *shlex.split(example)).strip()
+
+
+def test_the_lens_is_that_of_python(capsys):
+    model = load("pydoc-4l")
+    readout = logit_lens(model, HookedRunner(model).run_with_cache(CLEAN)[1], top_k=3)
+    data = json.loads(printed(capsys, "lens", "--prompt", CLEAN, "--top", "3", "--json"))
+    assert data["tokens"] == [*CLEAN]
+    assert data["likeliest"] == model.to_pieces(readout.tokens[:, 0])
+    torch.testing.assert_close(torch.tensor(data["probabilities"]), readout.probabilities[:, 0])
+    table = printed(capsys, "lens", "--prompt", CLEAN, "--last", "2").splitlines()
+    assert table[0].split() == ["stream", "'V'", "'8'"]
+    assert table[-2].split()[-2] == repr(data["likeliest"][-1][-1][0])
+
+
+def test_patches_are_those_of_python(capsys):
+    pairs = Pairs(CLEAN, OTHER, ("1", "4"))
+    given = ["patch", "--prompt", CLEAN, "--corrupted", OTHER, "--answers", "1", "4"]
+    for site, over in (("z", ["layer", "head"]), ("resid_pre", None)):
+        result = activation_patching(load("pydoc-4l"), pairs, site, over)
+        more = ["--site", site, *(["--over", *over] if over else [])]
+        data = json.loads(printed(capsys, *given, *more, "--json"))
+        torch.testing.assert_close(torch.tensor(data["values"]), result.values, rtol=0, atol=0)
+        assert data["axes"] == [*result.axes]
+        assert data["base"] == result.base.tolist()
+        text = printed(capsys, *given, *more, "--top", "2")
+        assert repr(result.top(2)).splitlines()[0] in text
+
+
+def test_generation_under_edits_is_that_of_python(capsys):
+    model, change = load("pydoc-4l"), "blocks.3.attn.z zero head=0,3 pos=4:"
+    edit = edits.zero(head=[0, 3], pos=slice(4, None))
+    with HookedRunner(model).hooks({"blocks.3.attn.z": edit}):
+        expected = generate_text(model, CLEAN, max_new_tokens=5)
+    given = ["generate", "--prompt", CLEAN, "--tokens", "5"]
+    assert printed(capsys, *given, "--edit", change) == f"{expected}\n"
+    assert printed(capsys, *given) != f"{expected}\n"
+
+
+def test_texts_and_output_may_be_files(tmp_path, capsys):
+    source, out = tmp_path / "text.txt", tmp_path / "out.json"
+    source.write_text(f"{CLEAN}\n")
+    main(["generate", "--text-file", str(source), "--tokens", "3", "--json", "--out", str(out)])
+    data = json.loads(out.read_text())
+    assert (data["prompt"], len(data["text"])) == (CLEAN, len(CLEAN) + 3)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_family_without_a_table_is_attached(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    from tests.attachable import VOCAB, made
+
+    model, words = made("olmoe"), {f"w{n}": n for n in range(VOCAB)}
+    model.save_pretrained(tmp_path)
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path)
+    expected = model(torch.tensor([[3, 5, 7]])).logits[0, -1].softmax(-1).max().item()
+    given = ["--model", str(tmp_path), "--prompt", "w3 w5 w7", "--json"]
+    data = json.loads(printed(capsys, "lens", *given))
+    assert data["tokens"] == ["w3", "w5", "w7"]
+    assert data["probabilities"][-1][-1][0] == pytest.approx(expected, rel=1e-5)
+    more = json.loads(printed(capsys, "generate", *given, "--tokens", "2"))
+    assert more["text"].startswith("w3 w5 w7")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("blocks.*.mlp_out scale 0.5 pos=-1", edits.scale(0.5, pos=-1)),
+        ("embed zero pos=2:5", edits.zero(pos=slice(2, 5))),
+        ("'embed' noise 0.1", edits.noise(0.1)),
+    ],
+)
+def test_edits_are_parsed(text, expected):
+    assert repr(parsed(text)[1]) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--prompt", "a", "--edit", "blocks.9.attn.z zero"], "close matches"),
+        (["generate", "--prompt", "a", "--edit", "blocks.1.attn.z zeroo"], "close matches: zero"),
+        (["generate", "--prompt", "a", "--edit", "blocks.1.attn.z"], "a point and a kind"),
+        (["generate", "--prompt", "a", "--edit", "embed scale pos=1"], "takes 1 numbers"),
+        (["generate", "--prompt", "a", "--edit", "embed scale x"], "must be one; got 'x'"),
+        (["generate", "--prompt", "a", "--edit", "embed zero pos=x"], "pos must be an index"),
+        (["generate", "--prompt", "a", "--edit", "embed zero head=1"], "head"),
+        (["lens", "--text-file", "no/such"], "No such file"),
+        (["lens", "--prompt", "a", "--model", "no/such"], "no file or directory"),
+        (
+            ["patch", "--prompt", "ab", "--corrupted", "abc", "--answers", "a"],
+            "equally many tokens",
+        ),
+        (
+            ["patch", "--prompt", "ab", "--corrupted", "ac", "--answers", "a", "b", "c"],
+            "one or two",
+        ),
+        (["patch", "--prompt", "ab", "--corrupted", "ac", "--answers", "a", "--site", "zz"], "zz"),
+        (["lens"], "--prompt"),
+        (["lens", "--prompt", "a", "--out", "no/such/file"], "--out must be a file"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, said, capsys):
+    assert said in refused(capsys, *arguments)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("hookscope")
