@@ -41,6 +41,9 @@ def table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
     )
 
 
+_UNREAD = "run= returned an iterator, which may run the model only when it is read"
+
+
 class HookedRunner(SaysOurs):
     """Reads and edits a model's values with forward hooks that live only inside a call or a `with`.
 
@@ -342,9 +345,7 @@ class HookedRunner(SaysOurs):
                     raise
         for call in calls:
             call.report(recorder)
-        unread = "run= returned an iterator, which may run the model only when it is read"
-        reason = unread if isinstance(output, Iterator) else NEVER_FIRED
-        recorder.finish(reason)
+        recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED)
         if recorder.skipped and not recorder.axes:
             raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values

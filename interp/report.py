@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookError
+from hooks import ActivationCache, HookedRunner, HookError
 from hooks._torch import without_gradients
 from hooks.progress import progress_bar
 from interp import pictures
@@ -151,7 +151,9 @@ def derive_corruption(
     return tried[torch.cat(metrics).argmin()][None]
 
 
-def _check_prompts(clean: Int[Tensor, "1 pos"], corrupted: Int[Tensor, "1 other"] | None) -> None:
+def _check_texts_of_report(
+    clean: Int[Tensor, "1 pos"], corrupted: Int[Tensor, "1 other"] | None
+) -> None:
     if clean.shape[1] < 2:
         raise ValueError(f"a prompt must have at least 2 tokens; got {clean.shape[1]}")
     if corrupted is not None and clean.shape != corrupted.shape:
@@ -168,6 +170,25 @@ def _check_gap(target: float, base: float) -> None:
             "the clean and the corrupted prompt must differ in the metric by at least "
             f"{LEAST_GAP} nats, or patching has nothing to restore; got {target:.6f} and {base:.6f}"
         )
+
+
+def _kept(model: nn.Module, sites: Sequence[str]) -> list[str]:
+    points = ("pattern", "resid_post", *sites)
+    return [*(f"blocks.*.{point}" for point in points), *_attributed(model)]
+
+
+def _sites(runner: HookedRunner) -> list[str]:
+    # A model of attention only has no `mlp_out`.
+    present = {name.rpartition(".")[2] for name in runner.points}
+    return [site for site in SITES if site in present]
+
+
+def _induction(runner: HookedRunner, vocab: int, period: int) -> Float[Tensor, "layer head"]:
+    """The mean induction scores of heads on repeated random tokens."""
+    device = next(runner.model.parameters()).device
+    repeated = repeated_tokens(vocab, period).to(device)
+    repetition = runner.capture(repeated, names="blocks.*.pattern")
+    return head_scores(runner.model, repetition, "induction").mean()
 
 
 @without_gradients
@@ -199,24 +220,17 @@ def build_report(
         ModeError: if the model is in training mode.
     """
     runner, texts = runner_of(model), writer_of(model) or _numbers
-    _check_prompts(clean, corrupted)
-    # A model of attention only has no `mlp_out`.
-    present = {name.rpartition(".")[2] for name in runner.points}
-    sites = [site for site in SITES if site in present]
-    kept = [f"blocks.*.{point}" for point in ("pattern", "resid_post", *sites)]
-    output, cache = runner.run_with_cache(clean, names=[*kept, *_attributed(model)])
+    _check_texts_of_report(clean, corrupted)
+    sites = _sites(runner)
+    output, cache = runner.run_with_cache(clean, names=_kept(model, sites))
     logits = logits_of(output)
     answer = int(logits[0, -1].argmax())
     metric, derived = log_prob(answer), corrupted is None
-    if corrupted is None:
-        corrupted = derive_corruption(model, clean, metric)
+    corrupted = derive_corruption(model, clean, metric) if corrupted is None else corrupted
     target, base = metric(logits).item(), metric(logits_of(model(corrupted))).item()
     _check_gap(target, base)
-    edited, source = Text(corrupted), Text(clean)
-    repeated = repeated_tokens(logits.shape[-1], period).to(clean.device)
-    repetition = runner.capture(repeated, names="blocks.*.pattern")
     lens = logit_lens(model, cache, top_k=min(GUESSES, logits.shape[-1]))
-    patches = {site: patched(model, edited, source, cache, metric, Choice(site)) for site in sites}
+    given = (model, Text(corrupted), Text(clean), cache, metric)
     return ReportData(
         name=name,
         facts=facts,
@@ -232,11 +246,11 @@ def build_report(
         lens=pictures.lens(lens),
         attribution=_attribution(model, cache, answer),
         previous=head_scores(model, cache).mean(),
-        induction=head_scores(model, repetition, "induction").mean(),
+        induction=_induction(runner, logits.shape[-1], period),
         period=period,
         target=target,
         base=base,
-        patches=patches,
+        patches={site: patched(*given, Choice(site)) for site in sites},
     )
 
 

@@ -156,13 +156,11 @@ def locate(
         if axis not in where and source is None:
             continue
         n_rows = held[batch] if batch not in (-1, at) else 1
-        whole = axis not in TEXT_AXES or start is None
-        real = piece.columns_of(n_rows, sizes[at]) if axis in TEXT_AXES else None
-        real = _unpadded(real, where, sizes[at])
+        is_text = axis in TEXT_AXES
+        whole = not is_text or start is None
+        real = _unpadded(piece.columns_of(n_rows, sizes[at]), where, sizes[at]) if is_text else None
         rows = where.get(axis, _ALL).rows(sizes[at], f"{axis} at {point.name}", n_rows, real, whole)
-        sources: Rows = [[0]]
-        if source is not None:
-            sources = source.rows(n_source, "source_pos", n_rows, source_real)
+        sources = source.rows(n_source, "source_pos", n_rows, source_real) if source else [[0]]
         chosen = _source_columns(rows, sources, range(firsts[at], sizes[at]), whole)
         chosen = chosen[box[batch]] if len(chosen) > 1 else chosen
         inside = [n for n in range(held[at]) if any(row[n] >= 0 for row in chosen)]

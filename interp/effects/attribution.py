@@ -81,13 +81,11 @@ def attribution_patching(
     >>> attribution_patching(model, pairs, "z").top(1)
     layer 0, head 3  -8.599
     """
-    if qk_correction and site not in ("q", "k"):
-        raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
     runs = contrast(model, pairs, Choice(site, over, layers, heads, neurons), direction)
-    names, points = runs.names.values(), runs.runner.points
-    attentions = {name: Attention(runs.runner, name) for name in names} if qk_correction else {}
+    points, attentions = runs.runner.points, _attentions(runs, site) if qk_correction else {}
     # By the point whose gradient counts.
-    listened = {a.pattern: name for name, a in attentions.items()} or {name: name for name in names}
+    listened = {attention.pattern: name for name, attention in attentions.items()}
+    listened = listened or {name: name for name in runs.names.values()}
     dropped = _added_by_blocks(points) if grad_drop else [()]
     run = _run(runs, attentions.values(), [*listened, *itertools.chain(*dropped)])
 
@@ -112,6 +110,13 @@ def attribution_patching(
         run.backward(receive, without, last=n == len(dropped))
     warn_of_flat(run, 3)
     return runs.of_layers(by_point, run.base, **_about(qk_correction, grad_drop))
+
+
+def _attentions(runs: Contrast, site: str) -> dict[str, Attention]:
+    """The attention of each point of queries or keys."""
+    if site not in ("q", "k"):
+        raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
+    return {name: Attention(runs.runner, name) for name in runs.names.values()}
 
 
 def _run(runs: Contrast, attentions: Iterable[Attention], names: Sequence[str]) -> Gradients:

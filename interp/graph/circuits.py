@@ -188,21 +188,25 @@ def write_mib(circuit: Circuit, path: str | os.PathLike[str]) -> None:
             "parallel_attn_mlp": first.is_parallel,
             "d_model": graph.model.config.d_model,
         },
-        "nodes": {name: {"in_graph": name in kept_nodes} for name in (*_joined(graph), "logits")},
+        "nodes": {
+            name: {"in_graph": name in kept_nodes} for name in (*_joined_edges(graph), "logits")
+        },
         "edges": edges,
     }
     with storage.replacing(Path(path)) as partial:
         partial.write_text(json.dumps(described))
 
 
-def _joined(graph: Graph) -> list[str]:
+def _joined_edges(graph: Graph) -> list[str]:
     """The writers that have edges."""
     return [name for name, row in zip(graph.writers, graph.allowed, strict=True) if row.any()]
 
 
 def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
     """The names that MIB's format has for each edge: several where query heads share a key head."""
-    odd = [name for name in _joined(graph) if not re.fullmatch(r"input|a\d+\.h\d+|m\d+", name)]
+    odd = [
+        name for name in _joined_edges(graph) if not re.fullmatch(r"input|a\d+\.h\d+|m\d+", name)
+    ]
     if odd or any(layer.mlp is None for layer in graph.layers):
         raise ValueError(
             "MIB's format has edges from the input, heads and an MLP in each block; this graph has "

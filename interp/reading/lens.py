@@ -119,7 +119,7 @@ def logit_lens(
     followed = None if targets is None else _followed(model, targets, shape)
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
-    best, chances, *numbers = _columns(model, streams, followed, min(top_k, vocab))
+    best, chances, *numbers = _distributions(model, streams, followed, min(top_k, vocab))
     mask = mask_of(cache, shape)
     target, ranks, entropy, kl = (
         nan_at_padding(c, mask) if c.is_floating_point() else c for c in numbers
@@ -134,7 +134,7 @@ def logit_lens(
     return replace(readout, first=(read, written(best[:, 0])))
 
 
-def _columns(
+def _distributions(
     model: nn.Module,
     streams: Float[Tensor, "stream batch pos d_model"],
     followed: Int[Tensor, " row"] | None,

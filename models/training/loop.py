@@ -110,10 +110,9 @@ def train(
     """
     batches, texts = _batches_and_texts(data, validation, model, config)
     run = Run(model, config, texts, directory, loss)
-    forked = [run.device] if run.device.type == "cuda" else []
     with (
         mode(model, training=True),
-        torch.random.fork_rng(forked),
+        torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
         _interruptible(run) as interrupted,
     ):
         run.begin(resume=resume)
