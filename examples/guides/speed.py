@@ -14,23 +14,23 @@
 # | `forward-tiny` | plain forward, 2 layers d=64, B=8 T=32 | **1.59 ms**, 7 MiB | 0.72 of `transformers` with sdpa | 0.75 |
 # | `cached` | cache `blocks.*.resid_post`, T=1024 | **1942 ms**, 326 MiB | 1.01 of its own plain forward | 1.03 |
 # | `cached` | `mode="full"`, lazy, T=1024 | **1967 ms**, 348 MiB | 1.02 of its own plain forward; 1.25 times the residual stream's bytes | 1.05; 1.3 |
-# | `cached` | `capture` at the middle layer, T=1024 | **659 ms**, 78 MiB | 0.34 of its own plain forward | 0.45 |
+# | `cached` | `capture` at the middle layer, T=1024 | **632 ms**, 49 MiB | 0.29 of its own plain forward | 0.45 |
 # | `full` | `mode="full"`, eager, T=1024 | **3105 ms**, 2251 MiB | 1.56 of `transformers` with sdpa, which keeps nothing | 1.8 |
 # | `attached` | an attached `transformers` model, nothing hooked, T=1024 | **1987 ms**, 210 MiB | 1.00 of the same model unattached, sdpa | 1.03 |
 # | `attached-patterns` | the same, all patterns cached | **3219 ms**, 775 MiB | 1.13 of `output_attentions=True` | 1.05 |
 # | `sweep-pos` | one patch of `resid_pre` by layer and pos, 12 layers d=768, B=4 T=15, vocabulary 5000 | **25 ms**, 128 MiB | 0.22 of its own plain forward | 0.28 |
 # | `sweep-head` | one patch of `z`, `v` or `pattern` by layer and head, same | **35 ms**, 591 MiB | 0.31, 0.31, 0.32 of its own plain forward | 0.43 |
 # | `sweep-long` | the same at B=8 T=128, where batches bring nothing more, by pos; by head | 0.21 s; 0.44 s | 0.29; 0.60 of its own plain forward | |
-# | `sweep-tiny` | the same on 4 layers d=128, B=4 T=15, by pos; by head | **1.0 ms; 1.4 to 1.8 ms**, 90 MiB | 0.37; 0.52 to 0.62 of its own plain forward | |
+# | `sweep-tiny` | the same on 4 layers d=128, B=4 T=15, by pos; by head | **1.0 ms; 1.4 to 1.7 ms**, 89 MiB | 0.36; 0.51 to 0.60 of its own plain forward | |
 # | `attribution` | attribution patching of `resid_pre`, `z`, `mlp.post`, `pattern`, GPT-2-small shape, B=4 T=64 | **1.5 s**, 300 MiB | 1.04, 1.03, 1.08, 1.10 of two forwards and one backward | 1.15 |
-# | `edges` | edge attribution, all 32,491 edges, GPT-2-small shape, B=8 T=64 | **4.1 s**, 704 MiB | 1.38 and 1.45 (two runs) of two forwards and one backward; by position 1.44, 1.54 | 1.5; 1.5 GB |
-# | `circuit` | a circuit of half of the edges, same | **2.2 s**, 191 MiB | 2.14 and 2.34 of its own plain forward | 3 |
+# | `edges` | edge attribution, all 32,491 edges, GPT-2-small shape, B=8 T=64 | **4.0 s**, 682 MiB | 1.31 of two forwards and one backward; by position 1.52 | 1.5; 1.5 GB |
+# | `circuit` | a circuit of half of the edges, same | **1.9 s**, 176 MiB | 2.10 of its own plain forward | 3 |
 # | `attribution-direct` | direct logit attribution of all parts at every position, same, from an eager cache | **58 ms**, 9 MiB | 0.05 of its own plain forward; `accumulated` 0.01; `decompose`, whose table has 237 MiB, 0.16; every neuron 0.10 along one direction for each text, 0.32 along one for each position | 0.25 |
 # | `generate-small` | greedy generation, GPT-2-small shape, 64 tokens after 32 | 1.62 s, 23 MiB | 1.02 of `transformers`' `generate`; 8 prompts together 0.74 of it | 1.0; 0.75 |
 # | `generate-tiny` | greedy generation, 2 layers d=64, 64 tokens after 32 | **37 ms**, 7 MiB | 0.54 of `transformers`' `generate`; 8 prompts together 0.55 of it | 0.6 |
 # |  | a training step, 4 layers d=128, 12 rows of 64 (`tests/bench/training.py`) | 29 ms | 1.04 of a minimal GPT without hook points | 1.05 |
 # |  | top 8 of an SVD, 128 or 512 rows and columns (`tests/bench/svd.py`) | 0.7, 4.2 ms | 2.3, 9.7 times as fast as all of it | |
-# | `import` | `import interp` beyond `import torch`, from source without bytecode | **0.20 s** | | 0.3 s |
+# | `import` | `import interp` beyond `import torch`, from source without bytecode | **0.26 s** | | 0.3 s |
 #
 # Every neuron at every position, each along a direction of its own, cannot be had for less than about 0.25: the products of
 # those directions with the output weights take 0.22. Rows that miss their bound: `forward-small` (1.01 of 1.00),
