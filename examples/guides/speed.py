@@ -10,12 +10,12 @@
 #
 # | row | what | hookscope | ratio | at most |
 # | --- | --- | --- | --- | --- |
-# | `forward-small` | plain forward, GPT-2-small shape, B=1 T=1024 | **2176 ms**, 279 MiB | 1.01 of `transformers` with sdpa | 1.00 |
-# | `forward-tiny` | plain forward, 2 layers d=64, B=8 T=32 | **1.59 ms**, 7 MiB | 0.72 of `transformers` with sdpa | 0.75 |
+# | `forward-small` | plain forward, GPT-2-small shape, B=1 T=1024 | **1986 ms**, 243 MiB | 0.98 of `transformers` with sdpa | 1.00 |
+# | `forward-tiny` | plain forward, 2 layers d=64, B=8 T=32 | **1.24 ms**, 7 MiB | 0.70 of `transformers` with sdpa | 0.75 |
 # | `cached` | cache `blocks.*.resid_post`, T=1024 | **1942 ms**, 326 MiB | 1.01 of its own plain forward | 1.03 |
 # | `cached` | `mode="full"`, lazy, T=1024 | **1967 ms**, 348 MiB | 1.02 of its own plain forward; 1.25 times the residual stream's bytes | 1.05; 1.3 |
 # | `cached` | `capture` at the middle layer, T=1024 | **632 ms**, 49 MiB | 0.29 of its own plain forward | 0.45 |
-# | `full` | `mode="full"`, eager, T=1024 | **3105 ms**, 2251 MiB | 1.56 of `transformers` with sdpa, which keeps nothing | 1.8 |
+# | `full` | `mode="full"`, eager, T=1024 | **3022 ms**, 2266 MiB | 1.59 of `transformers` with sdpa, which keeps nothing | 1.8 |
 # | `attached` | an attached `transformers` model, nothing hooked, T=1024 | **1987 ms**, 210 MiB | 1.00 of the same model unattached, sdpa | 1.03 |
 # | `attached-patterns` | the same, all patterns cached | **3219 ms**, 775 MiB | 1.13 of `output_attentions=True` | 1.05 |
 # | `sweep-pos` | one patch of `resid_pre` by layer and pos, 12 layers d=768, B=4 T=15, vocabulary 5000 | **25 ms**, 128 MiB | 0.22 of its own plain forward | 0.28 |
@@ -33,10 +33,10 @@
 # | `import` | `import interp` beyond `import torch`, from source without bytecode | **0.26 s** | | 0.3 s |
 #
 # Every neuron at every position, each along a direction of its own, cannot be had for less than about 0.25: the products of
-# those directions with the output weights take 0.22. Rows that miss their bound: `forward-small` (1.01 of 1.00),
+# those directions with the output weights take 0.22. Rows that miss their bound:
 # `generate-small` (1.02 of 1.0), `attached-patterns` (1.13 of 1.05, since caches copy what they keep) and, by position of a
 # direction each, `attribution-direct`. Ratios vary by a few hundredths from run to run. On the model of 2 layers, where Python's own work counts (row `cached-tiny`, the EPYC), a lazy
-# run takes 1.48 of its own forward and an eager one of every point 2.55; raw PyTorch hooks that keep the same tensors, without a
+# run takes 1.50 of its own forward and an eager one of every point 2.60; raw PyTorch hooks that keep the same tensors, without a
 # copy of their own, take 1.91. With very small kernels (`cached-deep`) each of 64 layers adds 222 microseconds to a lazy run, 72
 # for one cached point and 110 for one edit. On 10,000 linear layers (`modules`), where the plain forward takes 96 ms, 10,000
 # edits by exact name take 815 ms and a cache of all points 243 ms. Beside TransformerLens 2.18 (and transformers 4.57, which it
