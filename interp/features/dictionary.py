@@ -1,0 +1,300 @@
+"""Dictionaries: sparse autoencoders and transcoders of one layer, and transcoders across layers.
+
+1. A dictionary reads a vector x, possibly normed, and makes pre-activations `pre = (x - b_dec) @ W_enc + b_enc`.
+2. Its nonlinearity makes features of them, most of them 0.
+3. It writes `features @ W_dec + b_dec`, and adds `x @ W_skip` if it has a skip connection.
+
+A sparse autoencoder writes what it reads (Bricken et al. 2023, "Towards Monosemanticity"; Cunningham et al. 2023); a
+transcoder writes what a sublayer adds (Dunefsky et al. 2024). `load_sae` makes them from files.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from interp.features.activations import Features
+
+Norm = Literal["none", "constant_norm_rescale", "layer_norm"]
+
+
+class Dictionary(nn.Module):
+    """A sparse autoencoder or a transcoder. Its weights are frozen.
+
+    Args:
+        W_enc: encoder, [d_in feature].
+        W_dec: decoder, [feature d_out].
+        b_enc, b_dec: biases of both.
+        activation: makes features from pre-activations; see `interp.features.activations`.
+        W_skip: the skip connection of a transcoder, [d_in d_out].
+        subtracts_b_dec: whether `b_dec` is subtracted from what is read.
+        norm: what is done to x first, and undone at the output of an autoencoder: `constant_norm_rescale` makes its
+            length √d_in, `layer_norm` its mean 0 and its standard deviation 1.
+        reads, writes: names of the points that it was trained on; None if unknown.
+        head: the head whose values it reads; None for all.
+        config: what its files say about it.
+
+    >>> autoencoder = Dictionary(
+    ...     W_enc=torch.tensor([[1.0, -1.0]]), W_dec=torch.tensor([[1.0], [-1.0]]), b_enc=torch.zeros(2),
+    ...     b_dec=torch.tensor([3.0]), activation=nn.ReLU(), subtracts_b_dec=True)
+    >>> autoencoder.encode(torch.tensor([[7.0], [1.0]]))
+    tensor([[4., 0.],
+            [0., 2.]])
+    >>> autoencoder(torch.tensor([[7.0], [1.0]])).flatten()
+    tensor([7., 1.])
+    """
+
+    W_enc: Tensor
+    W_dec: Tensor
+    b_enc: Tensor
+    b_dec: Tensor
+    W_skip: Tensor | None
+
+    def __init__(
+        self,
+        W_enc: Float[Tensor, "d_in feature"],
+        W_dec: Float[Tensor, "feature d_out"],
+        b_enc: Float[Tensor, " feature"],
+        b_dec: Float[Tensor, " d_out"],
+        activation: nn.Module,
+        *,
+        W_skip: Float[Tensor, "d_in d_out"] | None = None,
+        subtracts_b_dec: bool = False,
+        norm: Norm = "none",
+        reads: str | None = None,
+        writes: str | None = None,
+        head: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, weight in (
+            ("W_enc", W_enc),
+            ("W_dec", W_dec),
+            ("b_enc", b_enc),
+            ("b_dec", b_dec),
+            ("W_skip", W_skip),
+        ):
+            self.register_buffer(name, weight)
+        self.activation, self.norm, self.subtracts_b_dec = activation, norm, subtracts_b_dec
+        self.reads, self.writes, self.head = reads, writes, head
+        self.config = dict(config or {})
+        self.eval()
+
+    @property
+    def d_in(self) -> int:
+        """The size of what is read."""
+        return self.W_enc.shape[0]
+
+    @property
+    def d_out(self) -> int:
+        """The size of what is written."""
+        return self.W_dec.shape[1]
+
+    @property
+    def n_features(self) -> int:
+        """The number of features."""
+        return self.W_enc.shape[1]
+
+    @property
+    def is_transcoder(self) -> bool:
+        """Whether it writes something else than it reads."""
+        return self.W_skip is not None or self.reads != self.writes or self.d_in != self.d_out
+
+    def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
+        """Return what the nonlinearity is given."""
+        x = self._normed(x.to(self.W_enc.dtype))
+        if self.subtracts_b_dec:
+            x = x - self.b_dec
+        return x @ self.W_enc + self.b_enc
+
+    def encode(self, x: Float[Tensor, "*rows d_in"]) -> Features:
+        """Return the features of each row, in the dtype of the dictionary."""
+        features: Tensor = self.activation(self.pre_activations(x))
+        return features
+
+    def write(
+        self, features: Features, x: Float[Tensor, "*rows d_in"]
+    ) -> Float[Tensor, "*rows d_out"]:
+        """Return what features add to the output: the linear part of `decode`.
+
+        Args:
+            features: any features, or differences of them.
+            x: what was read. It matters only with a norm.
+        """
+        written = features @ self.W_dec
+        return written * self._scale(x) if self._undoes_norm else written
+
+    def decode(
+        self, features: Features, x: Float[Tensor, "*rows d_in"]
+    ) -> Float[Tensor, "*rows d_out"]:
+        """Return the output that has these features.
+
+        Args:
+            features: the features.
+            x: what was read. It matters with a norm or a skip connection.
+        """
+        return self.write(features, x) + self._constant(x)
+
+    def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
+        """Return the output: of an autoencoder the reconstruction of `x`, of a transcoder that of what it replaces."""
+        return self.decode(self.encode(x), x)
+
+    def with_input_gain(self, gain: Float[Tensor, " d_in"]) -> "Dictionary":
+        """Return a dictionary that reads `x * gain` as this one reads `x`.
+
+        Transcoders trained on the output of a norm before its gain (Gemma Scope 1) read our point `ln2.normalized`
+        this way: `load_sae(path).with_input_gain(block.ln2.weight)`.
+
+        >>> identity = Dictionary(torch.eye(1), torch.eye(1), torch.zeros(1), torch.zeros(1), nn.ReLU())
+        >>> identity.with_input_gain(torch.tensor([2.0]))(torch.tensor([6.0]))
+        tensor([3.])
+        """
+        skip = None if self.W_skip is None else self.W_skip / gain[:, None]
+        if self.norm != "none" or self.subtracts_b_dec:
+            raise ValueError(
+                "a gain goes into the encoder only without a norm and a bias before it"
+            )
+        return Dictionary(
+            self.W_enc / gain[:, None],
+            self.W_dec,
+            self.b_enc,
+            self.b_dec,
+            self.activation,
+            W_skip=skip,
+            reads=self.reads,
+            writes=self.writes,
+            head=self.head,
+            config=self.config,
+        )
+
+    def extra_repr(self) -> str:
+        skip = ", skip" if self.W_skip is not None else ""
+        norm = f", norm={self.norm!r}" if self.norm != "none" else ""
+        place = self.reads if self.reads == self.writes else f"{self.reads} -> {self.writes}"
+        return f"{self.d_in} -> {self.n_features} features -> {self.d_out}{skip}{norm}, at {place}"
+
+    @property
+    def _undoes_norm(self) -> bool:
+        return self.norm != "none" and not self.is_transcoder
+
+    def _scale(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows 1"]:
+        """What the norm divides by, without what keeps it from 0."""
+        x = x.to(self.W_enc.dtype)
+        if self.norm == "layer_norm":
+            return x.std(-1, keepdim=True)
+        return x.norm(dim=-1, keepdim=True) / self.d_in**0.5
+
+    def _normed(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_in"]:
+        if self.norm == "layer_norm":
+            return (x - x.mean(-1, keepdim=True)) / (self._scale(x) + 1e-5)
+        return x / self._scale(x) if self.norm == "constant_norm_rescale" else x
+
+    def _constant(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "..."]:
+        """What is written whatever the features are."""
+        x = x.to(self.W_enc.dtype)
+        constant = self.b_dec
+        if self._undoes_norm:
+            constant = constant * self._scale(x)
+            if self.norm == "layer_norm":
+                constant = constant + x.mean(-1, keepdim=True)
+        return constant if self.W_skip is None else constant + x @ self.W_skip
+
+
+class MatchingPursuit(Dictionary):
+    """A dictionary whose encoder takes one feature after another, each the best for what is left (Mallat & Zhang 1993).
+
+    Args:
+        W_dec: decoder, [feature d_out]. The encoder is its transpose.
+        b_dec: bias, which is subtracted first and added at the end.
+        threshold: a row is done when what is left is shorter.
+        most: the most steps; None for d_in.
+        stops_when_same: a row is also done when a step takes a feature again.
+        norm, reads, writes, head, config: as for `Dictionary`.
+    """
+
+    def __init__(
+        self,
+        W_dec: Float[Tensor, "feature d_out"],
+        b_dec: Float[Tensor, " d_out"],
+        threshold: float,
+        most: int | None = None,
+        stops_when_same: bool = True,
+        **about: Any,
+    ) -> None:
+        b_enc = W_dec.new_zeros(len(W_dec))
+        super().__init__(W_dec.T, W_dec, b_enc, b_dec, nn.ReLU(), subtracts_b_dec=True, **about)
+        self.threshold, self.stops_when_same = threshold, stops_when_same
+        self.most = self.d_in if most is None else most
+
+    def encode(self, x: Float[Tensor, "*rows d_in"]) -> Features:
+        """Return the features of each row."""
+        rest = (self._normed(x.to(self.W_dec.dtype)) - self.b_dec).reshape(-1, self.d_in)
+        features = rest.new_zeros(len(rest), self.n_features)
+        going = torch.ones(len(rest), 1, dtype=torch.bool, device=rest.device)
+        for _ in range(self.most):
+            if not going.any():
+                break
+            values, numbers = (rest @ self.W_enc).relu().max(-1, keepdim=True)
+            before, values = features, values * going
+            features = features.scatter_add(-1, numbers, values)
+            rest = rest - values * self.W_dec[numbers[:, 0]]
+            if self.stops_when_same:
+                going = going & ((features != 0) != (before != 0)).any(-1, keepdim=True)
+            if self.threshold > 0:
+                going = going & (rest.norm(dim=-1, keepdim=True) >= self.threshold)
+        return features.view(*x.shape[:-1], -1)
+
+
+class CrossLayerTranscoder(nn.Module):
+    """Features of each layer that write to it and to all later layers (Ameisen et al. 2025). It serves attribution graphs.
+
+    Args:
+        W_enc: encoders, one [d_model feature] for each layer.
+        W_dec: decoders, one [feature later d_model] for each layer: what its features write to this layer, the next, ...
+        b_enc: biases of the encoders, one [feature] for each layer.
+        b_dec: what is written to each layer whatever the features are, [layer d_model].
+        activations: a nonlinearity for each layer.
+        reads, writes: the last part of the names of the points of each layer, such as `resid_mid` and `mlp_out`.
+        config: what its files say about it.
+
+    >>> one = torch.ones(1, 1)
+    >>> both = CrossLayerTranscoder(
+    ...     [one, one], [torch.ones(1, 2, 1), torch.ones(1, 1, 1)], [torch.zeros(1)] * 2, torch.zeros(2, 1), [nn.ReLU()] * 2)
+    >>> both.decode(both.encode([torch.tensor([[3.0]]), torch.tensor([[5.0]])]))
+    [tensor([[3.]]), tensor([[8.]])]
+    """
+
+    def __init__(
+        self,
+        W_enc: list[Float[Tensor, "d_model feature"]],
+        W_dec: list[Float[Tensor, "feature later d_model"]],
+        b_enc: list[Float[Tensor, " feature"]],
+        b_dec: Float[Tensor, "layer d_model"],
+        activations: list[nn.Module],
+        *,
+        reads: str | None = None,
+        writes: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.W_enc, self.W_dec, self.b_enc = (
+            nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
+            for weights in (W_enc, W_dec, b_enc)
+        )
+        self.b_dec = nn.Parameter(b_dec, requires_grad=False)
+        self.activations = nn.ModuleList(activations)
+        self.reads, self.writes, self.config = reads, writes, dict(config or {})
+
+    def encode(self, streams: list[Float[Tensor, "*rows d_model"]]) -> list[Features]:
+        """Return the features of each layer, from what each reads."""
+        layers = zip(streams, self.W_enc, self.b_enc, self.activations, strict=True)
+        return [activation(x.to(W.dtype) @ W + b) for x, W, b, activation in layers]
+
+    def decode(self, features: list[Features]) -> list[Float[Tensor, "*rows d_model"]]:
+        """Return what is written to each layer."""
+        return [
+            sum(features[n] @ self.W_dec[n][:, layer - n] for n in range(layer + 1)) + bias
+            for layer, bias in enumerate(self.b_dec)
+        ]
