@@ -130,12 +130,16 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def insert_hook(
-    module: nn.Module, key: int, hook: Callable[..., Any], before: bool = False
+    module: nn.Module,
+    key: int,
+    hook: Callable[..., Any],
+    before: bool = False,
+    first: bool = False,
 ) -> None:
     """Registers a forward hook under a key that the caller chooses.
 
-    With `before` it is a pre-hook with kwargs instead, and runs before all others. Unlike PyTorch's own
-    functions this needs no lock: each change of a dictionary is one step.
+    With `before` it is a pre-hook with kwargs instead, and runs before all others, as with `first` a hook
+    does. A hook with an attribute `comes_last` stays behind those that are inserted later. Unlike PyTorch's own functions this needs no lock: each change of a dictionary is one step.
     """
     if before:
         module._forward_pre_hooks_with_kwargs[key] = True
@@ -143,6 +147,10 @@ def insert_hook(
         module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
     else:
         module._forward_hooks[key] = hook
+        if first:
+            module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        if len(module._forward_hooks) > 1:
+            hooks_last(module, lambda hook: getattr(hook, "comes_last", False))
 
 
 def remove_hook(module: nn.Module, key: int) -> None:

@@ -177,11 +177,11 @@ class BlockCall:
         with nullcontext() if planned else _torch.unset_fake_temporarily():
             if not self._record_again(edits, recorder):
                 raise CacheError(
-                    f"{self.name} changed after the run (a weight, an attribute, a hook, an adapter, the "
+                    f"{self.name} changed after the run (a weight, an attribute, a hook, an adapter, a dictionary, the "
                     "precision of products, or an edit that is not the same twice), so running it again "
                     "would give other values; read a lazy cache before changing the model"
                 )
-            recorder.finish()
+            recorder.finish("its block gave it in the run, within a `with` that has ended")
         return recorder.values
 
     def _record_again(self, edits: Edits, recorder: Recorder) -> bool:

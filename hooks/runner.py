@@ -20,6 +20,7 @@ from hooks.foreign import ARGUMENTS, SaysOurs
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.origin import Origin, bound, prepared, signature_of
+from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.replay import LazyValues, divided
@@ -74,8 +75,8 @@ class HookedRunner(SaysOurs):
         self._known = {name: point_at(name, module) for name, module in modules if name}
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
-        self.points: Mapping[str, Point] = Points(marked or called)
-        self._is_marked = bool(marked)
+        self._is_marked = any(not isinstance(p.module, PartPoint) for p in marked.values())
+        self.points: Mapping[str, Point] = Points(marked if self._is_marked else called)
         self._modules = [model, *(point.module for point in self._known.values())]
 
     def run_with_cache(

@@ -33,7 +33,7 @@ Edits = list[tuple[nn.Module, OutputHook]]
 
 # Negative, because PyTorch numbers hooks from 0 on. It does so with a counter that is not thread-safe, and
 # its functions for registering take ten times as long as `insert_hook`.
-_keys = itertools.count(-1, -1)
+keys = itertools.count(-1, -1)
 
 # A new thread starts with none. An asyncio task starts with those of the code that created it.
 _sessions: ContextVar[tuple[weakref.ref["Session"], ...]] = ContextVar("sessions", default=())
@@ -139,7 +139,7 @@ class Session:
         self._register(module, noted)
 
     def _register(self, module: nn.Module, listener: "_After | _Before") -> None:
-        key = next(_keys)
+        key = next(keys)
         # Noted before it is inserted: an interrupt may come between the two.
         self._registered.append((module, key))
         insert_hook(module, key, listener, before=isinstance(listener, _Before))
@@ -159,6 +159,10 @@ class _After(_Listener):
 
 class Wire:
     """A hook that passes values through points, and listens to nothing itself."""
+
+
+class PartHook:
+    """A hook that is part of the model, and no listener. Fused kernels may not skip its point."""
 
 
 class _Note(_After, Wire):
@@ -213,24 +217,29 @@ def edits_in_force() -> Edits:
     return [edit for session in _alive(_in_force()) for edit in session.edits]
 
 
-def is_listened_to(module: nn.Module) -> bool:
-    """Whether a hook on `module` or inside it, this package's or the user's, acts in this context."""
-    if has_hooks(module) and any(map(_is_awake, hooks_of(module))):
+def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
+    """Whether a hook on `module` or inside it, this package's or the user's, acts in this context.
+
+    With `parts` the model's own parts (`hooks.parts`) count too.
+    """
+    if has_hooks(module) and any(_is_awake(hook, parts) for hook in hooks_of(module)):
         return True
     for child in children(module):  # noqa: SIM110  # a generator costs more than the rest
-        if is_listened_to(child):
+        if is_listened_to(child, parts):
             return True
     return False
 
 
-def _is_awake(hook: Callable[..., Any]) -> bool:
-    return not isinstance(hook, Wire) and (not isinstance(hook, _Listener) or hook.acts())
+def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
+    if isinstance(hook, Wire | PartHook):
+        return parts and isinstance(hook, PartHook)
+    return not isinstance(hook, _Listener) or hook.acts()
 
 
 def is_foreign(hook: Callable[..., Any]) -> bool:
     """Whether somebody else registered a hook, not this package or `transformers` to collect its outputs."""
     collects = hook.__module__ == "transformers.utils.output_capturing"
-    return not (isinstance(hook, Wire | _Listener) or collects)
+    return not (isinstance(hook, Wire | PartHook | _Listener) or collects)
 
 
 class FusedUnlessHooked:

@@ -93,7 +93,7 @@ def activation_patching(
         first = runner.capture(
             text.tokens, names=next(iter(names.values())), **text.arguments(model)
         )
-        places = places_of(choice, names, first, text)
+        places = places_of(runner, choice, names, first, text)
         effects = _swept(model, text, edit.at, names, places, pairs.metric, max_bytes)
         words = worded(model, effects.labels, text)
         about = {**effects.about, "site": site, "edit": repr(edit)}
@@ -122,8 +122,9 @@ def patched(
         choice: the places.
         max_bytes: see `sweep`.
     """
-    names = named(runner_of(model), choice)
-    places = places_of(choice, names, cache, edited, source)
+    runner = runner_of(model)
+    names = named(runner, choice)
+    places = places_of(runner, choice, names, cache, edited, source)
     put = partial(edits.replace, cache)
     effects = _swept(model, edited, put, names, places, metric, max_bytes)
     words = worded(model, effects.labels, edited, source)

@@ -1,7 +1,18 @@
-"""Sparse autoencoders and transcoders: loaded from any format, spliced into any model, and measured."""
+"""Sparse autoencoders and transcoders: loaded from any format, spliced into any model, and measured.
+
+>>> from interp.features import load_sae, splice
+>>> from models import load
+>>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
+>>> with splice(model, sae) as runner:
+...     cache = runner.capture("part ZQXJ-KV8", names="*.features")
+>>> (cache["features", 2] != 0).sum(-1).max()
+tensor(32)
+"""
 
 from interp.features.activations import Gated, GroupMax, JumpReLU, TopK
 from interp.features.dictionary import CrossLayerTranscoder, Dictionary, MatchingPursuit
+from interp.features.evaluation import evaluate_sae
+from interp.features.splicing import splice
 
 __all__ = [
     "CrossLayerTranscoder",
@@ -11,4 +22,6 @@ __all__ = [
     "JumpReLU",
     "MatchingPursuit",
     "TopK",
+    "evaluate_sae",
+    "splice",
 ]

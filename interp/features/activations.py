@@ -21,6 +21,7 @@ class JumpReLU(nn.Module):
         self.register_buffer("threshold", threshold)
 
     def forward(self, pre: Features) -> Features:
+        """Return the features."""
         return pre.relu() * (pre > self.threshold)
 
 
@@ -38,6 +39,7 @@ class TopK(nn.Module):
         self.k, self.by, self.relu = k, by, relu
 
     def extra_repr(self) -> str:
+        """The settings, for the printed module."""
         return f"k={self.k}, by={self.by!r}, relu={self.relu}"
 
     def top(self, pre: Features) -> tuple[Float[Tensor, "*rows k"], Tensor]:
@@ -48,6 +50,7 @@ class TopK(nn.Module):
         return kept.relu() if self.relu else kept, numbers
 
     def forward(self, pre: Features) -> Features:
+        """Return the features."""
         kept, numbers = self.top(pre)
         return torch.zeros_like(pre).scatter(-1, numbers, kept)
 
@@ -60,9 +63,11 @@ class GroupMax(nn.Module):
         self.k = k
 
     def extra_repr(self) -> str:
+        """The settings, for the printed module."""
         return f"k={self.k}"
 
     def forward(self, pre: Features) -> Features:
+        """Return the features."""
         groups = pre.relu().unflatten(-1, (self.k, -1))
         kept, numbers = groups.max(-1, keepdim=True)
         return torch.zeros_like(groups).scatter(-1, numbers, kept).flatten(-2)
@@ -93,4 +98,5 @@ class Gated(nn.Module):
         self.register_buffer("b_mag", b_mag)
 
     def forward(self, pre: Features) -> Features:
+        """Return the features."""
         return (pre * self.r_mag.exp() + self.b_mag).relu() * (pre + self.b_gate > 0)

@@ -170,6 +170,7 @@ class Dictionary(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """Sizes and points, for the printed module."""
         skip = ", skip" if self.W_skip is not None else ""
         norm = f", norm={self.norm!r}" if self.norm != "none" else ""
         place = self.reads if self.reads == self.writes else f"{self.reads} -> {self.writes}"
@@ -268,9 +269,9 @@ class CrossLayerTranscoder(nn.Module):
 
     def __init__(
         self,
-        W_enc: list[Float[Tensor, "d_model feature"]],
-        W_dec: list[Float[Tensor, "feature later d_model"]],
-        b_enc: list[Float[Tensor, " feature"]],
+        W_enc: list[Float[Tensor, "d_model _feature"]],
+        W_dec: list[Float[Tensor, "_feature _later d_model"]],
+        b_enc: list[Float[Tensor, " _feature"]],
         b_dec: Float[Tensor, "layer d_model"],
         activations: list[nn.Module],
         *,
@@ -287,12 +288,16 @@ class CrossLayerTranscoder(nn.Module):
         self.activations = nn.ModuleList(activations)
         self.reads, self.writes, self.config = reads, writes, dict(config or {})
 
-    def encode(self, streams: list[Float[Tensor, "*rows d_model"]]) -> list[Features]:
+    def encode(
+        self, streams: list[Float[Tensor, "*rows d_model"]]
+    ) -> list[Float[Tensor, "*rows _feature"]]:
         """Return the features of each layer, from what each reads."""
         layers = zip(streams, self.W_enc, self.b_enc, self.activations, strict=True)
         return [activation(x.to(W.dtype) @ W + b) for x, W, b, activation in layers]
 
-    def decode(self, features: list[Features]) -> list[Float[Tensor, "*rows d_model"]]:
+    def decode(
+        self, features: list[Float[Tensor, "*rows _feature"]]
+    ) -> list[Float[Tensor, "*rows d_model"]]:
         """Return what is written to each layer."""
         return [
             sum(features[n] @ self.W_dec[n][:, layer - n] for n in range(layer + 1)) + bias

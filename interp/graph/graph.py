@@ -124,7 +124,7 @@ class Graph:
             ModeError: if that is in training mode.
         """
         runner_of(self._whole)
-        if is_listened_to(self._whole):
+        if is_listened_to(self._whole, parts=False):
             raise HookError("parts of the model are computed alone here: no hook must act on it")
         return HookedRunner(self.model)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from interp.results.result import Result
 SELECTS = {
     "pos": ("pos",),
     "span": ("pos",),
+    "feature": ("feature",),
     "head": ("head", "kv_head"),
     "neuron": ("d_mlp",),
     "query": ("query",),
@@ -138,15 +140,17 @@ def two_runs(
 
 
 def places_of(
+    runner: HookedRunner,
     choice: Choice,
     names: Mapping[int, str],
     values: ActivationCache,
     edited: Text,
     source: Text | None = None,
 ) -> dict[str, list[Place]]:
-    """The places along each axis of the result.
+    """The places along each axis of the result. Along `feature` they are those that are active in either text.
 
     Args:
+        runner: the model's.
         choice: which places.
         names: the names of its points, by layer.
         values: a cache of one of them, for its sizes.
@@ -172,10 +176,11 @@ def places_of(
             raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
     if source is not None and "span" not in over and not are_aligned(edited, source):
         raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
+    features = _active_features(runner, names, edited, values) if "feature" in over else []
     return {
         axis: [(layer, {"layer": name}) for layer, name in names.items()]
         if axis == "layer"
-        else _along(axis, choice, sizes, edited, source)
+        else _along(axis, choice, sizes, edited, source, features)
         for axis in over
     }
 
@@ -203,14 +208,39 @@ def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
     return {axis: [label for label, _ in along] for axis, along in places.items()}
 
 
+def _active_features(
+    runner: HookedRunner, names: Mapping[int, str], edited: Text, cache: ActivationCache
+) -> list[int]:
+    """The features that are not 0 somewhere, in the edited text or in a cache."""
+    chosen = [*names.values()]
+    run = runner.capture(edited.tokens, names=chosen, **edited.arguments(runner.model))
+    values = [values[name] for values in (run, cache) for name in chosen if name in values]
+    sizes = {value.shape[-1] for value in values}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"features of several dictionaries must be as many in each; got {sizes}: choose layers="
+        )
+    active = torch.stack([(value != 0).flatten(0, -2).any(0).cpu() for value in values])
+    if not active.any():
+        raise ValueError(f"no feature of {chosen[0]} is active in these texts")
+    numbers: list[int] = active.any(0).nonzero()[:, 0].tolist()
+    return numbers
+
+
 def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
-    """The axes of a result unless others are given: the layer, and the head or else the position."""
-    usual = [axis for axis in ("head", "pos") if not sizes.keys().isdisjoint(SELECTS[axis])]
+    """The axes of a result unless others are given: the layer, and the feature, the head or else the position."""
+    axes = ("feature", "head", "pos")
+    usual = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
     return (*["layer"][:layered], *usual[:1])
 
 
 def _along(
-    axis: str, choice: Choice, sizes: Mapping[str, int], edited: Text, source: Text | None
+    axis: str,
+    choice: Choice,
+    sizes: Mapping[str, int],
+    edited: Text,
+    source: Text | None,
+    features: Sequence[int],
 ) -> list[Place]:
     """The places along one axis of a point with these sizes."""
     point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
@@ -230,6 +260,8 @@ def _along(
             raise ValueError(f"neurons must be at least 1; got {size}")
         groups = [range(sizes[point_axis])[n : n + size] for n in range(0, sizes[point_axis], size)]
         return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
+    if axis == "feature":
+        return [(n, {point_axis: n}) for n in features]
     indices = {n: n for n in range(sizes[point_axis])}
     if axis == "head":
         indices = _some("heads", indices, choice.heads)

@@ -139,7 +139,7 @@ def _measured(
     for job in jobs:
         job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     # Hooks that act already may depend on which rows are which, as scales of quantised values do.
-    alone = rerun or is_listened_to(model) or any(map(_mixes_rows, model.modules()))
+    alone = rerun or is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns

@@ -101,7 +101,7 @@ def contrast(
     runner = runner_of(model)
     names = named(runner, choice)
     runs = two_runs(runner, pairs, direction, names.values())
-    places = places_of(choice, names, runs.cache, runs.edited, runs.source)
+    places = places_of(runner, choice, names, runs.cache, runs.edited, runs.source)
     if "layer" not in places and len(names) > 1:
         raise ValueError(f"over must have 'layer' where there are several; got {(*places,)}")
     about = {**runs.about, "site": choice.site}

@@ -1,0 +1,138 @@
+"""Parts: modules that a model has behind some of its points, for the time of a `with`.
+
+1. `with_parts` puts a hook on each point. It gives the value there to the part, and passes on what the part returns.
+2. A part may read the value of another point as well. A hook there keeps it for the part of the same thread.
+3. Points inside a part are points of the model: `blocks.1.resid_post` with a part that has a point `features` makes
+   `blocks.1.resid_post.features`.
+4. The end of the `with` takes hooks and points away.
+
+Unlike an edit a part is no listener. It acts in every run, also when a block runs again, comes before all hooks at its
+point, and does not show in the model's state dict.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hooks._torch import insert_hook, remove_hook
+from hooks.errors import NEVER_FIRED, HookError, require_fired
+from hooks.point import HookPoint, Point, first_tensor, with_first_tensor
+from hooks.session import PartHook, Wire, keys
+
+
+class Part(nn.Module):
+    """What stands behind a point. A subclass has points of the type `PartPoint`, and `forward(value, read)`.
+
+    Attributes:
+        reads: the name of the point whose value it also reads; None for its own point.
+    """
+
+    reads: str | None = None
+
+
+class PartPoint(HookPoint):
+    """A point inside a part."""
+
+
+class _Passing(PartHook):
+    """Passes a point's value through a part."""
+
+    def __init__(self, point: Point, part: Part) -> None:
+        self.point, self.part = point, part
+        # By thread: several may run the model at once.
+        self.read: dict[int, Tensor] = {}
+        self.fired = self.ran = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        value = first_tensor(output, self.point)
+        self.fired = True
+        if self.part.reads is None:
+            return with_first_tensor(output, self.part(value, value))
+        read = self.read.pop(threading.get_ident(), None)
+        if read is None:
+            raise HookError(
+                f"{self.point.name} must run after {self.part.reads}, which its part reads"
+            )
+        return with_first_tensor(output, self.part(value, read))
+
+
+class _Reading(_Passing):
+    """Keeps the value of a point for a part elsewhere, after all edits there."""
+
+    comes_last = True
+
+    def __init__(self, point: Point, of: _Passing) -> None:
+        super().__init__(point, of.part)
+        self.of = of
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.of.read[threading.get_ident()] = first_tensor(output, self.point)
+
+
+class _Ran(Wire):
+    """Notes that the model ran to its end."""
+
+    def __init__(self, hooks: list[_Passing]) -> None:
+        self.hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for hook in self.hooks:
+            hook.ran = True
+
+
+@contextmanager
+def with_parts(
+    model: nn.Module, points: Mapping[str, Point], parts: Mapping[str, Part]
+) -> Iterator[None]:
+    """A `with` in which the model has these parts. They act in all threads.
+
+    Args:
+        model: the model.
+        points: its points, and those that the parts read, by name.
+        parts: for names of points, what stands there.
+
+    Raises:
+        HookError: if a point has a part already.
+        NeverFiredError: on leaving, if forward passes ended inside and all missed the point of a part.
+    """
+    hooks = [_Passing(points[name], part) for name, part in parts.items()]
+    listening: list[tuple[nn.Module, PartHook | Wire]] = []
+    for hook in hooks:
+        module, reads = hook.point.module, hook.part.reads
+        taken = [name for name, _ in _points_of(hook.part) if hasattr(module, name)]
+        if taken:
+            raise HookError(f"{hook.point.name} has {taken[0]} already: leave that with first")
+        if reads is not None:
+            listening.append((points[reads].module, _Reading(points[reads], hook)))
+        listening.append((module, hook))
+    listening.append((model, _Ran(hooks)))
+    inserted: list[tuple[nn.Module, int]] = []
+    try:
+        for module, listener in listening:
+            key = next(keys)
+            inserted.append((module, key))
+            insert_hook(module, key, listener, first=not isinstance(listener, _Reading))
+        for hook in hooks:
+            for name, point in _points_of(hook.part):
+                hook.point.module.add_module(name, point.train(model.training))
+        yield
+    finally:
+        for module, key in inserted:
+            remove_hook(module, key)
+        for hook in hooks:
+            for name, point in _points_of(hook.part):
+                if getattr(hook.point.module, name, None) is point:
+                    delattr(hook.point.module, name)
+            hook.read.clear()
+    require_fired(
+        [hook.point.name for hook in hooks if hook.ran],
+        {hook.point.name for hook in hooks if hook.fired},
+        NEVER_FIRED,
+    )
+
+
+def _points_of(part: Part) -> list[tuple[str, PartPoint]]:
+    return [(name, child) for name, child in part.named_children() if isinstance(child, PartPoint)]

@@ -1,0 +1,66 @@
+"""The dictionaries that ship with `pydoc-4l`, and their files: weights in 8 bits, one scale for each feature."""
+
+from collections.abc import Mapping
+from importlib.resources import files
+
+import torch
+from jaxtyping import Shaped
+from safetensors.torch import load
+from torch import Tensor
+
+from interp.features.activations import TopK
+from interp.features.dictionary import Dictionary
+
+NAMES = ("pydoc-4l/resid_post", "pydoc-4l/transcoders")
+"""A sparse autoencoder of the stream after block 2, and skip transcoders of all MLPs."""
+
+
+def bundled(name: str) -> dict[str, Dictionary]:
+    """Return the dictionaries of one of `NAMES`, by the point where each stands.
+
+    They were made by `examples/train_dictionaries.py`.
+    """
+    file = files("interp.features").joinpath("bundled_files", f"{name}.safetensors")
+    return unpacked(load(file.read_bytes()))
+
+
+def packed(dictionaries: Mapping[str, Dictionary]) -> dict[str, Shaped[Tensor, "..."]]:
+    """Return the weights of TopK dictionaries in 8 bits, for a file.
+
+    Args:
+        dictionaries: by the point where each stands; those of `mlp_out` read `ln2.normalized`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for writes, d in dictionaries.items():
+        weights = {"W_enc": d.W_enc.T, "W_dec": d.W_dec, "W_skip": d.W_skip}
+        for name, weight in weights.items():
+            if weight is not None:
+                scale = weight.abs().amax(1, keepdim=True) / 127
+                tensors[f"{writes}/{name}"] = (weight / scale).round().to(torch.int8)
+                tensors[f"{writes}/{name}_scale"] = scale
+        k = torch.tensor(d.activation.k)
+        tensors |= {f"{writes}/b_enc": d.b_enc, f"{writes}/b_dec": d.b_dec, f"{writes}/k": k}
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def unpacked(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> dict[str, Dictionary]:
+    """Return the dictionaries of a file that `packed` made."""
+    by_point: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        writes, _, part = name.partition("/")
+        by_point.setdefault(writes, {})[part] = tensor
+    made = {}
+    for writes, parts in by_point.items():
+        weights = {n: parts[n] * parts[f"{n}_scale"] for n in parts if f"{n}_scale" in parts}
+        made[writes] = Dictionary(
+            weights["W_enc"].T,
+            weights["W_dec"],
+            parts["b_enc"],
+            parts["b_dec"],
+            TopK(int(parts["k"])),
+            W_skip=weights.get("W_skip"),
+            reads=writes.replace("mlp_out", "ln2.normalized"),
+            writes=writes,
+            config={"model_name": "pydoc-4l"},
+        )
+    return made

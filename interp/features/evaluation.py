@@ -1,0 +1,244 @@
+"""Scores of dictionaries: what they reconstruct, what the model loses with them, and how sparse they are.
+
+1. Run the model, and encode and decode what each dictionary reads: explained variance, features at a position.
+2. Run it with the reconstructions, and with zeros and with means in their place.
+3. The share of the loss that is recovered is (ablated - spliced) / (ablated - unedited), of mean losses.
+
+A high share is no evidence that features mean something: a dictionary can have it with its decoder near the random
+start. Compare two seeds (`stability`), and what activates features with what activates neurons (`purity`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import Hook, Point
+from hooks._torch import without_gradients
+from hooks.transfer import to_device
+from interp.features.dictionary import Dictionary
+from interp.features.splicing import SplicedDictionary, placed, splice
+from interp.inputs.texts import Text, Texts, batches
+from interp.inputs.token_positions import real_of
+from interp.measuring import measure
+from interp.metrics import cross_entropy, kl_divergence
+from interp.protocol import logits_of, runner_of
+from interp.results.result import Result
+
+Ablation = Literal["zero", "mean"]
+ABLATIONS: tuple[Ablation, ...] = ("zero", "mean")
+RUNS = ("unedited", "spliced", *ABLATIONS)
+DENSE = 0.1
+"""A feature that is active at a larger share of positions is dense."""
+
+
+@dataclass(frozen=True, eq=False)
+class PointScores:
+    """Scores of one dictionary.
+
+    Attributes:
+        explained_variance: 1 less the squared error over the variance of what it stands for.
+        l0: the mean number of features that are not 0 at a position.
+        density: for each feature, the share of positions where it is not 0.
+    """
+
+    explained_variance: float
+    l0: float
+    density: Float[Tensor, " feature"]
+
+    @property
+    def dead(self) -> float:
+        """The share of features that are never active."""
+        return (self.density == 0).float().mean().item()
+
+    @property
+    def dense(self) -> float:
+        """The share of features that are active at more than a tenth of the positions."""
+        return (self.density > DENSE).float().mean().item()
+
+
+@dataclass(frozen=True, eq=False)
+class DictionaryScores:
+    """Scores of one or several dictionaries in a model; made by `evaluate_sae`.
+
+    Attributes:
+        losses: the mean loss of each text in nats per token, [run example]: of the model unedited, with the
+            reconstructions, with zeros, and with means over all positions in their place.
+        kl: the mean KL(unedited ‖ spliced) of each text, in nats.
+        points: scores of each dictionary.
+    """
+
+    losses: Float[Tensor, "run example"]
+    kl: Float[Tensor, " example"]
+    points: Mapping[str, PointScores]
+
+    def recovered(self, ablation: Ablation = "zero") -> Result:
+        """The share of the loss that the dictionaries recover, with an interval: 1 is the unedited model.
+
+        Args:
+            ablation: what is 0: the model with zeros, or with means, in place of the values.
+
+        Raises:
+            ValueError: if that ablation hardly changes the loss: by less than 0.01 nats, or two standard errors. A
+                ratio would say nothing then; see `losses`.
+        """
+        if ablation not in ABLATIONS:
+            raise ValueError(f"ablation must be 'zero' or 'mean'; got {ablation!r}")
+        unedited, spliced, ablated = (self.losses[RUNS.index(run)] for run in (*RUNS[:2], ablation))
+        gap = ablated - unedited
+        error = gap.std() / len(gap) ** 0.5 if len(gap) > 1 else gap.new_zeros(())
+        if gap.mean() < max(0.01, 2 * error.item()):
+            raise ValueError(
+                f"the ablation {ablation!r} must change the loss; it goes from {unedited.mean():.4f} to "
+                f"{ablated.mean():.4f} nats, so no share of that can be recovered"
+            )
+        values = (spliced - ablated)[None]
+        return Result(
+            values, ("run", "example"), ablated, unedited, {"run": ["spliced"]}, "nats"
+        ).normalized()
+
+    def __repr__(self) -> str:
+        rows = [
+            f"{name:<9} {loss:.4f} nats"
+            for name, loss in zip(RUNS, self.losses.mean(1).tolist(), strict=True)
+        ]
+        for ablation in ABLATIONS:
+            try:
+                share = self.recovered(ablation)
+            except ValueError as error:
+                rows.append(f"recovered  {error}")
+                continue
+            low, high = (end.item() for end in share.interval())
+            rows.append(
+                f"recovered of {ablation}: {share.mean().item():.4f}  [{low:.4f}, {high:.4f}]"
+            )
+        rows.append(f"KL {self.kl.mean():.4f} nats")
+        rows += [
+            f"{name}: explained variance {score.explained_variance:.4f}, {score.l0:.1f} features at a position, "
+            f"{score.dead:.1%} dead, {score.dense:.1%} dense"
+            for name, score in self.points.items()
+        ]
+        return "\n".join(
+            [f"DictionaryScores of {self.losses.shape[1]} texts", *(f"  {row}" for row in rows)]
+        )
+
+
+@without_gradients
+def evaluate_sae(
+    model: nn.Module,
+    dictionaries: Mapping[str, Dictionary] | Dictionary,
+    texts: Texts,
+    *,
+    reads: str | Mapping[str, str] | None = None,
+    batch: int = 16,
+) -> DictionaryScores:
+    """Measure how well dictionaries stand for the values of a model, together, on texts that they were not trained on.
+
+    Args:
+        model: any model, in evaluation mode.
+        dictionaries, reads: see `splice`.
+        texts: texts of at least two tokens. Padding does not count.
+        batch: how many texts are read together.
+
+    Raises:
+        TypeError, UnknownNameError, ValueError, HookError, ModeError: as for `splice`; or if there are no texts.
+
+    >>> from interp.features import load_sae
+    >>> from models import load
+    >>> scores = evaluate_sae(load("pydoc-4l"), load_sae("pydoc-4l/resid_post"), ["def f(x): return x", "class A: pass"])
+    >>> scores.recovered().mean() > 0.9
+    tensor([True])
+    """
+    runner = runner_of(model)
+    parts = placed(runner, dictionaries, None, reads)
+    read = [*batches(texts, model, batch)]
+    sums = {name: _Sums(part) for name, part in parts.items()}
+    names = [*parts, *(part.reads for part in parts.values() if part.reads)]
+    losses: dict[str, list[Tensor]] = {run: [] for run in RUNS}
+    kl: list[Tensor] = []
+
+    def loss(text: Text, logits: Tensor) -> Tensor:
+        metric = cross_entropy(text.tokens, attention_mask=text.mask)
+        return measure(metric, logits, text.mask).cpu()
+
+    for _, text in read:
+        arguments = text.arguments(model)
+        output, cache = runner.run_with_cache(text.tokens, names=names, **arguments)
+        unedited = logits_of(output)
+        losses["unedited"].append(loss(text, unedited))
+        for name, part in parts.items():
+            sums[name].add(cache[name], cache[part.reads or name], text)
+        with splice(
+            model,
+            {n: part.dictionary for n, part in parts.items()},
+            error=None,
+            reads=_sources(parts),
+        ):
+            logits = logits_of(model(text.tokens, **arguments))
+        losses["spliced"].append(loss(text, logits))
+        divergence = kl_divergence(unedited, None, attention_mask=text.mask)
+        kl.append(measure(divergence, logits, text.mask).cpu())
+    vectors: dict[str, dict[str, Tensor]] = {
+        "zero": {},
+        "mean": {name: total.mean() for name, total in sums.items()},
+    }
+    for ablation, means in vectors.items():
+        hooks = {
+            name: _replaced(part, means.get(name, torch.zeros(part.dictionary.d_out)))
+            for name, part in parts.items()
+        }
+        for _, text in read:
+            ablated = runner.run_with_hooks(text.tokens, hooks=hooks, **text.arguments(model))
+            losses[ablation].append(loss(text, logits_of(ablated)))
+    return DictionaryScores(
+        torch.stack([torch.cat(losses[run]) for run in RUNS]),
+        torch.cat(kl),
+        {name: total.scores() for name, total in sums.items()},
+    )
+
+
+def _sources(parts: Mapping[str, SplicedDictionary]) -> dict[str, str]:
+    return {name: part.reads for name, part in parts.items() if part.reads is not None}
+
+
+def _replaced(part: SplicedDictionary, vector: Float[Tensor, " d_out"]) -> Hook:
+    """A hook that puts one vector where a dictionary stands, at all positions."""
+
+    def put(value: Tensor, point: Point) -> Tensor:
+        return part.put(value, to_device(vector, value.device).expand_as(part.vector(value)))
+
+    return put
+
+
+class _Sums:
+    """Sums over positions, in float64, from which the scores of one dictionary follow."""
+
+    def __init__(self, part: SplicedDictionary) -> None:
+        self.part, self.n = part, 0
+        size = part.dictionary.d_out
+        self.total, self.squares, self.error = torch.zeros(size, dtype=torch.float64), 0.0, 0.0
+        self.active = torch.zeros(part.dictionary.n_features, dtype=torch.float64)
+
+    def add(self, value: Tensor, read: Tensor, text: Text) -> None:
+        real = to_device(real_of(text.mask, value.shape[:2]), value.device)
+        target, x = (self.part.vector(values)[real] for values in (value, read))
+        dictionary = self.part.dictionary
+        features = dictionary.encode(x)
+        output = dictionary.decode(features, x)
+        target, output = target.cpu().double(), output.cpu().double()
+        self.n += len(target)
+        self.total += target.sum(0)
+        self.squares += target.square().sum().item()
+        self.error += (target - output).square().sum().item()
+        self.active += (features != 0).sum(0).cpu()
+
+    def mean(self) -> Float[Tensor, " d_out"]:
+        return (self.total / self.n).float()
+
+    def scores(self) -> PointScores:
+        variance = self.squares - self.total.square().sum().item() / self.n
+        density = self.active / self.n
+        return PointScores(1 - self.error / variance, density.sum().item(), density.float())

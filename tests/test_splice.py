@@ -1,0 +1,403 @@
+"""Dictionaries behind points of a model: what they pass on, and every kind of run inside the `with`."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from hooks import HookedRunner, HookError, NeverFiredError, UnknownNameError
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_patching,
+    edits,
+    integrated_gradients,
+    run_circuit,
+    sweep,
+)
+from interp.features import CrossLayerTranscoder, Dictionary, JumpReLU, TopK, splice
+from interp.graph.graph import Graph
+from models import Transformer, TransformerConfig, generate
+
+D, FEATURES, HEADS, D_HEAD = 12, 29, 3, 4
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+TEXT = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8]]
+
+
+def dictionary(d_in=D, d_out=D, n=FEATURES, seed=0, activation=None, skip=False, **about):
+    """Random weights and biases, in float64."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    return Dictionary(
+        random(d_in, n),
+        random(n, d_out) / 4,
+        random(n) / 3,
+        random(d_out),
+        activation or JumpReLU(random(n).abs()),
+        W_skip=random(d_in, d_out) if skip else None,
+        **about,
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = TransformerConfig(vocab_size=11, n_ctx=16, n_layers=3, n_heads=HEADS, d_model=D)
+    made = Transformer(config).double().eval()
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.4)
+    return made
+
+
+@pytest.fixture
+def pairs():
+    return Pairs(TOKENS, (TOKENS + 1) % 11, [[2, 4], [7, 0]])
+
+
+def by_hand(model, name, change):
+    """Logits with `change(value)` in place of a point's value, by PyTorch's own hook."""
+    handle = model.get_submodule(name).register_forward_hook(lambda m, args, out: change(out))
+    try:
+        return model(TOKENS)
+    finally:
+        handle.remove()
+
+
+PLACES = {
+    "blocks.1.resid_post": {},
+    "blocks.0.attn_out": {"activation": TopK(5)},
+    "embed": {"activation": nn.ReLU()},
+    "blocks.2.ln1.normalized": {"subtracts_b_dec": True},
+    "blocks.1.attn.z": {},
+    "blocks.2.mlp.post": {"d_in": 4 * D, "d_out": 4 * D},
+    "ln_final.normalized": {},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_changes_until_features_are_edited(model, place):
+    before = model(TOKENS)
+    for error in ("live", "frozen"):
+        with splice(model, {place: dictionary(**PLACES[place])}, error=error) as runner:
+            assert torch.equal(model(TOKENS), before)
+            logits, cache = runner.run_with_cache(TOKENS, names="*.features")
+        assert torch.equal(logits, before)
+        assert cache.axes(f"{place}.features") == ("batch", "pos", "feature")
+    plain = HookedRunner(model)
+    assert torch.equal(model(TOKENS), before)
+    assert f"{place}.features" not in plain.points
+    assert not any("features" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_features_edits_and_reconstructions_are_those_of_the_formula(model, place):
+    d = dictionary(**PLACES[place])
+    shift = d.b_dec if d.subtracts_b_dec else 0
+
+    def encode(x):
+        pre = (x.flatten(2) - shift) @ d.W_enc + d.b_enc
+        if isinstance(d.activation, TopK):
+            least = pre.sort(-1).values[..., -5:-4]
+            return torch.where(pre >= least, pre.clamp(min=0), 0.0)
+        threshold = getattr(d.activation, "threshold", 0)
+        return torch.where((pre > threshold) & (pre > 0), pre, 0.0)
+
+    def edited(x):
+        features = encode(x)
+        changed = features.clone()
+        changed[..., [3, 7]] = 0
+        changed[..., 5] += 2
+        return x + ((changed - features) @ d.W_dec).view_as(x)
+
+    def edit(features, point):
+        features[..., [3, 7]] = 0
+        features[..., 5] += 2
+
+    hooks = {f"{place}.features": edit}
+    with splice(model, {place: d}) as runner:
+        cache = runner.capture(TOKENS, names=[place, f"{place}.features"])
+        value = cache[place]
+        assert_close(cache[f"{place}.features"], encode(value))
+        assert (cache[f"{place}.features"] != 0).any()
+        logits = runner.run_with_hooks(TOKENS, hooks=hooks)
+    assert_close(logits, by_hand(model, place, edited))
+    with splice(model, {place: d}, error=None) as runner:
+        heard, cache = runner.run_with_cache(TOKENS, names=[place, "*.features"])
+        unheard = model(TOKENS)
+    rebuilt = by_hand(model, place, lambda x: (encode(x) @ d.W_dec + d.b_dec).view_as(x))
+    assert_close(heard, rebuilt)
+    assert_close(unheard, rebuilt)
+    assert_close(cache[place], (encode(value) @ d.W_dec + d.b_dec).view_as(value))
+
+
+def test_one_head_is_read_and_written(model):
+    d = dictionary(D_HEAD, D_HEAD, head=1)
+    place = "blocks.1.attn.z"
+
+    def rebuilt(z):
+        new = z.clone()
+        new[:, :, 1] = d(z[:, :, 1])
+        return new
+
+    with splice(model, {place: d}, error=None):
+        logits = model(TOKENS)
+    assert_close(logits, by_hand(model, place, rebuilt))
+
+
+def test_transcoders_read_one_point_and_write_another(model):
+    d = dictionary(skip=True, reads="blocks.1.ln2.normalized", writes="blocks.1.mlp_out")
+    read = HookedRunner(model).capture(TOKENS, names=d.reads)[d.reads]
+    with splice(model, d, error=None):
+        logits = model(TOKENS)
+    features = d.activation(read @ d.W_enc + d.b_enc)
+    output = features @ d.W_dec + d.b_dec + read @ d.W_skip
+    assert_close(logits, by_hand(model, d.writes, lambda _: output))
+    with splice(model, d) as runner:
+        assert not torch.allclose(model(TOKENS), logits)
+        assert_close(runner.capture(TOKENS, names="*.features")["features", 1], features)
+    short = dictionary(skip=True)
+    with splice(model, {d.writes: short}, error=None, reads="ln2.normalized"):
+        assert_close(model(TOKENS), logits)
+
+
+@pytest.mark.parametrize("error", ["live", "frozen", None])
+def test_gradients(model, error):
+    d = dictionary(skip=True, reads="blocks.1.ln2.normalized", writes="blocks.1.mlp_out")
+    names = ["blocks.1.ln2.normalized", "blocks.1.mlp_out.features", "blocks.1.mlp_out"]
+    with splice(model, d, error=error) as runner:
+        logits, cache = runner.run_with_cache(TOKENS, names=names, grads=True)
+        logits[:, -1, 3].sum().backward()
+    read, features, output = (cache.grads[name] for name in names)
+    assert_close(features, output @ d.W_dec.T)
+    if error == "live":  # the true MLP's gradient reaches what it reads
+        mlp, x = model.blocks[1].mlp, cache[names[0]].detach().requires_grad_()
+        (expected,) = torch.autograd.grad(mlp(x), x, output)
+    else:
+        active = cache[names[1]] != 0
+        expected = (features * active) @ d.W_enc.T + output @ d.W_skip.T
+    assert_close(read, expected)
+    model.zero_grad()
+
+
+def test_sweeps_share_forward_passes_and_equal_single_runs(model, pairs, monkeypatch):
+    from interp.running import sweep as sweeping
+
+    jobs = [
+        {"blocks.1.resid_post.features": edits.zero(feature=[n, 28 - n])} for n in range(11)
+    ] + [{"blocks.2.mlp_out": edits.zero(pos=-1)}]
+    with splice(model, {"blocks.1.resid_post": dictionary()}, error=None):
+        alone = sweep(model, pairs, jobs, exact="rerun")
+        monkeypatch.setattr(sweeping, "WholeRuns", None)  # they would be whole forward passes
+        assert_close(sweep(model, pairs, jobs).values, alone.values)
+    assert alone.values.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("analysis", [activation_patching, attribution_patching])
+def test_patching_tries_the_features_that_are_active(model, pairs, analysis):
+    with splice(model, {"blocks.1.resid_post": dictionary(activation=TopK(3))}) as runner:
+        effects = analysis(model, pairs, site="features")
+        clean, corrupted = (
+            runner.capture(tokens, names="*.features")["features", 1]
+            for tokens in (pairs.clean, pairs.corrupted)
+        )
+        active = [n for n in range(FEATURES) if clean[..., n].any() or corrupted[..., n].any()]
+        assert effects.axes == ("layer", "feature", "example")
+        assert [*effects.labels["feature"]] == active
+        n = active[2]
+        if analysis is activation_patching:
+            edit = {"blocks.1.resid_post.features": edits.replace(clean, feature=n)}
+            logits = runner.run_with_hooks(pairs.corrupted, hooks=edit)
+            one = pairs.metric(logits) - pairs.metric(model(pairs.corrupted))
+            assert_close(effects.select(feature=n).values[0], one)
+    assert 3 < len(active) < FEATURES
+
+
+def test_integrated_gradients_of_features_are_complete(model, pairs):
+    with splice(model, {"blocks.2.resid_post": dictionary()}, error=None):
+        effects = integrated_gradients(model, pairs, site="features", layers=2, steps=64)
+        whole = effects.target - effects.base
+    assert_close(effects.values.sum((0, 1)), whole, rtol=0.02, atol=0.02)
+
+
+def test_masked_runs_have_the_dictionaries(model, pairs):
+    place = "blocks.1.mlp_out"
+    with splice(model, {place: dictionary()}, error=None):
+        logits = run_circuit(model, pairs, Graph(model).edges)
+        assert_close(logits, model(pairs.clean))
+    assert not torch.allclose(logits, model(pairs.clean))
+    with pytest.raises(HookError, match="hook"), HookedRunner(model).hooks({place: edits.zero()}):
+        run_circuit(model, pairs, Graph(model).edges)
+
+
+def test_lazy_caches_are_read_inside(model):
+    with splice(model, {"blocks.1.resid_post": dictionary(), "embed": dictionary(seed=1)}) as runner:
+        _, eager = runner.run_with_cache(TOKENS)
+        _, lazy = runner.run_with_cache(TOKENS, lazy=True)
+        for name in eager:
+            assert_close(lazy[name], eager[name])
+        lazy.drop()
+    with pytest.raises(NeverFiredError, match="`with` that has ended"):
+        lazy["blocks.1.resid_post.features"]
+
+
+def test_generation_padding_and_threads(model):
+    d = dictionary()
+    hooks = {"blocks.1.resid_post.features": edits.scale(0.0)}
+    with splice(model, {"blocks.1.resid_post": d}) as runner:
+        with runner.hooks(hooks):
+            fast = generate(model, TOKENS, max_new_tokens=5, temperature=0.0)
+            tokens = TOKENS
+            for _ in range(5):
+                tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
+        assert fast == tokens.tolist()
+        mask = torch.tensor([[True] * 7, [False] * 2 + [True] * 5])
+        padded = torch.tensor([TEXT[0], [0, 0, *TEXT[1]]])
+        features = runner.capture(padded, names="*.features", attention_mask=mask)["features", 1]
+        alone = runner.capture(torch.tensor([TEXT[1]]), names="*.features")["features", 1]
+        assert_close(features[1:, 2:], alone)
+        # A part belongs to the model, so it acts in all threads.
+        made = []
+        thread = threading.Thread(target=lambda: made.append(model(TOKENS)))
+        with splice(model, {"blocks.0.mlp_out": dictionary(seed=2)}, error=None):
+            thread.start()
+            thread.join()
+            assert torch.equal(made[0], model(TOKENS))
+        assert not torch.equal(made[0], model(TOKENS))
+
+
+def test_plan_and_copies(model):
+    with splice(model, {"blocks.1.resid_post": dictionary()}, error=None) as runner:
+        plan = runner.plan(TOKENS, names="*.features")
+        assert plan.nbytes == 2 * 7 * FEATURES * 8
+        copied = copy.deepcopy(model)
+        logits = model(TOKENS)
+    assert_close(copied(TOKENS), logits)
+    assert not torch.allclose(model(TOKENS), logits)
+
+
+def test_any_module_can_have_one():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(11, D), nn.Linear(D, D), nn.Linear(D, 5)).double().eval()
+    d = dictionary(activation=nn.ReLU())
+    with splice(plain, {"1": d}, error=None) as runner:
+        assert [*runner.points] == ["0", "1", "1.features", "2"]
+        logits, cache = runner.run_with_cache(TOKENS)
+    x = plain[1](plain[0](TOKENS))
+    features = (x @ d.W_enc + d.b_enc).relu()
+    assert_close(cache["1.features"], features)
+    assert_close(logits, plain[2](features @ d.W_dec + d.b_dec))
+    assert [*HookedRunner(plain).points] == ["0", "1", "2"]
+
+
+def test_attached_models(pairs):
+    transformers = pytest.importorskip("transformers")
+    from models import attach
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=D, intermediate_size=20, num_hidden_layers=3,
+        num_attention_heads=HEADS, num_key_value_heads=1, max_position_embeddings=16, head_dim=D_HEAD,
+    )  # fmt: skip
+    reference = transformers.LlamaForCausalLM(config).double().eval()
+    model = copy.deepcopy(reference)
+    attach(model)
+    d = dictionary(reads="blocks.1.ln2.normalized", writes="blocks.1.mlp_out")
+    before = model(TOKENS).logits
+    with splice(model, d) as runner:
+        assert torch.equal(model(TOKENS).logits, before)
+        features = runner.capture(TOKENS, names="*.features")["features", 1]
+        jobs = [{"blocks.1.mlp_out.features": edits.zero(feature=n)} for n in range(7)]
+        swept = sweep(model, pairs, jobs)
+        assert_close(swept.values, sweep(model, pairs, jobs, exact="rerun").values)
+    read = []
+    layer = reference.model.layers[1]
+    layer.mlp.register_forward_pre_hook(lambda m, args: read.append(args[0]))
+    with splice(model, d, error=None):
+        logits = model(TOKENS).logits
+    reference(TOKENS)
+    expected = d.encode(read[0])
+    assert_close(features, expected)
+    layer.mlp.register_forward_hook(lambda m, args, out: expected @ d.W_dec + d.b_dec)
+    assert_close(logits, reference(TOKENS).logits)
+
+
+def test_a_point_that_a_fused_kernel_skips_is_reached(model):
+    d = dictionary(1, 1, activation=nn.ReLU())
+    with pytest.raises(ValueError, match="vectors at positions"):
+        splice(model, {"blocks.0.ln1.scale": d}).__enter__()
+    with pytest.raises(ValueError, match="vectors at positions"):
+        splice(model, {"blocks.0.attn.pattern": d}).__enter__()
+
+
+def test_two_at_a_time_and_leaving_after_an_error(model):
+    before = model(TOKENS)
+    one, two = dictionary(), dictionary(seed=1)
+    with splice(model, {"blocks.0.resid_post": one, "blocks.1.resid_post": two}, error=None):
+        both = model(TOKENS)
+    with splice(model, {"blocks.0.resid_post": one}, error=None):
+        with splice(model, {"blocks.1.resid_post": two}, error=None):
+            assert torch.equal(model(TOKENS), both)
+        alone = model(TOKENS)
+        with pytest.raises(HookError, match="leave that with first"):
+            splice(model, {"blocks.0.resid_post": two}).__enter__()
+        assert torch.equal(model(TOKENS), alone)
+    with pytest.raises(ZeroDivisionError), splice(model, {"blocks.0.resid_post": one}, error=None):
+        raise ZeroDivisionError
+    assert torch.equal(model(TOKENS), before)
+
+
+def test_a_dictionary_that_never_acts_is_an_error():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            return self.used(x)
+
+    lazy = Skips().double().eval()
+    with pytest.raises(NeverFiredError, match="unused"), splice(lazy, {"unused": dictionary()}):
+        lazy(torch.zeros(2, 3, D, dtype=torch.float64))
+
+
+WRONG = {
+    "no such point": ({"blocks.1.resid_pots": dictionary()}, {}, UnknownNameError, "resid_post"),
+    "width": ({"blocks.1.resid_post": dictionary(7, 7)}, {}, ValueError, "read 12 numbers"),
+    "written width": (
+        {"blocks.1.mlp_out": dictionary(D, 7, reads="blocks.1.ln2.normalized")},
+        {},
+        ValueError,
+        "write 12 numbers",
+    ),
+    "heads in a row": ({"blocks.1.attn.z": dictionary(D_HEAD, D_HEAD)}, {}, ValueError, "12"),
+    "reads nothing": ({"blocks.1.mlp_out": dictionary(skip=True)}, {}, ValueError, "reads="),
+    "another block": (
+        {"blocks.1.mlp_out": dictionary(skip=True)},
+        {"reads": "blocks.0.resid_post"},
+        HookError,
+        "in the block",
+    ),
+    "no place": (dictionary(), {}, ValueError, "where it belongs"),
+    "error": ({"embed": dictionary()}, {"error": "dead"}, ValueError, "'live', 'frozen' or None"),
+    "no dictionary": ({"embed": nn.Linear(D, D)}, {}, TypeError, "load_sae"),
+    "several layers": (
+        {"embed": CrossLayerTranscoder([], [], [], torch.zeros(0, 1), [])},
+        {},
+        TypeError,
+        "attribution graphs",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_refusals_come_before_anything_runs(model, wrong):
+    dictionaries, options, kind, words = WRONG[wrong]
+    with pytest.raises(kind, match=words):
+        splice(model, dictionaries, **options).__enter__()
+    assert not any("features" in name for name in HookedRunner(model).points)
