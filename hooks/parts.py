@@ -99,7 +99,7 @@ def with_parts(
         NeverFiredError: on leaving, if forward passes ended inside and all missed the point of a part.
     """
     hooks = [_Passing(points[name], part) for name, part in parts.items()]
-    listening: list[tuple[nn.Module, PartHook | Wire]] = []
+    listening: list[tuple[nn.Module, _Passing | _Ran]] = []
     for hook in hooks:
         module, reads = hook.point.module, hook.part.reads
         taken = [name for name, _ in _points_of(hook.part) if hasattr(module, name)]

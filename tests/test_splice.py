@@ -236,7 +236,9 @@ def test_masked_runs_have_the_dictionaries(model, pairs):
 
 
 def test_lazy_caches_are_read_inside(model):
-    with splice(model, {"blocks.1.resid_post": dictionary(), "embed": dictionary(seed=1)}) as runner:
+    with splice(
+        model, {"blocks.1.resid_post": dictionary(), "embed": dictionary(seed=1)}
+    ) as runner:
         _, eager = runner.run_with_cache(TOKENS)
         _, lazy = runner.run_with_cache(TOKENS, lazy=True)
         for name in eager:

@@ -11,7 +11,9 @@ tensor(32)
 
 from interp.features.activations import Gated, GroupMax, JumpReLU, TopK
 from interp.features.dictionary import CrossLayerTranscoder, Dictionary, MatchingPursuit
-from interp.features.evaluation import evaluate_sae
+from interp.features.cards import FeatureCard, FeatureCards, feature_cards
+from interp.features.controls import purity, stability
+from interp.features.evaluation import DictionaryScores, evaluate_sae
 from interp.features.splicing import splice
 
 __all__ = [
@@ -22,6 +24,12 @@ __all__ = [
     "JumpReLU",
     "MatchingPursuit",
     "TopK",
+    "DictionaryScores",
+    "FeatureCard",
+    "FeatureCards",
     "evaluate_sae",
+    "feature_cards",
+    "purity",
+    "stability",
     "splice",
 ]

@@ -1,0 +1,219 @@
+"""Scores, cards and controls of dictionaries, against sums written out here."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from hooks import HookedRunner
+from interp.features import Dictionary, TopK, evaluate_sae, feature_cards, purity, splice, stability
+from interp.features.cards import FeatureCards
+from models import Transformer, TransformerConfig, generate, next_token_loss
+
+D, FEATURES = 12, 29
+TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8], [9, 7, 9, 3], [2, 3, 8, 4, 6, 2]]
+PLACE = "blocks.1.resid_post"
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = TransformerConfig(vocab_size=11, n_ctx=16, n_layers=2, n_heads=3, d_model=D)
+    made = Transformer(config).double().eval()
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.4)
+    made.unembedding.weight.data *= 5  # so that it is sure of its own words
+    return made
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    """What the model itself goes on with, so that it loses much without its values."""
+    starts, lengths = [[3, 8], [6, 2], [9, 7], [2, 3]], [7, 5, 4, 6]
+    return [
+        generate(model, torch.tensor([start]), max_new_tokens=length - 2, temperature=0.0)[0]
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+def exact(size=D):
+    """A dictionary that gives back what it reads: each direction and its opposite is a feature."""
+    both = torch.cat([torch.eye(size), -torch.eye(size)]).double()
+    zero = torch.zeros(2 * size, dtype=torch.float64)
+    return Dictionary(both.T, both, zero, zero[:size], nn.ReLU())
+
+
+def random(seed=0, k=5):
+    draw = torch.Generator().manual_seed(seed)
+    enc, dec = (torch.randn(D, FEATURES, generator=draw, dtype=torch.float64) for _ in range(2))
+    zero = torch.zeros(FEATURES, dtype=torch.float64)
+    return Dictionary(enc, dec.T / 9, zero, zero[:D], TopK(k))
+
+
+def test_identity_recovers_all_and_zero_nothing(model, texts):
+    scores = evaluate_sae(model, {PLACE: exact()}, texts, batch=3)
+    assert_close(scores.recovered().mean(), torch.ones(1, dtype=torch.float64))
+    assert_close(scores.recovered("mean").mean(), torch.ones(1, dtype=torch.float64))
+    assert_close(scores.kl, torch.zeros(4, dtype=torch.float64))
+    assert math.isclose(scores.points[PLACE].explained_variance, 1)
+    assert math.isclose(scores.points[PLACE].l0, D)
+    nothing = Dictionary(
+        torch.zeros(D, 3).double(), torch.zeros(3, D).double(), torch.zeros(3).double(),
+        torch.zeros(D).double(), nn.ReLU(),
+    )  # fmt: skip
+    scores = evaluate_sae(model, {PLACE: nothing}, texts)
+    assert_close(scores.recovered().mean(), torch.zeros(1, dtype=torch.float64))
+    assert (scores.points[PLACE].dead, scores.points[PLACE].dense) == (1, 0)
+
+
+@torch.no_grad()
+def test_scores_are_those_of_each_text_alone(model, texts):
+    d = random()
+    scores = evaluate_sae(model, {PLACE: d}, texts, batch=3)
+    values, active, losses, divergences = [], [], [], []
+    runner = HookedRunner(model)
+    for text in texts:
+        tokens = torch.tensor([text])
+        value = runner.capture(tokens, names=PLACE)[PLACE][0]
+        pre = value @ d.W_enc
+        features = torch.where(pre >= pre.sort().values[:, -5:-4], pre, 0).clamp(min=0)
+        values.append(value)
+        active.append(features)
+        logits = [
+            model(tokens),
+            runner.run_with_hooks(
+                tokens, hooks={PLACE: lambda x, point, f=features: (f @ d.W_dec)[None]}
+            ),
+        ]
+        logits.append(runner.run_with_hooks(tokens, hooks={PLACE: lambda x, point: x * 0}))
+        losses.append([next_token_loss(each, tokens).mean() for each in logits])
+        log_p, log_q = (each.log_softmax(-1) for each in logits[:2])
+        divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    mean = torch.cat(values).mean(0)
+    for text, loss in zip(texts, losses, strict=True):
+        tokens = torch.tensor([text])
+        put = {PLACE: lambda x, point: mean.expand_as(x).clone()}
+        loss.append(next_token_loss(runner.run_with_hooks(tokens, hooks=put), tokens).mean())
+    losses = torch.tensor(losses).T
+    # Means over positions are kept in float32 here.
+    assert_close(scores.losses, losses.double(), atol=1e-6, rtol=1e-6)
+    assert_close(scores.kl, torch.stack(divergences))
+    features, value = torch.cat(active), torch.cat(values)
+    error = (value - features @ d.W_dec).square().sum() / (value - mean).square().sum()
+    point = scores.points[PLACE]
+    assert math.isclose(point.explained_variance, 1 - error.item(), rel_tol=1e-9)
+    assert_close(point.density, (features != 0).double().mean(0).float())
+    assert math.isclose(point.l0, (features != 0).sum(1).double().mean().item())
+    gap = losses[2] - losses[0]
+    assert_close(scores.recovered().mean(), ((losses[2] - losses[1]).mean() / gap.mean())[None])
+    assert "explained variance" in repr(scores)
+
+
+def test_no_ratio_where_the_ablation_hardly_matters(model, texts):
+    quiet = Transformer(model.config).double().eval()
+    quiet.load_state_dict(model.state_dict())
+    for parameter in quiet.blocks[1].mlp.parameters():
+        parameter.data *= 1e-6
+    scores = evaluate_sae(quiet, {"blocks.1.mlp_out": exact()}, texts)
+    with pytest.raises(ValueError, match="must change the loss"):
+        scores.recovered()
+    assert "must change the loss" in repr(scores)
+
+
+def test_transcoders_are_scored_at_what_they_write(model):
+    mlp = model.blocks[0].mlp
+    zero = torch.zeros(D, dtype=torch.float64)
+    linear = Dictionary(
+        torch.zeros(D, 3).double(), torch.zeros(3, D).double(), torch.zeros(3).double(), zero, nn.ReLU(),
+        W_skip=torch.eye(D).double(), reads="blocks.0.ln2.normalized", writes="blocks.0.mlp_out",
+    )  # fmt: skip
+    scores = evaluate_sae(model, linear, TEXTS[:1])
+    tokens = torch.tensor(TEXTS[:1])
+    cache = HookedRunner(model).capture(
+        tokens, names=["blocks.0.ln2.normalized", "blocks.0.mlp_out"]
+    )
+    read, written = cache["ln2.normalized", 0][0], cache["mlp_out", 0][0]
+    assert_close(written, mlp(read[None])[0])
+    error = (written - read).square().sum() / (written - written.mean(0)).square().sum()
+    got = scores.points["blocks.0.mlp_out"].explained_variance
+    assert math.isclose(got, 1 - error.item(), rel_tol=1e-9)
+
+
+def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
+    d = random(k=3)
+    chosen = [28, 4]
+    cards = feature_cards(model, {PLACE: d}, TEXTS, chosen, k=2, batch=3)
+    values = {}
+    for n, text in enumerate(TEXTS):
+        with splice(model, {PLACE: d}) as runner:
+            values[n] = runner.capture(torch.tensor([text]), names="*.features")["features", 1][0]
+    whole = torch.cat([*values.values()])
+    for card in cards:
+        column = whole[:, card.index]
+        assert math.isclose(card.density, (column != 0).double().mean().item(), rel_tol=1e-6)
+        assert math.isclose(card.largest, column.max().item(), rel_tol=1e-6)
+        best = sorted(values, key=lambda n: -values[n][:, card.index].max())[:2]
+        for example, n in zip(card.examples, best, strict=False):
+            at = int(values[n][:, card.index].argmax())
+            assert [*example.tokens] == [str(token) for token in TEXTS[n]]
+            assert example.pos == at
+            assert_close(torch.tensor(example.activations), values[n][:, card.index].float())
+        logits = d.W_dec[card.index] - d.W_dec[card.index].mean()
+        logits = (logits * model.ln_final.weight) @ model.unembedding.weight.T
+        logits = logits - logits.mean()
+        assert [int(token) for token, _ in card.top] == logits.topk(2).indices.tolist()
+        assert [int(token) for token, _ in card.bottom] == (-logits).topk(2).indices.tolist()
+        assert_close(
+            torch.tensor([score for _, score in card.top]).double(),
+            logits.topk(2).values,
+            rtol=1e-5,
+            atol=1e-5,
+        )
+        cosines = nn.functional.cosine_similarity(d.W_dec, d.W_dec[card.index], dim=-1)
+        cosines[card.index] = -2
+        assert [n for n, _ in card.nearest] == cosines.topk(2).indices.tolist()
+        assert sum(card.histogram) == (column > 0).sum()
+    cards.save(tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "28.json").read_text())
+    assert data["index"] == 28
+    assert data["top_logits"] == [token for token, _ in cards[0].top]
+    again = FeatureCards.load(tmp_path / "out")
+    assert [card.index for card in again] == [4, 28]
+    assert again[1].examples == cards[0].examples
+    with pytest.raises(ValueError, match="0 to 28"):
+        feature_cards(model, {PLACE: d}, TEXTS, [29])
+    with pytest.raises(FileNotFoundError):
+        FeatureCards.load(tmp_path)
+
+
+def test_purity_of_features_and_neurons(model):
+    d = random(k=4)
+    with splice(model, {PLACE: d}) as runner:
+        shares = purity(model, TEXTS, f"{PLACE}.features", k=2, batch=3)
+        rows = [
+            runner.capture(torch.tensor([t]), names="*.features")["features", 1][0] for t in TEXTS
+        ]
+    tokens, values = torch.tensor(sum(TEXTS, [])), torch.cat(rows)
+    for n in range(FEATURES):
+        best = values[:, n].topk(2)
+        expected = 1.0 if len({*tokens[best.indices].tolist()}) == 1 else 0.5
+        if best.values[-1] <= 0:
+            assert shares[n].isnan()
+        else:
+            assert shares[n] == expected
+    assert shares.isfinite().any()
+    neurons = purity(model, TEXTS, "blocks.1.mlp.post", k=2)
+    assert neurons.shape == (4 * D,)
+
+
+def test_stability_is_the_best_cosine():
+    one, other = random(), random(seed=1)
+    expected = [
+        max(nn.functional.cosine_similarity(row, each, dim=0).item() for each in other.W_dec)
+        for row in one.W_dec
+    ]
+    assert_close(stability(one, other), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert_close(stability(one, one), torch.ones(FEATURES))
