@@ -92,8 +92,8 @@ class DictionaryScores:
         error = gap.std() / len(gap) ** 0.5 if len(gap) > 1 else gap.new_zeros(())
         if gap.mean() < max(0.01, 2 * error.item()):
             raise ValueError(
-                f"the ablation {ablation!r} must change the loss; it goes from {unedited.mean():.4f} to "
-                f"{ablated.mean():.4f} nats, so no share of that can be recovered"
+                f"the ablation {ablation!r} must raise the loss by at least 0.01 nats and two standard errors; it goes from "
+                f"{unedited.mean():.4f} to {ablated.mean():.4f} (standard error {error:.4f}), and a share of that says nothing"
             )
         values = (spliced - ablated)[None]
         return Result(
