@@ -1,4 +1,4 @@
-"""The command line: `hookscope report`, `points`, `lens`, `patch` and `generate`, or `python -m interp report`."""
+"""The command line: `hookscope report`, `points`, `lens`, `patch`, `features` and `generate`, or `python -m interp report`."""
 
 import argparse
 import io
@@ -11,9 +11,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hooks import HookError
-from interp.cli import generate, lens, patch, points, report
+from interp.cli import features, generate, lens, patch, points, report
 
-COMMANDS = {"report": report, "points": points, "lens": lens, "patch": patch, "generate": generate}
+COMMANDS = {
+    "report": report,
+    "points": points,
+    "lens": lens,
+    "patch": patch,
+    "features": features,
+    "generate": generate,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

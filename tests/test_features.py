@@ -25,7 +25,7 @@ def model():
     made = Transformer(config).double().eval()
     for parameter in made.parameters():
         parameter.data.normal_(std=0.4)
-    made.unembedding.weight.data *= 5  # so that it is sure of its own words
+    made.unembedding.weight.data *= 20  # so that it is sure of its own words
     return made
 
 

@@ -10,26 +10,28 @@ tensor(32)
 """
 
 from interp.features.activations import Gated, GroupMax, JumpReLU, TopK
-from interp.features.dictionary import CrossLayerTranscoder, Dictionary, MatchingPursuit
 from interp.features.cards import FeatureCard, FeatureCards, feature_cards
 from interp.features.controls import purity, stability
+from interp.features.dictionary import CrossLayerTranscoder, Dictionary, MatchingPursuit
 from interp.features.evaluation import DictionaryScores, evaluate_sae
+from interp.features.loading import load_sae
 from interp.features.splicing import splice
 
 __all__ = [
     "CrossLayerTranscoder",
     "Dictionary",
+    "DictionaryScores",
+    "FeatureCard",
+    "FeatureCards",
     "Gated",
     "GroupMax",
     "JumpReLU",
     "MatchingPursuit",
     "TopK",
-    "DictionaryScores",
-    "FeatureCard",
-    "FeatureCards",
     "evaluate_sae",
     "feature_cards",
+    "load_sae",
     "purity",
-    "stability",
     "splice",
+    "stability",
 ]

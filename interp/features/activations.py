@@ -12,17 +12,21 @@ class JumpReLU(nn.Module):
 
     Args:
         threshold: one for each feature, or one for all.
+        relu: whether negative values above a negative threshold become 0.
     """
 
     threshold: Tensor
 
-    def __init__(self, threshold: Float[Tensor, " feature"] | Float[Tensor, ""]) -> None:
+    def __init__(
+        self, threshold: Float[Tensor, " feature"] | Float[Tensor, ""], relu: bool = True
+    ) -> None:
         super().__init__()
+        self.relu = relu
         self.register_buffer("threshold", threshold)
 
     def forward(self, pre: Features) -> Features:
         """Return the features."""
-        return pre.relu() * (pre > self.threshold)
+        return (pre.relu() if self.relu else pre) * (pre > self.threshold)
 
 
 class TopK(nn.Module):

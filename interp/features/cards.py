@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from hooks import storage
 from hooks._torch import without_gradients
 from hooks.transfer import to_device
+from interp import pictures
 from interp.features.dictionary import Dictionary
-from interp.features.splicing import placed, splice
+from interp.features.splicing import Dictionaries, placed, splice
 from interp.inputs.texts import Texts, batches, writer_of
 from interp.inputs.token_positions import real_of
 from interp.protocol import n_logits, runner_of
@@ -135,6 +136,9 @@ class FeatureCards(list[FeatureCard]):
         more = f"\nand {len(self) - 5} more" if len(self) > 5 else ""
         return "\n".join(map(repr, self[:5])) + more
 
+    def _repr_html_(self) -> str:
+        return pictures.features(self)._repr_html_() if self else repr(self)
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a JSON file of Neuronpedia's format for each feature, named by its number."""
         folder = Path(directory)
@@ -157,7 +161,7 @@ class FeatureCards(list[FeatureCard]):
 @without_gradients
 def feature_cards(
     model: nn.Module,
-    dictionary: Mapping[str, Dictionary] | Dictionary,
+    dictionary: Dictionaries,
     texts: Texts,
     features: Sequence[int],
     *,

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from hooks import Hook, Point
 from hooks._torch import without_gradients
 from hooks.transfer import to_device
-from interp.features.dictionary import Dictionary
-from interp.features.splicing import SplicedDictionary, placed, splice
+from interp.features.splicing import Dictionaries, SplicedDictionary, placed, splice
 from interp.inputs.texts import Text, Texts, batches
 from interp.inputs.token_positions import real_of
 from interp.measuring import measure
@@ -129,7 +128,7 @@ class DictionaryScores:
 @without_gradients
 def evaluate_sae(
     model: nn.Module,
-    dictionaries: Mapping[str, Dictionary] | Dictionary,
+    dictionaries: Dictionaries,
     texts: Texts,
     *,
     reads: str | Mapping[str, str] | None = None,

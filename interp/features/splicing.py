@@ -26,6 +26,9 @@ from interp.protocol import of, runner_of
 Error = Literal["live", "frozen"] | None
 """What becomes of the error, the part of a value that the dictionary does not explain; see `splice`."""
 
+Dictionaries = Mapping[str, Dictionary] | Dictionary | CrossLayerTranscoder
+"""Dictionaries by the points where they stand, or one that says where it belongs."""
+
 Value = Float[Tensor, "batch pos *axes"]
 
 
@@ -88,7 +91,7 @@ class SplicedDictionary(Part):
 @contextmanager
 def splice(
     model: nn.Module,
-    dictionaries: Mapping[str, Dictionary] | Dictionary,
+    dictionaries: Dictionaries,
     *,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
@@ -125,7 +128,7 @@ def splice(
     ...     logits, cache = runner.run_with_cache("def f(x):", names="*.features")
     ...     without = runner.run_with_hooks("def f(x):", hooks={"*.features": edits.zero(feature=[3, 7])})
     >>> cache
-    ActivationCache of 1 value, 4,608 bytes
+    ActivationCache of 1 values, 4,608 bytes
       blocks.1.resid_post.features  float32 [1, 9, 128]  batch pos feature
     """
     if error not in ("live", "frozen", None):
@@ -137,13 +140,13 @@ def splice(
 
 def placed(
     runner: HookedRunner,
-    dictionaries: Mapping[str, Dictionary] | Dictionary,
+    dictionaries: Dictionaries,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
 ) -> dict[str, SplicedDictionary]:
     """Dictionaries as parts for points of a model; see `splice`."""
     if isinstance(dictionaries, nn.Module):
-        dictionaries = {_place_of(dictionaries): dictionaries}
+        dictionaries = {_place_of(dictionaries): dictionaries}  # type: ignore[dict-item]  # refused below
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
         if not isinstance(dictionary, Dictionary):

@@ -4,8 +4,9 @@ A `View` shows itself in a notebook, and has `.save("x.html")`, `.show()` and, w
 Figures of matplotlib need the extra `report`, so they are imported only when one is drawn.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -15,11 +16,14 @@ from hooks import ActivationCache
 from interp.pictures.parts import axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, plotted_axes, visible, visible_title
 
-__all__ = ["View", "circuit", "curves", "effects", "lens", "patterns", "text"]
+if TYPE_CHECKING:
+    from interp.features import FeatureCard
+
+__all__ = ["View", "circuit", "curves", "effects", "features", "lens", "patterns", "text"]
 
 # What a browser draws without a pause.
 _MOST_WEIGHTS, _MOST_COLUMNS, _MOST_TOKENS, _MOST_BARS, _MOST_EDGES = 1_300_000, 400, 4000, 60, 400
-_MOST_POINTS, _MOST_CELLS = 2000, 4000
+_MOST_POINTS, _MOST_CELLS, _MOST_CARDS = 2000, 4000, 12
 
 
 def patterns(cache: ActivationCache, model: nn.Module | None = None, example: int = 0) -> View:
@@ -234,6 +238,59 @@ def circuit(circuit: Any, curve: Any = None) -> View:
         sizes = (int(share * every) for share in curve.absolute.labels["edges"])
         part["faithfulness"] = [*zip(sizes, means, strict=True)]
     return View(repr(circuit), [part], circuit.plot)
+
+
+def features(cards: Sequence["FeatureCard"]) -> View:
+    """Draw cards of features: texts where each is active, how large it is how often, and the tokens that it moves.
+
+    Args:
+        cards: of `interp.features.feature_cards`.
+
+    Raises:
+        ValueError: if there is no card.
+
+    >>> from interp.features import FeatureCard
+    >>> features([FeatureCard(7, 0.25, top=[("a", 1.5)])])
+    View of feature 7: .save("x.html") writes it, .show() opens it
+    """
+    shown = cards[:_MOST_CARDS]
+    if not shown:
+        raise ValueError("cards must hold at least one feature; got none")
+    parts: list[dict[str, Any]] = []
+    for card in shown:
+        name = f"feature {card.index}, active at {100 * card.density:.3g} % of positions"
+        for n, example in enumerate(card.examples):
+            values = torch.tensor(example.activations)
+            parts.append({
+                "kind": "text", "title": name if n == 0 else "", "values": values, "first": 0,
+                "tokens": [visible(token) for token in example.tokens], "unit": "", "signed": False,
+                "limit": card.largest or limit_of(values), "note": "",
+            })  # fmt: skip
+        moved = [*card.top, *card.bottom[::-1]]
+        if moved and not math.isnan(moved[0][1]):
+            parts.append(_chart("logits that it raises and lowers", "token", moved, "logits"))
+        if any(card.histogram):
+            step = card.largest / len(card.histogram)
+            counts = [(f"{(n + 1) * step:.3g}", count) for n, count in enumerate(card.histogram)]
+            parts.append(
+                _chart("positions by the activation, up to", "activation", counts, "positions")
+            )
+    numbers = ", ".join(str(card.index) for card in shown)
+    note = thinned(len(cards), len(shown), "features")
+    if note and parts:
+        parts[0]["note"] = note
+    return View(f"feature{'s' * (len(shown) > 1)} {numbers}", parts)
+
+
+def _chart(title: str, axis: str, bars: Sequence[tuple[str, float]], unit: str) -> dict[str, Any]:
+    """Bars without intervals."""
+    values = torch.tensor([value for _, value in bars])
+    unknown = torch.full_like(values, torch.nan)
+    labels = [visible(label) for label, _ in bars]
+    return {
+        "kind": "bars", "title": title, "unit": unit, "values": values, "low": unknown, "high": unknown,
+        "axis": axis_part(axis, range(len(labels)), labels, len(labels)), "note": "",
+    }  # fmt: skip
 
 
 def curves(

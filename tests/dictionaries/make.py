@@ -1,0 +1,308 @@
+"""Makes the fixtures of tests/test_load_sae.py with the libraries whose formats they have.
+
+By hand, in an environment with sae-lens 6.54, eai-sparsify 1.3, dictionary-learning 0.1 and circuit-tracer 0.5:
+`python tests/dictionaries/make.py`. Each folder has the files that the library wrote, and `expected.safetensors`: inputs,
+and the features and the outputs that the library computed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+HERE = Path(__file__).parent
+D_IN, D_OUT, FEATURES, HEADS = 6, 5, 11, 2
+
+
+def inputs(*shape):
+    return torch.randn(7, *shape, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def randomize(module, scale=0.7):
+    draw = torch.Generator().manual_seed(0)
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and tensor.ndim:
+            tensor.copy_(torch.randn(tensor.shape, generator=draw) * scale)
+            if "threshold" in name and "log" not in name:
+                tensor.abs_()
+    return module
+
+
+def keep(name, x, features, output):
+    (HERE / name).mkdir(exist_ok=True)
+    tensors = {"x": x, "features": features, "output": output}
+    save_file(
+        {n: t.detach().contiguous() for n, t in tensors.items()},
+        HERE / name / "expected.safetensors",
+    )
+
+
+def sae_lens():
+    from sae_lens.saes.sae import SAE, SAEMetadata
+
+    common = {"metadata": {"model_name": "gpt2", "hook_name": "blocks.1.hook_resid_post"}}
+    out = {"hook_name_out": "blocks.1.hook_mlp_out", "hook_name": "blocks.1.hook_resid_mid"}
+    cases = {
+        "standard": {},
+        "standard_no_b_dec": {"apply_b_dec_to_input": False},
+        "standard_layer_norm": {"normalize_activations": "layer_norm"},
+        "standard_rescaled": {"normalize_activations": "constant_norm_rescale"},
+        "gated": {},
+        "gated_layer_norm": {"normalize_activations": "layer_norm"},
+        "jumprelu": {},
+        "topk": {"k": 3, "rescale_acts_by_decoder_norm": False},
+        "topk_by_norm": {"k": 3, "rescale_acts_by_decoder_norm": True},
+        "topk_rescaled": {"k": 4, "normalize_activations": "constant_norm_rescale"},
+        "abstopk": {"k": 3},
+        "matching_pursuit": {"residual_threshold": 1.5},
+        "matching_pursuit_long": {
+            "residual_threshold": 0.0,
+            "max_iterations": 9,
+            "stop_on_duplicate_support": False,
+        },
+        "matching_pursuit_no_b_dec": {"apply_b_dec_to_input": False, "residual_threshold": 0.8},
+        "transcoder": {"d_out": D_OUT, "apply_b_dec_to_input": False},
+        "transcoder_layer_norm": {
+            "d_out": D_OUT,
+            "apply_b_dec_to_input": False,
+            "normalize_activations": "layer_norm",
+        },
+        "skip_transcoder": {"d_out": D_OUT, "apply_b_dec_to_input": False},
+        "jumprelu_transcoder": {"d_out": D_OUT, "apply_b_dec_to_input": False},
+        "jumprelu_skip_transcoder": {"d_out": D_OUT, "apply_b_dec_to_input": False},
+        "standard_hook_z": {"reshape_activations": "hook_z"},
+    }
+    for name, fields in cases.items():
+        kind = next(k for k in sorted(KINDS, key=len, reverse=True) if name.startswith(k))
+        config = {"architecture": kind, "d_in": D_IN, "d_sae": FEATURES} | fields
+        config |= {"metadata": dict(common["metadata"])}
+        if "transcoder" in kind:
+            config["metadata"] |= out
+        if name.endswith("hook_z"):
+            config["metadata"]["hook_name"] = "blocks.1.attn.hook_z"
+        sae = randomize(SAE.from_dict(config))
+        folder = HERE / f"sae_lens_{name}"
+        sae.save_model(folder)
+        x = inputs(HEADS, D_IN // HEADS) if name.endswith("hook_z") else inputs(D_IN)
+        features = sae.encode(x)
+        keep(folder.name, x, features, sae(x))
+    # A file of version 5: one flat config, training settings included.
+    sae = randomize(
+        SAE.from_dict(
+            {
+                "architecture": "standard",
+                "d_in": D_IN,
+                "d_sae": FEATURES,
+                "metadata": common["metadata"],
+            }
+        )
+    )
+    folder = HERE / "sae_lens_old"
+    sae.save_model(folder)
+    old = {
+        "architecture": "standard", "d_in": D_IN, "d_sae": FEATURES, "activation_fn_str": "relu", "dtype": "torch.float32",
+        "apply_b_dec_to_input": True, "finetuning_scaling_factor": False, "model_name": "gpt2-small",
+        "hook_point": "blocks.1.hook_resid_pre", "hook_point_head_index": None, "context_size": 128, "prepend_bos": True,
+        "normalize_activations": "none", "dataset_path": "any", "lr": 0.0004, "device": "cpu",
+    }  # fmt: skip
+    (folder / "cfg.json").write_text(json.dumps(old))
+    read = SAE.load_from_disk(folder)
+    keep(folder.name, inputs(D_IN), read.encode(inputs(D_IN)), read(inputs(D_IN)))
+    # Trained with a factor, which they fold when they know it.
+    config = {
+        "architecture": "jumprelu",
+        "d_in": D_IN,
+        "d_sae": FEATURES,
+        "normalize_activations": "expected_average_only_in",
+    }
+    sae = randomize(SAE.from_dict(config | common))
+    folder = HERE / "sae_lens_factor"
+    sae.save_model(folder)
+    sae.fold_activation_norm_scaling_factor(1.7)
+    keep(folder.name, inputs(D_IN), sae.encode(inputs(D_IN)), sae(inputs(D_IN)))
+
+
+KINDS = (
+    *("standard", "gated", "jumprelu", "topk", "abstopk", "matching_pursuit", "transcoder"),
+    *("skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"),
+)
+
+
+def sae_lens_training():
+    """Checkpoints of a training that was not finished."""
+    from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
+
+    config = BatchTopKTrainingSAEConfig(
+        d_in=D_IN, d_sae=FEATURES, k=3, rescale_acts_by_decoder_norm=True
+    )
+    sae = randomize(BatchTopKTrainingSAE(config))
+    sae.topk_threshold.fill_(0.9)
+    folder = HERE / "sae_lens_batchtopk"
+    sae.save_inference_model(folder)
+    from sae_lens.saes.sae import SAE
+
+    read = SAE.load_from_disk(folder)
+    keep(folder.name, inputs(D_IN), read.encode(inputs(D_IN)), read(inputs(D_IN)))
+
+
+def sparsify():
+    from sparsify.config import SparseCoderConfig
+    from sparsify.sparse_coder import SparseCoder
+
+    for name, fields in {
+        "topk": {"k": 3},
+        "transcoder": {"k": 3, "transcode": True, "skip_connection": True},
+        "groupmax": {"k": 4, "activation": "groupmax"},
+    }.items():
+        features = 12 if name == "groupmax" else FEATURES
+        coder = randomize(SparseCoder(D_IN, SparseCoderConfig(num_latents=features, **fields)))
+        folder = HERE / f"sparsify_{name}" / "layers.1.mlp"
+        coder.save_to_disk(folder)
+        x = inputs(D_IN)
+        kept, numbers, _ = coder.encode(x)
+        dense = torch.zeros(len(x), features).scatter(-1, numbers, kept)
+        keep(f"sparsify_{name}/layers.1.mlp", x, dense, coder(x).sae_out)
+
+
+def dictionary_learning():
+    from dictionary_learning.dictionary import (
+        AutoEncoder,
+        AutoEncoderNew,
+        GatedAutoEncoder,
+        JumpReluAutoEncoder,
+    )
+    from dictionary_learning.trainers.batch_top_k import BatchTopKSAE
+    from dictionary_learning.trainers.matryoshka_batch_top_k import MatryoshkaBatchTopKSAE
+    from dictionary_learning.trainers.top_k import AutoEncoderTopK
+
+    for kind, more in {
+        AutoEncoder: (), AutoEncoderNew: (), GatedAutoEncoder: (), JumpReluAutoEncoder: (), AutoEncoderTopK: (3,),
+        BatchTopKSAE: (3,), MatryoshkaBatchTopKSAE: (3, [4, 7]),
+    }.items():  # fmt: skip
+        coder = randomize(kind(D_IN, FEATURES, *more))
+        if kind in (BatchTopKSAE, MatryoshkaBatchTopKSAE):
+            coder.threshold.fill_(0.8)
+        folder = HERE / f"dictionary_learning_{kind.__name__}"
+        folder.mkdir(exist_ok=True)
+        trainer = {
+            "dict_class": kind.__name__,
+            "activation_dim": D_IN,
+            "dict_size": FEATURES,
+            "layer": 1,
+            "lm_name": "EleutherAI/pythia-70m",
+            "submodule_name": "resid_post_layer_1",
+        }
+        (folder / "config.json").write_text(
+            json.dumps({"trainer": trainer, "buffer": {"ctx_len": 128}})
+        )
+        torch.save(coder.state_dict(), folder / "ae.pt")
+        keep(folder.name, inputs(D_IN), coder.encode(inputs(D_IN)), coder(inputs(D_IN)))
+    # As an interrupted training leaves it: what it knows, before the biases are scaled.
+    coder = randomize(BatchTopKSAE(D_IN, FEATURES, 3))
+    coder.threshold.fill_(0.8)
+    folder = HERE / "dictionary_learning_interrupted"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps({"trainer": trainer | {"dict_class": "BatchTopKSAE"}})
+    )
+    torch.save({"step": 40, "ae": coder.state_dict(), "norm_factor": 1.7}, folder / "ae.pt")
+    coder.scale_biases(1.7)
+    keep(folder.name, inputs(D_IN), coder.encode(inputs(D_IN)), coder(inputs(D_IN)))
+
+
+def circuit_tracer():
+    from circuit_tracer.transcoder.activation_functions import JumpReLU
+    from circuit_tracer.transcoder.cross_layer_transcoder import CrossLayerTranscoder, load_clt
+    from circuit_tracer.transcoder.single_layer_transcoder import (
+        SingleLayerTranscoder,
+        TranscoderSet,
+        load_gemma_scope_2_transcoder,
+        load_gemma_scope_transcoder,
+    )
+
+    options = {"device": torch.device("cpu"), "dtype": torch.float32}
+    layers = {
+        0: SingleLayerTranscoder(
+            D_IN, FEATURES, torch.nn.functional.relu, 0, skip_connection=True, **options
+        ),
+        1: SingleLayerTranscoder(
+            D_IN, FEATURES, JumpReLU(torch.zeros(FEATURES)), 1, skip_connection=True, **options
+        ),
+    }
+    for layer in layers.values():
+        randomize(layer)
+    folder = HERE / "circuit_tracer"
+    TranscoderSet(layers, "hook_resid_mid", "hook_mlp_out").to_safetensors(folder)
+    (folder / "config.yaml").write_text(
+        "model_kind: transcoder_set\nfeature_input_hook: hook_resid_mid\nfeature_output_hook: hook_mlp_out\n"
+    )
+    x = inputs(2, D_IN)
+    features = [layers[n].encode(x[:, n]) for n in layers]
+    output = [layers[n].decode(features[n], x[:, n]) for n in layers]
+    keep(folder.name, x, torch.stack(features, 1), torch.stack(output, 1))
+
+    for name, activation in {"relu": "relu", "jump_relu": "jump_relu"}.items():
+        clt = randomize(
+            CrossLayerTranscoder(
+                3,
+                FEATURES,
+                D_IN,
+                activation_function=activation,
+                lazy_decoder=False,
+                feature_input_hook="hook_resid_mid",
+                feature_output_hook="hook_mlp_out",
+                **options,
+            )
+        )
+        folder = HERE / f"cross_layer_{name}"
+        clt.to_safetensors(str(folder))
+        read = load_clt(str(folder), lazy_decoder=False, **options)
+        x = inputs(3, D_IN).transpose(0, 1)
+        features = read.encode(x)
+        output = read.decode(features.to_sparse())
+        keep(folder.name, x, features, output)
+
+    # Gemma Scope: the files as published, read by circuit-tracer.
+    draw = np.random.default_rng(0)
+    shapes = {
+        "W_enc": (D_IN, FEATURES),
+        "W_dec": (FEATURES, D_IN),
+        "b_enc": (FEATURES,),
+        "b_dec": (D_IN,),
+        "threshold": (FEATURES,),
+    }
+    arrays = {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["threshold"] = np.abs(arrays["threshold"])
+    folder = HERE / "gemma_scope"
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "params.npz", **arrays)
+    coder = load_gemma_scope_transcoder(str(folder / "params.npz"), 1, **options)
+    keep(folder.name, inputs(D_IN), coder.encode(inputs(D_IN)), coder(inputs(D_IN)))
+    folder = HERE / "gemma_scope_2"
+    folder.mkdir(exist_ok=True)
+    tensors = {
+        (n.lower() if n.startswith("W") else n): torch.from_numpy(array)
+        for n, array in arrays.items()
+    }
+    tensors["affine_skip_connection"] = torch.from_numpy(
+        draw.normal(size=(D_IN, D_IN)).astype(np.float32)
+    )
+    save_file(tensors, folder / "params.safetensors")
+    (folder / "config.json").write_text(json.dumps({
+        "architecture": "jump_relu", "model_name": "gemma-v3-1b-it", "hf_hook_point_in": "model.layers.1.pre_feedforward_layernorm.output",
+        "hf_hook_point_out": "model.layers.1.post_feedforward_layernorm.output", "affine_connection": True,
+    }))  # fmt: skip
+    coder = load_gemma_scope_2_transcoder(str(folder / "params.safetensors"), 1, **options)
+    keep(folder.name, inputs(D_IN), coder.encode(inputs(D_IN)), coder(inputs(D_IN)))
+
+
+if __name__ == "__main__":
+    for folder in HERE.iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    with torch.no_grad():
+        for make in (sae_lens, sae_lens_training, sparsify, dictionary_learning, circuit_tracer):
+            make()
