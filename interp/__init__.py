@@ -32,7 +32,7 @@ except ImportError as error:
         _sys.exit(f"error: {_reason}")
     raise ImportError(_reason) from error
 
-from interp import edits, graph, pictures, spectral
+from interp import edits, features, graph, pictures, spectral
 from interp.effects.attribution import attribution_patching
 from interp.effects.comparison import compare
 from interp.effects.edges import edge_attribution
@@ -42,6 +42,7 @@ from interp.effects.patch_top_k import patch_top_k
 from interp.effects.patching import activation_patching
 from interp.effects.paths import edge_patching, path_patching
 from interp.effects.top import top_attributions
+from interp.features import evaluate_sae, load_sae, splice
 from interp.graph import circuits
 from interp.graph.circuit import Circuit
 from interp.inputs.pairs import Pairs
@@ -97,13 +98,16 @@ __all__ = [
     "edge_attribution",
     "edge_patching",
     "edits",
+    "evaluate_sae",
     "faithfulness",
+    "features",
     "full_circuits",
     "graph",
     "head_scores",
     "integrated_gradients",
     "jacobian_lens",
     "kl_divergence",
+    "load_sae",
     "log_prob",
     "logit_diff",
     "logit_lens",
@@ -124,6 +128,7 @@ __all__ = [
     "singular_tokens",
     "spectra",
     "spectral",
+    "splice",
     "svd_targets",
     "sweep",
     "token_directions",

@@ -1,5 +1,6 @@
 """Scores, cards and controls of dictionaries, against sums written out here."""
 
+import itertools
 import json
 import math
 
@@ -195,7 +196,7 @@ def test_purity_of_features_and_neurons(model):
         rows = [
             runner.capture(torch.tensor([t]), names="*.features")["features", 1][0] for t in TEXTS
         ]
-    tokens, values = torch.tensor(sum(TEXTS, [])), torch.cat(rows)
+    tokens, values = torch.tensor([*itertools.chain(*TEXTS)]), torch.cat(rows)
     for n in range(FEATURES):
         best = values[:, n].topk(2)
         expected = 1.0 if len({*tokens[best.indices].tolist()}) == 1 else 0.5

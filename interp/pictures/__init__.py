@@ -6,7 +6,7 @@ Figures of matplotlib need the extra `report`, so they are imported only when on
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from interp.pictures.parts import axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, plotted_axes, visible, visible_title
-
-if TYPE_CHECKING:
-    from interp.features import FeatureCard
 
 __all__ = ["View", "circuit", "curves", "effects", "features", "lens", "patterns", "text"]
 
@@ -240,7 +237,7 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     return View(repr(circuit), [part], circuit.plot)
 
 
-def features(cards: Sequence["FeatureCard"]) -> View:
+def features(cards: Sequence[Any]) -> View:
     """Draw cards of features: texts where each is active, how large it is how often, and the tokens that it moves.
 
     Args:

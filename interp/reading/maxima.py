@@ -3,6 +3,7 @@
 import heapq
 import html
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -70,13 +71,14 @@ def max_activating(
     *,
     head: int | None = None,
     neuron: int | None = None,
+    feature: int | None = None,
     direction: Float[Tensor, " d"] | None = None,
     k: int = 10,
     batch: int = 16,
 ) -> Activations:
     """Runs the model on many texts, and keeps the `k` places where a value is largest.
 
-    The value is that of a neuron, or the dot product with a direction. A vector without a direction counts
+    The value is that of a neuron or a feature, or the dot product with a direction. A vector without a direction counts
     by its L2 norm.
 
     Args:
@@ -85,6 +87,7 @@ def max_activating(
         point: the name of a point with the axes `batch` and `pos`.
         head: a head, at a point that has them.
         neuron: a neuron, at a point that has them.
+        feature: a feature of a dictionary, at its point inside `splice`.
         direction: a vector along the last axis, when head and neuron are chosen.
         k: how many places to keep.
         batch: how many texts are read together.
@@ -107,11 +110,11 @@ def max_activating(
     """
     if k < 1:
         raise ValueError(f"k must be at least 1; got {k}")
-    runner = runner_of(model)
+    runner, chosen = runner_of(model), {"head": head, "neuron": neuron, "feature": feature}
     kept: list[Activation] = []
     for first, text in batches(texts, model, batch):
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))
-        values = _values(cache[point], cache.axes(point), point, head, neuron, direction)
+        values = _values(cache[point], cache.axes(point), point, chosen, direction)
         real = to_device(real_of(text.mask, values.shape), values.device)
         activations, places = values[real], real.nonzero()
         if bool(activations.isnan().any()):
@@ -138,14 +141,13 @@ def _values(
     value: Tensor,
     axes: tuple[str, ...],
     point: str,
-    head: int | None,
-    neuron: int | None,
+    chosen: Mapping[str, int | None],
     direction: Tensor | None,
 ) -> Float[Tensor, "batch pos"]:
     """One number for each position."""
     where = {
         next((declared for declared in SELECTS[name] if declared in axes), name): index
-        for name, index in (("head", head), ("neuron", neuron))
+        for name, index in chosen.items()
         if index is not None
     }
     rest = [axis for axis in axes if axis not in where]

@@ -41,7 +41,7 @@ def keep(name, x, features, output):
 
 
 def sae_lens():
-    from sae_lens.saes.sae import SAE, SAEMetadata
+    from sae_lens.saes.sae import SAE
 
     common = {"metadata": {"model_name": "gpt2", "hook_name": "blocks.1.hook_resid_post"}}
     out = {"hook_name_out": "blocks.1.hook_mlp_out", "hook_name": "blocks.1.hook_resid_mid"}
