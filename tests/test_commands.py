@@ -1,4 +1,4 @@
-"""The commands `points`, `lens`, `patch` and `generate`: what they print is what the Python calls give."""
+"""The commands `points`, `lens`, `patch`, `features` and `generate`: what they print is what the Python calls give."""
 
 import json
 import shlex
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from interp import Pairs, activation_patching, edits, logit_lens
+from interp import Pairs, activation_patching, edits, load_sae, logit_lens
 from interp.__main__ import COMMANDS, main
 from interp.cli.edits import parsed
 from models import generate_text, load
@@ -33,7 +33,7 @@ def refused(capsys, *arguments):
     return err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["points", "lens", "patch", "generate"])
+@pytest.mark.parametrize("name", ["points", "lens", "patch", "features", "generate"])
 def test_the_example_in_the_help_runs(name, capsys):
     with pytest.raises(SystemExit):
         main([name, "--help"])
@@ -52,6 +52,22 @@ def test_the_lens_is_that_of_python(capsys):
     table = printed(capsys, "lens", "--prompt", CLEAN, "--last", "2").splitlines()
     assert table[0].split() == ["stream", "'V'", "'8'"]
     assert table[-2].split()[-2] == repr(data["likeliest"][-1][-1][0])
+
+
+def test_features_are_those_of_python(capsys):
+    model, point = load("pydoc-4l"), "blocks.1.mlp_out"
+    transcoder = load_sae("pydoc-4l/transcoders")[point]
+    given = ["features", "--prompt", CLEAN, "--dictionary", "pydoc-4l/transcoders", "--at", point]
+    data = json.loads(printed(capsys, *given, "--top", "3", "--json"))
+    read = HookedRunner(model).capture(CLEAN, names=transcoder.reads)[transcoder.reads]
+    best = transcoder.encode(read)[0].amax(0).topk(3)
+    assert [card["index"] for card in data] == best.indices.tolist()
+    torch.testing.assert_close(torch.tensor([card["act_max"] for card in data]), best.values)
+    assert "feature 5:" in printed(capsys, *given, "--feature", "5")
+    assert "blocks.3.mlp_out" in refused(capsys, *given[:-2])
+    assert "1023" in refused(capsys, *given, "--feature", "1024")
+    assert "no hook point" in refused(capsys, "features", "--prompt", "x", "--at", "nowhere")
+    assert "cfg.json" in refused(capsys, "features", "--prompt", "x", "--dictionary", "no/where")
 
 
 def test_patches_are_those_of_python(capsys):

@@ -16,6 +16,8 @@ import torch
 import interp
 from hooks import HookedRunner
 from interp import Circuit, Result, pictures
+from interp.features import FeatureCard, FeatureCards
+from interp.features.cards import Example
 from interp.graph import Graph
 from models import load
 
@@ -259,3 +261,27 @@ def test_plots_have_a_figure(values):
     axes = pictures.curves({"a": [3.0, 2.0]}, axis="rank").figure.axes[0]
     assert axes.lines[0].get_ydata().tolist() == [3.0, 2.0]
     assert pictures.effects(Result(values, ("row", "column", "example"))).figure.axes
+
+
+def test_cards_of_features():
+    example = Example([HOSTILE[0], "a", "b"], [0.5, 2.0, 0.0], 1)
+    card = FeatureCard(
+        7, 0.25, [example, example], [(HOSTILE[1], 1.5)], [("z", -0.5)], [(3, 0.9)], [0.0, 4.0], 2.0
+    )
+    view = pictures.features([card, FeatureCard(9, 0.0)])
+    kinds = [part["kind"] for part in embedded(view.html())]
+    assert kinds == ["text", "text", "bars", "bars"]
+    texts, bars = view.parts[:2], view.parts[2:]
+    assert texts[0]["values"].tolist() == [0.5, 2.0, 0.0]
+    assert texts[0]["limit"] == 2.0
+    assert bars[0]["values"].tolist() == [1.5, -0.5]
+    assert bars[1]["values"].tolist() == [0.0, 4.0]
+    assert [*bars[1]["axis"]["words"]] == ["1", "2"]
+    page = view.html()
+    assert "<h2>Feature 7, active at 25.00% of positions</h2>" in page
+    assert "hacked=1</script>" not in page
+    cards = FeatureCards([FeatureCard(n, 0.5, [example]) for n in range(13)])
+    assert "12 of 13 features" in pictures.features(cards).html()
+    assert "<iframe" in cards._repr_html_()
+    with pytest.raises(ValueError, match="at least one"):
+        pictures.features([])

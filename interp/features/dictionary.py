@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
-from interp.features.activations import Features
+from interp.features.activations import Features, TopK
 
 Norm = Literal["none", "constant_norm_rescale", "layer_norm"]
 
@@ -123,8 +124,7 @@ class Dictionary(nn.Module):
             features: any features, or differences of them.
             x: what was read. It matters only with a norm.
         """
-        written = features @ self.W_dec
-        return written * self._scale(x) if self._undoes_norm else written
+        return self._in_units_of(x, features @ self.W_dec)
 
     def decode(
         self, features: Features, x: Float[Tensor, "*rows d_in"]
@@ -139,7 +139,13 @@ class Dictionary(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
         """Return the output: of an autoencoder the reconstruction of `x`, of a transcoder that of what it replaces."""
-        return self.decode(self.encode(x), x)
+        if not isinstance(self.activation, TopK):
+            return self.decode(self.encode(x), x)
+        # Few features of many: their rows are added up, and no tensor of all features is made.
+        kept, numbers = self.activation.top(self.pre_activations(x))
+        rows, weights = numbers.flatten(0, -2), kept.flatten(0, -2)
+        sums = embedding_bag(rows, self.W_dec, per_sample_weights=weights, mode="sum")
+        return self._in_units_of(x, sums.view(*x.shape[:-1], -1)) + self._constant(x)
 
     def with_input_gain(self, gain: Float[Tensor, " d_in"]) -> "Dictionary":
         """Return a dictionary that reads `x * gain` as this one reads `x`.
@@ -179,6 +185,12 @@ class Dictionary(nn.Module):
     @property
     def _undoes_norm(self) -> bool:
         return self.norm != "none" and not self.is_transcoder
+
+    def _in_units_of(
+        self, x: Float[Tensor, "*rows d_in"], written: Float[Tensor, "*rows d_out"]
+    ) -> Float[Tensor, "*rows d_out"]:
+        """What is written, with the norm of an autoencoder undone."""
+        return written * self._scale(x) if self._undoes_norm else written
 
     def _scale(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows 1"]:
         """What the norm divides by, without what keeps it from 0."""

@@ -255,23 +255,27 @@ def features(cards: Sequence[Any]) -> View:
         raise ValueError("cards must hold at least one feature; got none")
     parts: list[dict[str, Any]] = []
     for card in shown:
-        name = f"feature {card.index}, active at {100 * card.density:.3g} % of positions"
+        mine: list[dict[str, Any]] = []
         for n, example in enumerate(card.examples):
             values = torch.tensor(example.activations)
-            parts.append({
-                "kind": "text", "title": name if n == 0 else "", "values": values, "first": 0,
+            mine.append({
+                "kind": "text", "title": "" if n else f"feature {card.index}", "values": values, "first": 0,
                 "tokens": [visible(token) for token in example.tokens], "unit": "", "signed": False,
                 "limit": card.largest or limit_of(values), "note": "",
             })  # fmt: skip
         moved = [*card.top, *card.bottom[::-1]]
         if moved and not math.isnan(moved[0][1]):
-            parts.append(_chart("logits that it raises and lowers", "token", moved, "logits"))
+            mine.append(_chart("logits that a feature of 1 adds", "token", moved, "logits"))
         if any(card.histogram):
             step = card.largest / len(card.histogram)
-            counts = [(f"{(n + 1) * step:.3g}", count) for n, count in enumerate(card.histogram)]
-            parts.append(
-                _chart("positions by the activation, up to", "activation", counts, "positions")
+            ends = (f"{(n + 1) * step:.3g}" for n in range(len(card.histogram)))
+            counts = [*zip(ends, card.histogram, strict=True)]
+            mine.append(
+                _chart("how many positions have it, by its size", "activation", counts, "positions")
             )
+        if mine:
+            mine[0]["heading"] = f"Feature {card.index}, active at {card.density:.2%} of positions"
+        parts += mine
     numbers = ", ".join(str(card.index) for card in shown)
     note = thinned(len(cards), len(shown), "features")
     if note and parts:
@@ -286,7 +290,7 @@ def _chart(title: str, axis: str, bars: Sequence[tuple[str, float]], unit: str) 
     labels = [visible(label) for label, _ in bars]
     return {
         "kind": "bars", "title": title, "unit": unit, "values": values, "low": unknown, "high": unknown,
-        "axis": axis_part(axis, range(len(labels)), labels, len(labels)), "note": "",
+        "axis": axis_part(axis, range(len(labels)), labels, len(labels)), "note": title[0].upper() + title[1:] + ".",
     }  # fmt: skip
 
 

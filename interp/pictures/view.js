@@ -238,7 +238,7 @@ function text(part, box) {
   const values = numbers(part.values), strip = make("div", "text");
   strip.setAttribute("role", "application");
   strip.setAttribute("aria-label", `${part.title || "text"}; arrow keys move from token to token`);
-  box.append(legend(part), strip);
+  box.append(...(part.title ? [legend(part)] : []), strip);
   const redraw = () => {
     strip.replaceChildren(...part.tokens.map((token, i) => {
       const span = make("span", part.marked?.includes(i) ? "changed" : "", token), colour = Number.isNaN(values[i]) ? colours.paper : paint(values[i], part.limit);

@@ -96,7 +96,11 @@ class View:
         Args:
             body: HTML with a `<figure data-part="0">` for each part; None for the title and the parts.
         """
-        places = "".join(f'<figure data-part="{n}"></figure>' for n in range(len(self.parts)))
+        headings = (part.get("heading", "") for part in self.parts)
+        places = "".join(
+            f'{heading and f"<h2>{html.escape(heading)}</h2>"}<figure data-part="{n}"></figure>'
+            for n, heading in enumerate(headings)
+        )
         body = body or f"<main><h1>{html.escape(visible_title(self.title))}</h1>{places}</main>"
         whole = _page(self.title, body, self.parts, exact=True)
         return whole if len(whole) <= BUDGET else _page(self.title, body, self.parts, exact=False)

@@ -31,6 +31,7 @@ from interp import (
     run_circuit,
     sweep,
 )
+from interp.features import Dictionary, TopK, splice
 from models import attach, generate
 from tests.bench import gpu, peers, timing
 
@@ -91,6 +92,35 @@ def full() -> Calls:
         lens = peers.of_transformer_lens(peers.SMALL)
         calls["TransformerLens, run_with_cache"] = lambda: lens.run_with_cache(tokens)
     return calls
+
+
+def spliced() -> Calls:
+    """A dictionary of 65,536 features at the middle of GPT-2-small shape, B=1 T=1024, to which nobody listens."""
+    tokens, bare, ours = peers.SMALL.tokens(), *(peers.ours(peers.SMALL) for _ in range(2))
+    splice(ours, {"blocks.5.resid_post": _dictionary()}).__enter__()
+    return {"plain forward": lambda: bare(tokens), "spliced, live": lambda: ours(tokens)}
+
+
+def reconstruction() -> Calls:
+    """A TopK dictionary of 65,536 features alone, on 1,024 vectors of size 768."""
+    dictionary, x = _dictionary(), torch.randn(1024, 768)
+    encoder = torch.nn.functional.linear
+    weight, bias = dictionary.W_enc.T.contiguous(), dictionary.b_enc
+
+    def reconstruct() -> torch.Tensor:
+        with torch.no_grad():
+            return dictionary(x)
+
+    def encode() -> torch.Tensor:
+        with torch.no_grad():
+            return encoder(x, weight, bias).topk(32, sorted=False).values
+
+    return {"encoder product and top-k": encode, "hookscope, reconstruction": reconstruct}
+
+
+def _dictionary() -> Dictionary:
+    W = torch.randn(768, 65_536) / 768**0.5
+    return Dictionary(W, W.T.contiguous(), torch.zeros(65_536), torch.zeros(768), TopK(32))
 
 
 def attached() -> Calls:
@@ -357,6 +387,8 @@ ROWS: dict[str, Callable[[], Calls]] = {
     "cached-deep": cached_deep,
     "modules": modules,
     "full": full,
+    "spliced": spliced,
+    "reconstruction": reconstruction,
     "attached": attached,
     "attached-patterns": attached_patterns,
     "sweep-pos": sweep_pos,

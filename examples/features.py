@@ -1,0 +1,83 @@
+"""Opens a sparse autoencoder of the bundled model: what its features do, and what happens without them or with more of them.
+
+The text names a part, and asks for it again up to its last digit, which the model copies. The autoencoder stands in the
+residual stream after block 2, and has 1,024 features of which 32 are active at a position. It takes some ten seconds.
+
+    python examples/features.py --out out
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from commands import attempt, figures_parser, pydoc_text
+
+from interp import (
+    Pairs,
+    activation_patching,
+    edits,
+    evaluate_sae,
+    load_sae,
+    measure,
+    pictures,
+    splice,
+)
+from interp.features import feature_cards
+from models import generate_text, load, split
+
+CLEAN, CORRUPTED = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14")
+POINT = "blocks.2.resid_post"
+
+
+@torch.no_grad()
+def run(out: Path | None) -> None:
+    """Scores the autoencoder, finds the features that carry the digit, ablates them and steers with one."""
+    model, autoencoder = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
+    pairs = Pairs(CLEAN, CORRUPTED, ("1", "4")).read_by(model)
+    _, held_out = split(pydoc_text())
+    texts = [held_out[start : start + 200] for start in range(0, 20_000, 200)]
+    print(evaluate_sae(model, autoencoder, texts[:20]))
+
+    with splice(model, autoencoder) as runner:
+        effects = activation_patching(model, pairs, site="features")
+        print(
+            f"\nThe share of the answer that one feature of the clean text brings back\n{effects.normalized().top(4)}"
+        )
+        order = effects.mean()[0].argsort(descending=True)
+        best = [effects.labels["feature"][n] for n in order[:8].tolist()]
+
+        before = measure(pairs.metric, model(CLEAN)).item()
+        print(f"\nlogit of '1' less that of '4', after the clean text: {before:.2f}")
+        for n in (1, 8):
+            without = {f"{POINT}.features": edits.zero(feature=best[:n])}
+            after = measure(pairs.metric, runner.run_with_hooks(CLEAN, hooks=without)).item()
+            print(f"without the first {n} of these features: {after:.2f}")
+
+        # More of one feature at every position, also of the text that is generated.
+        start = "The "
+        print(
+            f"\n{start!r} goes on: {generate_text(model, start, max_new_tokens=40, temperature=0.0)!r}"
+        )
+        more = {f"{POINT}.features": edits.add(torch.tensor(12.0), feature=7)}
+        with runner.hooks(more):
+            steered = generate_text(model, start, max_new_tokens=40, temperature=0.0)
+        print(f"with 12 more of feature 7: {steered!r}")
+
+    cards = feature_cards(model, autoencoder, [*texts, CLEAN, CORRUPTED], best[:3], k=4)
+    print(f"\nWhere the first of them are active\n{cards}")
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        pictures.features(cards).save(out / "features.html")
+        print(f"{out / 'features.html'} shows the features")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    options = figures_parser(__doc__).parse_args(arguments)
+    return attempt(partial(run, options.out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
