@@ -126,7 +126,6 @@ def with_parts(
             for name, point in _points_of(hook.part):
                 if getattr(hook.point.module, name, None) is point:
                     delattr(hook.point.module, name)
-            hook.read.clear()
     require_fired(
         [hook.point.name for hook in hooks if hook.ran],
         {hook.point.name for hook in hooks if hook.fired},

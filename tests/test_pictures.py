@@ -151,8 +151,9 @@ def test_numbers_of_results_text_lines_and_circuits_are_read(seen):
     assert "2.5159 to 7.4841" in seen["bar"]
     assert "step 1" in seen["line"]
     assert "3.5" in seen["line"]
-    assert seen["edges"] == [4, 1]
-    assert seen["faithful"] == "1 of 4; faithfulness 0.5 (measured with 4 edges)"
+    assert seen["edges"] == [4, 2]
+    told = "2 of 4 (1 more lead nowhere); faithfulness 0.5 (measured with 4 edges)"
+    assert seen["faithful"] == told
     assert seen["edge"].startswith("m2 → logits")
     assert f"{MINUS}4" in seen["edge"]
 

@@ -182,6 +182,10 @@ def test_gradients(model, error):
         active = cache[names[1]] != 0
         expected = (features * active) @ d.W_enc.T + output @ d.W_skip.T
     assert_close(read, expected)
+    with splice(model, d, error=error) as runner:  # while nobody listens to the features
+        logits, cache = runner.run_with_cache(TOKENS, names=names[:1], grads=True)
+        logits[:, -1, 3].sum().backward()
+    assert_close(cache.grads[names[0]], expected)
     model.zero_grad()
 
 
@@ -327,6 +331,36 @@ def test_attached_models(pairs):
     assert_close(features, expected)
     layer.mlp.register_forward_hook(lambda m, args, out: expected @ d.W_dec + d.b_dec)
     assert_close(logits, reference(TOKENS).logits)
+
+
+def test_attention_that_an_attached_model_computes_unseen_is_seen():
+    transformers = pytest.importorskip("transformers")
+    from models import attach
+
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=11, hidden_size=D, n_layer=2, n_head=HEADS)
+    model = transformers.BloomForCausalLM(config).double().eval()
+    attach(model)
+    d, place = dictionary(), "blocks.1.attn.v"
+
+    def rebuilt(value, point):
+        return d(value.flatten(2)).view_as(value)
+
+    expected = HookedRunner(model).run_with_hooks(TOKENS, hooks={place: rebuilt}).logits
+    with splice(model, {place: d}, error=None):
+        assert_close(model(TOKENS).logits, expected)
+
+
+def test_hooks_that_were_there_before_see_what_is_passed_on(model):
+    place, d, seen = "blocks.1.resid_post", dictionary(), []
+    handle = HookedRunner(model).add({place: lambda value, point: seen.append(value.clone())})
+    try:
+        model(TOKENS)
+        with splice(model, {place: d}, error=None):
+            model(TOKENS)
+    finally:
+        handle.remove()
+    assert_close(seen[1], d(seen[0]))
 
 
 def test_a_point_that_a_fused_kernel_skips_is_reached(model):

@@ -115,9 +115,13 @@ def _summary(data: "ReportData") -> str:
         "largest share of the difference that one patch restores",
     ]
     for site, shares in data.shares().items():
-        layer, place, share = peak(shares)
+        # Where one token differs, the stream that enters layer 0 is the whole difference.
+        first = int(site == "resid_pre" and len(data.changed) == 1)
+        if len(shares) == first:
+            continue
+        layer, place, share = peak(shares[first:])
         where = f"head {place}" if site == "z" else f"position {place} {data.clean[place]!r}"
-        lines.append(f"  {site:<10} layer {layer} {where:<17} {share:7.1%}")
+        lines.append(f"  {site:<10} layer {layer + first} {where:<17} {share:7.1%}")
     return "\n".join(lines)
 
 

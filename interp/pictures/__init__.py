@@ -207,7 +207,7 @@ def effects(result: Any, facet: str | None = None) -> View:
 
 
 def circuit(circuit: Any, curve: Any = None) -> View:
-    """Draw a circuit: layers upward, edges by their scores; a slider keeps the strongest edges.
+    """Draw a circuit: layers upward, edges by their scores. A slider keeps the strongest that lead from input to output.
 
     Solid edges help the metric, dashed ones harm it. Only what is connected is drawn.
 

@@ -326,6 +326,15 @@ function lines(part, box) {
   return { redraw };
 }
 
+function reached(nodes, edges, from, to) {
+  const seen = new Set(nodes);
+  for (let size = -1; size !== seen.size;) {
+    size = seen.size;
+    for (const edge of edges) if (seen.has(edge[from])) seen.add(edge[to]);
+  }
+  return seen;
+}
+
 function network(part, box) {
   const scores = numbers(part.scores), slider = Object.assign(make("input"), { type: "range", min: 1, max: Math.max(1, part.edges.length), value: part.edges.length });
   const line = make("label", "legend", "edges, the strongest first "), shown = make("output"), frame = make("div", "box");
@@ -335,13 +344,15 @@ function network(part, box) {
   line.append(slider, shown);
   box.append(line, frame);
   const redraw = () => {
-    const kept = part.edges.slice(0, +slider.value), alive = new Set(kept.flatMap(([from, to]) => [from, to]));
+    const chosen = part.edges.slice(0, +slider.value).map((edge, i) => [...edge.slice(0, 2), edge[2], i]);
+    const ahead = reached(part.rows[0], chosen, 0, 1), back = reached(part.rows.at(-1), chosen, 1, 0);
+    const kept = chosen.filter(([from, to]) => ahead.has(from) && back.has(to)), alive = new Set(kept.flatMap(([from, to]) => [from, to]));
     const rows = part.rows.map(row => row.filter(node => alive.has(node))).filter(row => row.length);
     const width = Math.max(320, 86 * Math.max(1, ...rows.map(row => row.length))), height = 64 * rows.length, plot = svg(width, height, part.title), place = {};
     plot.style.maxWidth = "none";
     rows.forEach((row, r) => row.forEach((node, i) => { place[node] = [width * (i + 0.5) / row.length, height - 32 - 64 * r]; }));
     const most = Math.max(...scores.map(Math.abs).filter(Number.isFinite), 0) || 1, ports = { q: -22, k: 0, v: 22 };
-    const paths = kept.map(([from, to, port], i) => {
+    const paths = kept.map(([from, to, port, i]) => {
       const [x1, y1] = place[from], [x2, y2] = place[to], x = x2 + (ports[port] ?? 0), score = Number.isNaN(scores[i]) ? 0 : scores[i];
       const bulge = x1 === x ? 60 : 0, half = (y1 - y2 - 24) / 2;
       return shape("path", { d: `M${x1} ${y1 - 12}C${x1 + bulge} ${y1 - 12 - half} ${x + bulge} ${y2 + 12 + half} ${x} ${y2 + 12}`, fill: "none",
@@ -351,14 +362,15 @@ function network(part, box) {
     for (const [node, [x, y]] of Object.entries(place)) {
       const group = shape("g", { class: "node" });
       group.append(shape("rect", { x: x - 36, y: y - 12, width: 72, height: 24, rx: 6 }), shape("text", { x, y: y + 4, "text-anchor": "middle" }, short(node, 10)));
-      group.onpointermove = event => tell(event.clientX, event.clientY, node, kept.flatMap(([from, to, port], i) => from === node || to === node ? [[`${from} → ${to}${port ? ` ${port}` : ""}`, told(scores[i])]] : []).slice(0, 8));
+      group.onpointermove = event => tell(event.clientX, event.clientY, node, kept.flatMap(([from, to, port, i]) => from === node || to === node ? [[`${from} → ${to}${port ? ` ${port}` : ""}`, told(scores[i])]] : []).slice(0, 8));
       group.onpointerleave = hush;
       plot.append(group);
     }
-    spots(plot, paths, i => [`${kept[i][0]} → ${kept[i][1]}${kept[i][2] ? ` ${kept[i][2]}` : ""}`, [["score", `${told(scores[i])}`]]]);
+    spots(plot, paths, i => [`${kept[i][0]} → ${kept[i][1]}${kept[i][2] ? ` ${kept[i][2]}` : ""}`, [["score", `${told(scores[kept[i][3]])}`]]]);
     frame.replaceChildren(plot);
     const measured = (part.faithfulness ?? []).reduce((best, point) => !best || Math.abs(point[0] - slider.value) < Math.abs(best[0] - slider.value) ? point : best, null);
-    shown.textContent = `${kept.length} of ${part.edges.length}${measured ? `; faithfulness ${told(measured[1])} (measured with ${measured[0]} edges)` : ""}`;
+    const loose = chosen.length - kept.length;
+    shown.textContent = `${kept.length} of ${part.edges.length}${loose ? ` (${loose} more lead nowhere)` : ""}${measured ? `; faithfulness ${told(measured[1])} (measured with ${measured[0]} edges)` : ""}`;
   };
   slider.oninput = redraw;
   return { redraw };
