@@ -25,7 +25,7 @@ from interp import (
     splice,
 )
 from interp.features import feature_cards
-from models import generate_text, load, split
+from models import generate_text, load
 
 CLEAN, CORRUPTED = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14")
 POINT = "blocks.2.resid_post"
@@ -34,9 +34,12 @@ POINT = "blocks.2.resid_post"
 @torch.no_grad()
 def run(out: Path | None) -> None:
     """Scores the autoencoder, finds the features that carry the digit, ablates them and steers with one."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
     model, autoencoder = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
     pairs = Pairs(CLEAN, CORRUPTED, ("1", "4")).read_by(model)
-    _, held_out = split(pydoc_text())
+    documentation = pydoc_text()
+    held_out = documentation[len(documentation) * 9 // 10 :]  # not trained on
     texts = [held_out[start : start + 200] for start in range(0, 20_000, 200)]
     print(evaluate_sae(model, autoencoder, texts[:20]))
 
@@ -68,7 +71,6 @@ def run(out: Path | None) -> None:
     cards = feature_cards(model, autoencoder, [*texts, CLEAN, CORRUPTED], best[:3], k=4)
     print(f"\nWhere the first of them are active\n{cards}")
     if out:
-        out.mkdir(parents=True, exist_ok=True)
         pictures.features(cards).save(out / "features.html")
         print(f"{out / 'features.html'} shows the features")
 

@@ -77,6 +77,41 @@ def test_the_guides_of_circuits_and_readings(capsys):
     assert "Decomposition [component" in capsys.readouterr().out
 
 
+def test_the_tour_says_what_its_cells_show(capsys):
+    names = guide("tour")
+    out = capsys.readouterr().out
+    assert out.count("looks at position 13, '1'") == 4
+    assert names["patched"].mean()[3].max() > 0.4
+    assert names["streams"].mean()[3, 13] > 0.9
+    assert "35 of 479 edges" in repr(names["circuit"])
+
+
+def test_the_recipes(capsys):
+    names = guide("recipes")
+    assert {path.name for path in names["folder"].iterdir()} == {
+        "cache.safetensors",
+        "attention.html",
+    }
+    assert len(re.findall(r"  # [a-z]", (GUIDES / "recipes.py").read_text())) >= 40
+
+
+def test_the_guide_of_features(capsys):
+    scores = guide("features")["scores"]
+    assert scores.recovered().mean() > 0.8
+    assert "feature 1011: active" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_features_example(printed, tmp_path):
+    out = printed("features")
+    before, after = (
+        float(re.search(rf"{what}: (\S+)", out)[1])
+        for what in ("clean text", "first 8 of these features")
+    )
+    assert before > 7 > 4 > after
+    assert {path.name for path in tmp_path.iterdir()} == {"features.html"}
+
+
 def test_the_guide_of_pictures(capsys):
     assert "<iframe" in guide("pictures")["view"]._repr_html_()
 
@@ -120,7 +155,9 @@ def printed(monkeypatch, capsys, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["patching", "attribution", "reading", "induction_circuit", "ioi"])
+@pytest.mark.parametrize(
+    "name", ["patching", "attribution", "reading", "induction_circuit", "ioi", "features"]
+)
 def test_a_wrong_option_is_one_line(name, printed, capsys):
     example = import_module(name)
     for options in (["--out", __file__], ["--no-such-option"]):
