@@ -1,6 +1,6 @@
 """Metrics: functions from logits [batch, pos, vocab] to one number for each example [batch]."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -44,21 +44,11 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
     >>> logit_diff(right=2, wrong=0)(logits)
     tensor([3., 0.])
     """
-    at, call = Position(pos), f"logit_diff({short(right)}, {short(wrong)}, pos={short(pos)})"
-    if is_worded([right, wrong]):
 
-        def read(model: nn.Module) -> Metric:
-            return logit_diff(token_ids(model, right), token_ids(model, wrong), pos)
+    def score(logits: Tensor, right: Tensor, wrong: Tensor) -> Tensor:
+        return logits.gather(1, right).mean(1) - logits.gather(1, wrong).mean(1)
 
-        return WordedMetric(call, at.last, "logits", read)
-    first, second = tokens_of(right, 2), tokens_of(wrong, 2)
-
-    def metric(logits: Tensor) -> Tensor:
-        chosen = at(logits)
-        both = (chosen.gather(1, fitting(tokens, chosen)).mean(1) for tokens in (first, second))
-        return next(both) - next(both)
-
-    return TokenMetric(call, at.last, "logits", metric, at=at)
+    return _of_tokens("logit_diff", "logits", (right, wrong), pos, score, most=2)
 
 
 def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -75,7 +65,7 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(1, token)[:, 0]
 
-    return _of_token("log_prob", "nats", token, pos, score)
+    return _of_tokens("log_prob", "nats", (token,), pos, score)
 
 
 def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -90,9 +80,9 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     """
 
     def score(logits: Tensor, token: Tensor) -> Tensor:
-        return logits.argmax(-1) == token[:, 0]
+        return _unless_nan(logits.argmax(-1) == token[:, 0], logits)
 
-    return _of_token("accuracy", "", token, pos, score)
+    return _of_tokens("accuracy", "", (token,), pos, score)
 
 
 def rank(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -107,9 +97,9 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     """
 
     def score(logits: Tensor, token: Tensor) -> Tensor:
-        return (logits > logits.gather(1, token)).sum(-1)
+        return _unless_nan((logits > logits.gather(1, token)).sum(-1), logits)
 
-    return _of_token("rank", "ranks", token, pos, score)
+    return _of_tokens("rank", "ranks", (token,), pos, score)
 
 
 def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metric:
@@ -203,23 +193,32 @@ def kl_divergence(
     return TokenMetric(call, last, "nats", metric, unmasked, at)
 
 
-def _of_token(
-    name: str, unit: str, token: Tokens, pos: Tokens, score: Callable[[Tensor, Tensor], Tensor]
+def _of_tokens(
+    name: str,
+    unit: str,
+    tokens: Sequence[SeveralTokens],
+    pos: Tokens,
+    score: Callable[..., Tensor],
+    most: int = 1,
 ) -> Metric:
-    """A metric that scores one token [batch, 1] by the logits [batch, vocab] at one position."""
-    at, call = Position(pos), f"{name}({short(token)}, pos={short(pos)})"
-    if is_worded(token):
+    """A metric that scores tokens, each [batch, n], by the logits [batch, vocab] at one position."""
+    at = Position(pos)
+    call = f"{name}({', '.join(map(short, tokens))}, pos={short(pos)})"
+    if is_worded(tokens):
 
         def read(model: nn.Module) -> Metric:
-            return _of_token(name, unit, token_ids(model, token), pos, score)
+            return _of_tokens(name, unit, token_ids(model, tokens), pos, score, most)
 
         return WordedMetric(call, at.last, unit, read)
-    tokens = tokens_of(token)
+    ids = [tokens_of(one, most) for one in tokens]
 
     def metric(logits: Tensor) -> Tensor:
         chosen = at(logits)
-        values = score(chosen, fitting(tokens, chosen)).to(chosen.dtype)
-        # A comparison with NaN is false in silence.
-        return values.where(~chosen.isnan().any(-1), torch.nan)
+        return score(chosen, *(fitting(one, chosen) for one in ids))
 
     return TokenMetric(call, at.last, unit, metric, at=at)
+
+
+def _unless_nan(values: Tensor, logits: Tensor) -> Tensor:
+    """Values in the dtype of logits. A comparison with NaN is false in silence, so NaN there too."""
+    return values.to(logits.dtype).where(~logits.isnan().any(-1), torch.nan)
