@@ -85,15 +85,11 @@ def interchange(
     >>> edit(torch.ones(1, 2), Point("any", ("batch", "d_model")))
     tensor([[1., 6.]])
     """
-    basis = _orthonormal(subspace)
-
-    def change(
-        x: Shaped[Tensor, "*axes"], value: Shaped[Tensor, "..."], place: Place
-    ) -> Shaped[Tensor, "*axes"]:
-        return x + _inside(value - x, basis)
-
-    arguments = {"0": source, "1": subspace}
-    return Edit("interchange", change, arguments, _source(source, source_pos)).at(**where)
+    basis, arguments = _orthonormal(subspace), {"0": source, "1": subspace}
+    values = _source(source, source_pos)
+    return Edit(
+        "interchange", lambda x, value, place: x + _inside(value - x, basis), arguments, values
+    ).at(**where)
 
 
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
@@ -110,14 +106,8 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     >>> project_out(torch.tensor([0.0, 2.0]))(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
     tensor([[3., 0.]])
     """
-    basis = _orthonormal(directions)
-
-    def change(
-        x: Shaped[Tensor, "*axes"], value: Shaped[Tensor, "..."], place: Place
-    ) -> Shaped[Tensor, "*axes"]:
-        return x - _inside(x, basis)
-
-    return Edit("project_out", change, {"0": directions}).at(**where)
+    basis, arguments = _orthonormal(directions), {"0": directions}
+    return Edit("project_out", lambda x, value, place: x - _inside(x, basis), arguments).at(**where)
 
 
 def mean(
