@@ -214,13 +214,12 @@ def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
         )
     readers = {n: [name] for n, name in enumerate(graph.readers)}
     for layer in graph.layers:
-        for part in (layer.k, layer.v):
-            n_heads = (layer.heads.stop - layer.heads.start) // (part.stop - part.start)
-            for n in range(part.start, part.stop):
-                path, _, rest = graph.readers[n].partition(".h")
-                key_head, _, letter = rest.partition("<")
-                first = int(key_head) * n_heads
-                readers[n] = [f"{path}.h{head}<{letter}" for head in range(first, first + n_heads)]
+        heads = graph.writers[layer.heads]
+        for letter, part in (("k", layer.k), ("v", layer.v)):
+            n_heads = len(heads) // (part.stop - part.start)
+            for n in range(part.stop - part.start):
+                sharing = heads[n * n_heads : (n + 1) * n_heads]
+                readers[part.start + n] = [f"{head}<{letter}>" for head in sharing]
     return {
         (writer, reader): [f"{graph.writers[writer]}->{name}" for name in readers[reader]]
         for writer, reader in graph.allowed.nonzero().tolist()
