@@ -7,7 +7,6 @@ from typing import Literal
 from torch import nn
 
 from hooks._torch import without_gradients
-from hooks.errors import unknown_name
 from interp.graph.nodes import listed
 from interp.inputs.pairs import Direction, Pairs
 from interp.results.result import Result
@@ -117,21 +116,14 @@ def path_patching(
     runs = PathEdits(model, pairs, direction, max_bytes, split_embeddings)
     graph = runs.graph
     receivers = listed(receivers, "receivers")
-    senders = None if senders is None else listed(senders, "senders")
-    for what, names, known in (
-        ("receiver", receivers, graph.readers),
-        ("sender", senders or (), graph.writers),
-    ):
-        for name in names:
-            if name not in known:
-                raise unknown_name(name, known, f"{what} of this graph (such as {known[-2]!r})")
+    at = {graph.place("reader", name) for name in receivers}
     if not receivers or ("logits" in receivers and len(receivers) > 1):
         raise ValueError(f"receivers must be heads and MLPs, or 'logits' alone; got {[*receivers]}")
-    at = {graph.readers.index(name) for name in receivers}
     reached = graph.allowed[:, [*at]].any(1)
     if senders is None:
-        senders = tuple(itertools.compress(graph.writers, reached.tolist()))
-    places = [graph.writers.index(name) for name in senders]
+        senders = itertools.compress(graph.writers, reached.tolist())
+    senders = listed(senders, "senders")
+    places = [graph.place("writer", name) for name in senders]
     unread = [graph.writers[place] for place in places if not reached[place]]
     if unread or not places:
         raise ValueError(

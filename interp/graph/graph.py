@@ -6,7 +6,7 @@ block are among writers and readers, and on `Layer.written`, which says how its 
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -84,7 +84,8 @@ class Graph:
         self.layers = tuple(layer_of(n, block, writers, readers) for n, block in enumerate(blocks))
         add(readers, 2 * len(blocks), ["logits"])
         self.writers, self.readers = tuple(writers), tuple(readers)
-        self._places = [{name: n for n, name in enumerate(nodes)} for nodes in (writers, readers)]
+        nodes = {"writer": self.writers, "reader": self.readers}
+        self._places = {kind: {name: n for n, name in enumerate(nodes[kind])} for kind in nodes}
         varying = [
             layer.bias
             for layer in self.layers
@@ -134,6 +135,17 @@ class Graph:
         pairs = self.allowed.nonzero().tolist()
         return tuple(f"{self.writers[w]}->{self.readers[r]}" for w, r in pairs)
 
+    def place(self, kind: Literal["writer", "reader"], name: str) -> int:
+        """The place of a node among the writers or the readers.
+
+        Raises:
+            UnknownNameError: if there is no such node; it has close matches.
+        """
+        known = self._places[kind]
+        if name not in known:
+            raise unknown_name(name, known, f"{kind} of this graph (such as {[*known][-2]!r})")
+        return known[name]
+
     def index(self, edge: str) -> tuple[int, int]:
         """The places of an edge among writers and readers.
 
@@ -144,10 +156,7 @@ class Graph:
         names = edge.split("->")
         if len(names) != 2:
             raise ValueError(f"an edge must be 'writer->reader'; got {edge!r}")
-        for name, known, what in zip(names, self._places, ("writer", "reader"), strict=True):
-            if name not in known:
-                raise unknown_name(name, known, f"{what} of this graph")
-        writer, reader = (known[name] for name, known in zip(names, self._places, strict=True))
+        writer, reader = self.place("writer", names[0]), self.place("reader", names[1])
         if not self.allowed[writer, reader]:
             raise ValueError(
                 f"an edge must join a writer to a later reader, and a bias has none; got {edge}"
