@@ -94,10 +94,8 @@ def activation_patching(
             text.tokens, names=next(iter(names.values())), **text.arguments(model)
         )
         places = places_of(runner, choice, names, first, text)
-        effects = _swept(model, text, edit.at, names, places, pairs.metric, max_bytes)
-        words = worded(model, effects.labels, text)
-        about = {**effects.about, "site": site, "edit": repr(edit)}
-        return replace(effects, about=about, words=words)
+        effects = _swept(model, [text], edit.at, names, places, pairs.metric, max_bytes)
+        return replace(effects, about={**effects.about, "site": site, "edit": repr(edit)})
     runs = two_runs(runner, pairs, direction, names.values())
     effects = patched(model, runs.edited, runs.source, runs.cache, runs.metric, choice, max_bytes)
     return replace(effects, target=runs.target, about={**effects.about, **runs.about})
@@ -126,25 +124,26 @@ def patched(
     names = named(runner, choice)
     places = places_of(runner, choice, names, cache, edited, source)
     put = partial(edits.replace, cache)
-    effects = _swept(model, edited, put, names, places, metric, max_bytes)
-    words = worded(model, effects.labels, edited, source)
-    return replace(effects, about={**effects.about, "site": choice.site}, words=words)
+    effects = _swept(model, [edited, source], put, names, places, metric, max_bytes)
+    return replace(effects, about={**effects.about, "site": choice.site})
 
 
 def _swept(
     model: nn.Module,
-    text: Text,
+    texts: Sequence[Text],
     put: Callable[..., Edit],
     names: Mapping[int, str],
     places: Mapping[str, list[Place]],
     metric: Metric,
     max_bytes: int,
 ) -> Result:
-    jobs = entries(names, places, put)
-    swept = sweep_text(model, text, jobs, metric, max_bytes)
+    """The effects of what `put` makes at each place of the first text; words are of all texts."""
+    swept = sweep_text(model, texts[0], entries(names, places, put), metric, max_bytes)
+    labels = labels_of(places)
     return replace(
         swept,
         values=swept.values.view(*map(len, places.values()), -1),
         axes=(*places, "example"),
-        labels=labels_of(places),
+        labels=labels,
+        words=worded(model, labels, *texts),
     )
