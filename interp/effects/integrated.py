@@ -4,18 +4,16 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.transfer import to_device
 from interp import edits
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.token_positions import at_least_float32
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.estimates import Contrast, contrast, effects
-from interp.running.gradients.trapezoid import Steps, averaged
+from interp.running.gradients.trapezoid import Mean, Steps, averaged
 from interp.running.sites import Choice, Some
 
 
@@ -71,16 +69,20 @@ def integrated_gradients(
     start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
+    names, points = [*runs.names.values()], runs.runner.points
     paths = {
-        name: _Path(runs, name, start, first[name], steps, tolerance)
-        for name in runs.names.values()
+        name: _mean_gradient(runs, name, start, first[name], steps, tolerance)
+        for name in names
         if name in first
     }
-    taken = [paths[name].steps if name in paths else 0 for name in runs.names.values()]
-    none = torch.zeros_like(start.base)
-    gaps = [paths[name].gap if name in paths else none for name in runs.names.values()]
+    unread = Mean(start.base[None], [0], torch.zeros_like(start.base)[None])
+    taken = [paths.get(name, unread).steps[0] for name in names]
+    gaps = [paths.get(name, unread).gaps[0] for name in names]
     result = runs.of_layers(
-        {name: path.effects for name, path in paths.items()},
+        {
+            name: effects(points[name], start.values[name], path.values[0], runs.cache, runs.places)
+            for name, path in paths.items()
+        },
         start.base,
         estimate="integrated gradients",
         steps=taken,
@@ -92,65 +94,24 @@ def integrated_gradients(
     return result
 
 
-class _Path:
-    """The straight path of one point's values from base to target.
+def _mean_gradient(
+    runs: Contrast, name: str, start: Gradients, first: Tensor, steps: Steps, tolerance: float
+) -> Mean:
+    """The mean gradient while one point's values move from base to target, from the gradient at the start."""
+    base = start.values[name]
+    change = _whole_change(runs, runs.runner.points[name], base)
 
-    Args:
-        runs: the two runs.
-        name: the point.
-        start: the run at the beginning.
-        first: its gradient.
-        steps, tolerance: see `integrated_gradients`.
-
-    Attributes:
-        steps: into how many equal steps the path is divided.
-        gap: how far the effects are from adding up, as a share of the mean absolute change of the metric.
-        effects: the effect at each place.
-    """
-
-    def __init__(
-        self,
-        runs: Contrast,
-        name: str,
-        start: Gradients,
-        first: Tensor,
-        steps: Steps,
-        tolerance: float,
-    ) -> None:
-        self._runs, self._point = runs, runs.runner.points[name]
-        self._base = start.values[name]
-        self._change = _whole_change(runs, self._point, self._base)
-        last, end = self._gradient(1.0)
-        self._difference = to_device(end - start.base, self._base.device)
-        if not self._difference.isfinite().all():
-            raise ValueError(
-                f"the metric must be finite at both ends of a path; got others at {name}"
-            )
-        mean, (self.steps,) = averaged(
-            lambda paths, share: self._gradient(share)[0][None],
-            at_least_float32(first)[None],
-            last[None],
-            steps,
-            lambda means: self._gap(means[0]).max()[None],
-            tolerance,
-        )
-        self.gap = self._gap(mean[0])
-        self.effects = effects(self._point, self._base, mean[0], runs.cache, runs.places)
-
-    def _gap(self, mean: Tensor) -> Float[Tensor, " batch"]:
-        added = (self._change * mean).flatten(1).sum(1)
-        off = (added - self._difference).abs() / self._difference.abs().mean()
-        return off.nan_to_num(nan=0.0)  # 0 / 0, where nothing changes
-
-    def _gradient(self, share: float) -> tuple[Tensor, Tensor]:
-        """The gradient after a share of the path, and the metric there."""
-        value = (self._base + share * self._change).to(self._base.dtype)
-        name = self._point.name
-        gradients: dict[str, Tensor] = {}
-        with self._runs.runner.hooks({name: lambda activation, point: value}):
-            run = Gradients(self._runs.runner, self._runs.edited, self._runs.metric, [name])
+    def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
+        value, gradients = (base + share * change).to(base.dtype), dict[str, Tensor]()
+        with runs.runner.hooks({name: lambda activation, point: value}):
+            run = Gradients(runs.runner, runs.edited, runs.metric, [name])
         run.backward(gradients.__setitem__)
-        return at_least_float32(gradients[name]), run.base
+        return at_least_float32(gradients[name])[None], run.base[None]
+
+    def added(means: Tensor) -> Tensor:
+        return (change * means).flatten(2).sum(2)
+
+    return averaged(at, at_least_float32(first)[None], start.base, added, steps, tolerance)
 
 
 def _whole_change(runs: Contrast, point: Point, base: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Mean scores of edges along paths: while the input moves to another run's, or one writer at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,6 @@ from interp.running.gradients.edge_scores import Scores
 from interp.running.gradients.trapezoid import Steps, averaged
 
 _TOKENS = 1024  # of runs that are rows of one batch
-
-At = Callable[[Sequence[int], float], tuple[Tensor, Tensor]]
-"""The scores on some paths after a share of them, and the metrics there."""
 
 
 class Found(NamedTuple):
@@ -51,12 +49,12 @@ class Paths:
         tolerance: float,
     ) -> None:
         self._runner, self._text, self._metric = runner, text, metric
-        self._scores, self._base, self._size = scores, base, size
-        self._steps, self._tolerance = steps, tolerance
+        self._scores, self._batch = scores, len(base)
+        self._averaged = partial(averaged, base=base, steps=steps, tolerance=tolerance, size=size)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> Found:
         """The scores of all edges, from their values at the start of the path."""
-        # The input is the first writers, and only their edges have a known sum.
+        # The input is the first writers, and only their edges have a known sum. The last column is no edge.
         n = self._scores.graph.layers[0].heads.start
         change = self._scores.changes(slice(None))[:n].sum(0, keepdim=True)
 
@@ -64,12 +62,12 @@ class Paths:
             run = self._run(paths, change, share)
             return self._scores.of_all(run)[None], run.base[None]
 
-        mean, (steps,), gaps = self._averaged(at, first[None], lambda scores: scores[:, :n].sum(1))
-        return Found(mean[0], steps, gaps[0])
+        mean = self._averaged(at, first[None], added=lambda means: means[:, :n, :-1].sum((1, 2, 3)))
+        return Found(mean.values[0], mean.steps[0], mean.gaps[0])
 
     def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> Found:
         """The scores of each writer's edges on a path of its own."""
-        changes, batch = self._scores.changes(slice(None)), len(self._base)
+        changes, batch = self._scores.changes(slice(None)), self._batch
         at_once = max(1, _TOKENS // self._text.tokens.numel())
 
         def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
@@ -82,33 +80,12 @@ class Paths:
                 metrics.append(run.base.view(-1, batch))
             return torch.cat(scores), torch.cat(metrics)
 
-        mean, steps, gaps = self._averaged(at, first, lambda scores: scores)
-        return Found(mean, steps, gaps.amax(0))
-
-    def _averaged(
-        self, at: At, first: Float[Tensor, "path *axes"], moving: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, list[int], Float[Tensor, "path batch"]]:
-        """The mean scores, their steps, and how far the edges of what moves are from adding up."""
-        last, end = at(range(len(first)), 1.0)
-        difference = end - self._base
-
-        def gaps(means: Tensor) -> Tensor:
-            added = moving(means)[:, :-1].sum((1, 2))
-            return ((added - difference).abs() / self._size).nan_to_num()
-
-        mean, steps = averaged(
-            lambda paths, share: at(paths, share)[0],
-            first,
-            last,
-            self._steps,
-            lambda means: gaps(means).amax(1),
-            self._tolerance,
-        )
-        return mean, steps, gaps(mean)
+        mean = self._averaged(at, first, added=lambda means: means[:, :-1].sum((1, 2)))
+        return Found(mean.values, mean.steps, mean.gaps.amax(0))
 
     def _run(self, writers: Sequence[int], changes: Tensor, share: float) -> Gradients:
         """A run of copies of the text, in each of which one writer has moved."""
-        added, batch, n = self._scores.added, len(self._base), len(writers)
+        added, batch, n = self._scores.added, self._batch, len(writers)
 
         def moved(value: Tensor, point: Point) -> Tensor:
             move, here = self._scores.where.change, added[point.name]
