@@ -274,19 +274,10 @@ class Pairs:
 
     def digests(self) -> list[str]:
         """For each pair a digest of its texts, by which it can be recognised."""
-        texts = [(self.clean, self.attention_mask)]
-        if self.corrupted is not None:
-            texts.append((self.corrupted, self.corrupted_mask))
-        real = [
-            [
-                row[keep].tolist()
-                for row, keep in zip(tokens, real_of(mask, tokens.shape), strict=True)
-            ]
-            for tokens, mask in texts
-        ]
+        texts = [self.text] if self.corrupted is None else self.texts("noising")
         return [
             hashlib.blake2b(repr(pair).encode(), digest_size=8).hexdigest()
-            for pair in zip(*real, strict=True)
+            for pair in zip(*(text.listed() for text in texts), strict=True)
         ]
 
     def __len__(self) -> int:

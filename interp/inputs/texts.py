@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.transfer import to_device
+from interp.inputs.token_positions import real_of
 from interp.protocol import of
 
 
@@ -52,6 +53,15 @@ class Text(NamedTuple):
         position_ids = {} if self.mask is None or positions is None else positions(self.mask)
         return {**position_ids, **self.kwargs}
 
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens, on the tokens' device."""
+        return real_of(self.mask, self.tokens.shape).to(self.tokens.device)
+
+    def listed(self) -> list[list[int]]:
+        """The real tokens of each text."""
+        return [row[real].tolist() for row, real in zip(self.tokens, self.real, strict=True)]
+
     def rows(self, rows: slice) -> "Text":
         """Some of the texts, without spans."""
         return self._mapped(lambda value: value[rows])
@@ -77,8 +87,7 @@ def each_row(
 
 def are_aligned(one: Text, other: Text) -> bool:
     """Whether two texts have the same columns and padding."""
-    full = [torch.ones_like(t.tokens) if t.mask is None else t.mask.long() for t in (one, other)]
-    return torch.equal(*full)
+    return torch.equal(one.real, other.real)
 
 
 def text_of(cache: ActivationCache) -> Text | None:
@@ -140,9 +149,7 @@ def nan_at_padding(
 def each_text(texts: Texts) -> Iterator[Any]:
     """Each of some texts, without padding: strings, and lists or tensors of tokens."""
     if isinstance(texts, Tokenized):
-        mask = texts.attention_mask
-        rows = [*texts.tokens] if mask is None else map(_chosen, texts.tokens, mask.bool())
-        yield from rows
+        yield from Text(texts.tokens, texts.attention_mask).listed()
     elif isinstance(texts, str) or (isinstance(texts, Tensor) and texts.ndim == 1):
         yield texts
     else:
@@ -152,10 +159,6 @@ def each_text(texts: Texts) -> Iterator[Any]:
             yield [first, *rest]
         elif first is not None:
             yield from itertools.chain([first], rest)
-
-
-def _chosen(row: Tensor, real: Tensor) -> Tensor:
-    return row[real]
 
 
 def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Text:
@@ -241,8 +244,7 @@ def words_of(model: nn.Module, *texts: Text) -> list[str] | None:
         return None
     columns: list[dict[int, None]] = [{} for _ in range(texts[0].tokens.shape[1])]
     for text in texts:
-        real = torch.ones_like(text.tokens) if text.mask is None else text.mask
-        for row, kept in zip(text.tokens.tolist(), real.tolist(), strict=True):
+        for row, kept in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
             for seen, token, is_real in zip(columns, row, kept, strict=False):
                 if is_real:
                     seen[token] = None

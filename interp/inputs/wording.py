@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from interp.inputs.texts import Text, Texts, is_worded, text_for
-from interp.inputs.token_positions import real_of
 from interp.protocol import of
 
 
@@ -32,7 +31,7 @@ def tokens_of_pairs(
     if other is not None:
         pairs |= {"corrupted": other.tokens, "corrupted_mask": other.mask}
         if one.mask is not None or other.mask is not None:
-            pairs |= {"attention_mask": _real_tokens(one), "corrupted_mask": _real_tokens(other)}
+            pairs |= {"attention_mask": one.real, "corrupted_mask": other.real}
         if not spans:
             _require_same_lengths(model, one, other)
     if answers is not None and not isinstance(answers, Tensor):
@@ -53,17 +52,8 @@ def _is_one(answers: Any) -> bool:
     return isinstance(answers, (str, int, tuple))
 
 
-def _real_tokens(text: Text) -> Tensor:
-    return real_of(text.mask, text.tokens.shape).to(text.tokens.device)
-
-
-def _each_text(text: Text) -> list[list[int]]:
-    """The real tokens of each text."""
-    return [row[kept].tolist() for row, kept in zip(text.tokens, _real_tokens(text), strict=True)]
-
-
 def _require_same_lengths(model: nn.Module, one: Text, other: Text) -> None:
-    for row, another in zip(_each_text(one), _each_text(other), strict=False):
+    for row, another in zip(one.listed(), other.listed(), strict=False):
         if len(row) != len(another):
             shown = ["|".join(of(model).to_pieces(tokens)) for tokens in (row, another)]
             raise ValueError(
@@ -74,7 +64,7 @@ def _require_same_lengths(model: nn.Module, one: Text, other: Text) -> None:
 
 def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
     """The right token of each text, [batch], or the right and the wrong one, [batch, 2]."""
-    rows = _each_text(text)
+    rows = text.listed()
     if len(answers) != len(rows):
         raise ValueError(
             f"answers must be one for each of {len(rows)} texts, or a tuple (right, wrong); got {len(answers)}"
@@ -126,10 +116,10 @@ def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> A
         raise ValueError(
             f"span {name!r} must be given once, or for each of {len(text.tokens)} texts; got {len(each)}"
         )
-    columns = [kept.nonzero().flatten().tolist() for kept in _real_tokens(text)]
+    columns = [kept.nonzero().flatten().tolist() for kept in text.real]
     return [
         [places[n] for n in _tokens_inside(model, row, name, s if isinstance(s, str) else s[side])]
-        for row, places, s in zip(_each_text(text), columns, each, strict=True)
+        for row, places, s in zip(text.listed(), columns, each, strict=True)
     ]
 
 

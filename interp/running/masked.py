@@ -29,7 +29,6 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.texts import Text, are_aligned
-from interp.inputs.token_positions import real_of
 from interp.measuring import evaluate
 from interp.running.rows import Batch
 
@@ -160,7 +159,7 @@ class MaskedRuns:
             raise ValueError(
                 f"source must be [writer, batch, pos, d_model], {[*fits[0]]}; got {[*added.shape]}"
             )
-        real = real_of(self.text.mask, (size, n_pos))
+        real = self.text.real
         if len(added[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
                 "a source for all examples needs texts padded on the right; got padding before a token"
