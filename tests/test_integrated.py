@@ -60,6 +60,12 @@ def test_fixed_steps_are_the_trapezoid_rule(form, mask, site, name, to, steps):
     assert set(found.about["steps"]) == {steps}
 
 
+def test_where_nothing_changes_there_is_no_gap():
+    found = integrated_gradients(variant("pre"), Pairs(BASE, BASE, metric=METRIC), steps=3)
+    assert not found.values.any()
+    assert found.about["gaps"] == [[0.0] * BATCH]
+
+
 def counted(model):
     runs = []
     model.register_forward_pre_hook(lambda *_: runs.append(1))
