@@ -141,6 +141,8 @@ def test_what_does_not_fit_is_refused(unchecked):
     contributions = graph.writers(model, HookedRunner(model).run_with_cache(CLEAN)[1])
     zeros = torch.zeros(nodes.allowed.shape)
     wider = Circuit(graph.Graph(made(d_mlp=5)), [])
+    spans = {"a": [[3]] * 5}
+    unlike = Pairs(CLEAN, OTHER, attention_mask=LEFT, corrupted_mask=RIGHT, spans=spans)
     for error, text, given in (
         ("mask must be", pairs, [torch.zeros(3, 5)]),
         ("from 0 to 1", pairs, [zeros / 0.0]),
@@ -155,7 +157,8 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("source must be", pairs, [zeros, "mean"]),
         ("right", pairs, [zeros, contributions.mean(1, keepdim=True)]),
         ("corrupted", Pairs(CLEAN), [zeros]),
-        ("correspond", Pairs(CLEAN, OTHER[:, 1:], spans={"a": [[3]] * 5}), [zeros]),
+        ("correspond", Pairs(CLEAN, OTHER[:, 1:], spans=spans), [zeros]),
+        ("correspond", unlike, [zeros]),
     ):  # fmt: skip
         with pytest.raises((ValueError, UnknownNameError), match=error):
             run_circuit(model, text, *given)
