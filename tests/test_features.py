@@ -10,9 +10,19 @@ from torch import nn
 from torch.testing import assert_close
 
 from hooks import HookedRunner
-from interp.features import Dictionary, TopK, evaluate_sae, feature_cards, purity, splice, stability
+from interp import repeated_tokens
+from interp.features import (
+    Dictionary,
+    TopK,
+    evaluate_sae,
+    feature_cards,
+    load_sae,
+    purity,
+    splice,
+    stability,
+)
 from interp.features.cards import FeatureCards
-from models import Transformer, TransformerConfig, generate, next_token_loss
+from models import Transformer, TransformerConfig, generate, load, next_token_loss
 
 D, FEATURES = 12, 29
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8], [9, 7, 9, 3], [2, 3, 8, 4, 6, 2]]
@@ -217,3 +227,21 @@ def test_stability_is_the_best_cosine():
     ]
     assert_close(stability(one, other), torch.tensor(expected), rtol=1e-5, atol=1e-6)
     assert_close(stability(one, one), torch.ones(FEATURES))
+
+
+@pytest.mark.parametrize(
+    ("name", "prose", "copied"), [("resid_post", 0.96, 0.93), ("transcoders", 0.9, 0.9)]
+)
+def test_the_bundled_dictionaries_keep_what_the_model_knows(name, prose, copied):
+    """On text of the last tenth, which nothing was trained on, and on repeated random characters."""
+    from pydoc_data.topics import topics
+
+    bundled, dictionaries = load("pydoc-4l"), load_sae(f"pydoc-4l/{name}")
+    text = "\n".join(topics.values())
+    held_out = text[len(text) * 9 // 10 :]
+    rows = [held_out[start : start + 200] for start in range(0, 4000, 400)]
+    assert evaluate_sae(bundled, dictionaries, rows).recovered().mean() > prose
+    tokens = repeated_tokens(bundled.config.vocab_size, period=30, batch=10, copies=6)
+    scores = evaluate_sae(bundled, dictionaries, tokens)
+    assert scores.recovered().mean() > copied
+    assert all(point.l0 <= 32 for point in scores.points.values())

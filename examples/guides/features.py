@@ -24,9 +24,7 @@ print(autoencoder)
 text, other = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14")
 pairs = Pairs(text, other, ("1", "4"))
 before = model(text)
-with splice(
-    model, autoencoder
-) as runner:  # or {"blocks.2.resid_post": autoencoder}, several at once
+with splice(model, autoencoder) as runner:
     logits, cache = runner.run_with_cache(text, names="*.features")
     assert torch.equal(logits, before)
     print((cache["features", 2] != 0).sum(-1))  # how many are active at each position

@@ -39,7 +39,7 @@
 # `models` has the architecture at its top, a file for each part; `running` is what a run needs (context, masks, cached keys and
 # values, generation), `text` tokenizers and texts, `checkpoints`, `attached` and `training` what their names say. In `interp`,
 # `protocol` is what a model must have and `metrics` what is measured; `inputs` are texts, pairs and positions. The analyses are in
-# `effects` (values are changed), `reading` and `spectral`, a file for each idea. Below them is what they share: `edits`, `running`
+# `effects` (values are changed), `reading`, `spectral` and `features` (dictionaries), a file for each idea. Below them is what they share: `edits`, `running`
 # (sweeps, masked runs, gradients), the `graph` of a model with its circuits, `linear` maps, and `results`. `pictures` and `report`
 # show what was found. Imports go one way, by a table in `tests/test_layout.py`.
 #
