@@ -3,9 +3,8 @@
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,7 @@ def save(
     The weights have checksums, which `load` compares. Files in the directory are replaced only after all new ones are complete. Other files there do not
     change. For other kinds of tokenizers, copy their own files into the directory.
 
+    >>> import tempfile
     >>> from models import Transformer, TransformerConfig, load
     >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -71,24 +71,22 @@ def save(
         raise TypeError(f"tokenizer must be a CharTokenizer or None; got {tokenizer!r}")
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    # In the same directory, because a move between file systems is a copy.
-    staged = Path(tempfile.mkdtemp(prefix=".saving-", dir=path))
-    try:
-        # Tied weights are written under their first name only.
-        weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-        checksums = {storage.CHECKSUMS: storage.checksums(weights)}
-        save_file(weights, staged / WHOLE, metadata=checksums)
-        _write(staged / CONFIG, dataclasses.asdict(model.config))
+    # Tied weights are written under their first name only.
+    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    checksums = {storage.CHECKSUMS: storage.checksums(weights)}
+    described: dict[str, Any] = {CONFIG: dataclasses.asdict(model.config)}
+    if tokenizer is not None:
+        described[VOCABULARY] = list(tokenizer.characters)
+    with ExitStack() as stack:  # each takes its place when all are complete
+        staged = {n: stack.enter_context(storage.replacing(path / n)) for n in (WHOLE, *described)}
+        for name, value in described.items():
+            _write(staged[name], value)
+        try:
+            save_file(weights, staged[WHOLE], metadata=checksums)
+        except SafetensorError as error:
+            raise OSError(f"{path / WHOLE} cannot be written: {error}") from None
         # safetensors makes the file readable by its owner only.
-        (staged / WHOLE).chmod((staged / CONFIG).stat().st_mode)
-        if tokenizer is not None:
-            _write(staged / VOCABULARY, list(tokenizer.characters))
-        for file in sorted(staged.iterdir()):
-            file.replace(path / file.name)
-    except SafetensorError as error:
-        raise OSError(f"{path / WHOLE} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(staged)
+        staged[WHOLE].chmod(staged[CONFIG].stat().st_mode)
 
 
 def _own_config(described: Mapping[str, Any]) -> TransformerConfig:
