@@ -17,10 +17,11 @@ from models.attached.configs import carry_changes, configs_of, kernel_name, own_
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
-from models.attached.probe import Call, Probe, Watching, evaluating, probed, tokens_for
-from models.attached.sums import is_close, is_same
+from models.attached.probe import Call, Probe, Watching, probed, tokens_for
+from models.attached.sums import agree, is_close, is_same
 from models.attached.traced import TracedPoints, restore_forwards
 from models.attached.wiring import Forward
+from models.checks import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
 
@@ -184,14 +185,14 @@ class Attached(ReadsText):
         Raises:
             ValueError: if the logits differ without these points too.
         """
-        if _logits_agree(self._run()[0], reference, 1e-3):
+        if agree(self._run()[0], reference, 1e-3):
             return
         for module in self.model.modules():
             if isinstance(module, AttentionPoints):
                 self._wiring.drop(module, "scores")
                 self._wiring.drop(module, "pattern")
         self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
-        if not _logits_agree(self._run()[0], reference, 1e-3):
+        if not agree(self._run()[0], reference, 1e-3):
             raise ValueError(
                 f"hooks must not change the logits; got others from {type(self.model).__name__}"
             )
@@ -199,7 +200,7 @@ class Attached(ReadsText):
     @without_gradients
     def _run(self, names: Sequence[str] | None = None) -> tuple[Tensor, ActivationCache]:
         """The logits of a cached run of a few tokens."""
-        with evaluating(self.model):
+        with mode(self.model, training=False):
             tokens = tokens_for(self.model)
             output, cache = HookedRunner(self.model).run_with_cache(
                 input_ids=tokens, use_cache=False, names=names
@@ -301,7 +302,7 @@ def detach(model: nn.Module) -> None:
 @without_gradients
 def _logits(model: nn.Module) -> Tensor:
     tokens = tokens_for(model)
-    with evaluating(model):
+    with mode(model, training=False):
         try:
             output = model(input_ids=tokens, use_cache=False)
         except Exception as error:
@@ -310,15 +311,6 @@ def _logits(model: nn.Module) -> Tensor:
                 f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
             ) from error
     return next(tensors_in(output))
-
-
-def _logits_agree(
-    ours: Tensor | None, theirs: Tensor, tolerance: float, roundings: int = 16
-) -> bool:
-    if ours is None or ours.shape != theirs.shape:
-        return False
-    tolerance = max(tolerance, roundings * torch.finfo(theirs.dtype).eps)
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
 def _rolled(value: Tensor, point: object) -> Tensor:

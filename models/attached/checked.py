@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from hooks import ActivationCache
 from models.attached.probe import kind_of
+from models.attached.sums import agree
 
 POINTS = ("q", "k", "v", "scores", "pattern", "z")
 
@@ -20,16 +22,12 @@ def slope_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
         with torch.enable_grad(), _Slope():
             forward(*args, **kwargs)
     except _Found as found:
-        return found.slope
+        return float(found.args[0])
     return math.nan
 
 
 class _Found(BaseException):
-    """Ends a run at the softmax."""
-
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.slope = slope
+    """Ends a run at the softmax, and holds the slope there."""
 
 
 class _Slope(TorchFunctionMode):
@@ -80,17 +78,12 @@ def problem_of(
     k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     scale = (products * scores).sum() / products.square().sum()
-
-    def equal(one: Tensor, other: Tensor) -> bool:
-        return float((one - other).abs().max()) <= max(1e-4, 16 * eps) * float(other.abs().max())
-
+    equal = partial(agree, tolerance=max(1e-4, 16 * eps))
+    sums, joined = pattern.sum(-1), z.flatten(2)
     checks = {
         "scores are no multiple of q·k": equal(products * scale, scores),
-        "rows of pattern do not sum to 1": equal(pattern.sum(-1), torch.ones(())),
+        "rows of pattern do not sum to 1": equal(sums, torch.ones_like(sums)),
         "z is not pattern·v": equal(torch.einsum("bhqk,bkhd->bqhd", pattern, v), z),
-        "no map reads z": read is None
-        or any(
-            part.shape == z.flatten(2).shape and equal(part.float(), z.flatten(2)) for part in read
-        ),
+        "no map reads z": read is None or any(equal(part.float(), joined) for part in read),
     }
     return next((problem for problem, holds in checks.items() if not holds), None)

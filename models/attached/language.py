@@ -122,7 +122,7 @@ class AttachedLanguage(ReadsText):
             try:
                 self._model(tokens, **(context.given if context else {}))
             except _Reached as reached:
-                return reached.stream
+                return reached.args[0]
         raise RuntimeError("the model must call its first block")
 
     def run_block(
@@ -165,11 +165,7 @@ class AttachedLanguage(ReadsText):
 
 
 class _Reached(BaseException):
-    """Ends a run at the first block. `except Exception` in the model does not catch it."""
-
-    def __init__(self, stream: Tensor) -> None:
-        super().__init__()
-        self.stream = stream
+    """Ends a run at the first block, and holds the stream. `except Exception` in the model does not catch it."""
 
 
 def _stop(args: Any, kwargs: Any) -> None:

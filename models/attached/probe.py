@@ -8,8 +8,6 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hooks._torch import memory_of, version, without_gradients
 from hooks.point import tensors_in
 from models.attached.configs import kernel_of
+from models.checks import mode
 
 SHAPE = (2, 7)
 N = 14
@@ -179,18 +178,6 @@ def tokens_for(model: Any) -> Tensor:
     return (torch.arange(N, device=device) * 5 + 1).remainder(len(weight)).view(SHAPE)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A `with` in which the model has no dropout."""
-    were = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for each, training in were.items():
-            each.training = training
-
-
 @without_gradients
 def probed(model: Any, watch: bool = False) -> Probe:
     """Runs the model, whose attention must be `hooked_attention` or is watched, on `tokens_for` it."""
@@ -206,7 +193,7 @@ def probed(model: Any, watch: bool = False) -> Probe:
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
                     module.register_forward_hook(probe._leave),
                 ]
-        with evaluating(model), watching:
+        with mode(model, training=False), watching:
             output = model(input_ids=tokens_for(model), use_cache=False)
     finally:
         for handle in handles:

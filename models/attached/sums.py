@@ -32,6 +32,14 @@ def is_close(value: Tensor, wanted: Tensor, *terms: Tensor) -> bool:
     return bool(((value.double() - wanted.double()).abs() <= allowed.double()).all())
 
 
+def agree(one: Tensor | None, other: Tensor | None, tolerance: float = 1e-5) -> bool:
+    """Whether two tensors are equal up to this share of the largest number, or up to rounding if that is more."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    share = max(tolerance, 16 * torch.finfo(other.dtype).eps)
+    return bool((one - other).abs().max() <= share * other.abs().max())
+
+
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are equal in shape, type and every number."""
     if one is None or other is None or one.dtype != other.dtype:

@@ -18,7 +18,6 @@ The points of attention and of the embeddings are those of the attached model. W
 
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -26,7 +25,8 @@ from hooks import HookPoint, Identity, position_offset, start_of_piece
 from hooks._torch import without_gradients
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
-from models.attached.probe import Call, evaluating, tokens_for
+from models.attached.probe import Call, tokens_for
+from models.attached.sums import agree
 from models.attached.view_parts import (
     ViewContext,
     context_of,
@@ -38,6 +38,7 @@ from models.attached.view_parts import (
 )
 from models.attached.view_sublayers import ViewAttention, ViewMLP
 from models.block import Branch
+from models.checks import mode
 
 STREAM = "batch pos d_model"
 TOLERANCE = 1e-4
@@ -78,7 +79,7 @@ class PlainView(nn.Module):
             if layout.attention is None or layout.attn_out is None or layout.mid_out is not None:
                 raise missing(n, "attention that adds to the stream")
         tokens = tokens_for(model)
-        with evaluating(model):
+        with mode(model, training=False):
             calls, logits = recorded(model, tokens)
             context = context_of(model, [layout.attention for layout in layouts], tokens, {})
             self.blocks = nn.ModuleList(
@@ -92,8 +93,7 @@ class PlainView(nn.Module):
             vars(self)["_head"] = modules[has_norm:]
             self.eval()
             ours = self(tokens)
-        tolerance = max(TOLERANCE, 16 * torch.finfo(logits.dtype).eps)
-        if not (ours - logits).abs().max() <= tolerance * logits.abs().max():
+        if not agree(ours, logits, TOLERANCE):
             raise missing(None, "blocks that are sums of their parts")
 
     def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:

@@ -14,7 +14,7 @@ from hooks.session import Session, hooks_disabled
 from models.attached.layout import BlockLayout
 from models.attached.norms import norm_of
 from models.attached.probe import Call
-from models.attached.sums import is_same
+from models.attached.sums import agree, is_same
 from models.norm import LayerNorm, RMSNorm
 
 
@@ -154,14 +154,6 @@ def outermost(calls: Sequence[Call]) -> list[Call]:
     """The calls of modules that are not inside another of these."""
     inner = {part for call in calls for part in call.module.modules() if part is not call.module}
     return [call for call in calls if call.module not in inner]
-
-
-def agree(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal up to what another kernel may change."""
-    if one is None or other is None or one.shape != other.shape:
-        return False
-    close = max(1e-5, 16 * torch.finfo(other.dtype).eps) * other.abs().max()
-    return bool((one - other).abs().max() <= close)
 
 
 def columns_of(

@@ -12,9 +12,9 @@ from hooks.point import mapped, tensors_in
 from hooks.session import Session
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call
+from models.attached.sums import agree
 from models.attached.view_parts import (
     ViewContext,
-    agree,
     columns_of,
     gives,
     instead,
