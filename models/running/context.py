@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hooks import position_offset, start_of_piece
 from hooks.point import mapped
-from hooks.transfer import to_device
+from hooks.transfer import all_to_device, to_device
 from models.positions import Rotation
 from models.running.kvcache import KVCache, oldest_reached
 from models.running.masks import Mask, Rule, as_real, as_seen, has_gaps, shared
@@ -85,15 +85,8 @@ class Context(NamedTuple):
 
     def to(self, device: torch.device) -> "Context":
         """The context for blocks on a device. Keys and values of past columns stay where they are."""
-
-        def moved(tree: Any) -> Any:
-            return _mapped(lambda part: to_device(part, device), tree)
-
-        return self._replace(
-            positions=moved(self.positions),
-            masks=moved(self.masks),
-            rotation=moved(self.rotation),
-        )
+        parts = all_to_device((self.positions, self.masks, self.rotation), device)
+        return self._replace(**dict(zip(("positions", "masks", "rotation"), parts, strict=True)))
 
     def repeated(self, n: int) -> "Context":
         """The context of `n` copies of the batch in sequence: row `copy * batch + row`.
@@ -104,12 +97,9 @@ class Context(NamedTuple):
             ValueError: if the context has a `KVCache`, which has the rows of one batch only.
         """
         self._refuse_cache("repeated")
-        return self._replace(
-            positions=_tiled(self.positions, n),
-            masks=_mapped(lambda part: _tiled(part, n), self.masks),
-            rotation=_mapped(lambda part: _tiled(part, n), self.rotation),
-            real=_mapped(lambda part: _tiled(part, n), self.real),
-        )
+        names = ("positions", "masks", "rotation", "real")
+        tiled = {name: _mapped(lambda part: _tiled(part, n), getattr(self, name)) for name in names}
+        return self._replace(**tiled)
 
     def after(self, pos: int, past: Sequence[Past]) -> "Context":
         """The context of the same texts from column `pos` on.
