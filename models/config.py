@@ -199,9 +199,9 @@ class TransformerConfig:
         check_types(self)
         for name, least in LEAST.items():
             possible = least <= getattr(self, name) < MOST
-            self._require(name, possible, f"at least {least} and below {MOST}")
+            require(self, name, possible, f"at least {least} and below {MOST}")
         divides = self.d_head or self.d_model % self.n_heads == 0
-        self._require("d_model", divides, f"a multiple of n_heads ({self.n_heads})")
+        require(self, "d_model", divides, f"a multiple of n_heads ({self.n_heads})")
         for name, value in self._derived().items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
@@ -251,22 +251,22 @@ class TransformerConfig:
             for name in () if used else names.split():
                 default = self.__dataclass_fields__[name].default
                 rule = f"{default!r} unless {condition}"
-                self._require(name, getattr(self, name) == default, rule)
+                require(self, name, getattr(self, name) == default, rule)
         n_heads, d_head = self.n_heads, self.d_head
         divides = n_heads % self.n_kv_heads == 0
-        self._require("n_kv_heads", divides, f"a divisor of n_heads ({n_heads})")
-        self._require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        require(self, "n_kv_heads", divides, f"a divisor of n_heads ({n_heads})")
+        require(self, "dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
         inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
-        self._require("window_layers", inside, f"among the {self.n_layers} layers")
+        require(self, "window_layers", inside, f"among the {self.n_layers} layers")
         known = all(0 <= token < self.vocab_size for token in self.eos_token_ids)
-        self._require("eos_token_ids", known, f"from 0 to {self.vocab_size - 1}")
+        require(self, "eos_token_ids", known, f"from 0 to {self.vocab_size - 1}")
         if self.positions == "rotary":
             # YaRN divides by its logarithm.
             least = int(self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn")
-            self._require("rotary_theta", self.rotary_theta > least, f"above {least}")
+            require(self, "rotary_theta", self.rotary_theta > least, f"above {least}")
             even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
             rule = f"a share that is an even number of a head's {d_head} dimensions"
-            self._require("rotary_fraction", even, rule)
+            require(self, "rotary_fraction", even, rule)
             factors = self.rotary_scaling.factors if self.rotary_scaling else ()
             if factors and len(factors) != self.d_rotary // 2:
                 raise ValueError(
@@ -275,17 +275,17 @@ class TransformerConfig:
                 )
         if self.vocab_size_out != self.vocab_size:
             rule = f"False with another vocab_size_out ({self.vocab_size_out}) than vocab_size"
-            self._require("tied_unembed", not self.tied_unembed, rule)
+            require(self, "tied_unembed", not self.tied_unembed, rule)
         if self.positions == "sinusoidal":
-            self._require("d_model", self.d_model % 2 == 0, "even with sinusoidal positions")
+            require(self, "d_model", self.d_model % 2 == 0, "even with sinusoidal positions")
         if self.norm_place == "post":
-            self._require(
-                "norm_place", self.mlp != "none", "'pre', 'output' or 'sandwich' without an MLP"
+            require(
+                self,
+                "norm_place",
+                self.mlp != "none",
+                "'pre', 'output' or 'sandwich' without an MLP",
             )
-            self._require("parallel", not self.parallel, "False with norm_place='post'")
-
-    def _require(self, name: str, holds: object, rule: str) -> None:
-        require(self, name, holds, rule)
+            require(self, "parallel", not self.parallel, "False with norm_place='post'")
 
 
 def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
