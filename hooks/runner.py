@@ -350,11 +350,6 @@ class HookedRunner(SaysOurs):
         if recorder.skipped and not recorder.axes:
             raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values
-        return output, self._cache(recorder, values, inputs, options)
-
-    def _cache(
-        self, recorder: Recorder, values: Any, inputs: dict[str, Any], options: Options
-    ) -> ActivationCache:
         grads = recorder.grads if options.grads else None
         origin = Origin(tuple(self._known), self.config_hash, inputs, model=weakref.ref(self.model))
-        return ActivationCache(values, recorder.axes, origin, grads, recorder.skipped)
+        return output, ActivationCache(values, recorder.axes, origin, grads, recorder.skipped)

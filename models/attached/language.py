@@ -18,7 +18,7 @@ from models.attached.layout import BlockLayout
 from models.attached.probe import Call, Probe
 from models.attached.sums import factors_of, is_close, is_same
 from models.attached.view import PlainView
-from models.checkpoints.huggingface import FAMILIES, from_hf_shared
+from models.checkpoints.huggingface import FAMILIES, from_memory
 from models.text.texts import ReadsText, is_tokens, read
 from models.transformer import Transformer
 from models.weights import BlockWeights
@@ -148,7 +148,7 @@ class AttachedLanguage(ReadsText):
         """
         if self._model.config.model_type not in FAMILIES:
             return hooks_disabled(PlainView, self)
-        made = from_hf_shared(self._model)
+        made = from_memory(self._model, keep=True)
         made.tokenizer = self.tokenizer
         return made
 

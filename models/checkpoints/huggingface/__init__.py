@@ -125,14 +125,9 @@ def from_hf(
     >>> torch.allclose(from_hf(model)(tokens), model(tokens).logits, atol=1e-6)
     True
     """
-    copied = _from_memory(model, False, dtype, device, ignore)
+    copied = from_memory(model, False, dtype, device, ignore)
     copied.tokenizer = tokenizer
     return copied
-
-
-def from_hf_shared(model: nn.Module) -> Transformer:
-    """Like `from_hf`, but weights that need no new layout stay in the model's own memory."""
-    return _from_memory(model, True)
 
 
 def _check_forward(model: nn.Module) -> None:
@@ -149,13 +144,14 @@ def _check_forward(model: nn.Module) -> None:
             )
 
 
-def _from_memory(
+def from_memory(
     model: nn.Module,
     keep: bool,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     ignore: Collection[str] = (),
 ) -> Transformer:
+    """Like `from_hf`. With `keep`, weights that need no new layout stay in the model's own memory."""
     what = type(model).__name__
     _check_forward(model)
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
