@@ -1,8 +1,9 @@
 """Sums of the residual stream: which module's output was added to it."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def summand(
             if output is None or output.shape != before.shape or output.dtype != before.dtype:
                 continue
             term = output if factor == 1 else output * factor
-            error = _error(torch.add, after, before, term)
+            error = _error(after, before, term)
             if error < best and (error == 0 or _explains(term, after - before)):
                 best, explained = error, (call, Summand(call.module, factor, call.is_overwritten))
     return explained
@@ -73,15 +74,14 @@ def _explains(term: Tensor, change: Tensor) -> bool:
     return bool((change - term).float().norm() <= 0.5 * change.float().norm())
 
 
-def _error(add: Callable[..., Tensor], after: Tensor, *terms: Tensor) -> float:
-    """By how many roundings a sum of terms is not `after`, where that is worst."""
-
+def _error(after: Tensor, *terms: Tensor) -> float:
+    """By how many roundings a sum of terms is not `after`, where that is worst. They are added in order."""
     error = 0.0
     for part in (slice(1), slice(None)):  # most are wrong at once
         few = [term[part, part] for term in (*terms, after)]
         size = sum((term.abs() for term in few), torch.zeros_like(few[0]))
         roundings = (size * torch.finfo(after.dtype).eps).clamp(min=torch.finfo(after.dtype).tiny)
-        error = float(((add(*few[:-1]) - few[-1]).abs() / roundings).max())
+        error = float(((reduce(torch.add, few[:-1]) - few[-1]).abs() / roundings).max())
         if error > 4:
             break
     return error
@@ -101,11 +101,7 @@ def parallel(pre: Tensor, post: Tensor, calls: Sequence[Call]) -> list[tuple[Cal
     for second, first in itertools.combinations(fitting, 2):
         if first.ended < second.began:
             terms = (first.output, second.output, pre)
-            error = min(_error(_sum, post, *order) for order in itertools.permutations(terms))  # type: ignore[arg-type]
+            error = min(_error(post, *order) for order in itertools.permutations(terms))  # type: ignore[arg-type]
             if error < best:
                 best, explained = error, (first, second)
     return [(c, Summand(c.module, 1.0, c.is_overwritten)) for c in explained or ()]
-
-
-def _sum(one: Tensor, two: Tensor, three: Tensor) -> Tensor:
-    return one + two + three

@@ -143,11 +143,7 @@ def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) ->
 def gives(call: Call, read: Tensor) -> bool:
     """Whether a module with weights read this, and gave a vector for each position."""
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
-    return fits and _has_weights(call.module) and is_same(call.inputs[0], read)
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)
 
 
 def outermost(calls: Sequence[Call]) -> list[Call]:
