@@ -81,6 +81,8 @@ class HookContext:
     10.0
     """
 
+    _stays = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -110,13 +112,10 @@ class HookContext:
         order = [id(receipt.hook) for receipt in receipts]
         return Receipts(sorted(receipts, key=lambda receipt: order.index(id(receipt.hook))))
 
-    def _new_session(self) -> Session:
-        return Session()
-
     def __enter__(self) -> "HookContext":
         if self._session is not None:
             raise ContextError("a hook context can be entered once: call hooks() again for another")
-        session = self._new_session()
+        session = Session(self if self._stays else None)
         try:
             session.__enter__()
             for edited, noted in zip_longest(self._edits, self._receipts):
@@ -164,8 +163,7 @@ class HookHandle(HookContext):
     tensor([2., 5.])
     """
 
-    def _new_session(self) -> Session:
-        return Session(owner=self)
+    _stays = True
 
     def remove(self) -> None:
         """Removes the hooks, from any thread. A second call does nothing.
