@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
@@ -36,7 +36,7 @@ def check_types(config: Any, prefix: str = "") -> None:
             value = value.item()
             object.__setattr__(config, field.name, value)
         if get_origin(kind) is Literal:
-            _check_choice(called, value, get_args(kind))
+            check_choice(called, value, get_args(kind))
         elif not _is(value, kind):
             name = kind.__name__ if isinstance(kind, type) else kind
             raise ValueError(f"{called} must be of type {name}; got {value!r}")
@@ -115,7 +115,12 @@ def _is(value: object, kind: Any) -> bool:
     return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Refuses a value that is not among the allowed ones.
+
+    Raises:
+        ValueError: naming the argument, all allowed values and the nearest.
+    """
     if value not in allowed:
         close = get_close_matches(str(value), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

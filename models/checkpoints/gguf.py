@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.checkpoints.assemble import Reader, Source, assemble, concatenated, end_tokens
 from models.checkpoints.gguf_file import GGUFFile, read_tokenizer
+from models.checks import check_choice
 from models.config import RotaryScaling, TransformerConfig
 from models.files import one_error
 from models.text.tokenizer import Tokenizer
@@ -187,9 +188,7 @@ def _architecture(file: GGUFFile) -> str:
     """
     general = file.metadata("general.")
     name, kind = str(general.get("architecture")), general.get("type", "model")
-    if name not in ARCHITECTURES:
-        rule = f"general.architecture must be one of {', '.join(ARCHITECTURES)}"
-        raise ValueError(f"{rule}; got {name!r}")
+    check_choice("general.architecture", name, ARCHITECTURES)
     n_files = file.metadata("split.").get("count", 1)
     if kind != "model" or n_files > 1:
         raise ValueError(f"the file must be a whole model; got 1 of {n_files} files of a {kind}")

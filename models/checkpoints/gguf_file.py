@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.checks import check_choice
 from models.files import library, without
 from models.text.tokenizer import SubwordTokenizer, begin_texts, byte_level
 
@@ -125,8 +126,7 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
     if file.metadata("general.")["architecture"] == "gpt2":  # older files have no `pre`
         entries.setdefault("pre", "gpt-2")
     makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
-    if (model := entries.get("model")) not in makers:
-        raise ValueError(f"tokenizer.ggml.model must be one of {', '.join(makers)}; got {model!r}")
+    check_choice("tokenizer.ggml.model", model := str(entries.get("model")), makers)
     tokenizer = makers[model](entries)
     marked = [
         library("tokenizers").AddedToken(piece, normalized=False)
@@ -143,9 +143,8 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
 
 
 def _byte_pairs(entries: Mapping[str, Any]) -> Any:
-    library_, pre = library("tokenizers"), entries.get("pre")
-    if pre not in _SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre must be one of {', '.join(_SPLITS)}; got {pre!r}")
+    library_, pre = library("tokenizers"), str(entries.get("pre"))
+    check_choice("tokenizer.ggml.pre", pre, _SPLITS)
     vocabulary = {piece: token for token, piece in enumerate(entries["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in entries["merges"]]
     pattern = _SPLITS[pre]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from models.checks import check_choice
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
 
@@ -125,8 +126,7 @@ class ReadsText:
             return texts
         if isinstance(texts, Tensor) and texts.ndim == 2:
             return TokenBatch(texts)
-        if side not in ("left", "right"):
-            raise ValueError(f"side must be 'left' or 'right'; got {side!r}")
+        check_choice("side", side, ("left", "right"))
         several = [texts] if _is_one_text(texts) else [*texts]
         rows = [
             self.encoded(text, bos) if isinstance(text, str) else _integers(text)

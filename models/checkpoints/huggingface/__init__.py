@@ -1,6 +1,5 @@
 """Hugging Face checkpoints and their families, from a directory of `save_pretrained` or from memory."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from models.checkpoints.assemble import Reader, assemble, end_tokens
 from models.checkpoints.huggingface import gpt, llama, opt
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
+from models.checks import check_choice
 from models.config import TransformerConfig
 from models.files import one_error, read_object, without
 from models.transformer import Transformer
@@ -58,11 +58,7 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
         ValueError: if the family or an attribute is unknown or cannot be expressed; it names it.
     """
     kind = str(described.get("model_type"))
-    if kind not in FAMILIES:
-        close = difflib.get_close_matches(kind, FAMILIES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"{where}: model_type must be one of {known}; got {kind!r}{hint}")
+    check_choice(f"{where}: model_type", kind, FAMILIES)
     attributes, family = Attributes(described), FAMILIES[kind]
     with one_error(where):
         config = family.config(attributes)
