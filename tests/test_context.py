@@ -141,6 +141,8 @@ def test_embeddings_of_a_part_are_those_of_the_whole(mask):
     run = Run("sinusoidal", mask)
     context = run.context.after(3, run.past(3)).repeated(COPIES)
     tokens = run.tokens[:, 3:].repeat(COPIES, 1)
+    if mask == "left":
+        assert torch.equal(context.real, run.context.real.repeat(COPIES, 1))
     with torch.no_grad():
         close(run.model.input_resid(tokens, context), run.cache["resid_pre", 0][:, 3:].repeat(COPIES, 1, 1))  # fmt: skip
 

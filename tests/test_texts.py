@@ -152,6 +152,12 @@ def test_what_is_no_text_is_refused(texts, said):
         reading().to_tokens(texts)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_another_side_is_refused():
+    with pytest.raises(ValueError, match="got 'middle'"):
+        reading().to_tokens(["the", "the cat"], side="middle")
+
+
 def test_without_a_tokenizer_the_error_says_how_to_give_one():
     model = reading()
     model.tokenizer = None
