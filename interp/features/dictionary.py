@@ -180,7 +180,11 @@ class Dictionary(nn.Module):
         skip = ", skip" if self.W_skip is not None else ""
         norm = f", norm={self.norm!r}" if self.norm != "none" else ""
         place = self.reads if self.reads == self.writes else f"{self.reads} -> {self.writes}"
-        return f"{self.d_in} -> {self.n_features} features -> {self.d_out}{skip}{norm}, at {place}"
+        model = self.config.get("metadata", self.config).get("model_name")
+        of = f" of {model}" if model else ""
+        return (
+            f"{self.d_in} -> {self.n_features} features -> {self.d_out}{skip}{norm}, at {place}{of}"
+        )
 
     @property
     def _undoes_norm(self) -> bool:

@@ -32,13 +32,7 @@ _SAE_LENS = {
     ),
     *("stop_on_duplicate_support", "metadata"),
 }
-_WITHOUT_EFFECT = {
-    "dtype",
-    "device",
-    "use_sparse_activations",
-    "topk_threshold_lr",
-    "jumprelu_bandwidth",
-}
+_WITHOUT_EFFECT = {"dtype", "device", "use_sparse_activations"}
 # Before version 6 one flat object held these names, and all settings of the training beside them.
 _OLD_NAMES = {
     "hook_point": "hook_name",
@@ -56,10 +50,11 @@ def sae_lens(folder: Path, norm_factor: float | None) -> Dictionary:
         config = {_OLD_NAMES.get(name, name): value for name, value in config.items()}
         about = config
         _translate_old(config, weights)
-    elif unknown := [*config.keys() - _SAE_LENS - _WITHOUT_EFFECT]:
-        raise ValueError(
-            f"cfg.json has fields that are not known here: {', '.join(sorted(unknown))}"
-        )
+    else:
+        training = about.get("training_architecture_details", {})
+        if unknown := config.keys() - _SAE_LENS - _WITHOUT_EFFECT - training.keys():
+            listed = ", ".join(sorted(unknown))
+            raise ValueError(f"cfg.json has fields that are not known here: {listed}")
     kind = config.get("architecture", "standard")
     is_transcoder = "transcoder" in kind
     place: dict[str, Any] = {

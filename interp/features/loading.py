@@ -58,7 +58,7 @@ def load_sae(
 
     >>> load_sae("pydoc-4l/resid_post")
     Dictionary(
-      128 -> 1024 features -> 128, at blocks.2.resid_post
+      128 -> 1024 features -> 128, at blocks.2.resid_post of pydoc-4l
       (activation): TopK(k=32, by='value', relu=True)
     )
     """

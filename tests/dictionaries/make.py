@@ -132,20 +132,37 @@ KINDS = (
 
 
 def sae_lens_training():
-    """Checkpoints of a training that was not finished."""
+    """Checkpoints of trainings, as they are and as they are saved at the end."""
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
-
-    config = BatchTopKTrainingSAEConfig(
-        d_in=D_IN, d_sae=FEATURES, k=3, rescale_acts_by_decoder_norm=True
+    from sae_lens.saes.jumprelu_sae import JumpReLUTrainingSAE, JumpReLUTrainingSAEConfig
+    from sae_lens.saes.matryoshka_batchtopk_sae import (
+        MatryoshkaBatchTopKTrainingSAE,
+        MatryoshkaBatchTopKTrainingSAEConfig,
     )
-    sae = randomize(BatchTopKTrainingSAE(config))
-    sae.topk_threshold.fill_(0.9)
-    folder = HERE / "sae_lens_batchtopk"
-    sae.save_inference_model(folder)
     from sae_lens.saes.sae import SAE
 
-    read = SAE.load_from_disk(folder)
-    keep(folder.name, inputs(D_IN), read.encode(inputs(D_IN)), read(inputs(D_IN)))
+    sizes = {"d_in": D_IN, "d_sae": FEATURES}
+    trained = {
+        "batchtopk": BatchTopKTrainingSAE(
+            BatchTopKTrainingSAEConfig(**sizes, k=3, rescale_acts_by_decoder_norm=True)
+        ),
+        "matryoshka": MatryoshkaBatchTopKTrainingSAE(
+            MatryoshkaBatchTopKTrainingSAEConfig(
+                **sizes, k=3, matryoshka_widths=[4, FEATURES], rescale_acts_by_decoder_norm=False
+            )
+        ),
+        "jumprelu": JumpReLUTrainingSAE(JumpReLUTrainingSAEConfig(**sizes)),
+    }
+    for name, sae in trained.items():
+        randomize(sae)
+        if hasattr(sae, "topk_threshold"):
+            sae.topk_threshold.fill_(0.9)
+        raw, folder = HERE / f"sae_lens_raw_{name}", HERE / f"sae_lens_end_{name}"
+        sae.save_model(raw)
+        sae.save_inference_model(folder)
+        read = SAE.load_from_disk(folder)
+        for each in (raw, folder):
+            keep(each.name, inputs(D_IN), read.encode(inputs(D_IN)), read(inputs(D_IN)))
 
 
 def sparsify():
