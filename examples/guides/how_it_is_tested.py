@@ -43,12 +43,16 @@
 # (sweeps, masked runs, gradients), the `graph` of a model with its circuits, `linear` maps, and `results`. `pictures` and `report`
 # show what was found. Imports go one way, by a table in `tests/test_layout.py`.
 #
+# Dictionaries were also tried, once and by a script that is not here, at up to twelve points of each of the 97 tiny architectures above:
+# in 1,059 of 1,073 cases features, edits, sweeps, lazy caches and reconstructions were those of PyTorch's hooks, and 14 were refused by
+# an error, where a model keeps other keys in its cache than attention reads.
+#
 # `coverage run --source=hooks,models,interp -m pytest -n 0 && coverage report` (after `pip install coverage`) measures which
 # statements the tests run: 97 % of 10,875, measured once, without the slowest files of tests and without the command line, whose
 # tests start processes of their own.
 #
-# `python tests/count.py` counts lines of code, without docstrings, comments and blank lines: 17,402 in 178 files of source,
-# 22,718 in 118 files of tests. They pass on PyTorch 2.13.0 and transformers 5.23, and on the oldest version that `pyproject.toml`
+# `python tests/count.py` counts lines of code, without docstrings, comments and blank lines: 18,743 in 190 files of source,
+# 23,804 in 122 files of tests. They pass on PyTorch 2.13.0 and transformers 5.23, and on the oldest version that `pyproject.toml`
 # names of every library: PyTorch 2.9.0 (which cannot compile an attached model), transformers 5.6.0 and the others. Up to 5.20,
 # transformers runs Gemma 2 by sdpa, without its soft cap, and up to 5.17 Doge, without its causal mask: load them with
 # `attn_implementation="eager"`.

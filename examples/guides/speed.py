@@ -17,6 +17,8 @@
 # | `cached` | `capture` at the middle layer, T=1024 | **632 ms**, 49 MiB | 0.29 of its own plain forward | 0.45 |
 # | `full` | `mode="full"`, eager, T=1024 | **3022 ms**, 2266 MiB | 1.59 of `transformers` with sdpa, which keeps nothing | 1.8 |
 # | `attached` | an attached `transformers` model, nothing hooked, T=1024 | **1987 ms**, 210 MiB | 1.00 of the same model unattached, sdpa | 1.03 |
+# | `spliced` | a dictionary of 65,536 features in the model, live, and nobody listens, GPT-2-small shape, T=1024 | **1894 ms**, 245 MiB | 1.00 of its own plain forward | 1.02 |
+# | `reconstruction` | a TopK dictionary of 65,536 features alone, 1,024 vectors of size 768 | **994 ms**, 524 MiB | 1.11 of its encoder's product and top-k | 1.15 |
 # | `attached-patterns` | the same, all patterns cached | **3219 ms**, 775 MiB | 1.13 of `output_attentions=True` | 1.05 |
 # | `sweep-pos` | one patch of `resid_pre` by layer and pos, 12 layers d=768, B=4 T=15, vocabulary 5000 | **25 ms**, 128 MiB | 0.22 of its own plain forward | 0.28 |
 # | `sweep-head` | one patch of `z`, `v` or `pattern` by layer and head, same | **35 ms**, 591 MiB | 0.31, 0.31, 0.32 of its own plain forward | 0.43 |
