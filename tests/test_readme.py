@@ -86,6 +86,15 @@ def test_the_tour_says_what_its_cells_show(capsys):
     assert "35 of 479 edges" in repr(names["circuit"])
 
 
+def test_the_study_of_induction(capsys):
+    names = guide("induction")
+    best = names["patched"].top(4).__repr__()
+    assert "layer 0, head 3" in best.splitlines()[0]
+    assert best.count("layer 3, ") == 3
+    shares = names["faithfulness"](names["model"], names["fresh"], names["circuit"]).mean()
+    assert shares[0] > 0.9 > 0.1 > abs(shares[1])
+
+
 def test_the_recipes(capsys):
     names = guide("recipes")
     assert {path.name for path in names["folder"].iterdir()} == {

@@ -43,7 +43,8 @@
 # (sweeps, masked runs, gradients), the `graph` of a model with its circuits, `linear` maps, and `results`. `pictures` and `report`
 # show what was found. Imports go one way, by a table in `tests/test_layout.py`.
 #
-# Dictionaries were also tried, once and by a script that is not here, at up to twelve points of each of the 97 tiny architectures above:
+# Dictionaries were also tried, once and by a script that is not here, at up to twelve points of each of the 97
+# tiny architectures of `tests/attachable.py`:
 # in 1,059 of 1,073 cases features, edits, sweeps, lazy caches and reconstructions were those of PyTorch's hooks, and 14 were refused by
 # an error, where a model keeps other keys in its cache than attention reads.
 #
