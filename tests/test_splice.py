@@ -277,6 +277,25 @@ def test_generation_padding_and_threads(model):
         assert not torch.equal(made[0], model(TOKENS))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("error", ["live", "frozen", None])
+def test_a_model_of_another_dtype(model, dtype, error):
+    other = copy.deepcopy(model).to(dtype)
+    d = dictionary(skip=True, reads="blocks.1.ln2.normalized", writes="blocks.1.mlp_out")
+    before = other(TOKENS)
+    with splice(other, d, error=error) as runner:
+        unheard = other(TOKENS)
+        logits, cache = runner.run_with_cache(TOKENS, names=[d.reads, d.writes, "*.features"])
+    assert logits.dtype == unheard.dtype == cache[d.writes].dtype == dtype
+    assert cache["features", 1].dtype == torch.float64
+    assert_close(cache["features", 1], d.encode(cache[d.reads]))
+    if error is None:
+        assert_close(cache[d.writes], d(cache[d.reads]).to(dtype))
+    else:
+        assert torch.equal(unheard, before)
+        assert torch.equal(logits, before)
+
+
 def test_plan_and_copies(model):
     with splice(model, {"blocks.1.resid_post": dictionary()}, error=None) as runner:
         plan = runner.plan(TOKENS, names="*.features")

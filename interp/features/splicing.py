@@ -66,7 +66,8 @@ class SplicedDictionary(Part):
         if self.error == "frozen":
             before, features = before.detach(), features.detach()
             if dictionary.W_skip is not None:
-                before = before + (x - x.detach()) @ dictionary.W_skip
+                rest = (x - x.detach()).to(dictionary.W_skip.dtype)
+                before = before + rest @ dictionary.W_skip
         return self.put(value, before + dictionary.write(edited - features, x))
 
     forward = FusedUnlessHooked("features", fused=_unheard)(_explicit)
