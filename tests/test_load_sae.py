@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -74,9 +77,11 @@ def test_points_have_our_names():
 
 def test_a_transcoder_without_a_known_place_is_not_taken_for_an_autoencoder(tmp_path):
     model = load("pydoc-4l")
-    for name in ("gemma_scope", "sparsify_transcoder"):
-        shutil.copytree(FIXTURES / name, tmp_path / f"transcoders-{name}")
-    for folder in ("transcoders-gemma_scope", "transcoders-sparsify_transcoder/layers.1.mlp"):
+    shutil.copytree(
+        FIXTURES / "gemma_scope", tmp_path / "gemma-scope-2b-pt-transcoders" / "layer_1"
+    )
+    shutil.copytree(FIXTURES / "sparsify_transcoder", tmp_path / "sparsify")
+    for folder in ("gemma-scope-2b-pt-transcoders/layer_1", "sparsify/layers.1.mlp"):
         with pytest.raises((ValueError, UnknownNameError), match="is named|reads="):
             splice(model, {"blocks.1.mlp_out": load_sae(tmp_path / folder)}).__enter__()
 
@@ -88,6 +93,57 @@ def test_the_bundled_ones():
     assert load_sae("pydoc-4l/resid_post").writes == "blocks.2.resid_post"
     files = Path(load_sae.__code__.co_filename).parent.joinpath("bundled_files").rglob("*.*")
     assert sum(file.stat().st_size for file in files) < 2_000_000
+
+
+def test_embeddings_of_gemma_scope_are_scaled(tmp_path):
+    with np.load(FIXTURES / "gemma_scope" / "params.npz") as arrays:
+        W_enc, b_enc, threshold = (
+            torch.from_numpy(arrays[n]) for n in ("W_enc", "b_enc", "threshold")
+        )
+        W_dec, b_dec = (torch.from_numpy(arrays[n]) for n in ("W_dec", "b_dec"))
+    shutil.copytree(FIXTURES / "gemma_scope", tmp_path / "embedding" / "width_4k")
+    shutil.copytree(FIXTURES / "gemma_scope", tmp_path / "embedding-study" / "a" / "b" / "layer_5")
+    x = expected(FIXTURES / "gemma_scope")["x"] * 3
+    pre = x / 6**0.5 @ W_enc + b_enc
+    features = pre.relu() * (pre > threshold)
+    made = load_sae(tmp_path / "embedding" / "width_4k")
+    assert_close(made.encode(x), features, **CLOSE)
+    assert_close(made(x), features @ W_dec * 6**0.5 + b_dec, **CLOSE)
+    plain = load_sae(tmp_path / "embedding-study" / "a" / "b" / "layer_5")
+    assert_close(plain.W_enc, W_enc)
+
+
+def test_a_transcoder_is_one_by_its_architecture(tmp_path):
+    names = {"hook_name": "blocks.1.hook_mlp_out", "hook_name_out": "blocks.1.hook_mlp_out"}
+    square = {"d_out": 6, "metadata": names}
+    weights = {"W_dec": torch.ones(11, 6), "b_dec": torch.zeros(6)}
+    made = load_sae(changed("sae_lens_transcoder_layer_norm", tmp_path, square, weights))
+    assert made.is_transcoder
+    x = torch.arange(6.0)[None] ** 2
+    assert_close(made(x), made.encode(x) @ torch.ones(11, 6))  # no norm is undone
+
+
+def test_weights_of_another_size_are_refused():
+    """In a process of its own, where nothing else checks shapes."""
+    code = """
+import torch
+from interp.features import Dictionary, JumpReLU
+right = dict(W_enc=(6, 11), W_dec=(11, 5), b_enc=(11,), b_dec=(5,), threshold=(11,), W_skip=(6, 5))
+for name, size in dict(b_enc=(1,), b_dec=(1,), W_dec=(5, 11), threshold=(1,), W_skip=(5, 6)).items():
+    weights = {n: torch.ones(size if n == name else shape) for n, shape in right.items()}
+    try:
+        Dictionary(activation=JumpReLU(weights.pop("threshold")), **weights)
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "b_enc",
+        "b_dec",
+        "W_dec",
+        "threshold",
+        "W_skip",
+    ], done.stderr
 
 
 def test_input_gain_before_the_encoder():
@@ -126,6 +182,8 @@ REFUSED = {
     "old activation": ("sae_lens_old", {"config": {"activation_fn_str": "tanh-relu"}}, "tanh-relu"),
     "old scale": ("sae_lens_old", {"weights": {"scaling_factor": torch.full((11,), 2.0)}}, "scaling_factor"),
     "gemma": ("gemma_scope_2", {"config": {"architecture": "relu"}}, "'relu'"),
+    "k": ("sae_lens_topk", {"drop": ["k"]}, "must say k"),
+    "too large k": ("sae_lens_topk", {"config": {"k": 12}}, "from 1 to 11"),
     "class": ("dictionary_learning_AutoEncoder", {"config": {"trainer": {"dict_class": "Other"}}}, "'Other'"),
 }  # fmt: skip
 
@@ -149,5 +207,13 @@ def test_folders(tmp_path):
         load_sae(both)
     assert isinstance(load_sae(both, "sae_lens"), Dictionary)
     assert_close(load_sae(both / "cfg.json", "sae_lens").W_enc, load_sae(both, "sae_lens").W_enc)
-    with pytest.raises(ValueError, match="norm_factor"):
-        load_sae(coder, norm_factor=2.0)
+    for finished in (coder, FIXTURES / "dictionary_learning_AutoEncoder"):
+        with pytest.raises(ValueError, match="norm_factor"):
+            load_sae(finished, norm_factor=2.0)
+    other = tmp_path / "sparsify"
+    shutil.copytree(coder, other)
+    (other / "cfg.json").write_text(
+        json.dumps(json.loads((coder / "cfg.json").read_text()) | {"signed": True})
+    )
+    with pytest.raises(ValueError, match="signed"):
+        load_sae(other)

@@ -35,7 +35,11 @@ class Dictionary(nn.Module):
             length √d_in, `layer_norm` its mean 0 and its standard deviation 1.
         reads, writes: names of the points that it was trained on; None if unknown.
         head: the head whose values it reads; None for all.
+        transcodes: whether it is a transcoder; None if its points or sizes say so.
         config: what its files say about it.
+
+    Raises:
+        ValueError: if a weight has another size, or `k` is more than the features.
 
     >>> autoencoder = Dictionary(
     ...     W_enc=torch.tensor([[1.0, -1.0]]), W_dec=torch.tensor([[1.0], [-1.0]]), b_enc=torch.zeros(2),
@@ -67,9 +71,24 @@ class Dictionary(nn.Module):
         reads: str | None = None,
         writes: str | None = None,
         head: int | None = None,
+        transcodes: bool | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"d_in": W_enc.shape[0], "feature": W_enc.shape[1], "d_out": W_dec.shape[1]}
+        _require_sizes(
+            sizes,
+            {
+                "W_dec": (W_dec, "feature d_out"),
+                "b_enc": (b_enc, "feature"),
+                "b_dec": (b_dec, "d_in" if subtracts_b_dec else "d_out"),
+                "W_skip": (W_skip, "d_in d_out"),
+                **{name: (tensor, "feature") for name, tensor in activation.named_buffers()},
+            },
+        )
+        if isinstance(activation, TopK) and not 0 < activation.k <= sizes["feature"]:
+            raise ValueError(f"k must be from 1 to {sizes['feature']}; got {activation.k}")
+        self.transcodes = transcodes
         for name, weight in (
             ("W_enc", W_enc),
             ("W_dec", W_dec),
@@ -101,6 +120,8 @@ class Dictionary(nn.Module):
     @property
     def is_transcoder(self) -> bool:
         """Whether it writes something else than it reads."""
+        if self.transcodes is not None:
+            return self.transcodes
         return self.W_skip is not None or self.reads != self.writes or self.d_in != self.d_out
 
     def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
@@ -172,6 +193,7 @@ class Dictionary(nn.Module):
             reads=self.reads,
             writes=self.writes,
             head=self.head,
+            transcodes=self.transcodes,
             config=self.config,
         )
 
@@ -217,6 +239,17 @@ class Dictionary(nn.Module):
             if self.norm == "layer_norm":
                 constant = constant + x.mean(-1, keepdim=True)
         return constant if self.W_skip is None else constant + x @ self.W_skip
+
+
+def _require_sizes(
+    sizes: Mapping[str, int], weights: Mapping[str, tuple[Tensor | None, str]]
+) -> None:
+    """Refuses weights of another size: PyTorch would stretch those of size 1."""
+    for name, (weight, axes) in weights.items():
+        wanted = [sizes[axis] for axis in axes.split()]
+        one_for_all = name == "threshold" and weight is not None and weight.ndim == 0
+        if weight is not None and [*weight.shape] != wanted and not one_for_all:
+            raise ValueError(f"{name} must be [{axes}], {wanted}; got {[*weight.shape]}")
 
 
 class MatchingPursuit(Dictionary):

@@ -33,6 +33,10 @@ _SAE_LENS = {
     *("stop_on_duplicate_support", "metadata"),
 }
 _WITHOUT_EFFECT = {"dtype", "device", "use_sparse_activations"}
+_SPARSIFY = {
+    *("activation", "expansion_factor", "normalize_decoder", "num_latents", "k", "multi_topk"),
+    *("skip_connection", "transcode", "d_in"),
+}
 # Before version 6 one flat object held these names, and all settings of the training beside them.
 _OLD_NAMES = {
     "hook_point": "hook_name",
@@ -61,6 +65,7 @@ def sae_lens(folder: Path, norm_factor: float | None) -> Dictionary:
         "reads": _ours(about.get("hook_name")),
         "head": about.get("hook_head_index"),
         "config": config,
+        "transcodes": is_transcoder,
     }
     place["writes"] = _ours(about.get("hook_name_out")) if is_transcoder else place["reads"]
     norm, norm_factor = _sae_lens_norm(config, norm_factor)
@@ -116,7 +121,7 @@ def _translate_old(config: dict[str, Any], weights: Weights) -> None:
     """Gives a flat config the fields of version 6."""
     activation = config.get("activation_fn", "relu")
     if activation == "topk":
-        config |= {"architecture": "topk", "k": config["activation_fn_kwargs"]["k"]}
+        config |= {"architecture": "topk", **config.get("activation_fn_kwargs", {})}
     elif activation != "relu":
         raise ValueError(f"activation_fn must be 'relu' or 'topk'; got {activation!r}")
     norm = config.get("normalize_activations")
@@ -137,6 +142,8 @@ def _sae_lens_activation(kind: str, config: Mapping[str, Any], weights: Weights)
                 f"a dictionary of the architecture {kind!r} needs one threshold; got {len(names)}"
             )
         return JumpReLU(weights[names.pop()].to(weights["W_enc"].dtype))
+    if kind in ("topk", "abstopk") and "k" not in config:
+        raise ValueError(f"cfg.json of a {kind} dictionary must say k; it does not")
     if kind in ("topk", "abstopk"):
         return (
             TopK(int(config["k"])) if kind == "topk" else TopK(int(config["k"]), "size", relu=False)
@@ -151,8 +158,8 @@ def _sae_lens_activation(kind: str, config: Mapping[str, Any], weights: Weights)
 def gemma_scope(folder: Path, norm_factor: float | None) -> Dictionary:
     """Gemma Scope 1: `params.npz`.
 
-    A path with `embedding` is of one that reads embeddings scaled by √d_model. A path with `transcoder` is of one that
-    reads what the norm before the MLP gives, before its gain; see `Dictionary.with_input_gain`.
+    A folder `embedding` has those that read embeddings scaled by √d_model. A repository `...-transcoders` has those that
+    read what the norm before the MLP gives, before its gain; see `Dictionary.with_input_gain`.
     """
     _no_factor(norm_factor)
     with np.load(folder / "params.npz") as file:
@@ -160,11 +167,11 @@ def gemma_scope(folder: Path, norm_factor: float | None) -> Dictionary:
     names = {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
     weights = {"W_" + n[2:] if n.startswith("w_") else n: weight for n, weight in weights.items()}
     _require(weights, names, "params.npz")
-    path = folder.as_posix()
-    root = weights["W_enc"].shape[0] ** 0.5 if "embedding" in path else 1.0
+    root = weights["W_enc"].shape[0] ** 0.5 if "embedding" in folder.parts[-3:] else 1.0
+    is_transcoder = any(part.endswith("-transcoders") for part in folder.parts[-6:])
     return Dictionary(
         weights["W_enc"] / root, weights["W_dec"] * root, weights["b_enc"], weights["b_dec"], JumpReLU(weights["threshold"]),
-        reads="ln2.normalized before its gain" if "transcoder" in path else None,
+        reads="ln2.normalized before its gain" if is_transcoder else None,
     )  # fmt: skip
 
 
@@ -197,6 +204,8 @@ def dictionary_learning(folder: Path, norm_factor: float | None) -> Dictionary:
     if "ae" in weights:  # {step, ae, optimizer, ..., norm_factor}
         norm_factor = weights.get("norm_factor", 1.0) if norm_factor is None else norm_factor
         weights = weights["ae"]
+    else:  # its biases are scaled already
+        _no_factor(norm_factor)
     kind = trainer.get("dict_class")
     place: dict[str, Any] = {"config": trainer}
     if (name := trainer.get("submodule_name")) is not None:
@@ -247,6 +256,10 @@ def sparsify(folder: Path, norm_factor: float | None) -> Dictionary:
     """sparsify: `cfg.json` and `sae.safetensors`."""
     _no_factor(norm_factor)
     config, weights = _json(folder / "cfg.json"), load_file(folder / "sae.safetensors")
+    if unknown := config.keys() - _SPARSIFY:
+        raise ValueError(
+            f"cfg.json has fields that are not known here: {', '.join(sorted(unknown))}"
+        )
     skip = weights.keys() & {"W_skip"}
     _require(weights, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"} | skip, "cfg.json")
     kinds = {"topk": TopK, "groupmax": GroupMax}
@@ -258,7 +271,7 @@ def sparsify(folder: Path, norm_factor: float | None) -> Dictionary:
     reads = f"the input of {folder.name}" if is_transcoder else folder.name
     return Dictionary(
         weights["encoder.weight"].T, weights["W_dec"], weights["encoder.bias"], weights["b_dec"], kinds[kind](int(config["k"])),
-        W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=not is_transcoder, reads=reads, writes=folder.name,
+        W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=not is_transcoder, transcodes=is_transcoder, reads=reads, writes=folder.name,
         config=config,
     )  # fmt: skip
 
