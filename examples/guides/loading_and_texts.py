@@ -45,7 +45,7 @@ added = Attention(small.config)(torch.randn(1, 5, 96))
 # | families | gpt2, gpt_bigcode, gpt_neo, gpt_neox, opt (not OPT-350m, whose embeddings are projected), llama, mistral, qwen2, qwen3, olmo2, gemma2: one table of keys each |
 # | files | safetensors and `.bin`, whole or in shards (damage is noticed where a file has checksums: what `save` writes, and `.bin` since PyTorch 1.6; other safetensors files have none); GGUF of gpt2, starcoder, gptneox, llama (also Mistral), qwen2, qwen3, olmo2 and gemma2, in every type that the library `gguf` can dequantise |
 # | keys of a config that are not known | null, false and dropout are no obstacle; `load(path, ignore=["key"])` reads the file as if the key were not there |
-# | TransformerLens' weights | `load("model.pt")`, `from_transformer_lens(model)` or `(state_dict, config)`: see below |
+# | TransformerLens' weights | `load("model.pt")`, `from_transformer_lens(model)` or `(state_dict, config)`: see [from TransformerLens](from_transformer_lens.py) |
 # | architectures | `TransformerConfig`: norms and their places, positions (also Shortformer's, and rotary in halves or adjacent pairs), grouped heads, windows, caps, gates, SoLU and a norm in the MLP, parallel blocks, attention both ways, another output vocabulary |
 # | registered configs | `available()`: the GPT-2 sizes and those of the source documents; `register("name")` adds one |
 # | tokenizers | `load_tokenizer`: `tokenizer.json`, GPT-2's BPE files, characters, the tokenizer inside a GGUF file (GPT-2's, Llama 3's and SentencePiece's kinds) |
