@@ -161,7 +161,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 18_800, 190), (("tests",), 23_900, 122)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 19_000, 191), (("tests",), 24_000, 123)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)
