@@ -1,0 +1,6 @@
+"""Attribution graphs: which features, errors and embeddings make a logit, as exact direct effects."""
+
+from interp.tracing.attribution import AttributionGraph, attribution_graph
+from interp.tracing.nodes import Link, Node, PrunedGraph
+
+__all__ = ["AttributionGraph", "Link", "Node", "PrunedGraph", "attribution_graph"]

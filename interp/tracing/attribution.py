@@ -1,0 +1,364 @@
+"""Attribution graphs: how features, errors and embeddings make the logits of one text (Ameisen et al. 2025).
+
+1. Rows of effects on the chosen logits come first (`FrozenRun.rows`).
+2. Then features get rows of their own, the most influential first; after each batch influence is computed anew.
+3. Active features without a row stay as sources, so no row loses a part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks._torch import without_gradients
+from hooks.errors import unknown_name
+from hooks.progress import progress_bar
+from interp.inputs.texts import Texts, token_ids, writer_of
+from interp.results.result import Result
+from interp.tracing import influence
+from interp.tracing.encoders import Transcoders
+from interp.tracing.frozen import FrozenRun, Targets
+from interp.tracing.nodes import Link, Node, PrunedGraph
+
+_BATCH = 256  # more targets at once are no faster
+_TENSORS = 8  # of the size of the stream, for each target
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttributionGraph:
+    """Direct effects of nodes on each other in one text; made by `attribution_graph`.
+
+    Attributes:
+        run: the frozen run.
+        rows: what each source adds to each node that is explained: first the logits, then features.
+        column: which source each row explains; -1 for a logit.
+        weights: of each row as a target: the probability of a token, 1 for others, 0 for what is no target.
+        logits: the nodes of the first rows.
+        directions: weights of the vocabulary that make these rows' logits.
+        totals: the value of what each row explains.
+        tokens: the text, in pieces.
+    """
+
+    run: FrozenRun
+    rows: Float[Tensor, "row source"]
+    column: Int[Tensor, " row"]
+    weights: Float[Tensor, " row"]
+    logits: Sequence[Node]
+    directions: Float[Tensor, "logit vocab"]
+    totals: Float[Tensor, " row"]
+    tokens: Sequence[str]
+
+    @property
+    def gap(self) -> float:
+        """The largest difference between the sum of a row and its target, as a share of the row's summed sizes."""
+        missed = (self.rows.sum(1) - self.totals).abs()
+        return float((missed / self.rows.abs().sum(1).clamp(min=1e-30)).max())
+
+    @cached_property
+    def influence(self) -> Float[Tensor, " source"]:
+        """Of each source on the targets; see `interp.tracing.influence`."""
+        return influence.influence(influence.shares(self.rows), self.weights, self.column)
+
+    @cached_property
+    def _is_unexplained(self) -> Tensor:
+        """Errors, and features without a row of their own."""
+        n, n_errors = len(self.run.layer), len(self.run.tokens) * len(self.run.errors)
+        found = torch.zeros(self.rows.shape[1], dtype=torch.bool, device=self.rows.device)
+        found[: n + n_errors] = True
+        found[self.column[self.column >= 0]] = False
+        return found
+
+    @property
+    def replacement(self) -> float:
+        """The share of influence that begins in embeddings and constants, not in errors.
+
+        Features without a row count as errors, so more of `max_features` can only raise it.
+        """
+        ends = (
+            self.influence[len(self.run.layer) :].sum()
+            + self.influence[: len(self.run.layer)][
+                self._is_unexplained[: len(self.run.layer)]
+            ].sum()
+        )
+        lost = self.influence[self._is_unexplained].sum()
+        return float(1 - lost / ends)
+
+    @property
+    def completeness(self) -> float:
+        """The share of the inputs of all nodes, weighted by influence, that are not errors."""
+        lost = influence.shares(self.rows)[:, self._is_unexplained].sum(1)
+        explained = torch.where(self.column >= 0, self.influence[self.column], 0) + self.weights
+        # Nodes without inputs count as complete, as in circuit-tracer.
+        return float(1 - (lost * explained).sum() / (self.influence.sum() + self.weights.sum()))
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """All nodes: the sources in the order of columns, then the logits."""
+        run, n_pos = self.run, len(self.run.tokens)
+        shares = influence.cumulative(self.influence).tolist()
+        nodes = [
+            Node(f"{layer}_{feature}_{pos}", "feature", layer, pos, feature, activation=value)
+            for layer, pos, feature, value in zip(
+                *(each.tolist() for each in (run.layer, run.pos, run.feature, run.activation)),
+                strict=True,
+            )
+        ]
+        nodes += [
+            Node(f"{n}_-1_{pos}", "error", n, pos, -1, f"error of layer {n}")
+            for n in run.errors
+            for pos in range(n_pos)
+        ]
+        numbers = run.tokens.tolist()
+        for n in run.embeddings:
+            for pos, (number, text) in enumerate(zip(numbers, self.tokens, strict=True)):
+                if n == run.embeddings[0]:
+                    nodes.append(Node(f"E_{number}_{pos}", "token", -1, pos, number, text))
+                else:
+                    nodes.append(
+                        Node(f"P_{pos}_{pos}", "position", -1, pos, pos, f"position {pos}")
+                    )
+        nodes.append(Node("B_0_0", "bias", -1, 0, 0, "all constants"))
+        return [
+            node._replace(influence=share) for node, share in zip(nodes, shares, strict=True)
+        ] + [*self.logits]
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {node.id: n for n, node in enumerate(self.nodes)}
+
+    def _place(self, name: str) -> int:
+        if name not in self._places:
+            raise unknown_name(name, self._places, "node of this graph")
+        return self._places[name]
+
+    def _row(self, name: str) -> int:
+        """The row of a node that is explained."""
+        place = self._place(name) - self.rows.shape[1]
+        found = (
+            [place]
+            if place >= 0
+            else (self.column == place + self.rows.shape[1]).nonzero()[:, 0].tolist()
+        )
+        if not found:
+            raise ValueError(
+                f"{name} must be a logit or a feature with a row of its own; it has none: raise max_features"
+            )
+        return int(found[0])
+
+    def effect(self, source: str, target: str) -> float:
+        """What one node adds to another, in logits or in the unit of the pre-activation.
+
+        Raises:
+            UnknownNameError: if there is no such node; it has close matches.
+            ValueError: if the target has no row.
+        """
+        return float(self.rows[self._row(target), self._place(source)])
+
+    def pruned(self, node: float = 0.8, edge: float = 0.98) -> PrunedGraph:
+        """The nodes and links that carry these shares of the influence. Tokens and targets stay.
+
+        Raises:
+            ValueError: if a share is not between 0 and 1.
+        """
+        for name, share in (("node", node), ("edge", edge)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} must be between 0 and 1; got {share}")
+        kinds = [each.kind for each in self.nodes[: self.rows.shape[1]]]
+        is_kept = torch.tensor([kind == "token" for kind in kinds], device=self.rows.device)
+        is_kept[self.column[(self.weights > 0) & (self.column >= 0)]] = True
+        stays, edges = influence.pruned(self.rows, self.weights, self.column, is_kept, node, edge)
+        ends = [
+            self.nodes[n].id
+            for n in torch.where(
+                self.column >= 0,
+                self.column,
+                torch.arange(len(self.column), device=self.column.device) + len(kinds),
+            ).tolist()
+        ]
+        rows, columns = edges.nonzero().T
+        links = [
+            Link(self.nodes[column].id, ends[row], weight)
+            for row, column, weight in zip(
+                rows.tolist(), columns.tolist(), self.rows[rows, columns].tolist(), strict=True
+            )
+        ]
+        kept = [self.nodes[n] for n in stays.nonzero()[:, 0].tolist()]
+        scores = {name: getattr(self, name) for name in ("replacement", "completeness", "gap")}
+        return PrunedGraph([*kept, *self.logits], links, self.tokens, scores, node)
+
+    @without_gradients
+    def heads(self, source: str, target: str) -> Result:
+        """How much of an effect is lost when a head's frozen paths are cut.
+
+        A path may pass several heads, and then each counts it, so the shares need not add up to the effect.
+
+        Args:
+            source, target: names of nodes.
+
+        Returns:
+            Effects with the axes `layer` and `head`, in the unit of the target.
+
+        Raises:
+            UnknownNameError, ValueError: as for `effect`.
+        """
+        row, column = self._row(target), self._place(source)
+        layers, n_heads = len(self.run.graph.layers), self.run.n_heads
+        cut = torch.ones(layers * n_heads, layers, n_heads)
+        cut.view(layers * n_heads, -1).fill_diagonal_(0)
+        one = self._targets(row)
+        repeated = Targets(*(part.expand(len(cut), *part.shape[1:]) for part in one))
+        kept = torch.cat([
+            self.run.rows(Targets(*(part[n : n + _BATCH] for part in repeated)), cut[n : n + _BATCH])[:, column]
+            for n in range(0, len(cut), _BATCH)
+        ])  # fmt: skip
+        lost = (self.rows[row, column] - kept).view(layers, n_heads, 1).cpu()
+        return Result(
+            lost,
+            ("layer", "head", "example"),
+            unit="effect",
+            about={"source": source, "target": target},
+        )
+
+    def _targets(self, row: int) -> Targets:
+        if self.column[row] >= 0:
+            return self.run.of_features(self.column[row : row + 1])
+        return self.run.of_logits(self.directions[row : row + 1], self.logits[row].pos)
+
+    def __repr__(self) -> str:
+        explained = int((self.column >= 0).sum())
+        lines = [
+            f"AttributionGraph of {len(self.tokens)} tokens: {len(self.run.layer)} active features, {explained} explained",
+            f"  replacement {self.replacement:.3f}, completeness {self.completeness:.3f}, gap {self.gap:.1e}",
+        ]
+        for node in self.logits[:10]:
+            chance = "" if node.probability is None else f"  probability {node.probability:.3f}"
+            lines.append(f"  {node.id} {node.label!r}{chance}")
+        return "\n".join(lines)
+
+
+@without_gradients
+def attribution_graph(
+    model: nn.Module,
+    text: Texts,
+    transcoders: Transcoders,
+    *,
+    targets: int | Sequence[Any] = 10,
+    desired_prob: float = 0.95,
+    pos: int = -1,
+    max_features: int = 4096,
+    first: int = 0,
+    max_bytes: int = 2**30,
+) -> AttributionGraph:
+    """Trace which features, errors and embeddings make the logits of a text (Ameisen et al. 2025, "Circuit Tracing").
+
+    Patterns and scales of norms are frozen at the run's values, and MLPs are replaced by transcoders and their errors.
+    The rest of the model is linear, so what acts on a node adds up to it. A layer without a transcoder has errors alone.
+
+    Args:
+        model: a plain or an attached model in evaluation mode; see `FrozenRun`.
+        text: one text, or its tokens.
+        transcoders: by `blocks.L.mlp_out`, or one across layers, as `load_sae` gives them.
+        targets: the most tokens, or a list. In it a text or a number is a token, two of them are the difference of
+            their logits, and three numbers are a feature, (layer, feature, pos).
+        desired_prob: likely tokens are targets until their probabilities add up to this.
+        pos: the position of the logits.
+        max_features: how many features have their own inputs traced, the most influential first.
+        first: the first position with features: 1 leaves out a first token that all texts have.
+        max_bytes: bounds the memory beyond the model, its run and the rows.
+
+    Raises:
+        ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, or there is no target.
+        TypeError: as for `Graph`.
+
+    >>> from interp.features import load_sae
+    >>> from models import load
+    >>> graph = attribution_graph(load("pydoc-4l"), "part KV8 and part K", load_sae("pydoc-4l/transcoders"))
+    >>> graph.logits[0].label, graph.gap < 1e-5
+    ('V', True)
+    """
+    run = FrozenRun(model, text, transcoders, first)
+    pos = range(len(run.tokens))[pos]
+    write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
+    if isinstance(targets, int):
+        likely = run.logits[pos].softmax(-1).sort(descending=True)
+        needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
+        targets = likely.indices[: min(targets, needed)].tolist()
+    logits, directions, named = _parsed(model, run, targets, pos, write)
+    if not logits and not named:
+        raise ValueError("targets must be at least one; got none")
+    chances = [1.0 if node.probability is None else node.probability for node in logits]
+    device, most = run.logits.device, max(len(named), min(max_features, len(run.layer)))
+    rows = run.logits.new_zeros(len(logits) + most, run.n_sources)
+    column = torch.full((len(rows),), -1, device=device)
+    weights, totals = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    weights[: len(logits)] = rows.new_tensor(chances)
+    weights[len(logits) : len(logits) + len(named)] = 1
+    bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * rows.itemsize
+    batch = max(1, min(_BATCH, max_bytes // bytes_each))
+    done, is_done = 0, torch.zeros(len(run.layer), dtype=torch.bool, device=device)
+    waiting = torch.tensor(named, dtype=torch.long, device=device)
+    with progress_bar(total=len(rows), desc="attribution") as bar:
+        while done < len(rows):
+            if done < len(logits):
+                made = run.of_logits(directions[done : done + batch], pos)
+            else:
+                if not len(waiting):
+                    scores = influence.influence(
+                        influence.shares(rows[:done]), weights[:done], column[:done]
+                    )
+                    waiting = (
+                        scores[: len(run.layer)].masked_fill(is_done, -1).argsort(descending=True)
+                    )
+                    waiting = waiting[: min(_BATCH, len(rows) - done)]
+                now, waiting = waiting[:batch], waiting[batch:]
+                made, is_done[now] = run.of_features(now), True
+                column[done : done + len(now)] = now
+            place = slice(done, done + len(made.pos))
+            rows[place], totals[place] = run.rows(made), made.total
+            done = place.stop
+            bar.update(len(made.pos))
+    return AttributionGraph(
+        run, rows, column, weights, logits, directions, totals, write(run.tokens.tolist())
+    )
+
+
+def _parsed(
+    model: nn.Module, run: FrozenRun, targets: Sequence[Any], pos: int, write: Any
+) -> tuple[list[Node], Float[Tensor, "logit vocab"], list[int]]:
+    """The nodes of logits, their weights of the vocabulary, and the numbers of features among the active ones."""
+    logits: list[Node] = []
+    features: list[int] = []
+    vocab, layer = run.logits.shape[1], len(run.graph.layers)
+    directions = run.logits.new_zeros(len(targets), vocab)
+    chances = run.logits[pos].softmax(-1)
+    for target in targets:
+        if isinstance(target, (tuple, list)) and len(target) == 3:
+            at = (run.layer == target[0]) & (run.feature == target[1])
+            at &= run.pos == target[2] % len(run.tokens)
+            if not at.any():
+                raise ValueError(
+                    f"a feature must be active to be a target, (layer, feature, pos); got {target}"
+                )
+            features.append(int(at.nonzero()[0]))
+            continue
+        several = isinstance(target, (tuple, list))
+        ids = [int(token) for token in token_ids(model, [*target] if several else [target])]
+        if len(ids) not in (1, 2) or not all(0 <= token < vocab for token in ids):
+            raise ValueError(
+                f"a target must be a token of {vocab}, two of them or (layer, feature, pos); got {target!r}"
+            )
+        directions[len(logits), ids[0]] += 1
+        for token in ids[1:]:
+            directions[len(logits), token] -= 1
+        # Differences have numbers behind those of the vocabulary, as in circuit-tracer.
+        number = ids[0] if len(ids) == 1 else vocab + len(logits)
+        chance = float(chances[ids[0]]) if len(ids) == 1 else None
+        name = f"{layer + 1}_{number}_{pos}"
+        logits.append(
+            Node(name, "logit", layer, pos, number, " - ".join(write(ids)), probability=chance)
+        )
+    return logits, directions[: len(logits)], features

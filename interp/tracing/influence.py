@@ -1,0 +1,86 @@
+"""Influence in an attribution graph, and what is kept of it, as circuit-tracer defines them (Ameisen et al. 2025).
+
+1. Each row of effects is taken by size and divided by its sum.
+2. The influence of a node is the sum, over all paths from it to the targets, of the products of these shares, times the
+   weight of the target: `w (A + A² + ...)`.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Rows = Float[Tensor, "row source"]
+
+
+def shares(rows: Rows) -> Rows:
+    """The sizes of effects as shares of their row."""
+    sizes = rows.abs()
+    return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+
+
+def influence(
+    shares: Rows, weights: Float[Tensor, " row"], column: Int[Tensor, " row"]
+) -> Float[Tensor, " source"]:
+    """The influence of each source on the targets.
+
+    Args:
+        shares: of each row; see `shares`.
+        weights: of each row as a target; 0 if it is none.
+        column: which source each row explains; -1 for a logit.
+    """
+    total = shares.new_zeros(shares.shape[1])
+    # Each step goes down by at least one layer, so it ends.
+    while weights.any():
+        step = weights @ shares
+        total += step
+        weights = torch.where(column >= 0, step[column], 0)
+    return total
+
+
+def threshold(scores: Float[Tensor, " score"], share: float) -> Float[Tensor, ""]:
+    """The score from which on the largest scores make up this share of the sum."""
+    ordered = scores.sort(descending=True).values
+    reached = ordered.cumsum(0) / ordered.sum()
+    return ordered[min(int(torch.searchsorted(reached, share)), len(ordered) - 1)]
+
+
+def cumulative(scores: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
+    """For each score the share of the sum that it and all larger ones make up."""
+    ordered, order = scores.sort(descending=True)
+    return torch.empty_like(scores).scatter(0, order, ordered.cumsum(0) / ordered.sum())
+
+
+def pruned(
+    rows: Rows,
+    weights: Float[Tensor, " row"],
+    column: Int[Tensor, " row"],
+    is_kept: Bool[Tensor, " source"],
+    node: float,
+    edge: float,
+) -> tuple[Bool[Tensor, " source"], Bool[Tensor, "row source"]]:
+    """The sources and edges that carry most influence.
+
+    A source that no kept edge leaves goes, and so does one with a row that no kept edge enters.
+
+    Args:
+        rows, weights, column: as for `influence`.
+        is_kept: sources that stay.
+        node, edge: the shares of the influence of nodes, and of edges, that stay.
+    """
+    scores = influence(shares(rows), weights, column)
+    stays = is_kept | (scores >= threshold(scores, node))
+    # A row goes with the source that it explains; rows of logits stay.
+    has_row = torch.where(column >= 0, stays[column], True)
+    inner = shares(rows * stays * has_row[:, None])
+    through = influence(inner, weights, column)
+    edge_scores = inner * (torch.where(column >= 0, through[column], 0) + weights)[:, None]
+    edges = edge_scores >= threshold(edge_scores.flatten(), edge)
+    explained = column[column >= 0]
+    before = torch.zeros_like(stays)
+    while not torch.equal(before, stays):
+        before = stays
+        edges = edges & stays & torch.where(column >= 0, stays[column], True)[:, None]
+        has_input = torch.ones_like(stays)
+        has_input[explained] = edges[column >= 0].any(1)
+        stays = stays & (is_kept | (edges.any(0) & has_input))
+    return stays, edges
