@@ -1,13 +1,20 @@
 """Attribution graphs: rows add up, and are what changes in a run whose norms and patterns cannot react."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
+from torch.nn import functional
 
 from hooks import HookedRunner
-from interp.features import CrossLayerTranscoder, Dictionary, TopK
+from interp.features import CrossLayerTranscoder, Dictionary, JumpReLU, TopK
+from interp.tracing import attribution_graph, influence
 from interp.tracing.frozen import FrozenRun
-from models import Transformer, TransformerConfig
+from models import Transformer, TransformerConfig, from_transformer_lens
 
 FORMS = {
     "plain": {},
@@ -150,3 +157,68 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
             assert rows[0][other, source] == pytest.approx(float(read) if later else 0, abs=1e-9)
         change = changes["ln_final.normalized"][-1] @ W_U
         torch.testing.assert_close(rows[1][:, source], change, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """What circuit-tracer made, with the same model and transcoders; see tests/tracing/make.py."""
+    with safe_open(Path(__file__).parent / "tracing/circuit_tracer.safetensors", "pt") as file:
+        about = {name: json.loads(text) for name, text in file.metadata().items()}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    model = from_transformer_lens(weights, about["config"]).eval()
+    dictionaries = {}
+    for n in range(3):
+        own = {
+            name.rsplit(".", 1)[1]: t
+            for name, t in tensors.items()
+            if name.startswith(f"transcoders.{n}.")
+        }
+        dictionaries[f"blocks.{n}.mlp_out"] = Dictionary(
+            own["W_enc"].T, own["W_dec"], own["b_enc"], own["b_dec"],
+            JumpReLU(own["threshold"], relu=False), W_skip=own["W_skip"].T, reads="ln2.normalized",
+        )  # fmt: skip
+    return model, dictionaries, torch.tensor([about["text"]]), tensors
+
+
+def test_the_effects_are_those_of_circuit_tracer(peer):
+    model, dictionaries, text, theirs = peer
+    graph = attribution_graph(model, text, dictionaries, targets=4, first=1)
+    assert [node.number for node in graph.logits] == theirs["logits"].tolist()
+    ours = torch.stack([graph.run.layer, graph.run.pos, graph.run.feature], 1)
+    assert ours.tolist() == theirs["features"].tolist()
+    torch.testing.assert_close(graph.run.activation, theirs["activations"])
+    torch.testing.assert_close(graph.weights[:4], theirs["probabilities"])
+    # Their nodes are features, errors and tokens; they have no positions and constants.
+    n_sources = len(ours) + 3 * 6 + 6
+    matrix = torch.zeros_like(theirs["matrix"])
+    matrix[graph.column[4:], :n_sources] = graph.rows[4:, :n_sources]
+    matrix[-4:, :n_sources] = graph.rows[:4, :n_sources]
+    # They leave out the errors of the first position too.
+    matrix[:, [len(ours), len(ours) + 6, len(ours) + 12]] = 0
+    torch.testing.assert_close(matrix, theirs["matrix"], rtol=1e-9, atol=1e-9)
+    assert graph.gap < 1e-12
+
+
+def test_influence_pruning_and_scores_are_those_of_circuit_tracer(peer):
+    model, dictionaries, text, theirs = peer
+    graph = attribution_graph(model, text, dictionaries, targets=4, first=1)
+    n_features, n_sources = len(graph.run.layer), len(theirs["matrix"]) - 4
+    rows = torch.cat([theirs["matrix"][-4:, :n_sources], theirs["matrix"][:n_features, :n_sources]])
+    column = torch.cat([torch.full((4,), -1), torch.arange(n_features)])
+    weights = torch.zeros(len(rows)).double()
+    weights[:4] = theirs["probabilities"]
+    of_each = influence.influence(influence.shares(rows), weights, column)
+    torch.testing.assert_close(of_each, theirs["influence"][:n_sources])
+    is_token = torch.arange(n_sources) >= n_sources - 6
+    nodes, edges = influence.pruned(rows, weights, column, is_token, 0.8, 0.98)
+    assert torch.equal(nodes, theirs["nodes"][:n_sources])
+    expected = torch.cat(
+        [theirs["edges"][-4:, :n_sources], theirs["edges"][:n_features, :n_sources]]
+    )
+    assert torch.equal(edges, expected)
+    torch.testing.assert_close(influence.cumulative(of_each), theirs["cumulative"][:n_sources])
+    # The scores, of a graph that has their rows alone.
+    graph = replace(graph, rows=functional.pad(rows, (0, 7)), column=column, weights=weights)
+    scores = torch.tensor([graph.replacement, graph.completeness]).double()
+    torch.testing.assert_close(scores, theirs["scores"], rtol=1e-6, atol=1e-6)
