@@ -1,6 +1,7 @@
 """Attribution graphs: which features, errors and embeddings make a logit, as exact direct effects."""
 
 from interp.tracing.attribution import AttributionGraph, attribution_graph
-from interp.tracing.nodes import Link, Node, PrunedGraph
+from interp.tracing.nodes import Link, Node
+from interp.tracing.pruned import PrunedGraph
 
 __all__ = ["AttributionGraph", "Link", "Node", "PrunedGraph", "attribution_graph"]

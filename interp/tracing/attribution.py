@@ -5,7 +5,7 @@
 3. Active features without a row stay as sources, so no row loses a part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,12 @@ from hooks.errors import unknown_name
 from hooks.progress import progress_bar
 from interp.inputs.texts import Texts, token_ids, writer_of
 from interp.results.result import Result
-from interp.tracing import influence
+from interp.tracing import influence, intervention
 from interp.tracing.encoders import Transcoders
 from interp.tracing.frozen import FrozenRun, Targets
-from interp.tracing.nodes import Link, Node, PrunedGraph
+from interp.tracing.intervention import Intervention
+from interp.tracing.nodes import Link, Node
+from interp.tracing.pruned import PrunedGraph
 
 _BATCH = 256  # more targets at once are no faster
 _TENSORS = 8  # of the size of the stream, for each target
@@ -135,19 +137,21 @@ class AttributionGraph:
             raise unknown_name(name, self._places, "node of this graph")
         return self._places[name]
 
+    @cached_property
+    def _explained(self) -> list[int]:
+        """The number of the node that each row explains."""
+        logits = torch.arange(len(self.column), device=self.column.device) + self.rows.shape[1]
+        return torch.where(self.column >= 0, self.column, logits).tolist()
+
     def _row(self, name: str) -> int:
         """The row of a node that is explained."""
-        place = self._place(name) - self.rows.shape[1]
-        found = (
-            [place]
-            if place >= 0
-            else (self.column == place + self.rows.shape[1]).nonzero()[:, 0].tolist()
-        )
+        place = self._place(name)
+        found = [row for row, explained in enumerate(self._explained) if explained == place]
         if not found:
             raise ValueError(
                 f"{name} must be a logit or a feature with a row of its own; it has none: raise max_features"
             )
-        return int(found[0])
+        return found[0]
 
     def effect(self, source: str, target: str) -> float:
         """What one node adds to another, in logits or in the unit of the pre-activation.
@@ -171,17 +175,9 @@ class AttributionGraph:
         is_kept = torch.tensor([kind == "token" for kind in kinds], device=self.rows.device)
         is_kept[self.column[(self.weights > 0) & (self.column >= 0)]] = True
         stays, edges = influence.pruned(self.rows, self.weights, self.column, is_kept, node, edge)
-        ends = [
-            self.nodes[n].id
-            for n in torch.where(
-                self.column >= 0,
-                self.column,
-                torch.arange(len(self.column), device=self.column.device) + len(kinds),
-            ).tolist()
-        ]
         rows, columns = edges.nonzero().T
         links = [
-            Link(self.nodes[column].id, ends[row], weight)
+            Link(self.nodes[column].id, self.nodes[self._explained[row]].id, weight)
             for row, column, weight in zip(
                 rows.tolist(), columns.tolist(), self.rows[rows, columns].tolist(), strict=True
             )
@@ -222,6 +218,60 @@ class AttributionGraph:
             unit="effect",
             about={"source": source, "target": target},
         )
+
+    @without_gradients
+    def intervene(
+        self, values: Mapping[str, float], supernodes: Mapping[str, Sequence[str]] | None = None
+    ) -> Intervention:
+        """Set features to values, and compare what the graph predicts with what the model does.
+
+        Args:
+            values: new activations of features, by their names, or of all features of a supernode by its name.
+            supernodes: names of groups of features, such as those of a pruned graph. Their changes are added up.
+
+        Raises:
+            UnknownNameError: if there is no such node; it has close matches.
+            ValueError: if a node is no feature, or none is given.
+        """
+        groups, n_features = dict(supernodes or {}), len(self.run.layer)
+        wanted: dict[int, float] = {}
+        for name, value in values.items():
+            wanted |= {self._feature(member): float(value) for member in groups.get(name, [name])}
+        if not wanted:
+            raise ValueError("values must name at least one feature; got none")
+        change, old = torch.zeros_like(self.run.activation), self.run.activation
+        chosen = torch.tensor([*wanted], device=change.device)
+        change[chosen] = change.new_tensor([*wanted.values()]) - old[chosen]
+        is_set = torch.zeros_like(change, dtype=torch.bool)
+        is_set[chosen] = True
+        direct, predicted = intervention.predicted(self.rows, self.column, old, change, is_set)
+        pos = self.logits[0].pos if self.logits else -1
+        features, logits = intervention.true_values(self.run, wanted, self.directions, pos)
+        true = torch.cat(
+            [logits - self.totals[: len(logits)], (features - old)[self.column[len(logits) :]]]
+        )
+        kept = [
+            row
+            for row, place in enumerate(self._explained)
+            if place >= n_features or not is_set[place]
+        ]
+        names = [self.nodes[self._explained[row]].id for row in kept]
+        changes = torch.stack([direct, predicted, true])[:, kept].cpu()
+        for name, members in groups.items():
+            inside = [n for n, member in enumerate(names[: len(kept)]) if member in members]
+            if inside:
+                names.append(name)
+                changes = torch.cat([changes, changes[:, inside].sum(1, keepdim=True)], 1)
+        set_to = {self.nodes[n].id: (float(old[n]), value) for n, value in wanted.items()}
+        return Intervention(set_to, names, *changes)
+
+    def _feature(self, name: str) -> int:
+        place = self._place(name)
+        if place >= len(self.run.layer):
+            raise ValueError(
+                f"{name} must be a feature to be set; it is a {self.nodes[place].kind}"
+            )
+        return place
 
     def _targets(self, row: int) -> Targets:
         if self.column[row] >= 0:

@@ -31,11 +31,13 @@ class Reading(NamedTuple):
     """What an MLP, a transcoder or the unembedding reads in the run, and the norm before it.
 
     Attributes:
+        name: its point.
         value: what is read.
         linear: the linear part of the norm.
         scale: what the norm divided by.
     """
 
+    name: str
     value: Float[Tensor, "pos d_model"]
     linear: LinearPart
     scale: Float[Tensor, "pos 1"]
@@ -77,6 +79,8 @@ class FrozenRun:
         logits: of the model, in at least float32.
         layer, pos, feature, activation: of each active feature.
         errors: by layer.
+        encoders, readings: of each layer with features: these, and what they read.
+        final: what the unembedding reads.
 
     Raises:
         ValueError: if there are several texts, or a transcoder stands or reads elsewhere, has another size, or has a norm
@@ -109,16 +113,17 @@ class FrozenRun:
         patterns = (self._at(layer.attention.sublayer.pattern) for layer in graph.layers)
         self._is_causal = not any(pattern.triu(1).any() for pattern in patterns)
         self._inputs = graph.inputs(lambda point: self._at(point)[None])[:, 0]
-        self._encoders = encoders_of(
+        self.encoders = encoders_of(
             transcoders, {graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
         )
-        self._read = {n: self._read_by(encoder) for n, encoder in self._encoders.items()}
+        self.readings = {n: self._read_by(encoder) for n, encoder in self.encoders.items()}
+        self.final = self._reading(getattr(self.model, "ln_final", None), graph.points[-1])
         self.errors = {n: self._at(mlp.added) for n, mlp in self._mlps.items()}
         self._constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
         empty = self.tokens.new_zeros(0)
         active = [(empty, empty, empty, self.logits[0, :0])]
-        for n, encoder in self._encoders.items():
-            reading = self._read[n]
+        for n, encoder in self.encoders.items():
+            reading = self.readings[n]
             self._constants[n] += self._like(encoder.constant)
             explained = self._like(encoder.constant)
             if encoder.W_skip is not None:
@@ -162,11 +167,11 @@ class FrozenRun:
         parts = []
         # Sources are in the order of layers, so their parts are put back by one sort.
         ordered, order = sources.sort()
-        for n, encoder in self._encoders.items():
+        for n, encoder in self.encoders.items():
             chosen = ordered[self.layer[ordered] == n]
             direction = self._like(encoder.W_enc[:, self.feature[chosen]].mT)
             offset = self._like(encoder.offset[self.feature[chosen]])
-            parts.append(self._targets(self._read[n], n, self.pos[chosen], direction, offset))
+            parts.append(self._targets(self.readings[n], n, self.pos[chosen], direction, offset))
         return Targets(*(torch.cat(part)[order.argsort()] for part in zip(*parts, strict=True)))
 
     @without_gradients
@@ -175,16 +180,20 @@ class FrozenRun:
 
         Each is less the same sum of the mean logit, unless its weights add up to 0.
         """
+        direction, offset = self.of_vocabulary(weights)
+        at = self.tokens.new_full((len(weights),), pos % len(self.tokens))
+        return self._targets(self.final, len(self.graph.layers), at, direction, offset)
+
+    def of_vocabulary(
+        self, weights: Float[Tensor, "target vocab"]
+    ) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
+        """The directions and offsets, after the final norm, of weighted sums of logits less their mean."""
         weights = self._like(weights)
         weights = weights - weights.mean(-1, keepdim=True)
-        direction = weights @ self._like(self.model.W_U).mT
-        bias = getattr(self.model, "b_U", None)
-        offset = direction.new_zeros(len(weights)) if bias is None else weights @ self._like(bias)
-        at = self.tokens.new_full((len(weights),), pos % len(self.tokens))
-        final = self._reading(
-            getattr(self.model, "ln_final", None), self.model.blocks[-1].resid_post
+        direction, bias = weights @ self._like(self.model.W_U).mT, getattr(self.model, "b_U", None)
+        return direction, weights.new_zeros(len(weights)) if bias is None else weights @ self._like(
+            bias
         )
-        return self._targets(final, len(self.graph.layers), at, direction, offset)
 
     @without_gradients
     def rows(
@@ -241,7 +250,7 @@ class FrozenRun:
         first = len(self.layer) + len(self.tokens) * [*self.errors].index(n)
         rows[:, first : first + len(g)] = torch.einsum("ptd,pd->tp", g, self.errors[n][: len(g)])
         rows[:, -1] += torch.einsum("ptd,pd->t", g, self._constants[n][: len(g)])
-        for layer, encoder in self._encoders.items():
+        for layer, encoder in self.encoders.items():
             if not 0 <= n - layer < len(encoder.decoders):
                 continue
             W_dec = encoder.decoders[n - layer]
@@ -252,10 +261,10 @@ class FrozenRun:
                 written = self._like(W_dec[self.feature[columns]])
                 rows[:, columns] += direction @ written.mT * self.activation[columns]
                 begin += count
-        skip = self._encoders[n].W_skip if n in self._encoders else None
+        skip = self.encoders[n].W_skip if n in self.encoders else None
         if skip is None:
             return g
-        reading = self._read[n]
+        reading = self.readings[n]
         through = reading.linear.before(g @ self._like(skip).mT)
         return g + through / reading.scale[: len(g), None]
 
@@ -323,10 +332,10 @@ class FrozenRun:
 
     def _reading(self, norm: Any, stream: nn.Module) -> Reading:
         linear = linear_part(norm, self._inputs.shape[-1])
-        if is_identity(norm):
-            value = self._at(stream)
-            return Reading(value, linear, torch.ones_like(value[:, :1]))
-        return Reading(self._at(norm.normalized), linear, self._at(norm.scale))
+        point = stream if is_identity(norm) else norm.normalized
+        value = self._at(point)
+        scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self._at(norm.scale)
+        return Reading(self.graph.names[point], value, linear, scale)
 
     def _read_by(self, encoder: Encoder) -> Reading:
         """What features read: what the MLP reads, or the stream."""
