@@ -16,11 +16,21 @@ from hooks import ActivationCache
 from interp.pictures.parts import axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, plotted_axes, visible, visible_title
 
-__all__ = ["View", "circuit", "curves", "effects", "features", "lens", "patterns", "text"]
+__all__ = [
+    "View",
+    "attribution",
+    "circuit",
+    "curves",
+    "effects",
+    "features",
+    "lens",
+    "patterns",
+    "text",
+]
 
 # What a browser draws without a pause.
 _MOST_WEIGHTS, _MOST_COLUMNS, _MOST_TOKENS, _MOST_BARS, _MOST_EDGES = 1_300_000, 400, 4000, 60, 400
-_MOST_POINTS, _MOST_CELLS, _MOST_CARDS = 2000, 4000, 12
+_MOST_POINTS, _MOST_CELLS, _MOST_CARDS, _MOST_NODES, _MOST_LINKS = 2000, 4000, 12, 800, 8000
 
 
 def patterns(cache: ActivationCache, model: nn.Module | None = None, example: int = 0) -> View:
@@ -281,6 +291,72 @@ def features(cards: Sequence[Any]) -> View:
     if note and parts:
         parts[0]["note"] = note
     return View(f"feature{'s' * (len(shown) > 1)} {numbers}", parts)
+
+
+def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) -> View:
+    """Draw an attribution graph: layers upward, tokens across. A click on a node draws and lists its links.
+
+    Nodes can be pinned and put in groups; the pinned ones are drawn below as a graph of their own. Their names are in the
+    text at the end, in the form that files have. Circles are features, diamonds errors, squares embeddings and logits.
+
+    Args:
+        graph: a `PrunedGraph`.
+        cards: of `interp.features.feature_cards`, by layer; each is shown beside its feature.
+
+    >>> from interp.tracing import Link, Node, PrunedGraph
+    >>> nodes = [Node("E_3_0", "token", -1, 0, 3, "a"), Node("2_5_0", "logit", 1, 0, 5, "b")]
+    >>> attribution(PrunedGraph(nodes, [Link("E_3_0", "2_5_0", 1.5)], ["a"]))
+    View of attribution graph of “a”: .save("x.html") writes it, .show() opens it
+    """
+    known = {
+        (layer, card.index): card for layer, of_layer in (cards or {}).items() for card in of_layer
+    }
+    nodes = sorted(graph.nodes, key=lambda node: (node.kind != "logit", node.influence or 0.0))
+    kept = {node.id: n for n, node in enumerate(nodes[:_MOST_NODES])}
+    inside = [link for link in graph.links if link.source in kept and link.target in kept]
+    links = sorted(inside, key=lambda link: -abs(link.weight))[:_MOST_LINKS]
+    shown = [_shown(node, known.get((node.layer, node.number))) for node in nodes[:_MOST_NODES]]
+    scores = ", ".join(f"{name} {value:.3g}" for name, value in graph.scores.items())
+    notes = [scores and f"{scores[0].upper()}{scores[1:]}."]
+    if len(kept) < len(nodes):
+        notes.append(f"The most influential {len(kept)} of {len(nodes)} nodes are shown.")
+    notes.append(thinned(len(inside), len(links), "links"))
+    tokens = [visible(token) for token in graph.tokens]
+    part = {
+        "kind": "attribution", "title": "attribution graph", "nodes": shown, "tokens": tokens,
+        "links": [(kept[link.source], kept[link.target]) for link in links],
+        "weights": torch.tensor([link.weight for link in links], dtype=torch.float64),
+        "pins": [kept[name] for name in graph.pins if name in kept],
+        "groups": [
+            (name, ids) for name, members in graph.supernodes.items()
+            if (ids := [kept[member] for member in members if member in kept])
+        ],
+        "start": 0, "layers": max((node.layer for node in nodes), default=0), "note": " ".join(filter(None, notes)),
+    }  # fmt: skip
+    return View(f"attribution graph of “{''.join(tokens)[:60]}”", [part])
+
+
+def _shown(node: Any, card: Any) -> dict[str, Any]:
+    """A node of an attribution graph, with what is told of it."""
+    about = [("kind", node.kind), ("position", f"{node.pos}")]
+    for name, value in (
+        ("activation", node.activation),
+        ("probability", node.probability),
+        ("influence", node.influence),
+    ):
+        if value is not None:
+            about.append((name if name != "influence" else "within", f"{value:.4g}"))
+    raises = node.raises or (
+        [token for token, _ in card.top] if card and node.kind == "feature" else ()
+    )
+    if raises:
+        about.append(("raises", " ".join(visible(token) for token in raises)))
+    examples = card.examples if card and node.kind == "feature" else ()
+    return {
+        "id": node.id, "kind": node.kind, "layer": node.layer, "pos": node.pos, "label": visible_title(node.label) or (raises and f"raises {raises}"),
+        "influence": node.influence, "about": about,
+        "examples": [([visible(token) for token in each.tokens], [*each.activations]) for each in examples[:4]],
+    }  # fmt: skip
 
 
 def _chart(title: str, axis: str, bars: Sequence[tuple[str, float]], unit: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def grid_part(
 
 def thinned(every: int, shown: int, what: str) -> str:
     """The note of a picture that shows a part; empty if it shows all."""
-    kept = "strongest" if what == "edges" else "last"
+    kept = "strongest" if what in ("edges", "links") else "last"
     if what == "points":
         return f"{shown} of {every} points are drawn." if shown < every else ""
     return f"The {kept} {shown} of {every} {what} are shown." if shown < every else ""

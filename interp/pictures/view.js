@@ -1,4 +1,4 @@
-// Draws the parts of a page from the numbers in its element `data`. A part is a grid, text, bars, lines or a network.
+// Draws the parts of a page from the numbers in its element `data`. A part is a grid, text, bars, lines, a network or an attribution graph.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const make = (tag, name = "", text = "") => Object.assign(document.createElement(tag), { className: name, textContent: text });
@@ -376,7 +376,154 @@ function network(part, box) {
   return { redraw };
 }
 
-const kinds = { grid, text, bars, lines, network };
+// An attribution graph: layers upward, tokens across. One node is chosen; its links are drawn and listed.
+function attribution(part, box) {
+  const weights = numbers(part.weights), { nodes, links } = part, pins = new Set(part.pins), groups = part.groups.map(([name, ids]) => [name, [...ids]]);
+  const [inputs, outputs] = [1, 0].map(end => nodes.map(() => []).map((_, n) => range(links.length).filter(i => links[i][end] === n).sort((i, j) => Math.abs(weights[j]) - Math.abs(weights[i]))));
+  const order = range(nodes.length).sort((i, j) => (nodes[i].influence ?? 0) - (nodes[j].influence ?? 0));
+  const slider = Object.assign(make("input"), { type: "range", min: 1, max: nodes.length, value: nodes.length }), line = make("label", "legend", "nodes, the most influential first "), shown = make("output");
+  const frame = make("div", "box"), side = make("section", "side"), below = make("div", "box"), tools = make("p", "legend"), state = make("textarea"), all = make("div", "traced");
+  const pin = make("button", "swap"), name = Object.assign(make("input"), { placeholder: "name of a group" }), group = make("button", "swap", "group the pinned nodes");
+  let chosen = part.start, place = {}, drawn = [];
+  slider.setAttribute("aria-label", "number of nodes");
+  name.setAttribute("aria-label", "name of a group");
+  state.setAttribute("aria-label", "pins and groups, as the file has them");
+  Object.assign(state, { readOnly: true, rows: 3 });
+  frame.tabIndex = below.tabIndex = -1;
+  line.append(slider, shown);
+  tools.append(pin, name, group);
+  all.append(frame, side);
+  box.append(line, all, tools, below, state);
+  const title = n => `${nodes[n].label || nodes[n].id}`;
+  const link = (i, end) => {
+    const n = links[i][end], button = make("button", "link"), other = make("span", "", `${nodes[n].id} ${short(nodes[n].label, 30)}`);
+    const value = make("b", "", `${weights[i] < 0 ? "" : "+"}${told(weights[i])}`);
+    value.style.color = css(weights[i] < 0 ? colours.less : colours.more);
+    button.append(value, other);
+    button.onclick = () => choose(n);
+    return button;
+  };
+  const list = (heading, found, end) => found.length ? [make("h3", "", `${heading}, ${found.length}`), ...found.slice(0, 20).map(i => link(i, end))] : [];
+  function describe() {
+    const node = nodes[chosen], about = make("dl");
+    for (const [key, value] of node.about) about.append(make("dt", "", key), make("dd", "", value));
+    const examples = (node.examples ?? []).map(([tokens, values]) => {
+      const strip = make("p", "text"), most = Math.max(...values) || 1;
+      strip.append(...tokens.map((token, i) => {
+        const span = make("span", "", token), colour = paint(values[i], most);
+        Object.assign(span.style, { background: css(colour), color: onto(colour) });
+        return span;
+      }));
+      return strip;
+    });
+    side.replaceChildren(make("h3", "", title(chosen)), about, ...examples, ...list("from", inputs[chosen], 0), ...list("to", outputs[chosen], 1));
+    pin.textContent = pins.has(chosen) ? "unpin" : "pin";
+  }
+  function symbol(node, x, y) {
+    if (node.kind === "feature") return shape("circle", { cx: x, cy: y, r: 5 });
+    if (node.kind === "error") return shape("path", { d: `M${x} ${y - 6}l6 6l-6 6l-6 -6z` });
+    return shape("rect", { x: x - 5, y: y - 5, width: 10, height: 10 });
+  }
+  function draw() {
+    const few = new Set(order.slice(0, +slider.value)), alive = range(nodes.length).filter(n => few.has(n) || pins.has(n) || n === chosen || nodes[n].kind === "logit");
+    const cells = {}, levels = [...new Set(alive.map(n => nodes[n].layer))].sort((a, b) => a - b), across = 8, wide = {}, high = {};
+    for (const n of alive) (cells[[nodes[n].layer, nodes[n].pos]] ??= []).push(n);
+    for (const [key, cell] of Object.entries(cells)) {
+      const [layer, pos] = key.split(",");
+      wide[pos] = Math.max(wide[pos] ?? 40, 14 * Math.min(across, cell.length) + 12);
+      high[layer] = Math.max(high[layer] ?? 34, 14 * Math.ceil(cell.length / across) + 20);
+    }
+    const left = part.tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 10;
+    let y = 10;
+    const tops = {};
+    for (const layer of [...levels].reverse()) { tops[layer] = y; y += high[layer]; }
+    const plot = svg(width, y + 30, part.title);
+    plot.style.maxWidth = "none";
+    place = {};
+    for (const [key, cell] of Object.entries(cells)) {
+      const [layer, pos] = key.split(",");
+      cell.forEach((n, i) => { place[n] = [left[pos] + 12 + 14 * (i % across), tops[layer] + high[layer] - 14 - 14 * Math.floor(i / across)]; });
+    }
+    for (const layer of levels) plot.append(shape("text", { x: 4, y: tops[layer] + high[layer] - 10 }, layer < 0 ? "embed" : layer === part.layers ? "logits" : `layer ${layer}`), shape("path", { d: `M0 ${tops[layer] + high[layer]}H${width}`, class: "rule" }));
+    part.tokens.forEach((token, pos) => plot.append(shape("text", { x: left[pos] + 6, y: y + 18 }, short(token, 6))));
+    const near = [...inputs[chosen], ...outputs[chosen]].filter(i => links[i].every(n => place[n])).slice(0, 300), most = Math.max(...near.map(i => Math.abs(weights[i])), 1e-30);
+    for (const i of near) {
+      const [[x1, y1], [x2, y2]] = links[i].map(n => place[n]);
+      plot.append(shape("path", { d: `M${x1} ${y1}C${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2} ${x2} ${y2}`, fill: "none", stroke: css(weights[i] < 0 ? colours.less : colours.more), "stroke-width": 0.5 + 4 * Math.abs(weights[i]) / most, "stroke-dasharray": weights[i] < 0 ? "6 3" : "", opacity: 0.8 }));
+    }
+    drawn = alive.sort((a, b) => place[b][1] - place[a][1] || place[a][0] - place[b][0]);
+    for (const n of drawn) {
+      const mark = symbol(nodes[n], ...place[n]);
+      mark.setAttribute("class", `spot ${n === chosen ? "chosen" : ""} ${pins.has(n) ? "pinned" : ""} ${nodes[n].kind}`);
+      mark.onpointermove = event => tell(event.clientX, event.clientY, title(n), [["", nodes[n].id], ...nodes[n].about.slice(0, 3)]);
+      mark.onpointerleave = hush;
+      mark.onclick = event => { choose(n); if (event.ctrlKey || event.metaKey) toggle(); };
+      plot.append(mark);
+    }
+    plot.onkeydown = event => {
+      const step = { ArrowLeft: -1, ArrowUp: 1, ArrowRight: 1, ArrowDown: -1 }[event.key];
+      if (event.key === "Enter") toggle();
+      if (!step) return;
+      event.preventDefault();
+      choose(drawn[clamp(drawn.indexOf(chosen) + step, 0, drawn.length - 1)], true);
+    };
+    frame.replaceChildren(plot);
+    shown.textContent = `${alive.length} of ${nodes.length}`;
+  }
+  // The pinned nodes, and groups of them as one box each; a link adds up those of its members.
+  function subgraph() {
+    const grouped = new Set(groups.flatMap(([, ids]) => ids)), boxes = [...groups, ...[...pins].filter(n => !grouped.has(n)).map(n => [title(n), [n]])];
+    const levels = [...new Set(boxes.map(([, ids]) => Math.max(...ids.map(n => nodes[n].layer))))].sort((a, b) => a - b);
+    const rows = levels.map(layer => boxes.filter(([, ids]) => Math.max(...ids.map(n => nodes[n].layer)) === layer)), where = new Map();
+    const width = Math.max(320, 150 * Math.max(0, ...rows.map(row => row.length))), plot = svg(width, 64 * rows.length, "pinned nodes");
+    rows.forEach((row, r) => row.forEach((one, i) => where.set(one, [width * (i + 0.5) / row.length, 64 * (rows.length - r) - 32])));
+    const sums = boxes.flatMap(from => boxes.filter(to => to !== from).map(to => [from, to, links.reduce((sum, [a, b], i) => sum + (from[1].includes(a) && to[1].includes(b) ? weights[i] : 0), 0)])).filter(([, , sum]) => sum);
+    const most = Math.max(...sums.map(([, , sum]) => Math.abs(sum)), 1e-30);
+    for (const [from, to, sum] of sums) {
+      const [x1, y1] = where.get(from), [x2, y2] = where.get(to), path = shape("path", { d: `M${x1} ${y1 - 12}L${x2} ${y2 + 12}`, stroke: css(sum < 0 ? colours.less : colours.more), "stroke-width": 1 + 5 * Math.abs(sum) / most, "stroke-dasharray": sum < 0 ? "6 3" : "" });
+      path.onpointermove = event => tell(event.clientX, event.clientY, told(sum), [["from", from[0]], ["to", to[0]]]);
+      path.onpointerleave = hush;
+      plot.append(path);
+    }
+    for (const [one, [x, y]] of where) {
+      const label = shape("g", { class: "node" });
+      label.append(shape("rect", { x: x - 66, y: y - 12, width: 132, height: 24, rx: 6 }), shape("text", { x, y: y + 4, "text-anchor": "middle" }, short(one[0], 18)));
+      label.onclick = () => choose(one[1][0]);
+      plot.append(label);
+    }
+    below.hidden = state.hidden = !boxes.length;
+    below.replaceChildren(plot);
+    const id = n => nodes[n].id;
+    state.value = JSON.stringify({ pinnedIds: [...pins].map(id), supernodes: groups.map(([name, ids]) => [name, ...ids.map(id)]) });
+  }
+  function choose(n, scroll = false) {
+    chosen = n;
+    draw();
+    describe();
+    if (scroll) frame.querySelector(".chosen").scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (scroll) frame.querySelector("svg").focus({ preventScroll: true });
+  }
+  function toggle() {
+    if (!pins.delete(chosen)) pins.add(chosen);
+    redraw();
+  }
+  const redraw = () => { draw(); describe(); subgraph(); };
+  pin.onclick = toggle;
+  group.onclick = () => {
+    const free = [...pins].filter(n => !groups.some(([, ids]) => ids.includes(n)));
+    if (free.length) groups.push([name.value || `group ${groups.length + 1}`, free]);
+    subgraph();
+  };
+  slider.oninput = draw;
+  let isNew = true;
+  return { redraw: () => {
+    redraw();
+    if (isNew) frame.scrollLeft = place[chosen][0] - frame.clientWidth / 2;
+    isNew = false;
+  } };
+}
+
+const kinds = { grid, text, bars, lines, network, attribution };
 const parts = page.parts.map((part, i) => {
   const box = document.querySelector(`[data-part="${i}"]`);
   if (part.note) box.append(make("p", "note", part.note));

@@ -1,6 +1,6 @@
 """View: a picture as one page of HTML, which needs no other file and no network.
 
-1. A picture is a list of parts, `grid`, `text`, `bars`, `lines` or `network`, with their numbers as tensors.
+1. A picture is a list of parts, `grid`, `text`, `bars`, `lines`, `network` or `attribution`, with their numbers as tensors.
 2. The numbers become typed arrays in base64: exact or, in a page above `BUDGET`, of 8 bits.
 3. The page holds them as JSON, a style and a script. Its policy allows these two alone, by their digests.
 """
@@ -234,6 +234,8 @@ def plotted_axes(axes: Sequence[str], facet: str | None) -> list[str]:
 def _height(part: Mapping[str, Any]) -> int:
     if part["kind"] == "bars":
         return 24 + 20 * len(part["values"])
+    if part["kind"] == "attribution":
+        return 820
     if part["kind"] == "text":
         return min(400, 80 + sum(map(len, part["tokens"])) // 3)
     return 640 if part.get("strip") else 460

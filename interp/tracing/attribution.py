@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.progress import progress_bar
-from interp.inputs.texts import Texts, token_ids, writer_of
+from interp.inputs.texts import Texts, token_ids
 from interp.results.result import Result
 from interp.tracing import influence, intervention
 from interp.tracing.encoders import Transcoders
@@ -182,7 +182,12 @@ class AttributionGraph:
                 rows.tolist(), columns.tolist(), self.rows[rows, columns].tolist(), strict=True
             )
         ]
-        kept = [self.nodes[n] for n in stays.nonzero()[:, 0].tolist()]
+        left = stays.nonzero()[:, 0]
+        raised = self.run.raised(left[left < len(self.run.layer)])
+        kept = [self.nodes[n] for n in left.tolist()]
+        kept[: len(raised)] = [
+            node._replace(raises=words) for node, words in zip(kept, raised, strict=False)
+        ]
         scores = {name: getattr(self, name) for name in ("replacement", "completeness", "gap")}
         return PrunedGraph([*kept, *self.logits], links, self.tokens, scores, node)
 
@@ -273,6 +278,9 @@ class AttributionGraph:
             )
         return place
 
+    def _repr_html_(self) -> str:
+        return self.pruned()._repr_html_()
+
     def _targets(self, row: int) -> Targets:
         if self.column[row] >= 0:
             return self.run.of_features(self.column[row : row + 1])
@@ -332,12 +340,11 @@ def attribution_graph(
     """
     run = FrozenRun(model, text, transcoders, first)
     pos = range(len(run.tokens))[pos]
-    write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     if isinstance(targets, int):
         likely = run.logits[pos].softmax(-1).sort(descending=True)
         needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
         targets = likely.indices[: min(targets, needed)].tolist()
-    logits, directions, named = _parsed(model, run, targets, pos, write)
+    logits, directions, named = _parsed(model, run, targets, pos)
     if not logits and not named:
         raise ValueError("targets must be at least one; got none")
     chances = [1.0 if node.probability is None else node.probability for node in logits]
@@ -372,12 +379,12 @@ def attribution_graph(
             done = place.stop
             bar.update(len(made.pos))
     return AttributionGraph(
-        run, rows, column, weights, logits, directions, totals, write(run.tokens.tolist())
+        run, rows, column, weights, logits, directions, totals, run.write(run.tokens.tolist())
     )
 
 
 def _parsed(
-    model: nn.Module, run: FrozenRun, targets: Sequence[Any], pos: int, write: Any
+    model: nn.Module, run: FrozenRun, targets: Sequence[Any], pos: int
 ) -> tuple[list[Node], Float[Tensor, "logit vocab"], list[int]]:
     """The nodes of logits, their weights of the vocabulary, and the numbers of features among the active ones."""
     logits: list[Node] = []
@@ -409,6 +416,6 @@ def _parsed(
         chance = float(chances[ids[0]]) if len(ids) == 1 else None
         name = f"{layer + 1}_{number}_{pos}"
         logits.append(
-            Node(name, "logit", layer, pos, number, " - ".join(write(ids)), probability=chance)
+            Node(name, "logit", layer, pos, number, " - ".join(run.write(ids)), probability=chance)
         )
     return logits, directions[: len(logits)], features

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hooks._torch import without_gradients
 from interp.graph import Graph
-from interp.inputs.texts import Texts, text_for
+from interp.inputs.texts import Texts, text_for, writer_of
 from interp.inputs.token_positions import at_least_float32, like
 from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.protocol import logits_of, of
@@ -81,6 +81,7 @@ class FrozenRun:
         errors: by layer.
         encoders, readings: of each layer with features: these, and what they read.
         final: what the unembedding reads.
+        write: gives the text of tokens, or their numbers where the model has no tokenizer.
 
     Raises:
         ValueError: if there are several texts, or a transcoder stands or reads elsewhere, has another size, or has a norm
@@ -107,6 +108,7 @@ class FrozenRun:
         if len(given.tokens) != 1 or not given.real.all():
             raise ValueError(f"the text must be one, without padding; got {[*given.tokens.shape]}")
         self.tokens: Int[Tensor, " pos"] = given.tokens[0]
+        self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         names = [*graph.needed, *(graph.names[point] for point in self._points())]
         output, self._cache = graph.runner().run_with_cache(given.tokens, names=names)
         self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits_of(output)[0].detach())
@@ -194,6 +196,18 @@ class FrozenRun:
         return direction, weights.new_zeros(len(weights)) if bias is None else weights @ self._like(
             bias
         )
+
+    @without_gradients
+    def raised(self, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
+        """The tokens whose logits the decoders of features raise most, all layers that they write to together."""
+        if not len(sources):
+            return []
+        written = torch.stack([
+            self._like(torch.stack([each[feature] for each in self.encoders[layer].decoders]).sum(0))
+            for layer, feature in zip(self.layer[sources].tolist(), self.feature[sources].tolist(), strict=True)
+        ])  # fmt: skip
+        logits = self.final.linear.after(written) @ self._like(self.model.W_U)
+        return [self.write(row) for row in logits.topk(k).indices.tolist()]
 
     @without_gradients
     def rows(

@@ -1,5 +1,6 @@
 """Nodes and links of an attribution graph."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["feature", "error", "token", "position", "bias", "logit"]
@@ -19,6 +20,7 @@ class Node(NamedTuple):
         activation: of a feature.
         probability: of a logit's token.
         influence: the share of all influence that it and all stronger nodes have.
+        raises: the tokens whose logits a feature's decoder raises most.
     """
 
     id: str
@@ -30,6 +32,7 @@ class Node(NamedTuple):
     activation: float | None = None
     probability: float | None = None
     influence: float | None = None
+    raises: Sequence[str] = ()
 
 
 class Link(NamedTuple):

@@ -2,17 +2,19 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hooks import storage
 from hooks.errors import unknown_name
+from interp import pictures
 from interp.tracing import neuronpedia
 from interp.tracing.nodes import Link, Node
 
 
-@dataclass
+@dataclass(repr=False)
 class PrunedGraph:
     """The nodes and links of an attribution graph that carry most influence; it shows itself in a notebook.
 
@@ -57,6 +59,15 @@ class PrunedGraph:
         return _strongest(
             (link.target, link.weight) for link in self.links if link.source == self[name].id
         )
+
+    def _repr_html_(self) -> str:
+        return pictures.attribution(self)._repr_html_()
+
+    def __repr__(self) -> str:
+        kinds = Counter(node.kind for node in self.nodes)
+        counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+        scores = "".join(f", {name} {value:.3g}" for name, value in self.scores.items())
+        return f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: {counts}{scores}"
 
     def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
         """Write `slug.json` in Neuronpedia's format, and return its path.
