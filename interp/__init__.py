@@ -1,7 +1,7 @@
 """Analyses of what happens inside a model, through its hook points and `interp.protocol`.
 
-The analyses are in `effects` (values are changed), `reading` (caches and weights are read) and `spectral`
-(singular values). They stand on `edits`, `running` (sweeps, masked runs, gradients), the `graph` of a model and
+The analyses are in `effects` (values are changed), `reading` (caches and weights are read), `spectral`
+(singular values) and `tracing` (attribution graphs). They stand on `edits`, `running` (sweeps, masked runs, gradients), the `graph` of a model and
 `linear` maps, and give tables of `results`, which `pictures` draws. `inputs` are what they are given: texts, pairs
 of them, and positions; `metrics` say what is measured, and `protocol` what a model must have.
 """
@@ -32,7 +32,7 @@ except ImportError as error:
         _sys.exit(f"error: {_reason}")
     raise ImportError(_reason) from error
 
-from interp import edits, features, graph, pictures, spectral
+from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.attribution import attribution_patching
 from interp.effects.comparison import compare
 from interp.effects.edges import edge_attribution
@@ -70,6 +70,7 @@ from interp.running.masked import run_circuit
 from interp.running.sweep import sweep
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.targets import residual_stream, spectra, svd_targets
+from interp.tracing import attribution_graph
 
 __all__ = [
     "Circuit",
@@ -84,6 +85,7 @@ __all__ = [
     "accuracy",
     "activation_patching",
     "apply_norm",
+    "attribution_graph",
     "attribution_patching",
     "auroc",
     "circuits",
@@ -133,5 +135,6 @@ __all__ = [
     "sweep",
     "token_directions",
     "top_attributions",
+    "tracing",
     "tuned_lens",
 ]

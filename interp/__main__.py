@@ -1,4 +1,4 @@
-"""The command line: `hookscope report`, `points`, `lens`, `patch`, `features` and `generate`, or `python -m interp report`."""
+"""The command line: `hookscope report`, `points`, `lens`, `patch`, `features`, `trace` and `generate`, or `python -m interp report`."""
 
 import argparse
 import io
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hooks import HookError
-from interp.cli import features, generate, lens, patch, points, report
+from interp.cli import features, generate, lens, patch, points, report, trace
 
 COMMANDS = {
     "report": report,
@@ -19,6 +19,7 @@ COMMANDS = {
     "lens": lens,
     "patch": patch,
     "features": features,
+    "trace": trace,
     "generate": generate,
 }
 

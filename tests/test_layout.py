@@ -128,13 +128,13 @@ PUBLIC = {
         stream train trusted verify""",
     "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result
         TunedLens accumulated accuracy activation_patching apply_norm
-        attribution_patching auroc circuits compare completeness composition_scores
+        attribution_graph attribution_patching auroc circuits compare completeness composition_scores
         copying_scores cross_entropy curve decompose direct_logit_attribution
         edge_attribution edge_patching edits evaluate_sae faithfulness features full_circuits graph head_scores
         integrated_gradients jacobian_lens kl_divergence load_sae log_prob logit_diff logit_lens
         max_activating measure minimality ov_circuit path_patching pictures positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
-        spectra spectral splice svd_targets sweep token_directions top_attributions tuned_lens
+        spectra spectral splice svd_targets sweep token_directions top_attributions tracing tuned_lens
         patch_top_k""",
 }
 

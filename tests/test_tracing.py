@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 from hooks import HookedRunner
-from interp.features import CrossLayerTranscoder, Dictionary, JumpReLU, TopK
+from interp.features import CrossLayerTranscoder, Dictionary, JumpReLU, TopK, splice
 from interp.tracing import attribution_graph, influence
 from interp.tracing.frozen import FrozenRun
-from models import Transformer, TransformerConfig, from_transformer_lens
+from models import Transformer, TransformerConfig, attach, from_transformer_lens
+from tests.attachable import made
+from tests.test_attach_graphs import FOREIGN, KINDS, KNOWN
 
 FORMS = {
     "plain": {},
@@ -70,10 +72,10 @@ def transcoders(kind, reads):
     }
 
 
-def moved(model, dictionaries, vectors):
+def moved(model, dictionaries, vectors, cache=None):
     """What vectors, added at points, change in all reads and logits, with patterns, scales and MLPs frozen."""
     runner = HookedRunner(model)
-    cache = runner.run_with_cache(TEXT, mode="full")[1]
+    cache = runner.run_with_cache(TEXT, mode="full")[1] if cache is None else cache
     seen = {}
 
     def freeze(value, at):
@@ -222,3 +224,165 @@ def test_influence_pruning_and_scores_are_those_of_circuit_tracer(peer):
     graph = replace(graph, rows=functional.pad(rows, (0, 7)), column=column, weights=weights)
     scores = torch.tensor([graph.replacement, graph.completeness]).double()
     torch.testing.assert_close(scores, theirs["scores"], rtol=1e-6, atol=1e-6)
+
+
+def test_an_effect_is_the_sum_over_targets_that_are_asked_for():
+    model = model_of("rms")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    run = FrozenRun(model, TEXT, dictionaries)
+    named = [int(each[-1]) for each in (run.layer, run.feature, run.pos)]
+    graph = attribution_graph(
+        model, TEXT, dictionaries, targets=[2, (2, 5), tuple(named)], pos=-2, max_features=9
+    )
+    logits = model(TEXT)[0, -2].detach()
+    assert [node.pos for node in graph.logits] == [3, 3]
+    assert float(graph.totals[0]) == pytest.approx(float(logits[2] - logits.mean()))
+    assert float(graph.totals[1]) == pytest.approx(float(logits[2] - logits[5]))
+    assert graph.logits[0].probability == pytest.approx(float(logits.softmax(-1)[2]))
+    assert graph.weights[:4].tolist() == [graph.logits[0].probability, 1, 1, 0]
+    assert graph.column[2] == len(run.layer) - 1
+    assert len(graph.rows) == 2 + 9
+    # The features with a row are those of most influence, and each has the row it has alone.
+    rows = run.rows(run.of_features(graph.column[2:]))
+    torch.testing.assert_close(graph.rows[2:], rows)
+    whole = attribution_graph(model, TEXT, dictionaries, targets=[2, (2, 5), tuple(named)], pos=-2)
+    assert len(whole.rows) == 2 + len(run.layer)
+    assert whole.replacement > graph.replacement
+    quiet = graph.nodes[({*range(len(run.layer))} - {*graph.column.tolist()}).pop()].id
+    with pytest.raises(ValueError, match="has none: raise max_features"):
+        graph.effect("E_3_0", quiet)
+    few = attribution_graph(model, TEXT, dictionaries, targets=[2], max_bytes=1, max_features=9)
+    torch.testing.assert_close(
+        few.rows, attribution_graph(model, TEXT, dictionaries, targets=[2], max_features=9).rows
+    )
+
+
+@pytest.mark.parametrize("pick", [{"targets": 3}, {"desired_prob": 0.5}, {}])
+def test_likely_tokens_are_targets_until_the_probability_is_reached(pick):
+    model = model_of("plain")
+    graph = attribution_graph(model, TEXT, {}, **pick)
+    chances = model(TEXT)[0, -1].softmax(-1).sort(descending=True)
+    wanted = next(
+        n for n in range(1, 8) if chances.values[:n].sum() >= pick.get("desired_prob", 0.95)
+    )
+    wanted = min(wanted, pick.get("targets", 10))
+    assert [node.number for node in graph.logits] == chances.indices[:wanted].tolist()
+    # Without transcoders a layer has errors alone.
+    assert len(graph.run.layer) == 0
+    assert {node.kind for node in graph.nodes} == {"error", "token", "position", "bias", "logit"}
+    assert graph.gap < 1e-12
+
+
+def test_a_cut_head_takes_its_paths_along():
+    """Cutting a head is the model without what the head adds, with patterns and scales as they were."""
+    model = model_of("rms")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2, 5])
+    source = "E_4_2"
+    lost = graph.heads(source, graph.logits[1].id).values[..., 0]
+    cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
+    vector = torch.zeros_like(cache["embed"])
+    vector[0, 2] = cache["embed"][0, 2]
+    W_U = (model.W_U - model.W_U.mean(1, keepdim=True))[:, 5]
+    for layer, head in [(0, 1), (1, 0), (2, 3)]:
+        with torch.no_grad():
+            kept = model.blocks[layer].attn.W_O[head].clone()
+            whole = moved(model, dictionaries, {"embed": vector})["ln_final.normalized"][-1] @ W_U
+            model.blocks[layer].attn.W_O[head] = 0
+            # Another cache would have other scales, so what is frozen stays that of the whole model.
+            cut = (
+                moved(model, dictionaries, {"embed": vector}, cache)["ln_final.normalized"][-1]
+                @ W_U
+            )
+            without = (
+                moved(model, dictionaries, {"embed": 0 * vector}, cache)["ln_final.normalized"][-1]
+                @ W_U
+            )
+            model.blocks[layer].attn.W_O[head] = kept
+        assert float(lost[layer, head]) == pytest.approx(float(whole - (cut - without)), abs=1e-9)
+        assert abs(float(lost[layer, head])) > 1e-4
+
+
+def test_a_model_whose_mlps_are_their_own_transcoders_is_explained_completely():
+    torch.manual_seed(1)
+    config = TransformerConfig(**SIZES, activation="relu")
+    model = Transformer(config).double().eval()
+    own = {}
+    for n, block in enumerate(model.blocks):
+        block.mlp.b_in.data.normal_()
+        mlp = block.mlp
+        own[f"blocks.{n}.mlp_out"] = Dictionary(
+            mlp.W_in.data,
+            mlp.W_out.data,
+            mlp.b_in.data,
+            mlp.b_out.data,
+            nn.ReLU(),
+            reads="ln2.normalized",
+            transcodes=True,
+        )
+    graph = attribution_graph(model, TEXT, own)
+    assert all(error.abs().max() < 1e-12 for error in graph.run.errors.values())
+    assert graph.replacement == pytest.approx(1, abs=1e-9)
+    assert graph.completeness == pytest.approx(1, abs=1e-9)
+
+
+def test_predictions_hold_where_all_else_is_held():
+    """A change of a feature moves what reads it by `change * effect / activation`, in a run with all else frozen."""
+    model = model_of("sandwich")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2, 5])
+    source = next(
+        n for n in range(len(graph.run.layer)) if graph.run.layer[n] == 0 and graph.run.pos[n] == 3
+    )
+    feature = int(graph.run.feature[source])
+    result = graph.intervene({graph.nodes[source].id: 0.25})
+    delta = 0.25 - float(graph.run.activation[source])
+    vector = torch.zeros(1, 5, 8, dtype=torch.float64)
+    vector[0, 3] = delta * dictionaries["blocks.0.mlp_out"].W_dec[feature]
+    changes = moved(model, dictionaries, {"blocks.0.mlp_out": vector})
+    W_U = (model.W_U - model.W_U.mean(1, keepdim=True))[:, [2, 5]]
+    torch.testing.assert_close(
+        result.direct[:2], changes["ln_final.normalized"][-1] @ W_U, rtol=0, atol=1e-8
+    )
+    # Over all paths: by the inverse of I - A.
+    n = len(graph.run.layer)
+    square = torch.zeros(n, n).double()
+    square[graph.column[2:]] = graph.rows[2:, :n] / graph.run.activation
+    square[source] = 0
+    alone = torch.zeros(n).double()
+    alone[source] = delta
+    moved_by = torch.linalg.solve(torch.eye(n).double() - square, alone)
+    expected = (graph.rows[:2, :n] / graph.run.activation) @ moved_by
+    torch.testing.assert_close(result.predicted[:2], expected, rtol=1e-9, atol=1e-9)
+
+    # In the model, an edit of the spliced feature.
+    def set_feature(value, at):
+        value[0, 3, feature] = 0.25
+
+    name = "blocks.0.mlp_out.features"
+    with splice(model, dictionaries) as runner:
+        logits = runner.run_with_hooks(TEXT, hooks={name: set_feature})[0, -1]
+    cap = 5.0
+    before, after = (cap * torch.atanh(each / cap) for each in (model(TEXT)[0, -1], logits))
+    change = (after - after.mean() - before + before.mean())[[2, 5]]
+    torch.testing.assert_close(result.true[:2], change.detach(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
+def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
+    if kind in FOREIGN:  # their tiny configs have fields that from_hf does not know
+        monkeypatch.setattr("models.attached.language.FAMILIES", {})
+    model, text = made(kind), torch.tensor([[3, 1, 4, 1, 5, 9]])
+    attach(model)
+    torch.manual_seed(0)
+    d = model.get_input_embeddings().embedding_dim
+    weights = torch.randn(d, 17), torch.randn(17, d), torch.randn(17), torch.randn(d)
+    dictionaries = {"blocks.0.mlp_out": Dictionary(*weights, TopK(5), transcodes=True)}
+    graph = attribution_graph(model, text, dictionaries, targets=[3, (3, 5)])
+    assert graph.gap < 1e-5
+    logits = model(text).logits[0, -1].detach()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    logits = cap * torch.atanh(logits / cap) if cap else logits
+    expected = torch.stack([logits[3] - logits.mean(), logits[3] - logits[5]])
+    torch.testing.assert_close(graph.totals[:2], expected, rtol=1e-4, atol=1e-4)

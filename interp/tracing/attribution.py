@@ -27,6 +27,7 @@ from interp.tracing.nodes import Link, Node
 from interp.tracing.pruned import PrunedGraph
 
 _BATCH = 256  # more targets at once are no faster
+_LARGEST_GAP = 0.05  # above what rounding in half precision makes
 _TENSORS = 8  # of the size of the stream, for each target
 
 
@@ -329,7 +330,8 @@ def attribution_graph(
         max_bytes: bounds the memory beyond the model, its run and the rows.
 
     Raises:
-        ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, or there is no target.
+        ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, there is no target, or effects
+            do not add up.
         TypeError: as for `Graph`.
 
     >>> from interp.features import load_sae
@@ -378,9 +380,14 @@ def attribution_graph(
             rows[place], totals[place] = run.rows(made), made.total
             done = place.stop
             bar.update(len(made.pos))
-    return AttributionGraph(
+    graph = AttributionGraph(
         run, rows, column, weights, logits, directions, totals, run.write(run.tokens.tolist())
     )
+    if graph.gap > _LARGEST_GAP:
+        raise ValueError(
+            f"effects must add up to what they explain; they miss {graph.gap:.0%}: a part of the model does something else"
+        )
+    return graph
 
 
 def _parsed(

@@ -115,6 +115,10 @@ class FrozenRun:
         patterns = (self._at(layer.attention.sublayer.pattern) for layer in graph.layers)
         self._is_causal = not any(pattern.triu(1).any() for pattern in patterns)
         self._inputs = graph.inputs(lambda point: self._at(point)[None])[:, 0]
+        entering = self._at(graph.layers[0].attention.reads)
+        if (self._inputs.sum(0) - entering).abs().max() > 0.01 * entering.abs().max():
+            # Something acts on the embeddings that is no norm of ours: their result is the source.
+            self._inputs = entering[None]
         self.encoders = encoders_of(
             transcoders, {graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
         )
@@ -135,8 +139,10 @@ class FrozenRun:
             self.errors[n] = self.errors[n] - explained
             features = encoder.encode(reading.value)
             features[:first] = 0
+            used = features.any(0).nonzero()[:, 0]
             for later, decoder in enumerate(encoder.decoders, n):
-                self.errors[later] = self.errors[later] - self._like(features @ decoder)
+                made = self._like(features[:, used]) @ self._like(decoder[used])
+                self.errors[later] = self.errors[later] - made
             pos, feature = features.nonzero().T
             active.append(
                 (torch.full_like(pos, n), pos, feature, self._like(features[pos, feature]))

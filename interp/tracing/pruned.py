@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hooks import storage
 from hooks.errors import unknown_name
@@ -69,11 +70,10 @@ class PrunedGraph:
         scores = "".join(f", {name} {value:.3g}" for name, value in self.scores.items())
         return f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: {counts}{scores}"
 
-    def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
-        """Write `slug.json` in Neuronpedia's format, and return its path.
+    def as_json(self, slug: str, scan: str) -> dict[str, Any]:
+        """Return it in Neuronpedia's format.
 
         Args:
-            directory: where it goes; made if it is not there.
             slug: the name of the graph.
             scan: the name of the model.
         """
@@ -88,16 +88,24 @@ class PrunedGraph:
             "linkType": "both", "clickedId": "", "sg_pos": "",
         }  # fmt: skip
         best = max((node.probability or 0.0 for node in self.nodes), default=0.0)
-        data = {
+        return {
             "metadata": metadata,
             "qParams": state,
             "nodes": [neuronpedia.written(node, best) for node in self.nodes],
             "links": [link._asdict() for link in self.links],
         }
+
+    def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
+        """Write `slug.json` in Neuronpedia's format, and return its path.
+
+        Args:
+            directory: where it goes; made if it is not there.
+            slug, scan: see `as_json`.
+        """
         path = Path(directory) / f"{slug}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with storage.replacing(path) as partial:
-            partial.write_text(json.dumps(data), encoding="utf-8")
+            partial.write_text(json.dumps(self.as_json(slug, scan)), encoding="utf-8")
         return path
 
     @classmethod
