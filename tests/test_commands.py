@@ -1,4 +1,4 @@
-"""The commands `points`, `lens`, `patch`, `features` and `generate`: what they print is what the Python calls give."""
+"""The commands `points`, `lens`, `patch`, `features`, `trace` and `generate`: what they print is what the Python calls give."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ def refused(capsys, *arguments):
     return err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["points", "lens", "patch", "features", "generate"])
+@pytest.mark.parametrize("name", ["points", "lens", "patch", "features", "trace", "generate"])
 def test_the_example_in_the_help_runs(name, capsys):
     with pytest.raises(SystemExit):
         main([name, "--help"])

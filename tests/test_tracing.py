@@ -386,3 +386,48 @@ def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
     logits = cap * torch.atanh(logits / cap) if cap else logits
     expected = torch.stack([logits[3] - logits.mean(), logits[3] - logits[5]])
     torch.testing.assert_close(graph.totals[:2], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_planted_chain_of_features_is_found_first():
+    """A token makes feature 11 of layer 0, a head of layer 1 moves it, feature 3 of layer 1 reads that and makes a logit."""
+    torch.manual_seed(2)
+    sizes = SIZES | {"n_layers": 2, "n_heads": 1, "d_head": 4}
+    choices = {
+        "norm": "none",
+        "final_norm": False,
+        "positions": "none",
+        "tied_unembed": False,
+        "mlp_bias": False,
+    }
+    model = Transformer(TransformerConfig(**sizes, **choices)).double().eval()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.01)
+    model.token_embedding.weight.data[4, 0] = 1.0
+    attn = model.blocks[1].attn
+    attn.W_V.data[0, 1, 0] = attn.W_O.data[0, 0, 2] = 1.0
+    model.unembedding.weight.data[5, 3] = 4.0
+    dictionaries = {}
+    for layer, (feature, reads, writes) in enumerate([(11, 0, 1), (3, 2, 3)]):
+        one = Dictionary(
+            0.01 * drawn(8, 17), 0.01 * drawn(17, 8), torch.full((17,), 0.02).double(), torch.zeros(8).double(),
+            nn.ReLU(), reads="resid_mid", transcodes=True,
+        )  # fmt: skip
+        one.W_enc[reads, feature] = 3.0
+        one.W_dec[feature, writes] = 3.0
+        dictionaries[f"blocks.{layer}.mlp_out"] = one
+        # What the features write, the model writes, so little is left for errors.
+        mlp = model.blocks[layer].mlp
+        mlp.W_in.data[reads, 0] = mlp.W_out.data[0, writes] = 3.0
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[5])
+    features = [node for node in graph.nodes if node.kind == "feature"]
+    best = sorted(features, key=lambda node: node.influence)[:2]
+    assert {(node.layer, node.number) for node in best} == {(0, 11), (1, 3)}
+    assert [(node.pos, node.layer) for node in sorted(best, key=lambda node: node.layer)] == [
+        (2, 0),
+        (4, 1),
+    ]
+    assert graph.effect("0_11_2", "1_3_4") > 10 * abs(graph.effect("0_11_0", "1_3_4"))
+    kept = graph.pruned()
+    assert {"0_11_2", "1_3_4", "3_5_4"} <= {node.id for node in kept.nodes}
+    assert kept.inputs("3_5_4")[0][0] == "1_3_4"
+    assert kept.outputs("0_11_2")[0][0] == "1_3_4"

@@ -338,22 +338,21 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
 
 def _shown(node: Any, card: Any) -> dict[str, Any]:
     """A node of an attribution graph, with what is told of it."""
-    about = [("kind", node.kind), ("position", f"{node.pos}")]
-    for name, value in (
-        ("activation", node.activation),
-        ("probability", node.probability),
-        ("influence", node.influence),
-    ):
-        if value is not None:
-            about.append((name if name != "influence" else "within", f"{value:.4g}"))
-    raises = node.raises or (
-        [token for token, _ in card.top] if card and node.kind == "feature" else ()
-    )
+    raises = " ".join(visible(token) for token in node.raises)
+    values = {
+        "activation": node.activation,
+        "probability": node.probability,
+        "cumulative influence": node.influence,
+    }
+    known = [(name, f"{value:.4g}") for name, value in values.items() if value is not None]
+    about = [("kind", node.kind), ("position", f"{node.pos}"), *known]
+    label = visible_title(node.label)
     if raises:
-        about.append(("raises", " ".join(visible(token) for token in raises)))
+        about.append(("raises", raises))
+        label = label or f"raises {raises}"
     examples = card.examples if card and node.kind == "feature" else ()
     return {
-        "id": node.id, "kind": node.kind, "layer": node.layer, "pos": node.pos, "label": visible_title(node.label) or (raises and f"raises {raises}"),
+        "id": node.id, "kind": node.kind, "layer": node.layer, "pos": node.pos, "label": label,
         "influence": node.influence, "about": about,
         "examples": [([visible(token) for token in each.tokens], [*each.activations]) for each in examples[:4]],
     }  # fmt: skip
