@@ -110,6 +110,24 @@ def test_the_guide_of_features(capsys):
     assert "feature 1011: active" in capsys.readouterr().out
 
 
+def test_the_guide_of_attribution_graphs(capsys):
+    names = guide("attribution_graphs")
+    assert names["graph"].gap < 1e-5
+    assert names["result"].predicted[0] < 0.5 * names["result"].true[0] < -0.1
+    lost = names["graph"].heads(names["token"], names["difference"]).mean()
+    assert {place // 4 for place in lost.flatten().topk(3).indices.tolist()} == {3}
+
+
+def test_the_attribution_graph_example(printed, tmp_path):
+    out = printed("attribution_graph")
+    found = {int(layer): float(r) for layer, r in re.findall(r"layer (\d): correlation (\S+)", out)}
+    assert found[3] > 0.9
+    assert found[1] > 0.7
+    assert abs(found[0]) < 0.2
+    assert abs(found[2]) < 0.2
+    assert {path.name for path in tmp_path.iterdir()} == {"attribution_graph.html", "digit.json"}
+
+
 @pytest.mark.full
 def test_the_features_example(printed, tmp_path):
     out = printed("features")
@@ -165,7 +183,16 @@ def printed(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["patching", "attribution", "reading", "induction_circuit", "ioi", "features"]
+    "name",
+    [
+        "patching",
+        "attribution",
+        "reading",
+        "induction_circuit",
+        "ioi",
+        "features",
+        "attribution_graph",
+    ],
 )
 def test_a_wrong_option_is_one_line(name, printed, capsys):
     example = import_module(name)

@@ -1,0 +1,151 @@
+"""Attribution graphs beside circuit-tracer: `python tests/bench/tracing.py [--rounds 3] [--batch 64]`.
+
+GPT-2-small shape, 64 tokens, 12 transcoders of 4,096 features, 48 of them active at a token, 10 targets, 500 features.
+circuit-tracer is left out where it is not installed: it needs an environment of its own, see tests/tracing/make.py.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Run as a script, Python puts this folder on the path, and not the project.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from interp import attribution_graph
+from interp.features import Dictionary, TopK
+from models import Transformer, TransformerConfig, from_transformer_lens
+
+LAYERS, D_MODEL, VOCAB, POS, FEATURES, ACTIVE, TARGETS, TRACED = (
+    12,
+    768,
+    50257,
+    64,
+    4096,
+    48,
+    10,
+    500,
+)
+_PAGE = 4096
+
+
+def theirs() -> Any:
+    """A random model and random transcoders of circuit-tracer."""
+    from circuit_tracer.replacement_model.replacement_model_transformerlens import (
+        TransformerLensReplacementModel,
+    )
+    from circuit_tracer.transcoder import SingleLayerTranscoder, TranscoderSet
+    from circuit_tracer.transcoder.activation_functions import TopK as TheirTopK
+    from transformer_lens import HookedTransformerConfig
+
+    layers = {}
+    for n in range(LAYERS):
+        layers[n] = SingleLayerTranscoder(
+            D_MODEL, FEATURES, TheirTopK(ACTIVE), n, dtype=torch.float32
+        )
+        for weight in (layers[n].W_enc, layers[n].W_dec):
+            weight.data = torch.randn(weight.shape) / D_MODEL**0.5
+    config = HookedTransformerConfig(
+        n_layers=LAYERS, d_model=D_MODEL, n_ctx=POS, d_head=64, n_heads=12, d_mlp=4 * D_MODEL, d_vocab=VOCAB,
+        act_fn="gelu_new", normalization_type="LN", device="cpu",
+    )  # fmt: skip
+    placed = TranscoderSet(layers, "mlp.hook_in", "hook_mlp_out", scan="random")
+    model = TransformerLensReplacementModel.from_config(config, placed)
+    model.tokenizer = type(
+        "Tokens",
+        (),
+        {"vocab_size": VOCAB, "padding_side": "right", "all_special_ids": (0,), "decode": str},
+    )
+    return model
+
+
+def ours(peer: Any) -> tuple[Transformer, dict[str, Dictionary]]:
+    """The same weights here; random ones without circuit-tracer."""
+    dictionaries = {}
+    for n in range(LAYERS):
+        if peer is None:
+            W_enc, W_dec = (
+                torch.randn(*size) / D_MODEL**0.5
+                for size in ((D_MODEL, FEATURES), (FEATURES, D_MODEL))
+            )
+        else:
+            W_enc, W_dec = peer.transcoders[n].W_enc.data.T, peer.transcoders[n].W_dec.data
+        zeros = torch.zeros(FEATURES), torch.zeros(D_MODEL)
+        activation = TopK(ACTIVE, relu=False)
+        dictionaries[f"blocks.{n}.mlp_out"] = Dictionary(
+            W_enc, W_dec, *zeros, activation, transcodes=True
+        )
+    if peer is None:
+        config = TransformerConfig(
+            vocab_size=VOCAB, n_ctx=POS, n_layers=LAYERS, n_heads=12, d_model=D_MODEL
+        )
+        return Transformer(config).eval(), dictionaries
+    weights = {
+        name.replace("old_mlp.", "").replace("old_unembed.", ""): weight
+        for name, weight in peer.state_dict().items()
+        if "transcoders" not in name and not name.endswith(("mask", "IGNORE"))
+    }
+    return from_transformer_lens(weights, peer.cfg.to_dict()).eval(), dictionaries
+
+
+def measured(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a call, and the GiB by which it raised the memory of the process at most."""
+
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+    before = most = held()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.01):
+            most = max(most, held())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    return seconds, (most - before) / 2**30
+
+
+def main() -> None:
+    """Print medians of interleaved rounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=64, help="of circuit-tracer")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    peer = theirs() if importlib.util.find_spec("circuit_tracer") else None
+    model, dictionaries = ours(peer)
+    tokens = torch.randint(1, VOCAB, (POS,))
+    tokens[0] = 0
+    calls: dict[str, Callable[[], Any]] = {
+        "hookscope": lambda: attribution_graph(
+            model, tokens[None], dictionaries, targets=TARGETS, max_features=TRACED, first=1
+        )
+    }
+    if peer is not None:
+        from circuit_tracer.attribution.attribute import attribute
+
+        calls["circuit-tracer"] = lambda: attribute(
+            tokens, peer, max_n_logits=TARGETS, max_feature_nodes=TRACED, batch_size=options.batch
+        )
+    rounds = [{name: measured(call) for name, call in calls.items()} for _ in range(options.rounds)]
+    for name in calls:
+        seconds, memory = zip(*(each[name] for each in rounds), strict=True)
+        print(f"{name:16} {statistics.median(seconds):8.2f} s {max(memory):6.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()
