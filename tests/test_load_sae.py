@@ -56,6 +56,17 @@ def test_layers_of_circuit_tracer():
         assert_close(coder(x), wanted["output"][:, n], **CLOSE)
 
 
+def test_the_points_that_circuit_tracer_adds_have_our_names(tmp_path):
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
+    (folder / "config.yaml").write_text(
+        "feature_input_hook: mlp.hook_in\nfeature_output_hook: mlp.hook_out"
+    )
+    for n, (place, coder) in enumerate(load_sae(folder).items()):
+        assert place == coder.writes == f"blocks.{n}.mlp_out"
+        assert coder.reads == f"blocks.{n}.ln2.normalized"
+
+
 @pytest.mark.parametrize("kind", ["relu", "jump_relu"])
 def test_cross_layer_transcoders(kind):
     folder = FIXTURES / f"cross_layer_{kind}"

@@ -378,7 +378,9 @@ def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
     torch.manual_seed(0)
     d = model.get_input_embeddings().embedding_dim
     weights = torch.randn(d, 17), torch.randn(17, d), torch.randn(17), torch.randn(d)
-    dictionaries = {"blocks.0.mlp_out": Dictionary(*weights, TopK(5), transcodes=True)}
+    # Parallel blocks have no stream between their sublayers.
+    reads = "resid_mid" if "blocks.0.resid_mid" in HookedRunner(model).points else "resid_pre"
+    dictionaries = {"blocks.0.mlp_out": Dictionary(*weights, TopK(5), reads=reads, transcodes=True)}
     graph = attribution_graph(model, text, dictionaries, targets=[3, (3, 5)])
     assert graph.gap < 1e-5
     logits = model(text).logits[0, -1].detach()

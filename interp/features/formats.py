@@ -339,12 +339,15 @@ def _yaml(folder: Path) -> dict[str, Any]:
         import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError:
         raise ModuleNotFoundError("config.yaml needs PyYAML: pip install pyyaml") from None
-    return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
 
 
 def _last_part(config: Mapping[str, Any], end: str) -> str | None:
     """The last part of our names of the points that all layers read or write."""
-    name = _ours(config.get(f"feature_{end}_hook"))
+    name = config.get(f"feature_{end}_hook")
+    # circuit-tracer adds these to TransformerLens. A norm after the MLP would come between the second and `mlp_out`.
+    alone = {"mlp.hook_in": "ln2.normalized", "mlp.hook_out": "mlp_out"}.get(name or "")
+    name = alone or _ours(name)
     return name and name.removeprefix("blocks.*.")
 
 

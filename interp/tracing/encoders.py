@@ -18,7 +18,7 @@ class Encoder(NamedTuple):
 
     Attributes:
         layer: the block where they read.
-        reads: the name of the point that they read, or its last part; None for what the MLP reads.
+        reads: the name of the point that they read, or its last part; None if unknown.
         encode: makes features of values there.
         W_enc, offset: pre-activations are `value @ W_enc + offset`.
         decoders: what they write to this layer, the next, ...

@@ -363,10 +363,11 @@ class FrozenRun:
         known = {names[branch.reads]: None}
         if not is_identity(branch.norm):
             known[names[branch.norm.normalized]] = branch.norm
-        wanted = [name for name in known if encoder.reads in (None, name, name.split(".", 2)[-1])]
+        wanted = [name for name in known if encoder.reads in (name, name.split(".", 2)[-1])]
         if not wanted:
             raise ValueError(
-                f"a transcoder of layer {encoder.layer} must read {' or '.join(known)}; got {encoder.reads}"
+                f"the transcoder of layer {encoder.layer} must read {' or '.join(known)}, and say so in its `reads`; "
+                f"got {encoder.reads}"
             )
         d_model = self._inputs.shape[-1]
         sizes = {len(encoder.W_enc), *(decoder.shape[1] for decoder in encoder.decoders)}
@@ -374,4 +375,4 @@ class FrozenRun:
             raise ValueError(
                 f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {encoder.layer}"
             )
-        return self._reading(known[wanted[-1]], branch.reads)
+        return self._reading(known[wanted[0]], branch.reads)

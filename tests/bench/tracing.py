@@ -80,7 +80,7 @@ def ours(peer: Any) -> tuple[Transformer, dict[str, Dictionary]]:
         zeros = torch.zeros(FEATURES), torch.zeros(D_MODEL)
         activation = TopK(ACTIVE, relu=False)
         dictionaries[f"blocks.{n}.mlp_out"] = Dictionary(
-            W_enc, W_dec, *zeros, activation, transcodes=True
+            W_enc, W_dec, *zeros, activation, reads="ln2.normalized"
         )
     if peer is None:
         config = TransformerConfig(
