@@ -176,9 +176,9 @@ addEventListener("load", () => {
   const find = text => document.querySelector(text), all = text => [...document.querySelectorAll(text)];
   const links = () => all(".side .link").map(node => node.innerText.replace("\\n", " "));
   const press = key => find(".traced svg").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-  const seen = { title: find(".side h3").textContent, inputs: links(), spots: all(".spot").length, width: document.documentElement.scrollWidth };
+  const seen = { title: find(".side h2").textContent, inputs: links(), spots: all(".spot").length, width: document.documentElement.scrollWidth };
   find(".side .link").click();
-  seen.chosen = [find(".side h3").textContent, find(".side dl").innerText, all(".side .text").length];
+  seen.chosen = [find(".side h2").textContent, find(".side dl").innerText, all(".side .text").length];
   find(".swap").click();
   press("ArrowUp");
   seen.next = find(".side dl").innerText;

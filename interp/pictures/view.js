@@ -403,7 +403,7 @@ function attribution(part, box) {
     button.onclick = () => choose(n);
     return button;
   };
-  const list = (heading, found, end) => found.length ? [make("h3", "", `${heading}, ${found.length}`), ...found.slice(0, 20).map(i => link(i, end))] : [];
+  const list = (heading, found, end) => found.length ? [make("h2", "", `${heading}, ${found.length}`), ...found.slice(0, 20).map(i => link(i, end))] : [];
   function describe() {
     const node = nodes[chosen], about = make("dl");
     for (const [key, value] of node.about) about.append(make("dt", "", key), make("dd", "", value));
@@ -416,7 +416,7 @@ function attribution(part, box) {
       }));
       return strip;
     });
-    side.replaceChildren(make("h3", "", title(chosen)), about, ...examples, ...list("from", inputs[chosen], 0), ...list("to", outputs[chosen], 1));
+    side.replaceChildren(make("h2", "", title(chosen)), about, ...examples, ...list("from", inputs[chosen], 0), ...list("to", outputs[chosen], 1));
     pin.textContent = pins.has(chosen) ? "unpin" : "pin";
   }
   function symbol(node, x, y) {
@@ -433,7 +433,7 @@ function attribution(part, box) {
       wide[pos] = Math.max(wide[pos] ?? 40, 14 * Math.min(across, cell.length) + 12);
       high[layer] = Math.max(high[layer] ?? 34, 14 * Math.ceil(cell.length / across) + 20);
     }
-    const left = part.tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 10;
+    const left = part.tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 64;
     let y = 10;
     const tops = {};
     for (const layer of [...levels].reverse()) { tops[layer] = y; y += high[layer]; }
@@ -444,9 +444,12 @@ function attribution(part, box) {
       const [layer, pos] = key.split(",");
       cell.forEach((n, i) => { place[n] = [left[pos] + 12 + 14 * (i % across), tops[layer] + high[layer] - 14 - 14 * Math.floor(i / across)]; });
     }
-    for (const layer of levels) plot.append(shape("text", { x: 4, y: tops[layer] + high[layer] - 10 }, layer < 0 ? "embed" : layer === part.layers ? "logits" : `layer ${layer}`), shape("path", { d: `M0 ${tops[layer] + high[layer]}H${width}`, class: "rule" }));
+    for (const layer of levels) {
+      const [under, named] = [tops[layer] + high[layer], layer < 0 ? "embed" : layer === part.layers ? "logits" : `layer ${layer}`];
+      plot.append(shape("path", { d: `M0 ${under}H${width}`, class: "rule" }), ...[4, width - 52].map(x => shape("text", { x, y: under - 10 }, named)));
+    }
     part.tokens.forEach((token, pos) => plot.append(shape("text", { x: left[pos] + 6, y: y + 18 }, short(token, 6))));
-    const near = [...inputs[chosen], ...outputs[chosen]].filter(i => links[i].every(n => place[n])).slice(0, 300), most = Math.max(...near.map(i => Math.abs(weights[i])), 1e-30);
+    const near = [...inputs[chosen], ...outputs[chosen]].filter(i => links[i].every(n => place[n])).slice(0, 150), most = Math.max(...near.map(i => Math.abs(weights[i])), 1e-30);
     for (const i of near) {
       const [[x1, y1], [x2, y2]] = links[i].map(n => place[n]);
       plot.append(shape("path", { d: `M${x1} ${y1}C${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2} ${x2} ${y2}`, fill: "none", stroke: css(weights[i] < 0 ? colours.less : colours.more), "stroke-width": 0.5 + 4 * Math.abs(weights[i]) / most, "stroke-dasharray": weights[i] < 0 ? "6 3" : "", opacity: 0.8 }));
