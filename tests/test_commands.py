@@ -103,7 +103,7 @@ def test_texts_and_output_may_be_files(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_family_without_a_table_is_attached(tmp_path, capsys):
+def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     from tests.attachable import VOCAB, made
@@ -120,6 +120,11 @@ def test_a_family_without_a_table_is_attached(tmp_path, capsys):
     assert data["probabilities"][-1][-1][0] == pytest.approx(expected, rel=1e-5)
     more = json.loads(printed(capsys, "generate", *given, "--tokens", "2"))
     assert more["text"].startswith("w3 w5 w7")
+    # Of the hub likewise, which gives a folder.
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(tmp_path))
+    given[1] = "some/olmoe"
+    assert json.loads(printed(capsys, "lens", *given)) == data
 
 
 @pytest.mark.parametrize(

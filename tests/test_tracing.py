@@ -117,8 +117,10 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
     features = [*zip(*(each.tolist() for each in (run.layer, run.pos, run.feature)), strict=True)]
     targets = run.of_features(torch.arange(len(features))), run.of_logits(torch.eye(7)[[2, 5]])
     rows = [run.rows(each) for each in targets]
+    torch.testing.assert_close(targets[0].total, run.activation)  # as gates have a slope of 1
     for row, target in zip(rows, targets, strict=True):
         torch.testing.assert_close(row.sum(1), target.total, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(run.rows(run.of_features(torch.tensor([0])))[0], rows[0][0])
     cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
     before_cap = model.unembedding(cache["ln_final.normalized"])[0, -1]
     expected = before_cap[[2, 5]] - before_cap.mean()
@@ -431,5 +433,6 @@ def test_a_planted_chain_of_features_is_found_first():
     assert graph.effect("0_11_2", "1_3_4") > 10 * abs(graph.effect("0_11_0", "1_3_4"))
     kept = graph.pruned()
     assert {"0_11_2", "1_3_4", "3_5_4"} <= {node.id for node in kept.nodes}
+    assert kept["1_3_4"].raises[0] == "5"
     assert kept.inputs("3_5_4")[0][0] == "1_3_4"
     assert kept.outputs("0_11_2")[0][0] == "1_3_4"

@@ -110,19 +110,20 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
 
 
 def _loaded(name: str, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    """A plain model, or an attached one of `transformers` where a directory's family has no table."""
+    """A plain model, or an attached one of `transformers` where the family of a directory or hub model has no table."""
     from models import attach, load
     from models.checkpoints.huggingface import FAMILIES
+    from models.checkpoints.loading import locate
     from models.files import library, read_object
 
-    config = Path(name) / "config.json"
+    config = locate(name, weights=False) / "config.json"
     described = read_object(config) if config.is_file() else {}
     if "model_type" not in described or described["model_type"] in FAMILIES:
         return load(name, device=device, dtype=dtype)
-    transformers = library("transformers")
+    transformers, folder = library("transformers"), locate(name)
     options = {} if dtype is None else {"dtype": dtype}
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(name, **options).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     attach(model.to(device) if device else model, tokenizer=tokenizer)
     return model
 
