@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 from hooks import HookedRunner
-from interp.features import CrossLayerTranscoder, Dictionary, JumpReLU, TopK, splice
+from interp.features import (
+    CrossLayerTranscoder,
+    Dictionary,
+    Gated,
+    JumpReLU,
+    MatchingPursuit,
+    TopK,
+    splice,
+)
 from interp.tracing import attribution_graph, influence
 from interp.tracing.frozen import FrozenRun
 from models import Transformer, TransformerConfig, attach, from_transformer_lens
@@ -436,3 +444,117 @@ def test_a_planted_chain_of_features_is_found_first():
     assert kept["1_3_4"].raises[0] == "5"
     assert kept.inputs("3_5_4")[0][0] == "1_3_4"
     assert kept.outputs("0_11_2")[0][0] == "1_3_4"
+
+
+def pruned_slowly(square, weights, tokens, node, edge):
+    """The same on a square matrix of all nodes, one node and one edge at a time."""
+    n = len(square)
+
+    def normalised(matrix):
+        return [[abs(x) / max(sum(map(abs, row)), 1e-10) for x in row] for row in matrix]
+
+    def through(matrix):
+        """Influence, by all paths from the targets downward."""
+        total = torch.zeros(n).double()
+        step = torch.tensor(weights).double()
+        while step.any():
+            step = step @ torch.tensor(matrix).double()
+            total += step
+        return total.tolist()
+
+    def first(scores, share):
+        ordered, total = sorted(scores, reverse=True), 0.0
+        for score in ordered:
+            total += score
+            if total >= share * sum(ordered):
+                return score
+        return ordered[-1]
+
+    scores = through(normalised(square))
+    least = first(scores, node)
+    alive = {i for i in range(n) if scores[i] >= least or i in tokens or weights[i]}
+    inner = normalised(
+        [[square[i][j] * (i in alive and j in alive) for j in range(n)] for i in range(n)]
+    )
+    onward = through(inner)
+    of_edges = {(i, j): inner[i][j] * (onward[i] + weights[i]) for i in range(n) for j in range(n)}
+    least = first(of_edges.values(), edge)
+    edges = {pair for pair, score in of_edges.items() if score >= least}
+    before = None
+    while alive != before:
+        before = set(alive)
+        edges = {(i, j) for i, j in edges if i in alive and j in alive}
+        for i in before:
+            fixed = i in tokens or weights[i]
+            if not fixed and not (any(j == i for _, j in edges) and any(j == i for j, _ in edges)):
+                alive.discard(i)
+    return alive, edges
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pruning_is_that_of_a_slow_definition(seed):
+    torch.manual_seed(seed)
+    square = torch.zeros(16, 16).double()  # features, tokens, one logit
+    square[:12, :12] = torch.tril(torch.randn(12, 12), -1) * (torch.rand(12, 12) < 0.3)
+    square[:12, 12:15] = torch.randn(12, 3) * (torch.rand(12, 3) < 0.3)
+    square[15, :15] = torch.randn(15) * (torch.rand(15) < 0.4)
+    square[4] *= 1e-6  # a small row counts as much as others
+    weights = [0.0] * 15 + [0.7]
+    alive, edges = pruned_slowly(square.tolist(), weights, {12, 13, 14}, 0.6, 0.5)
+    rows = torch.cat([square[15:, :15], square[:12, :15]])
+    column = torch.tensor([-1, *range(12)])
+    is_token = torch.arange(15) >= 12
+    ours = influence.pruned(
+        rows, torch.tensor([0.7] + [0.0] * 12).double(), column, is_token, 0.6, 0.5
+    )
+    assert {*ours[0].nonzero()[:, 0].tolist()} == alive - {15}
+    found = {(15 if row == 0 else row - 1, source) for row, source in ours[1].nonzero().tolist()}
+    assert found == {(i, j) for i, j in edges if square[i, j]}
+
+
+def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused():
+    model, one = model_of("plain"), torch.ones(17, dtype=torch.float64)
+    weights = drawn(8, 17), drawn(17, 8), drawn(17), drawn(8)
+    wrong = {
+        "without a norm, a gate or steps; got others at blocks.1.mlp_out": [
+            Dictionary(*weights, Gated(one, one, one), reads="resid_mid", transcodes=True),
+            Dictionary(*weights, nn.ReLU(), reads="resid_mid", norm="layer_norm", transcodes=True),
+            MatchingPursuit(drawn(17, 8), drawn(8), 0.1, reads="resid_mid", transcodes=True),
+        ],
+        "must read blocks.1.resid_mid or blocks.1.ln2.normalized, and say so in its `reads`": [
+            Dictionary(*weights, nn.ReLU(), transcodes=True),
+            Dictionary(*weights, nn.ReLU(), reads="blocks.0.resid_mid", transcodes=True),
+        ],
+        "must read and write 8 numbers; got": [
+            Dictionary(drawn(7, 17), *weights[1:], nn.ReLU(), reads="resid_mid", transcodes=True)
+        ],
+    }
+    for message, dictionaries in wrong.items():
+        for each in dictionaries:
+            with pytest.raises(ValueError, match=message):
+                FrozenRun(model, TEXT, {"blocks.1.mlp_out": each})
+    right = transcoder()
+    with pytest.raises(
+        ValueError, match="where an MLP writes, such as blocks.0.mlp_out; got 'blocks.1.attn_out'"
+    ):
+        FrozenRun(model, TEXT, {"blocks.1.attn_out": right})
+    two = CrossLayerTranscoder(
+        [drawn(8, 3)] * 2,
+        [drawn(3, 2, 8), drawn(3, 1, 8)],
+        [drawn(3)] * 2,
+        drawn(2, 8),
+        [nn.ReLU()] * 2,
+        reads="resid_mid",
+    )
+    with pytest.raises(ValueError, match="for each layer with an MLP, 3; got 2"):
+        FrozenRun(model, TEXT, two)
+    with pytest.raises(ValueError, match="must be one, without padding"):
+        FrozenRun(model, TEXT.expand(2, -1), {})
+    for targets, message in (
+        ([], "at least one"),
+        ([9], "a token of 7"),
+        ([(1, 2, 3)], "must be active"),
+        ([(1, 2, 3, 4)], "two of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attribution_graph(model, TEXT, {}, targets=targets)
