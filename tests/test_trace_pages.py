@@ -149,6 +149,20 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
     assert graph.pins == ["1_-1_0"]
     assert graph.about["transcoder_list"] == []
     assert "completeness" not in repr(graph)
+    # Written again, numbers and names are those of Neuronpedia's own files: 26 is Cantor's pairing of 1 and 5.
+    again = {node["node_id"]: node for node in graph.as_json("x", "m")["nodes"]}
+    assert [again[name]["feature"] for name in ("1_5_0", "1_-1_0", "E_7_0", "3_9_0")] == [
+        26,
+        -1,
+        0,
+        9,
+    ]
+    names = [node["jsNodeId"] for node in again.values()]
+    assert names == ["1_5-0", "1_-1-0", "E_7-0", "L_9-0"]
+    assert again["3_9_0"]["clerp"] == 'Output " b" (p=0.250)'
+    assert [node["is_target_logit"] for node in again.values()] == [False, False, False, True]
+    assert [node["layer"] for node in again.values()] == ["1", "1", "E", "3"]
+    assert "<iframe" in graph._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Attribution graphs: rows add up, and are what changes in a run whose norms and patterns cannot react."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -22,6 +24,7 @@ from interp.features import (
 )
 from interp.tracing import attribution_graph, influence
 from interp.tracing.frozen import FrozenRun
+from interp.tracing.intervention import Intervention
 from models import Transformer, TransformerConfig, attach, from_transformer_lens
 from tests.attachable import made
 from tests.test_attach_graphs import FOREIGN, KINDS, KNOWN
@@ -558,3 +561,76 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
     ):
         with pytest.raises(ValueError, match=message):
             attribution_graph(model, TEXT, {}, targets=targets)
+
+
+def test_features_that_are_set_together_stay_as_they_are_set():
+    model = model_of("rms")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2])
+    run = graph.run
+    low, high = 0, int((run.layer == 2).nonzero()[0])
+    ids = [graph.nodes[n].id for n in (low, high)]
+    others = [node.id for node in graph.nodes if node.kind == "feature" and node.id not in ids][:3]
+    groups = {"both": ids, "three": others}
+    result = graph.intervene({"both": 0.5}, supernodes=groups)
+    assert {name: after for name, (_, after) in result.changed.items()} == dict.fromkeys(ids, 0.5)
+    assert "both" not in result.nodes
+    for what in (result.direct, result.predicted, result.true):
+        places = [result.nodes.index(name) for name in others]
+        assert float(what[-1]) == pytest.approx(float(what[places].sum()), rel=1e-9)
+    n = len(run.layer)
+    square = torch.zeros(n, n).double()
+    square[graph.column[1:]] = graph.rows[1:, :n] / run.activation
+    square[[low, high]] = 0
+    alone = torch.zeros(n).double()
+    alone[[low, high]] = 0.5 - run.activation[[low, high]]
+    expected = (graph.rows[0, :n] / run.activation) @ torch.linalg.solve(
+        torch.eye(n).double() - square, alone
+    )
+    assert float(result.predicted[0]) == pytest.approx(float(expected), rel=1e-9)
+
+    def set_to(source):
+        def edit(value, at):
+            value[0, run.pos[source], run.feature[source]] = 0.5
+
+        return edit
+
+    hooks = {
+        f"blocks.{int(run.layer[source])}.mlp_out.features": set_to(source)
+        for source in (low, high)
+    }
+    with splice(model, dictionaries) as runner:
+        logits = runner.run_with_hooks(TEXT, hooks=hooks)[0, -1]
+    before = model(TEXT)[0, -1]
+    change = (logits - logits.mean() - before + before.mean())[2]
+    assert float(result.true[0]) == pytest.approx(float(change.detach()), rel=1e-7)
+    with pytest.raises(ValueError, match="must be a feature to be set; it is a token"):
+        graph.intervene({"E_3_0": 1.0})
+    with pytest.raises(ValueError, match="at least one feature"):
+        graph.intervene({})
+
+
+def test_the_correlation_is_of_nodes_that_were_predicted_to_change():
+    predicted, true = torch.tensor([1.0, 2, 3, 4, 5, 0]), torch.tensor([1.0, 2, 3, 4, 7, 99])
+    result = Intervention({}, [*"abcdef"], predicted, predicted, true)
+    r = float(np.corrcoef(predicted[:5], true[:5])[0, 1])
+    assert result.correlation == pytest.approx(r)
+    # Fisher's z has a standard error of 1 / √(n - 3), here of n = 5.
+    ends = [math.tanh(math.atanh(r) + sign * 1.96 / math.sqrt(2)) for sign in (-1, 1)]
+    assert result.interval == pytest.approx(ends)
+
+
+def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypatch):
+    model = model_of("plain")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    weakest = attribution_graph(model, TEXT, dictionaries)
+    feature = max(
+        (n for n in weakest.nodes if n.kind == "feature"), key=lambda node: node.influence
+    )
+    named = feature.layer, feature.number, feature.pos
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2, named])
+    assert feature.id in {node.id for node in graph.pruned(0.01).nodes}
+    rows = FrozenRun.rows
+    monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: 0.9 * rows(*arguments))
+    with pytest.raises(ValueError, match="must add up to what they explain; they miss"):
+        attribution_graph(model, TEXT, dictionaries)
