@@ -36,5 +36,5 @@ print(circuit, faithfulness(model, others, circuit).mean())  # the circuit's, an
 # (CPR and CMD) measure a circuit, with intervals, beside random edges, and warn if its own texts are used; `auroc` compares
 # scores with a known circuit.
 #
-# `python examples/induction_circuit.py --out out` goes from text to a drawn circuit of what copies a part number in the bundled
-# model, in half a minute of one core: 41 of 479 edges keep 92% of it on other texts [84%, 100%], and as many random ones nothing.
+# [A study](induction.py) goes from a behaviour to a verified circuit of what copies a part number in the bundled model: 37 of 479
+# edges keep 90% of it on other texts [73%, 108%], and as many random ones nothing.

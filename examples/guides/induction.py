@@ -2,7 +2,7 @@
 # # Induction heads, from behaviour to a verified circuit
 #
 # A study from start to end: what the model does, which heads do it, through which edges, and how much of the behaviour a small
-# circuit keeps on texts that it was not found on. It takes twenty seconds; `examples/induction_circuit.py` is such a study as a script.
+# circuit keeps on texts that it was not found on. It takes twenty seconds.
 #
 # ## The behaviour
 #
@@ -27,10 +27,9 @@ for _ in range(24):
 pairs = Pairs(clean, corrupted, answers).solved(model)
 search, fresh = pairs.split(seed=0)  # a circuit is found on some, and measured on the others
 print(pairs, len(search), len(fresh))
-for texts in (clean, corrupted):
-    print(
-        measure(pairs.metric, model(texts)).mean()
-    )  # the logit of the right digit less that of the wrong one
+# The logit of the right digit less that of the wrong one, after either text:
+for texts in pairs.read_by(model).texts("noising"):
+    print(measure(pairs.metric, model(texts.tokens)).mean())
 
 # %% [markdown]
 # ## The heads
@@ -84,8 +83,8 @@ for n in (20, 40, 80):
     print(f"{circuit}\n{faithfulness(model, fresh, circuit)}")
 
 # %% [markdown]
-# Forty edges keep nine tenths of the behaviour, eighty all of it, and as many random ones nothing. Which of its nodes does a circuit
-# need most?
+# Of forty edges taken, 37 are connected. They keep nine tenths of the behaviour, eighty all of it, and as many random ones
+# nothing. Which of its nodes does a circuit need most?
 
 # %%
 from interp import minimality, pictures

@@ -25,14 +25,10 @@ print(runner.table())  # list every value that has a name
 logits, cache = runner.run_with_cache(text)  # keep all values of a run
 cache["pattern", 2]  # read a head's attention: [batch, head, query, key]
 cache["resid_post", -1]  # read the stream after the last block
-_, lazy = runner.run_with_cache(
-    text, lazy=True
-)  # keep little, and compute the rest when it is read
+_, lazy = runner.run_with_cache(text, lazy=True)  # keep little, compute the rest when it is read
 runner.capture(text, names="blocks.1.resid_post")  # stop as soon as one value is known
 runner.capture(text, names="*.attn.z", positions=slice(-3, None))  # keep the last positions alone
-runner.run_with_cache(
-    [text, "a short one"], mode="residual"
-)  # run texts of unequal lengths together
+runner.run_with_cache([text, "a short one"], mode="residual")  # run unequal texts together
 runner.plan(text, mode="full")  # know what a cache would take, without running
 cache.save(folder / "cache.safetensors")  # keep a cache on disk
 
@@ -75,19 +71,13 @@ from interp import (
 
 pairs = Pairs(text, other, ("1", "4"))  # two texts, with the right answer and the wrong one
 measure(pairs.read_by(model).metric, model(text))  # measure a run: here a difference of logits
-activation_patching(model, pairs, site="z").normalized().top(
-    3
-)  # find the heads that carry the answer
+activation_patching(model, pairs, site="z").top(3)  # find the heads that carry the answer
 activation_patching(model, pairs).plot()  # see where the answer is, by layer and position
-activation_patching(model, pairs, "mlp_out", edit=edits.zero()).top(
-    3
-)  # see what is lost without an MLP
+activation_patching(model, pairs, "mlp_out", edit=edits.zero())  # see what is lost without an MLP
 attribution_patching(model, pairs, site="z").top(3)  # estimate the same from one backward pass
 exact, estimate = (f(model, pairs, site="z") for f in (activation_patching, attribution_patching))
 compare(exact, estimate)  # see how far to trust the estimate
-integrated_gradients(model, pairs, site="embed", steps=8).top(
-    3
-)  # attribute the answer to the input
+integrated_gradients(model, pairs, site="embed", steps=8)  # attribute the answer to the input
 each = [{"blocks.0.attn.z": edits.zero(head=n)} for n in range(4)]
 sweep(model, pairs, each).top(2)  # try edits of your own, many at once
 direct_logit_attribution(model, cache, right="1", pos=-1).top(3)  # write a logit as a sum of parts
@@ -100,6 +90,7 @@ max_activating(model, [text], "blocks.2.mlp.post", neuron=5)  # find what a neur
 
 # %%
 from interp import (
+    attribution_graph,
     circuits,
     edge_attribution,
     evaluate_sae,
@@ -122,4 +113,9 @@ ov_circuit(model)[3, 0].svd().s[:3]  # see what a head's weights amplify
 with splice(model, load_sae("pydoc-4l/resid_post")) as spliced:
     spliced.capture(text, names="*.features")  # read the features of a dictionary
 evaluate_sae(model, load_sae("pydoc-4l/resid_post"), [text, other])  # measure a dictionary
+traced = attribution_graph(
+    model, text, load_sae("pydoc-4l/transcoders")
+)  # trace a token to features
+traced.pruned().inputs(traced.logits[0].id)[:5]  # see what makes it
+traced.intervene({"3_1002_43": 0.0})  # compare what the graph predicts with what the model does
 pictures.patterns(cache, model).save(folder / "attention.html")  # look at attention in a browser

@@ -84,14 +84,15 @@ print(streams.top(4))
 # %%
 from interp import logit_lens
 
-print(logit_lens(model, cache))
+lens = logit_lens(model, cache)
+print(lens)
 
 # %% [markdown]
 # ## Cut the circuit out
 #
 # An edge joins a head or an MLP to a later one. All 479 of this model are scored at once, and few of them do most of the work:
-# faithfulness 1 would be the whole model, and 0 the model on the other text. One pair is little; a study takes many, and other ones
-# to measure with ([circuits](circuits.py), `examples/induction_circuit.py`).
+# faithfulness 1 would be the whole model, and 0 the model on the other text. Of the 40 edges taken, 5 lead nowhere and are pruned.
+# One pair is little; a study takes many, and other ones to measure with ([a study](induction.py), [circuits](circuits.py)).
 
 # %%
 from interp import circuits, edge_attribution, faithfulness

@@ -47,7 +47,8 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
 def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     """Take `n` edges one by one from the logits backward, then prune to what is connected.
 
-    Each is the one that matters most of those that lead to a node taken so far (Hanna et al. 2024). For
+    Each is the one that matters most of those that lead to a node taken so far (Hanna et al. 2024). The circuit may
+    have fewer than `n`: edges from a node that nothing taken leads to, such as the last ones taken, are pruned. For
     arguments see `above`.
 
     Raises:
