@@ -568,9 +568,12 @@ def test_features_that_are_set_together_stay_as_they_are_set():
     dictionaries = transcoders("layer", "ln2.normalized")
     graph = attribution_graph(model, TEXT, dictionaries, targets=[2])
     run = graph.run
-    low, high = 0, int((run.layer == 2).nonzero()[0])
+    low, high = (int(((run.layer == layer) & (run.pos == 4)).nonzero()[0]) for layer in (0, 2))
+    assert abs(graph.effect(graph.nodes[low].id, graph.nodes[high].id)) > 1e-3
     ids = [graph.nodes[n].id for n in (low, high)]
-    others = [node.id for node in graph.nodes if node.kind == "feature" and node.id not in ids][:3]
+    others = [graph.nodes[n].id for n in range(len(run.layer)) if run.layer[n] == 2 and n != high][
+        -3:
+    ]
     groups = {"both": ids, "three": others}
     result = graph.intervene({"both": 0.5}, supernodes=groups)
     assert {name: after for name, (_, after) in result.changed.items()} == dict.fromkeys(ids, 0.5)
