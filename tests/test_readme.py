@@ -102,6 +102,13 @@ def test_the_study_of_induction(capsys):
     assert [float(end[0]) for end in share.interval()] == pytest.approx([0.73, 1.08], abs=0.02)
 
 
+def test_the_guide_of_limits_shows_errors_of_one_line(capsys):
+    guide("limits")
+    errors = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(errors) == 13
+    assert all(re.match(r"\w+Error: ", line) for line in errors)
+
+
 def test_the_recipes(capsys):
     names = guide("recipes")
     assert {path.name for path in names["folder"].iterdir()} == {

@@ -147,6 +147,7 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
     ]
     assert graph.links[1] == Link("1_-1_0", "3_9_0", -0.5)
     assert graph.pins == ["1_-1_0"]
+    assert graph.inputs("3_9_0") == [("1_-1_0", -0.5), ("1_5_0", 0.25)]
     assert graph.about["transcoder_list"] == []
     assert "completeness" not in repr(graph)
     # Written again, numbers and names are those of Neuronpedia's own files: 26 is Cantor's pairing of 1 and 5.

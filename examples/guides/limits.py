@@ -1,0 +1,103 @@
+# %% [markdown]
+# # Limits
+#
+# What is refused, what is not there, and what was never tried. A number that would be wrong is an error of one line, which says what was
+# wrong and what to do. Each cell below makes some of them; the errors are printed.
+
+# %%
+import torch
+
+from hooks import HookedRunner
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_graph,
+    decompose,
+    graph,
+    load_sae,
+    logit_lens,
+    splice,
+)
+from models import Transformer, TransformerConfig, load, load_tokenizer
+
+model, text = load("pydoc-4l"), "part ZQXJ-KV81 is sold out; ask for ZQXJ-KV8"
+runner = HookedRunner(model)
+
+
+def refused(call):
+    """Prints the error of a call."""
+    try:
+        call()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}\n")
+    else:
+        raise AssertionError("it was not refused")
+
+
+# %% [markdown]
+# ## Names, shapes and states
+
+# %%
+refused(lambda: runner.capture(text, names="blocks.1.attn.patern"))
+refused(
+    lambda: runner.run_with_hooks(
+        text, hooks={"blocks.0.mlp_out": lambda value, point: value[:1, :2]}
+    )
+)
+refused(lambda: runner.run_with_cache(text * 40))
+refused(lambda: activation_patching(load("pydoc-4l").train(), Pairs(text, text[::-1], ("1", "4"))))
+refused(lambda: Pairs(text, text + "1", ("1", "4")).read_by(model))
+_, cache = runner.run_with_cache(text)
+with torch.no_grad():
+    model.blocks[2].attn.W_O.mul_(1.1)
+refused(lambda: decompose(model, cache))
+model = load("pydoc-4l")
+_, part = HookedRunner(model).run_with_cache(text, names="*.attn.z")
+refused(lambda: logit_lens(model, part))
+
+# %% [markdown]
+# ## Models
+#
+# - A config that the plain model cannot express is refused by the field's name, and so are weights that do not fit. `attach` takes any
+#   causal decoder of `transformers`. What reads and writes its stream is found from a run, and what is not found is named.
+# - Encoders with decoders, models of images and sound, and state-space models have no table. `HookedRunner` lists the values of any
+#   `nn.Module` by the names of its modules, but analyses that need a stream refuse them.
+# - Norms of the stream itself (`norm_place="post"`) have no graph, no circuits and no attribution graphs, because their stream is no sum.
+
+# %%
+sizes = {"vocab_size": 7, "n_ctx": 5, "n_layers": 1, "n_heads": 1, "d_model": 4}
+post = Transformer(TransformerConfig(**sizes, norm_place="post")).eval()
+refused(lambda: graph.Graph(post))
+refused(lambda: TransformerConfig(**sizes | {"n_heads": 3}))
+refused(lambda: load_tokenizer("no/such/folder"))
+
+# %% [markdown]
+# ## Dictionaries and attribution graphs
+#
+# - Dictionaries with a gate, a norm of their own or matching pursuit cannot be in attribution graphs: their features are no linear
+#   readings. Transcoders across layers can, but cannot be spliced.
+# - Features kept by a lazy cache must be read inside the `with` of `splice`.
+# - Attribution graphs hold patterns and the scales of norms. What a feature does by moving attention is not in them;
+#   `intervene` shows how much that is.
+
+# %%
+transcoders = load_sae("pydoc-4l/transcoders")
+refused(lambda: attribution_graph(model, [text, text], transcoders))
+refused(lambda: attribution_graph(model, text, load_sae("pydoc-4l/resid_post")))
+with splice(model, load_sae("pydoc-4l/resid_post")) as spliced:
+    _, lazy = spliced.run_with_cache(text, lazy=True)
+refused(lambda: lazy["blocks.2.resid_post.features"])
+
+# %% [markdown]
+# ## Not there
+#
+# - Running on somebody else's machine, serving with vLLM, interventions with weights to be trained: see [other libraries](compared.md).
+# - Training of dictionaries as a product: `examples/train_dictionaries.py` made the bundled ones, and no more is promised.
+# - Edits on the command line are `zero`, `scale` and `noise`, which a line of text can say. Others need values of a run: use Python.
+#
+# ## Never tried
+#
+# - No GPU was at hand ([speed](speed.py)), nor published weights: tests of them say so and are skipped. Readers of files were tested with
+#   files that the libraries themselves wrote.
+# - Pages were driven in Chromium. Notebooks were run with Jupyter's kernel; VS Code and Colab were not tried.
+# - Windows and macOS were not tried.
