@@ -46,15 +46,18 @@ deleted = sweep(model, text, deletions, log_prob("1"))
 print(deleted.mean())  # [edit], in nats
 
 # %% [markdown]
-# Analyses that read take `(model, cache)` and run nothing, so one lazy run feeds them all. Those that intervene take `Pairs`,
-# which hold texts, masks, other arguments of the run, answers, metric and spans (a sweep takes texts, edits and a metric), and run
-# the model themselves. They
-# return a `Result`: effects by named axes for every example, with `mean()`, `interval()`, `normalized()`, `top(k)`, `plot()`,
-# `to_dataframe()` and `save(path)`. `a - b` subtracts two of them, `by("head")` puts components under [layer, head],
-# `plot(facet="pos")` draws one map for each position. Positions are labelled with the text's words, and `select(pos=" Mary")` finds
-# one; `select(component="a3.*")` takes a pattern. Intervals are Student's, of shares Fieller's, widened towards the long tail of
-# skewed examples: simulated, 88 to 97 % of the 95 % intervals hold the mean from 3 to 20 normal or log-normal examples
-# (`tests/test_result.py`). There are none of fewer than three examples, or four for shares.
+# Analyses that read take `(model, cache)` and run nothing, so one lazy run feeds them all. Those that intervene take `Pairs`, and run
+# the model themselves; a sweep takes texts, edits and a metric. `Pairs` hold texts, masks, other arguments of the run, answers,
+# metric and spans.
+#
+# All return a `Result`: effects by named axes, for every example.
+#
+# - `mean()`, `interval()`, `normalized()`, `top(k)`, `plot()`, `to_dataframe()` and `save(path)` do what they say.
+# - `a - b` subtracts two of them. `by("head")` puts components under [layer, head]. `plot(facet="pos")` draws a map for each position.
+# - Positions are labelled with the text's words: `select(pos=" Mary")` finds one. `select(component="a3.*")` takes a pattern.
+# - Intervals are Student's, of shares Fieller's, widened towards the long tail of skewed examples. Simulated, 88 to 97 % of the 95 %
+#   intervals hold the mean, from 3 to 20 normal or log-normal examples (`tests/test_result.py`). Below three examples there are none,
+#   and of shares none below four.
 #
 # | edit | what it does |
 # | --- | --- |
@@ -65,24 +68,24 @@ print(deleted.mean())  # [edit], in nats
 # | `edits.project_out(directions)`, `edits.interchange(cache, subspace)` | without a direction; a subspace of another run |
 # | `edits.knockout(query=-1, key=[2, 3])` | no attention from these queries to these keys |
 #
-# `Pairs` of strings are read by the model's tokenizer when an analysis runs, or by `pairs.read_by(model)`. Answers are tokens of
-# the text: after `"... gave it to"`, `"Mary"` is `" Mary"` where the text has that word, and an error where it may be either.
-# `spans={"subject": ("Anne", "Mark")}` are the tokens that these parts touch, in the clean and the corrupted text; texts of
-# unequal length need them.
+# **Texts.** `Pairs` of strings are read by the model's tokenizer when an analysis runs, or by `pairs.read_by(model)`. Answers are
+# tokens of the text: after `"... gave it to"`, `"Mary"` is `" Mary"` where the text has that word, and an error where it may be
+# either. `spans={"subject": ("Anne", "Mark")}` are the tokens that these parts touch, in the clean and the corrupted text. Texts
+# of unequal length need spans.
 #
-# An edit is a hook function. It works in `run_with_hooks`, cached and lazy runs, generation and sweeps; several at one point
+# **Edits.** An edit is a hook function. It works in `run_with_hooks`, cached and lazy runs, generation and sweeps. Several at one point
 # act in order. `with runner.hooks(changes, receipts=True) as context` counts what each one changed: `context.receipts`.
 #
-# `pos=-1` is the last real token of each text in edits, metrics, spans and readings, whatever the padding. From 0 on positions
-# count columns, and one that is padding is an error. Readings are NaN at padding. Every function gives for a padded batch what it
-# gives for each text alone (`tests/test_padding.py`); a metric that you call yourself takes the mask too. Boolean masks are masks and integers are columns; numbers 0 and 1 that look
-# like a mask of the text are refused.
+# **Positions.** `pos=-1` is the last real token of each text in edits, metrics, spans and readings, whatever the padding. From 0 on
+# positions count columns, and a column of padding is an error. Readings are NaN at padding. Every function gives for a padded batch
+# what it gives for each text alone (`tests/test_padding.py`). A metric that you call yourself takes the mask too. Boolean masks
+# are masks and integers are columns. Numbers 0 and 1 that look like a mask of the text are refused.
 #
-# `activation_patching` covers any point by name, in each layer (`resid_pre`, `z`, `q`, `scores`, `mlp.pre`, `ln1.normalized` …) or
-# alone (`embed`), over layers, positions, named spans, heads, groups of neurons, queries and keys, denoising or noising;
-# with `edit=` it ablates place by place. It is a sweep: the stream, keys and values of the unedited run are kept, each edited run
-# begins at the first block and position that it changes, and runs are rows of the same forward passes, within `max_bytes`. Models
-# that cannot be resumed share whole passes.
+# **Patching.** `activation_patching` covers any point by name, in each layer (`resid_pre`, `z`, `q`, `scores`, `mlp.pre`,
+# `ln1.normalized` …) or alone (`embed`). Its places are layers, positions, named spans, heads, groups of neurons, queries and keys.
+# It denoises or noises, and with `edit=` it ablates place by place. It is a sweep: the stream, keys and values of the unedited run
+# are kept, and each edited run begins at the first block and position that it changes. Runs are rows of the same forward
+# passes, within `max_bytes`. Models that cannot be resumed share whole passes.
 #
 # `path_patching` is that of Wang et al. 2022, with MLPs recomputed or frozen; `edge_patching` patches what one reader sees of one
 # writer.

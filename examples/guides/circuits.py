@@ -26,15 +26,16 @@ others = Pairs(text, other, ("2", "8"))
 print(circuit, faithfulness(model, others, circuit).mean())  # the circuit's, and random edges'
 
 # %% [markdown]
-# A `Graph` names what writes to the stream (`input`, `a0.h1`, `m0`) and what reads it (`a2.h3<q>`, `m2`, `logits`), from the
-# model's points and the form of its blocks; GPT-2 small has 32,491 edges, as the MIB benchmark counts them. `run_circuit`
-# takes a circuit, the edges to keep, or a mask of those to replace, which may be differentiated: any number of edges in one forward
-# pass. What comes in place of an edge is the paired text's value, another run's, a mean, or zero on request.
-# `edge_attribution` estimates all edges at once, by `eap`, `eap_ig_inputs` or `eap_ig_activations`, and reports the sums that
-# must hold; gradients pass norms with their whole derivative. `circuits.above`, `.top` and `.greedy` choose edges,
-# `.read_mib` and `.write_mib` exchange them with the MIB benchmark. `faithfulness`, `completeness`, `minimality` and `curve`
-# (CPR and CMD) measure a circuit, with intervals, beside random edges, and warn if its own texts are used; `auroc` compares
-# scores with a known circuit.
+# - **The graph.** A `Graph` names what writes to the stream (`input`, `a0.h1`, `m0`) and what reads it (`a2.h3<q>`, `m2`, `logits`). It
+#   takes them from the model's points and the form of its blocks. GPT-2 small has 32,491 edges, as the MIB benchmark counts them.
+# - **Scores.** `edge_attribution` estimates the effect of all edges at once, by `eap`, `eap_ig_inputs` or `eap_ig_activations`. It
+#   reports the sums that must hold. Gradients pass norms with their whole derivative. `edge_patching` patches each edge instead.
+# - **Choice.** `circuits.above`, `.top` and `.greedy` choose edges by their scores. `.read_mib` and `.write_mib` exchange circuits with
+#   the MIB benchmark.
+# - **Runs.** `run_circuit` runs a circuit of any number of edges in one forward pass. It takes the edges to keep, or a mask of those to
+#   replace, which may be differentiated. An edge that is replaced has the paired text's value, another run's, a mean, or zero.
+# - **Measures.** `faithfulness`, `completeness`, `minimality` and `curve` (CPR and CMD) measure a circuit, with intervals, beside
+#   random edges. They warn if the texts are those that the circuit was found on. `auroc` compares scores with a known circuit.
 #
 # [A study](induction.py) goes from a behaviour to a verified circuit of what copies a part number in the bundled model: 37 of 479
 # edges keep 90% of it on other texts [73%, 108%], and as many random ones nothing.

@@ -22,26 +22,36 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 
 # %% [markdown]
 # With `attach(model, tokenizer=tokenizer) as attached` the model reads strings too, and `attached.to_tokens` and its like are there.
+# `detach(model)` takes the points out again, also of a copy of an attached model, without a trace.
 #
-# Any causal language model of `transformers` (5.6 or later), and encoders like BERT, get the same points in place, and lose them
-# without a trace (`detach(model)` does that for a copy of an attached model).
+# ## What gets points
 #
-# Attention goes through the library's own interface, and unhooked by the kernel that the model was using: `scores` and `pattern`
-# are there for `eager` and `sdpa`. Attention by code of its own (bloom, codegen, falcon, gpt_neo, gptj, mpt, openai-gpt, xglm and
-# others) gets the same points where it is two products with a softmax between them, or PyTorch's fused function; `scores` are
-# scale·q·k there too, and ALiBi's slopes come after them. Where points belong is found from a run on fourteen tokens and checked by
-# a few more; `attached.left_out` says which are missing, and why.
-# Tested on 97 tiny random architectures (5.23): unhooked logits are bitwise the model's own, and with hooks everywhere bitwise
-# those of eager mode (falcon's and diffllama's, which keep a kernel of their own, to 3e-6). The 91 that 5.6 has pass there too.
-# On seven architectures, precision, kernel, padding, positions, kind of cache, adapters (attach after they are added), copies,
-# subclasses and embeddings in place of tokens, drawn until every two values have met: logits, a cached value and an edit are
-# bitwise those of PyTorch's hooks on the model without points. diffllama calls attention twice a layer, and has no `attn.*`.
-# Encoder-decoders are refused. Analyses take attached models as they are. Circuits, edge attribution, `decompose` and
-# `direct_logit_attribution` take any decoder whose parts are found: for families that `from_hf` does not know, a view of the blocks is
-# made from one run, with weights got from unit vectors and attention by the model's own module (a run of it takes two forward
-# passes). It is refused unless it gives the model's logits: of 97 architectures 69 have it, each with whole and empty circuits
-# equal to the two texts' logits to 1e-4; for the others the error names what is missing (latent or gated attention, norms of sums,
-# heads that share keys inside a fused map). Readings of weights alone (`ov_circuit` and its like) need a family of `from_hf`.
-# A model without a head has no `unembed`. Edits during generation count
-# positions of the whole text; a generation is kept as one cache where its pieces follow one another, and refused with beams, an
-# assistant or without a cache of keys.
+# - Any causal language model of `transformers` 5.6 or later, and encoders like BERT. Encoders with decoders are refused.
+# - Attention goes through the library's own interface. Unhooked it uses the kernel that the model was using. `scores` and `pattern`
+#   are there for `eager` and `sdpa`.
+# - Some models have attention by code of their own (bloom, codegen, falcon, gpt_neo, gptj, mpt, openai-gpt, xglm and others). They get
+#   the same points where that code is two products with a softmax between them, or PyTorch's fused function. `scores` are scale·q·k
+#   there too, and ALiBi's slopes come after them.
+# - Where points belong is found from a run on fourteen tokens, and checked by a few more. `attached.left_out` says which points are
+#   missing, and why. A model without a head has no `unembed`; diffllama, which calls attention twice a layer, has no `attn.*`.
+#
+# ## What analyses take
+#
+# - Analyses of runs take attached models as they are.
+# - Circuits, edge attribution, attribution graphs, `decompose` and `direct_logit_attribution` need the parts of each block. For families
+#   that `from_hf` knows these are its plain model's. For others a view of the blocks is made from one run: weights are got from unit
+#   vectors, and attention is the model's own module, so a run of the view takes two forward passes. The view must give the model's
+#   logits, else it is refused. Of 97 architectures 69 have one. For the others the error names what is missing: latent or gated
+#   attention, norms of sums, or heads that share keys inside a fused map.
+# - Readings of weights alone (`ov_circuit` and its like) need a family of `from_hf`.
+# - Edits during generation count positions of the whole text. A generation is kept as one cache where its pieces follow one another;
+#   it is refused with beams, with an assistant, or without a cache of keys.
+#
+# ## How it was tested
+#
+# - 97 tiny random architectures of transformers 5.23, and the 91 of them that 5.6 has: unhooked logits are bitwise the model's own.
+#   With hooks everywhere they are bitwise those of eager mode; falcon's and diffllama's, which keep a kernel of their own, to 3e-6.
+# - Seven architectures in drawn settings, until every two values had met: precision, kernel, padding, positions, kind of cache, adapters
+#   (attach after they are added), copies, subclasses, and embeddings in place of tokens. Logits, a cached value and an edit are
+#   bitwise those of PyTorch's hooks on the model without points.
+# - Views: whole and empty circuits have the logits of the two texts to 1e-4.
