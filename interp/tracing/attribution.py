@@ -360,7 +360,7 @@ def attribution_graph(
     batch = max(1, min(_BATCH, max_bytes // bytes_each))
     done, is_done = 0, torch.zeros(len(run.layer), dtype=torch.bool, device=device)
     waiting = torch.tensor(named, dtype=torch.long, device=device)
-    with progress_bar(total=len(rows), desc="attribution") as bar:
+    with progress_bar(total=len(rows), desc="attribution", delay=1) as bar:
         while done < len(rows):
             if done < len(logits):
                 made = run.of_logits(directions[done : done + batch], pos)
