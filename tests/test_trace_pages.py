@@ -83,6 +83,14 @@ def graph():
     return attribution_graph(load("pydoc-4l"), TEXT, load_sae("pydoc-4l/transcoders"))
 
 
+def test_a_text_alone_is_a_token():
+    model = load("pydoc-4l")
+    graph = attribution_graph(model, TEXT, {}, targets="V")
+    assert [node.number for node in graph.logits] == [model.to_id("V")]
+    with pytest.raises(ValueError, match="must be one token"):
+        attribution_graph(model, TEXT, {}, targets="KV")
+
+
 @pytest.fixture
 def pruned(graph):
     return graph.pruned()

@@ -25,7 +25,8 @@ print(graph)
 # first; those beyond `max_features` stay as sources, so rows still add up.
 #
 # Transcoders may read the stream or the norm, have skip connections, or write to all later layers. A layer without one has errors
-# alone. The model is plain or attached: `attribution_graph(attached, ...)`.
+# alone. The model is plain or attached: `attribution_graph(attached, ...)`. Inside `with splice(model, transcoders, error=None):` the
+# graph is that of the model with transcoders in place of its MLPs, and both scores are 1.
 #
 # ## What acts on a node
 

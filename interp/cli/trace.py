@@ -9,7 +9,7 @@ from interp.features import load_sae
 from interp.tracing import AttributionGraph, PrunedGraph, attribution_graph
 
 HELP = "trace which features of transcoders make the next token (an attribution graph)"
-EXAMPLE = 'trace --prompt "part AB1 and part AB" --out graphs'
+EXAMPLE = 'trace --prompt "part AB1 and part AB"'
 
 
 def add(trace: argparse.ArgumentParser) -> None:

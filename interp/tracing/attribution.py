@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.progress import progress_bar
-from interp.inputs.texts import Texts, token_ids
+from interp.inputs.texts import Texts
 from interp.results.result import Result
 from interp.tracing import influence, intervention
 from interp.tracing.encoders import Transcoders
@@ -25,6 +25,7 @@ from interp.tracing.frozen import FrozenRun, Targets
 from interp.tracing.intervention import Intervention
 from interp.tracing.nodes import Link, Node
 from interp.tracing.pruned import PrunedGraph
+from interp.tracing.targets import chosen
 
 _BATCH = 256  # more targets at once are no faster
 _LARGEST_GAP = 0.05  # above what rounding in half precision makes
@@ -305,7 +306,7 @@ def attribution_graph(
     text: Texts,
     transcoders: Transcoders,
     *,
-    targets: int | Sequence[Any] = 10,
+    targets: int | str | Sequence[Any] = 10,
     desired_prob: float = 0.95,
     pos: int = -1,
     max_features: int = 4096,
@@ -321,8 +322,8 @@ def attribution_graph(
         model: a plain or an attached model in evaluation mode; see `FrozenRun`.
         text: one text, or its tokens.
         transcoders: by `blocks.L.mlp_out`, or one across layers, as `load_sae` gives them.
-        targets: the most tokens, or a list. In it a text or a number is a token, two of them are the difference of
-            their logits, and three numbers are a feature, (layer, feature, pos).
+        targets: the most tokens, a token's text, or a list. In it a text or a number is a token, two of them are the
+            difference of their logits, and three numbers are a feature, (layer, feature, pos).
         desired_prob: likely tokens are targets until their probabilities add up to this.
         pos: the position of the logits.
         max_features: how many features have their own inputs traced, the most influential first.
@@ -330,8 +331,8 @@ def attribution_graph(
         max_bytes: bounds the memory beyond the model, its run and the rows.
 
     Raises:
-        ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, there is no target, or effects
-            do not add up.
+        ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, there is no target or no such position,
+            or effects do not add up.
         TypeError: as for `Graph`.
 
     >>> from interp.features import load_sae
@@ -341,12 +342,11 @@ def attribution_graph(
     ('V', True)
     """
     run = FrozenRun(model, text, transcoders, first)
-    pos = range(len(run.tokens))[pos]
-    if isinstance(targets, int):
-        likely = run.logits[pos].softmax(-1).sort(descending=True)
-        needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
-        targets = likely.indices[: min(targets, needed)].tolist()
-    logits, directions, named = _parsed(model, run, targets, pos)
+    n_pos = len(run.tokens)
+    if not -n_pos <= pos < n_pos:
+        raise ValueError(f"pos must be {-n_pos} to {n_pos - 1}; got {pos}")
+    pos %= n_pos
+    logits, directions, named = chosen(model, run, targets, desired_prob, pos)
     if not logits and not named:
         raise ValueError("targets must be at least one; got none")
     chances = [1.0 if node.probability is None else node.probability for node in logits]
@@ -388,41 +388,3 @@ def attribution_graph(
             f"effects must add up to what they explain; they miss {graph.gap:.0%}: a part of the model does something else"
         )
     return graph
-
-
-def _parsed(
-    model: nn.Module, run: FrozenRun, targets: Sequence[Any], pos: int
-) -> tuple[list[Node], Float[Tensor, "logit vocab"], list[int]]:
-    """The nodes of logits, their weights of the vocabulary, and the numbers of features among the active ones."""
-    logits: list[Node] = []
-    features: list[int] = []
-    vocab, layer = run.logits.shape[1], len(run.graph.layers)
-    directions = run.logits.new_zeros(len(targets), vocab)
-    chances = run.logits[pos].softmax(-1)
-    for target in targets:
-        if isinstance(target, (tuple, list)) and len(target) == 3:
-            at = (run.layer == target[0]) & (run.feature == target[1])
-            at &= run.pos == target[2] % len(run.tokens)
-            if not at.any():
-                raise ValueError(
-                    f"a feature must be active to be a target, (layer, feature, pos); got {target}"
-                )
-            features.append(int(at.nonzero()[0]))
-            continue
-        several = isinstance(target, (tuple, list))
-        ids = [int(token) for token in token_ids(model, [*target] if several else [target])]
-        if len(ids) not in (1, 2) or not all(0 <= token < vocab for token in ids):
-            raise ValueError(
-                f"a target must be a token of {vocab}, two of them or (layer, feature, pos); got {target!r}"
-            )
-        directions[len(logits), ids[0]] += 1
-        for token in ids[1:]:
-            directions[len(logits), token] -= 1
-        # Differences have numbers behind those of the vocabulary, as in circuit-tracer.
-        number = ids[0] if len(ids) == 1 else vocab + len(logits)
-        chance = float(chances[ids[0]]) if len(ids) == 1 else None
-        name = f"{layer + 1}_{number}_{pos}"
-        logits.append(
-            Node(name, "logit", layer, pos, number, " - ".join(run.write(ids)), probability=chance)
-        )
-    return logits, directions[: len(logits)], features

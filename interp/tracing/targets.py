@@ -1,0 +1,67 @@
+"""What an attribution graph explains: likely tokens, tokens that are named, differences of logits, and features."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from interp.inputs.texts import token_ids
+from interp.tracing.frozen import FrozenRun
+from interp.tracing.nodes import Node
+
+
+def chosen(
+    model: nn.Module,
+    run: FrozenRun,
+    targets: int | str | Sequence[Any],
+    desired_prob: float,
+    pos: int,
+) -> tuple[list[Node], Float[Tensor, "logit vocab"], list[int]]:
+    """The nodes of logits, their weights of the vocabulary, and the numbers of features among the active ones.
+
+    For arguments see `attribution_graph`.
+
+    Raises:
+        ValueError: if a text is several tokens, there is no such token, a feature is not active, or two are the same.
+    """
+    if isinstance(targets, str):  # else its characters would be targets
+        targets = [targets]
+    if isinstance(targets, int):
+        likely = run.logits[pos].softmax(-1).sort(descending=True)
+        needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
+        targets = likely.indices[: min(targets, needed)].tolist()
+    logits: list[Node] = []
+    features: list[int] = []
+    vocab, layer = run.logits.shape[1], len(run.graph.layers)
+    directions = run.logits.new_zeros(len(targets), vocab)
+    chances = run.logits[pos].softmax(-1)
+    for target in targets:
+        if isinstance(target, (tuple, list)) and len(target) == 3:
+            at = (run.layer == target[0]) & (run.feature == target[1])
+            at &= run.pos == target[2] % len(run.tokens)
+            if not at.any():
+                raise ValueError(
+                    f"a feature must be active to be a target, (layer, feature, pos); got {target}"
+                )
+            features.append(int(at.nonzero()[0]))
+            continue
+        several = isinstance(target, (tuple, list))
+        ids = [int(token) for token in token_ids(model, [*target] if several else [target])]
+        if len(ids) not in (1, 2) or not all(0 <= token < vocab for token in ids):
+            raise ValueError(
+                f"a target must be a token of {vocab}, two of them or (layer, feature, pos); got {target!r}"
+            )
+        directions[len(logits), ids[0]] += 1
+        for token in ids[1:]:
+            directions[len(logits), token] -= 1
+        # Differences have numbers behind those of the vocabulary, as in circuit-tracer.
+        number = ids[0] if len(ids) == 1 else vocab + len(logits)
+        chance = float(chances[ids[0]]) if len(ids) == 1 else None
+        name = f"{layer + 1}_{number}_{pos}"
+        logits.append(
+            Node(name, "logit", layer, pos, number, " - ".join(run.write(ids)), probability=chance)
+        )
+    if len({node.id for node in logits}) < len(logits) or len({*features}) < len(features):
+        raise ValueError(f"targets must differ from each other; got {targets}")
+    return logits, directions[: len(logits)], features
