@@ -176,7 +176,7 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
 
 @pytest.fixture(scope="module")
 def peer():
-    """What circuit-tracer made, with the same model and transcoders; see tests/tracing/make.py."""
+    """What circuit-tracer made, with the same model and transcoders; see tests/tracing/make_graph.py."""
     with safe_open(Path(__file__).parent / "tracing/circuit_tracer.safetensors", "pt") as file:
         about = {name: json.loads(text) for name, text in file.metadata().items()}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping

@@ -95,7 +95,7 @@ print(result.predicted[0], result.true[0])
 # ## How it was checked
 #
 # - Effects, influence, pruning and both scores are those of circuit-tracer 0.5 to 1e-9, where both define them, on a random model
-#   with skip transcoders (`tests/tracing/make.py`). circuit-tracer leaves out biases, positions, and errors of the first token
+#   with skip transcoders (`tests/tracing/make_graph.py`). circuit-tracer leaves out biases, positions, and errors of the first token
 #   (`first=1` does so with the features of that token).
 # - Every kind of source is compared with a run in which patterns, scales and MLPs are replaced by hooks, for norms in all places
 #   but `post`, rotary and grouped heads, windows, caps, parallel blocks and cross-layer transcoders. A gap above 0.05 is an error.

@@ -8,15 +8,7 @@ import json
 from pathlib import Path
 
 import torch
-from circuit_tracer.attribution.attribute import attribute
-from circuit_tracer.graph import compute_graph_scores, compute_node_influence, prune_graph
-from circuit_tracer.replacement_model.replacement_model_transformerlens import (
-    TransformerLensReplacementModel,
-)
-from circuit_tracer.transcoder import SingleLayerTranscoder, TranscoderSet
-from circuit_tracer.transcoder.activation_functions import JumpReLU
 from safetensors.torch import save_file
-from transformer_lens import HookedTransformerConfig
 
 CONFIG = {
     "n_layers": 3,
@@ -46,6 +38,9 @@ class Tokens:
 
 def transcoder(layer):
     """A random transcoder with a skip connection."""
+    from circuit_tracer.transcoder import SingleLayerTranscoder
+    from circuit_tracer.transcoder.activation_functions import JumpReLU
+
     made = SingleLayerTranscoder(
         CONFIG["d_model"],
         FEATURES,
@@ -62,6 +57,14 @@ def transcoder(layer):
 
 def main():
     """Write the file."""
+    from circuit_tracer.attribution.attribute import attribute
+    from circuit_tracer.graph import compute_graph_scores, compute_node_influence, prune_graph
+    from circuit_tracer.replacement_model.replacement_model_transformerlens import (
+        TransformerLensReplacementModel,
+    )
+    from circuit_tracer.transcoder import TranscoderSet
+    from transformer_lens import HookedTransformerConfig
+
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     layers = {n: transcoder(n) for n in range(CONFIG["n_layers"])}
