@@ -642,7 +642,7 @@ def test_what_no_point_takes_is_an_error_at_once(source):
     assert repr(edits.zero(expert=3)) == "edits.zero(expert=3)"  # of a point of one's own
     with pytest.raises(ValueError, match="over"):
         edits.mean(source, over=())
-    with pytest.raises(TypeError, match="cache; got 2.0"):
+    with pytest.raises(TypeError, match="direction; got 2.0"):
         edits.add(2.0)
     with pytest.raises(ValueError, match="-0.5"):
         edits.noise(-0.5)

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
@@ -20,8 +20,17 @@ from interp.edits.places import TEXT_AXES, Place, Where, axes_of, first_column, 
 from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import text_of
 
-Values = Shaped[Tensor, "..."] | ActivationCache
-"""The source of an edit's values: a cache, looked up by the point's name, or a tensor with the point's axes.
+
+@runtime_checkable
+class Vectors(Protocol):
+    """A vector for each of some points, such as a `Direction`."""
+
+    def vector_at(self, point: Point) -> Shaped[Tensor, " d"]:
+        """The vector of a point."""
+
+
+Values = Shaped[Tensor, "..."] | ActivationCache | Vectors
+"""The source of an edit's values: a cache or a direction, looked up by the point's name, or a tensor with the point's axes.
 Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor may lack the axes that an
 integer selects, and then leading ones."""
 
@@ -50,9 +59,9 @@ class Source:
     columns: Selection | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.values, (Tensor, ActivationCache)):
+        if not isinstance(self.values, (Tensor, ActivationCache, Vectors)):
             raise TypeError(
-                f"values must be a tensor or a cache; got {self.values!r} (torch.tensor makes one number a tensor)"
+                f"values must be a tensor, a cache or a direction; got {self.values!r} (torch.tensor makes one number a tensor)"
             )
 
     @cached_property
@@ -74,8 +83,10 @@ class Source:
             EditError: if a tensor has too many axes, or its first may be the batch or the positions.
         """
         axes = tuple(sizes)
-        if isinstance(self.values, Tensor):
-            value, n = self.values, self.values.ndim
+        if not isinstance(self.values, ActivationCache):
+            held = self.values
+            value = held if isinstance(held, Tensor) else held.vector_at(point)
+            n = value.ndim
             if n > len(left) and n != len(axes):
                 raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
             source_axes = axes if n == len(axes) else tuple(left[len(left) - n :])
@@ -98,7 +109,7 @@ class Source:
     @property
     def fixed(self) -> Axes:
         """The axes along which a size of 1 does not broadcast: a cached run has columns of its own."""
-        return () if isinstance(self.values, Tensor) else TEXT_AXES
+        return TEXT_AXES if isinstance(self.values, ActivationCache) else ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,13 +34,16 @@ def scale(factor: float, **where: Index) -> Edit:
     return Edit("scale", lambda region, value, place: region * factor, {"0": factor}).at(**where)
 
 
-def add(vector: Values, **where: Index) -> Edit:
-    """Adds a vector, or other values.
+def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
+    """Adds a vector, a direction's vector of the point, or other values, times a number.
 
-    >>> add(2 * torch.ones(5), head=3, pos=-1)
-    edits.add(Tensor[5], head=3, pos=-1)
+    >>> add(torch.ones(5), 2.0, head=3, pos=-1)
+    edits.add(Tensor[5], 2.0, head=3, pos=-1)
     """
-    return Edit("add", lambda x, value, place: x + value, {"0": vector}, Source(vector)).at(**where)
+    arguments = {"0": vector} | ({} if scale == 1 else {"1": scale})
+    return Edit("add", lambda x, value, place: x + scale * value, arguments, Source(vector)).at(
+        **where
+    )
 
 
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:

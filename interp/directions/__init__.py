@@ -1,0 +1,27 @@
+"""Directions: found from two kinds of texts, steered along, erased, saved, and exchanged with llama.cpp and repeng.
+
+>>> from interp import edits
+>>> from interp.directions import difference_of_means
+>>> from hooks import HookedRunner
+>>> from models import load
+>>> model = load("pydoc-4l")
+>>> v = difference_of_means(model, ["part KV8", "part QX3"], ["def f(", "return x"])
+>>> steered = HookedRunner(model).run_with_hooks("The ", hooks={"blocks.2.resid_post": edits.add(v, scale=0.5)})
+"""
+
+from interp.directions.direction import Direction
+from interp.directions.erasing import Eraser, Moments, leace
+from interp.directions.finding import Erasure, difference_of_means, erasure
+from interp.directions.steering import SteeringCurve, steering_curve
+
+__all__ = [
+    "Direction",
+    "Eraser",
+    "Erasure",
+    "Moments",
+    "SteeringCurve",
+    "difference_of_means",
+    "erasure",
+    "leace",
+    "steering_curve",
+]

@@ -1,0 +1,174 @@
+"""Directions: vectors of points, how they were found, and files of them."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hooks import Point, storage
+from hooks.errors import unknown_name
+from hooks.point import layer_of
+
+_KIND = "direction"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Direction:
+    """A vector at each of some points, usually one a layer. `edits.add` steers along it.
+
+    Attributes:
+        vectors: by the names of points.
+        offsets: by the same names: a value there is on the side of `yes` where `value @ vector + offset` is above 0.
+        about: how it was found; it fits JSON.
+
+    >>> v = Direction({"blocks.2.resid_post": torch.tensor([3.0, 4.0])}, {"blocks.2.resid_post": -5.0})
+    >>> v[2]
+    tensor([3., 4.])
+    >>> v.unit()[2], v.unit().offsets
+    (tensor([0.6000, 0.8000]), {'blocks.2.resid_post': -1.0})
+    """
+
+    vectors: Mapping[str, Float[Tensor, " d"]]
+    offsets: Mapping[str, float] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, place: int | str) -> Float[Tensor, " d"]:
+        """The vector of a layer, or of a point by its name.
+
+        Raises:
+            UnknownNameError: if there is none; it has close matches.
+            ValueError: if several points are in the layer.
+        """
+        return self.vectors[self._name(place)]
+
+    def at(self, *places: int | str) -> "Direction":
+        """Some of its vectors, by layer or name.
+
+        Raises:
+            UnknownNameError, ValueError: as for an index.
+        """
+        names = [self._name(place) for place in places]
+        offsets = {name: self.offsets[name] for name in names if name in self.offsets}
+        return Direction({name: self.vectors[name] for name in names}, offsets, self.about)
+
+    def unit(self) -> "Direction":
+        """The same with vectors of length 1."""
+        sizes = {name: float(vector.norm()) for name, vector in self.vectors.items()}
+        vectors = {name: vector / sizes[name] for name, vector in self.vectors.items()}
+        offsets = {name: offset / sizes[name] for name, offset in self.offsets.items()}
+        return Direction(vectors, offsets, self.about)
+
+    def vector_at(self, point: Point) -> Float[Tensor, " d"]:
+        """The vector of a point, for edits.
+
+        Raises:
+            UnknownNameError: if it has none there; it has close matches.
+        """
+        return self[point.name]
+
+    def scores(
+        self, values: Mapping[str, Float[Tensor, "*rows d"]]
+    ) -> dict[str, Float[Tensor, "*rows"]]:
+        """`value @ vector + offset` at each point that the values have, such as those of a cache."""
+        return {
+            name: values[name].to(vector) @ vector + self.offsets.get(name, 0.0)
+            for name, vector in self.vectors.items()
+            if name in values
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as safetensors, completely or not at all."""
+        facts = {"offsets": dict(self.offsets), "about": dict(self.about)}
+        storage.save(Path(path), _KIND, self.vectors, facts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Direction":
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CacheError: if it is another file, or damaged.
+        """
+        with storage.opened(Path(path), _KIND) as (vectors, facts):
+            return cls(vectors, facts["offsets"], facts["about"])
+
+    def to_gguf(self, path: str | os.PathLike[str], model_hint: str = "") -> None:
+        """Write a control vector, as llama.cpp and repeng read it. It needs the package gguf.
+
+        llama.cpp adds `direction.l` to the output of layer l, so all points must be `resid_post`. It has none for layer
+        0, which is therefore refused.
+
+        Args:
+            path: the file.
+            model_hint: the architecture of the model, such as `llama`.
+
+        Raises:
+            ValueError: if a point is no `resid_post` of a layer from 1 on.
+        """
+        import gguf
+
+        layers: dict[int, Any] = {}
+        for name, vector in self.vectors.items():
+            layer = layer_of(name)
+            if layer in (None, 0) or not name.endswith("resid_post"):
+                raise ValueError(
+                    f"control vectors must be at resid_post of layers from 1 on; got {name}"
+                )
+            layers[layer] = vector.detach().cpu().float().numpy()
+        with storage.replacing(Path(path)) as partial:
+            writer = gguf.GGUFWriter(partial, "controlvector")
+            writer.add_string("controlvector.model_hint", model_hint)
+            writer.add_uint32("controlvector.layer_count", len(layers))
+            for layer, numbers in sorted(layers.items()):
+                writer.add_tensor(f"direction.{layer}", numbers)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+
+    @classmethod
+    def from_gguf(cls, path: str | os.PathLike[str]) -> "Direction":
+        """Read a control vector of llama.cpp or repeng. It needs the package gguf.
+
+        Raises:
+            ValueError: if it is another file.
+        """
+        import gguf
+
+        reader = gguf.GGUFReader(path)
+        field = reader.fields.get("general.architecture")
+        if field is None or field.contents() != "controlvector":
+            raise ValueError(
+                f"a control vector must have the architecture controlvector; got {path}"
+            )
+        vectors = {
+            f"blocks.{tensor.name.removeprefix('direction.')}.resid_post": torch.tensor(
+                tensor.data
+            ).float()
+            for tensor in reader.tensors
+        }
+        return cls(vectors, about={"read from": os.fspath(path)})
+
+    def _name(self, place: int | str) -> str:
+        names = [name for name in self.vectors if place in (name, layer_of(name))]
+        if not names:
+            raise unknown_name(str(place), self.vectors, "point of this direction")
+        if len(names) > 1:
+            raise ValueError(f"layer {place} must have one point; it has {' and '.join(names)}")
+        return names[0]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Direction at {len(self.vectors)} points"
+            + "".join(f", {k} {v}" for k, v in self.about.items())
+        ]
+        lines += [
+            f"  {name}: length {float(vector.norm()):.4g}"
+            for name, vector in [*self.vectors.items()][:38]
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,127 @@
+"""Directions that tell two kinds of texts apart: differences of means, and erasers of what they differ in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import EditError
+from hooks._torch import without_gradients
+from interp.directions.direction import Direction
+from interp.directions.erasing import Eraser, Moments, leace
+from interp.directions.examples import examples, points_of
+from interp.edits.edit import Edit
+from interp.edits.places import Place
+from interp.inputs.positions import Index
+from interp.inputs.texts import Texts
+
+
+@without_gradients
+def difference_of_means(
+    model: nn.Module,
+    yes: Texts,
+    no: Texts,
+    site: str = "resid_post",
+    *,
+    pos: Index | None = -1,
+    batch: int = 16,
+) -> Direction:
+    """The difference between the mean values of two kinds of texts, at a site in every layer (Marks & Tegmark 2023).
+
+    The offset puts 0 halfway between the two means.
+
+    Args:
+        model: any model in evaluation mode with hook points.
+        yes, no: the texts, read once, so they may stream.
+        site: the last part of points of all layers, or the name of one point. Axes after `pos` are put in a row.
+        pos: the positions of each text that count as examples; None for all its tokens.
+        batch: how many texts are read together.
+
+    Returns:
+        A direction that points from `no` to `yes`, in the units of the values.
+
+    Raises:
+        UnknownNameError: if there is no such point; it has close matches.
+        ValueError: if a kind has no text, or a text no such position.
+        ModeError: if the model is in training mode.
+
+    >>> from models import load
+    >>> v = difference_of_means(load("pydoc-4l"), ["part KV8", "part QX3"], ["def f(", "return x"])
+    >>> v[2].shape
+    torch.Size([128])
+    """
+    moments = _moments(model, yes, no, site, pos, batch)
+    vectors, offsets = {}, {}
+    for name, each in moments.items():
+        share = float(each.label_mean)
+        # Σ (x - mean)(z - mean z) is n · share · (1 - share) times the difference of the means.
+        vector = each.label_products[:, 0] / (each.n * share * (1 - share))
+        middle = each.mean + (0.5 - share) * vector
+        vectors[name], offsets[name] = vector.float(), -float(middle @ vector)
+    return Direction(
+        vectors, offsets, {"by": "difference of means", "site": site, **_counts(moments)}
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Erasure:
+    """Erasers of what tells two kinds of texts apart, one for each point; made by `erasure`.
+
+    Attributes:
+        erasers: by the names of points.
+        about: how they were found.
+    """
+
+    erasers: Mapping[str, Eraser]
+    about: Mapping[str, Any]
+
+    def edit(self, **where: Index) -> Edit:
+        """An edit that erases at each point that it acts on, at the positions given; at all by default."""
+
+        def erased(region: Tensor, value: Tensor, place: Place) -> Tensor:
+            eraser = self.erasers.get(place.point.name)
+            if eraser is None:
+                raise EditError(
+                    f"nothing is erased at {place.point.name}; only at {', '.join(self.erasers)}"
+                )
+            return eraser(region)
+
+        return Edit("erase", erased, {"0": self}).at(**where)
+
+
+@without_gradients
+def erasure(
+    model: nn.Module,
+    yes: Texts,
+    no: Texts,
+    site: str = "resid_post",
+    *,
+    pos: Index | None = -1,
+    batch: int = 16,
+) -> Erasure:
+    """Find the least change after which no linear reading tells two kinds of texts apart (LEACE; see `erasing`).
+
+    For arguments and errors see `difference_of_means`. It holds on the rows that it was fitted on.
+    """
+    moments = _moments(model, yes, no, site, pos, batch)
+    erasers = {name: leace(each) for name, each in moments.items()}
+    return Erasure(erasers, {"by": "LEACE", "site": site, **_counts(moments)})
+
+
+def _moments(
+    model: nn.Module, yes: Texts, no: Texts, site: str, pos: Index | None, batch: int
+) -> dict[str, Moments]:
+    found: dict[str, Moments] = {}
+    for part in examples(model, yes, no, points_of(model, site), pos, batch):
+        for name, values in part.values.items():
+            labels = torch.full((len(values), 1), float(part.label), device=values.device)
+            new = Moments.of(values, labels)
+            found[name] = found[name] + new if name in found else new
+    return found
+
+
+def _counts(moments: Mapping[str, Moments]) -> dict[str, int]:
+    first = next(iter(moments.values()))
+    return {"rows": first.n, "yes": round(first.n * float(first.label_mean))}

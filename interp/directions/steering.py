@@ -1,0 +1,135 @@
+"""Steering: what adding a direction does to a score, beside what it does to other texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from hooks._torch import without_gradients
+from interp import edits, pictures
+from interp.directions.direction import Direction
+from interp.inputs.positions import Index
+from interp.inputs.texts import Texts, text_for
+from interp.measuring import Metric
+from interp.metrics import kl_divergence
+from interp.protocol import logits_of, runner_of
+from interp.results.result import Result
+from interp.running.sweep import sweep, sweep_text
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SteeringCurve:
+    """Effects of a direction by its strength; made by `steering_curve`.
+
+    Attributes:
+        strengths: what the direction was multiplied by.
+        score: the change of the score, [strength, example].
+        kl: what the predictions of other texts lost, in nats, [strength, example]; None without such texts.
+    """
+
+    strengths: tuple[float, ...]
+    score: Result
+    kl: Result | None
+
+    def within(self, budget: float) -> float:
+        """The strength with the largest mean score whose mean KL is at most `budget`, in nats.
+
+        Raises:
+            ValueError: if there are no other texts, or no strength is within.
+        """
+        if self.kl is None:
+            raise ValueError("a budget needs the KL of other texts: give others=")
+        fits = [n for n, cost in enumerate(self.kl.mean().tolist()) if cost <= budget]
+        if not fits:
+            raise ValueError(
+                f"a strength must cost at most {budget} nats; the least costs {float(self.kl.mean().min()):.3g}"
+            )
+        means = self.score.mean().tolist()
+        return self.strengths[max(fits, key=lambda n: means[n])]
+
+    def _repr_html_(self) -> str:
+        series = {f"score, {self.score.unit}": self.score.mean()}
+        if self.kl is not None:
+            series["KL of other texts, nats"] = self.kl.mean()
+        return pictures.curves(series, x=self.strengths)._repr_html_()
+
+    def __repr__(self) -> str:
+        shown = [("score", self.score), *([("KL", self.kl)] if self.kl is not None else [])]
+        ends = {name: each.interval() for name, each in shown}
+        lines = [
+            f"SteeringCurve of {len(self.strengths)} strengths; score in {self.score.unit}, KL in nats"
+        ]
+        for n, strength in enumerate(self.strengths[:38]):
+            parts = (
+                f"{name} {float(each.mean()[n]):+.4g} [{float(ends[name].low[n]):+.3g}, {float(ends[name].high[n]):+.3g}]"
+                for name, each in shown
+            )
+            lines.append(f"  {strength:<8g} {'  '.join(parts)}")
+        return "\n".join(lines)
+
+
+@without_gradients
+def steering_curve(
+    model: nn.Module,
+    direction: Direction,
+    prompts: Texts,
+    strengths: Sequence[float],
+    score: Metric,
+    *,
+    others: Texts | None = None,
+    pos: Index | None = None,
+    max_bytes: int = 2**30,
+) -> SteeringCurve:
+    """Measure what a direction, added at all of its points at once, does at each strength.
+
+    Args:
+        model: the model, in evaluation mode.
+        direction: what is added; `direction.at(2)` is that of one layer.
+        prompts: the texts whose score counts.
+        strengths: what the direction is multiplied by.
+        score: see `interp.metrics`.
+        others: texts whose predictions should stay: KL(unsteered || steered), the mean over their tokens.
+        pos: the positions where it is added; None for all.
+        max_bytes: see `sweep`.
+
+    Raises:
+        ValueError: as for `sweep`.
+        EditError: if a vector does not fit.
+        ModeError: if the model is in training mode.
+
+    >>> from interp import log_prob
+    >>> from models import load
+    >>> import torch
+    >>> model, v = load("pydoc-4l"), Direction({"blocks.2.resid_post": torch.ones(128)})
+    >>> steering_curve(model, v, ["part KV8", "def f("], [0.0, 2.0], log_prob("e")).score.mean()[0]
+    tensor(0.)
+    """
+    where = {} if pos is None else {"pos": pos}
+    changes = [
+        {name: edits.add(direction, scale, **where) for name in direction.vectors}
+        for scale in strengths
+    ]
+    labels = {"edit": [*strengths]}
+    found = sweep(model, prompts, changes, score, max_bytes=max_bytes)
+    kl = None
+    if others is not None:
+        text = text_for(model, others)
+        reference = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
+        metric = kl_divergence(reference, None, attention_mask=text.mask)
+        kl = _by_strength(
+            sweep_text(model, text, changes, metric, max_bytes, False, stacklevel=4), labels
+        )
+    return SteeringCurve(tuple(strengths), _by_strength(found, labels), kl)
+
+
+def _by_strength(result: Result, labels: dict[str, list[float]]) -> Result:
+    axes = ("strength", *result.axes[1:])
+    return Result(
+        result.values,
+        axes,
+        result.base,
+        result.target,
+        {"strength": labels["edit"]},
+        result.unit,
+        result.about,
+    )

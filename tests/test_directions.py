@@ -1,0 +1,234 @@
+"""Directions: found, steered along, erased and exchanged, against numpy, closed forms and models with known weights."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+
+from hooks import CacheError, HookedRunner, UnknownNameError
+from interp import edits, log_prob
+from interp.directions import (
+    Direction,
+    Moments,
+    difference_of_means,
+    erasure,
+    leace,
+    steering_curve,
+)
+from models import Transformer, TransformerConfig, load
+
+YES = ["part KV8 is", "part QX3", "see part ZQXJ-K", "a part ABC-7 of"]
+NO = ["def f(x):", "return x", "import os, sys", "class A: pass", "for n in"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("pydoc-4l").double()
+
+
+def rows_of(model, texts, name, pos):
+    """Values of each text alone, [row, d], by a run for each."""
+    values = [HookedRunner(model).run_with_cache(text)[1][name][0].flatten(1) for text in texts]
+    return np.concatenate([(each if pos is None else each[[pos]]).numpy() for each in values])
+
+
+@pytest.mark.parametrize(("site", "pos"), [("resid_post", -1), ("resid_post", None), ("z", -2)])
+def test_a_difference_of_means_is_that_of_numpy(model, site, pos):
+    v = difference_of_means(model, YES, NO, site, pos=pos, batch=2)
+    assert len(v.vectors) == 4
+    for name, vector in v.vectors.items():
+        yes, no = rows_of(model, YES, name, pos), rows_of(model, NO, name, pos)
+        expected = yes.mean(0) - no.mean(0)
+        np.testing.assert_allclose(vector.numpy(), expected, rtol=1e-5, atol=1e-6)
+        halfway = (yes.mean(0) + no.mean(0)) / 2
+        assert v.offsets[name] == pytest.approx(float(-halfway @ expected), rel=1e-5)
+        scores = v.scores({name: torch.tensor(np.stack([yes.mean(0), no.mean(0)]))})[name]
+        assert scores[0] == pytest.approx(-float(scores[1]), rel=1e-4)
+        assert scores[0] > 0
+    assert v.about["yes"] == len(rows_of(model, YES, name, pos))
+    assert v.about["rows"] - v.about["yes"] == len(rows_of(model, NO, name, pos))
+
+
+def planted(size=3.0):
+    """A model whose stream has a known vector where a token is 0 or 1, and that reads it for logit 4."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=8, d_mlp=11, tied_unembed=False,
+        final_norm=False, positions="none",
+    )  # fmt: skip
+    model = Transformer(config).double().eval()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.02)
+    vector = torch.randn(8).double()
+    model.token_embedding.weight.data[:2] += size * vector
+    return model, vector
+
+
+def test_a_planted_direction_is_found():
+    model, vector = planted()
+    yes, no = torch.tensor([[3, 0], [5, 1], [2, 0]]), torch.tensor([[0, 3], [1, 5], [4, 6], [1, 2]])
+    v = difference_of_means(model, yes, no, "resid_pre")
+    for name in ("blocks.0.resid_pre", "blocks.1.resid_pre"):
+        assert torch.cosine_similarity(v[name].double(), vector, dim=0) > 0.99
+
+
+def test_steering_moves_a_logit_by_the_product_and_costs_the_kl():
+    model, vector = planted()
+    v = Direction({"blocks.1.resid_post": vector}, about={"by": "hand"})
+    prompts, others = torch.tensor([[3, 2, 5], [1, 4, 6]]), torch.tensor([[2, 2], [5, 3], [6, 1]])
+    strengths = [0.0, 0.5, -1.5]
+    curve = steering_curve(
+        model, v, prompts, strengths, lambda logits: logits[:, -1, 4], others=others
+    )
+    product = float(vector @ model.W_U[:, 4].detach())
+    expected = torch.tensor(strengths).double()[:, None].expand(3, 2) * product
+    torch.testing.assert_close(
+        curve.score.values, expected.to(curve.score.values), rtol=1e-6, atol=1e-9
+    )
+    for strength, cost in zip(strengths, curve.kl.values, strict=True):
+        before = model(others).log_softmax(-1)
+        after = (model(others) + strength * (vector @ model.W_U)).log_softmax(-1)
+        divergence = (before.exp() * (before - after)).sum(-1).mean(-1).detach()
+        torch.testing.assert_close(cost, divergence.to(cost), rtol=1e-6, atol=1e-9)
+    means = dict(zip(strengths, curve.kl.mean().tolist(), strict=True))
+    best = max((s for s in strengths if means[s] <= means[0.5]), key=lambda s: s * product)
+    assert curve.within(means[0.5]) == best
+    with pytest.raises(ValueError, match="must cost at most"):
+        curve.within(-1.0)
+    # At one position of three, and the last does not read the others here.
+    early = steering_curve(model, v, prompts, [2.0], lambda logits: logits[:, -1, 4], pos=0)
+    assert early.score.values.abs().max() < 1e-9
+    with pytest.raises(ValueError, match="give others="):
+        early.within(1.0)
+    assert "strengths" in repr(curve)
+    assert "<iframe" in curve._repr_html_()
+
+
+def test_a_direction_is_an_edit_of_its_own_points(model):
+    v = difference_of_means(model, YES, NO)
+    runner, name = HookedRunner(model), "blocks.2.resid_post"
+    steered = runner.run_with_hooks(
+        NO[0], hooks={name: edits.add(v, scale=0.5, pos=slice(2, None))}
+    )
+    whole = torch.zeros(1, len(NO[0]), 128).double()
+    whole[:, 2:] = 0.5 * v[2]
+    by_hand = runner.run_with_hooks(NO[0], hooks={name: lambda value, point: value + whole})
+    torch.testing.assert_close(steered, by_hand)
+    assert steered.sub(model(NO[0])).abs().max() > 0.1
+    with pytest.raises(UnknownNameError, match="point of this direction"):
+        runner.run_with_hooks(NO[0], hooks={"blocks.1.mlp_out": edits.add(v)})
+    assert [*v.at(1, "blocks.3.resid_post").vectors] == [
+        "blocks.1.resid_post",
+        "blocks.3.resid_post",
+    ]
+    assert v.unit()[1].norm() == pytest.approx(1)
+    assert repr(edits.add(v, 2.0)).startswith("edits.add(")
+
+
+def values_and_labels(rank=6, rows=40):
+    """Values in a plane of few dimensions, as a norm's are, with labels that depend on them."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, 9)) + rng.normal(size=9)
+    z = (x @ rng.normal(size=9) + rng.normal(size=rows) > 0).astype(float)
+    return x, z
+
+
+@pytest.mark.parametrize("rank", [6, 9])
+def test_what_is_erased_cannot_be_read_and_is_the_least(rank):
+    x, z = values_and_labels(rank)
+    eraser = leace(Moments.of(torch.tensor(x), torch.tensor(z)[:, None]))
+    erased = eraser(torch.tensor(x)).numpy()
+    cross = (x - x.mean(0)).T @ (z - z.mean()) / len(x)
+    after = (erased - erased.mean(0)).T @ (z - z.mean()) / len(x)
+    assert np.abs(after).max() <= 1e-10 * np.abs(cross).max()
+    # Of two classes: x - s (s' Σ⁺ (x - mean)) / (s' Σ⁺ s), with s the cross-covariance.
+    inverse = np.linalg.pinv(np.cov(x.T, bias=True), rcond=1e-10, hermitian=True)
+    expected = x - np.outer((x - x.mean(0)) @ inverse @ cross, cross) / (cross @ inverse @ cross)
+    np.testing.assert_allclose(erased, expected, rtol=0, atol=1e-8)
+
+    def loss(weights):
+        logits = erased @ weights[:-1] + weights[-1]
+        return float(np.mean(np.logaddexp(0, logits) - z * logits))
+
+    share = z.mean()
+    entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    best = scipy.optimize.minimize(loss, np.zeros(10), method="BFGS").fun
+    assert best == pytest.approx(entropy, abs=1e-7)
+    assert eraser(torch.tensor(x).bfloat16()).dtype == torch.bfloat16
+
+
+def test_moments_of_parts_are_those_of_all_rows():
+    x, z = values_and_labels()
+    x, z = torch.tensor(x), torch.tensor(z)[:, None]
+    parts = [Moments.of(x[part], z[part]) for part in (slice(0, 3), slice(3, 4), slice(4, None))]
+    together, whole = parts[0] + parts[1] + parts[2], Moments.of(x, z)
+    assert together.n == whole.n
+    for name in ("mean", "label_mean", "products", "label_products"):
+        torch.testing.assert_close(
+            getattr(together, name), getattr(whole, name), rtol=1e-12, atol=1e-12
+        )
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        leace(parts[1])
+
+
+def test_an_erasure_is_an_edit_at_its_points(model):
+    found = erasure(model, YES, NO)
+    runner, name = HookedRunner(model), "blocks.3.resid_post"
+    rows = {}
+    for label, texts in ((1, YES), (0, NO)):
+        for text in texts:
+            with runner.hooks({name: found.edit(pos=-1)}):
+                value = runner.run_with_cache(text)[1][name][0]
+            plain = runner.run_with_cache(text)[1][name][0]
+            torch.testing.assert_close(value[:-1], plain[:-1])
+            rows.setdefault(label, []).append(value[-1])
+    means = [torch.stack(rows[label]).mean(0) for label in (0, 1)]
+    torch.testing.assert_close(*means, rtol=0, atol=1e-9)
+    with pytest.raises(
+        Exception, match=r"nothing is erased at blocks.1.mlp_out; only at blocks.0.resid_post"
+    ):
+        runner.run_with_hooks(NO[0], hooks={"blocks.1.mlp_out": found.edit()})
+
+
+def test_files_hold_directions(model, tmp_path):
+    v = difference_of_means(model, YES, NO)
+    v.save(tmp_path / "v.safetensors")
+    again = Direction.load(tmp_path / "v.safetensors")
+    assert again.offsets == v.offsets
+    assert again.about == v.about
+    assert all(torch.equal(again[n], v[n]) for n in range(4))
+    (tmp_path / "other").write_bytes(b"no")
+    with pytest.raises(CacheError, match="must be a complete direction"):
+        Direction.load(tmp_path / "other")
+
+
+def test_control_vectors_are_those_of_llama_cpp(model, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    v = difference_of_means(model, YES, NO).at(1, 3)
+    v.to_gguf(tmp_path / "v.gguf", "gpt2")
+    reader = gguf.GGUFReader(tmp_path / "v.gguf")
+    facts = {name: field.contents() for name, field in reader.fields.items()}
+    assert facts["general.architecture"] == "controlvector"
+    assert facts["controlvector.model_hint"] == "gpt2"
+    assert facts["controlvector.layer_count"] == 2
+    assert [tensor.name for tensor in reader.tensors] == ["direction.1", "direction.3"]
+    np.testing.assert_array_equal(reader.tensors[1].data, v[3].numpy())
+    again = Direction.from_gguf(tmp_path / "v.gguf")
+    assert torch.equal(again[1], v[1])
+    for wrong in (
+        difference_of_means(model, YES, NO).at(0),
+        difference_of_means(model, YES, NO, "mlp_out").at(1),
+    ):
+        with pytest.raises(ValueError, match="must be at resid_post of layers from 1 on"):
+            wrong.to_gguf(tmp_path / "w.gguf")
+    assert not (tmp_path / "w.gguf").exists()
+
+
+def test_a_score_may_be_a_metric_of_words(model):
+    v = difference_of_means(model, YES, NO).at(2)
+    curve = steering_curve(model, v, YES, [0.0, 1.0], log_prob("8"), others=NO)
+    assert curve.score.unit == "nats"
+    assert float(curve.kl.mean()[0]) == pytest.approx(0, abs=1e-9)
+    assert float(curve.kl.mean()[1]) > 0
