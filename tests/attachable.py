@@ -1,9 +1,15 @@
 """Causal language models of `transformers` as tiny random ones, one line each, to be attached to."""
 
+import inspect
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+IS_5_24 = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+# The argument and the output that hold keys and values.
+CACHE = "cache" if IS_5_24 else "past_key_values"
 
 BATCH, POS, LAYERS, HEADS, KV_HEADS, VOCAB = 3, 7, 2, 4, 2, 29
 SIZES = dict(

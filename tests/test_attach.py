@@ -15,6 +15,7 @@ from hooks.session import is_listened_to
 from interp import edits, log_prob, sweep
 from interp.protocol import of
 from models import attach
+from tests.attachable import CACHE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -265,12 +266,12 @@ def test_a_static_cache_takes_edited_keys():
     hooks = {"blocks.1.attn.k": edits.scale(-2.5, pos=[1, 3])}
     cache = transformers.StaticCache(config=model.config, max_cache_len=7)
     with HookedRunner(model).hooks(hooks):
-        found = [model(piece, past_key_values=cache, use_cache=True).logits for piece in steps]
+        found = [model(piece, **{CACHE: cache}, use_cache=True).logits for piece in steps]
         torch.testing.assert_close(torch.cat(found, 1), logits(model, use_cache=False))
     cache.reset()
 
     def run(tokens):
-        return [model(piece, past_key_values=cache, use_cache=True) for piece in steps]
+        return [model(piece, **{CACHE: cache}, use_cache=True) for piece in steps]
 
     runner, names = HookedRunner(model), ["blocks.1.attn.pattern", "blocks.1.attn.v"]
     joined = runner.run_with_cache(TOKENS, run=run, names=names)[1]
@@ -305,9 +306,9 @@ def test_lazy_caches(kind):
         torch.testing.assert_close(lazy[name], eager[name])
     if kind in ("bert", "bloom"):
         return
-    past = model(TOKENS[:, :3], use_cache=True).past_key_values
+    past = model(TOKENS[:, :3], use_cache=True)[CACHE]
     with runner.hooks({"blocks.1.attn_out": edits.scale(3.0, pos=4)}):
-        lazy = runner.run_with_cache(TOKENS[:, 3:], past_key_values=past, lazy=True)[1]
+        lazy = runner.run_with_cache(TOKENS[:, 3:], **{CACHE: past}, lazy=True)[1]
         whole = runner.run_with_cache(TOKENS, use_cache=False)[1]
     for part in ("attn.k", "resid_mid", "resid_post"):
         torch.testing.assert_close(lazy[part, 2], whole[part, 2][:, 3:], rtol=0, atol=1e-6)
@@ -407,7 +408,7 @@ def test_a_model_that_is_dropped_is_freed():
     model = made("gpt2")
     attach(model)
     HookedRunner(model).run_with_cache(TOKENS)
-    past = model(TOKENS, use_cache=True).past_key_values
+    past = model(TOKENS, use_cache=True)[CACHE]
     alive = [weakref.ref(model), weakref.ref(past)]
     del model, past
     gc.collect()
@@ -418,12 +419,12 @@ def test_a_model_that_is_dropped_is_freed():
 def test_positions_of_a_step_whose_mask_comes_first():
     model = made("gpt2")
     attach(model)
-    past = model(TOKENS[:, :4], use_cache=True).past_key_values
+    past = model(TOKENS[:, :4], use_cache=True)[CACHE]
     step = dict(attention_mask=torch.ones_like(TOKENS), input_ids=TOKENS[:, 4:])
     with HookedRunner(model).hooks({"pos_embed": edits.scale(2.0)}):
-        found = model(**step, past_key_values=copy.deepcopy(past)).logits
+        found = model(**step, **{CACHE: copy.deepcopy(past)}).logits
     model.transformer.wpe.weight.mul_(2)
-    assert torch.equal(found, model(**step, past_key_values=past).logits)
+    assert torch.equal(found, model(**step, **{CACHE: past}).logits)
 
 
 @torch.no_grad()

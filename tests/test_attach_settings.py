@@ -13,6 +13,7 @@ from hooks import HookedRunner, HookError, HookPoint, start_of_piece
 from interp import Pairs, activation_patching, edits, log_prob, logit_lens, run_with_cache, sweep
 from interp.protocol import of
 from models import Sampling, attach, detach, from_hf, generate
+from tests.attachable import CACHE
 from tests.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -554,7 +555,7 @@ def test_settings_in_drawn_pairs(chosen):
         if kind == "none":
             return dict(use_cache=False)
         made = transformers.StaticCache(config, 9) if kind == "static" else None
-        return dict(past_key_values=made or transformers.DynamicCache(config=config))
+        return {CACHE: made or transformers.DynamicCache(config=config)}
 
     def raw(edit=None):
         kept, blocks = [], blocks_in(plain)

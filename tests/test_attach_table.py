@@ -11,7 +11,7 @@ import torch
 from hooks import HookedRunner, HookError
 from interp import edits
 from models import attach
-from tests.attachable import BATCH, LAYERS, MODELS, POS, VOCAB, config_of, made, transformers
+from tests.attachable import BATCH, CACHE, LAYERS, MODELS, POS, VOCAB, config_of, made, transformers
 
 NAMES = [name for name in MODELS if name in transformers.CONFIG_MAPPING]
 ATTENTION = "attn.q attn.k attn.v attn.scores attn.pattern attn.z"
@@ -264,7 +264,7 @@ def keeps_heads(w):
     _, cache = HookedRunner(w.model).run_with_cache(input_ids=w.tokens, use_cache=False)
     if "blocks.0.attn.k" not in cache:
         return True
-    kept = getattr(run(w.model, w.tokens, use_cache=True), "past_key_values", None)
+    kept = getattr(run(w.model, w.tokens, use_cache=True), CACHE, None)
     if kept is None:  # openai-gpt has no cache
         return True
     return kept.layers[0].keys.shape[1] == cache["attn.k", 0].shape[2]
@@ -295,7 +295,7 @@ def generation(w):
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-            assert made.past_key_values is not None
+            assert made[CACHE] is not None
             texts = made.sequences[:, :-1]
             given = with_positions(w, torch.ones_like(texts))
             full = run(w.model, texts, **given).logits

@@ -14,7 +14,18 @@ from torch import nn
 from hooks import HookedRunner, HookError
 from interp import edits, log_prob, sweep
 from models import attach, detach
-from tests.attachable import BATCH, HEADS, POS, SIZES, VOCAB, config_of, made, transformers
+from tests.attachable import (
+    BATCH,
+    CACHE,
+    HEADS,
+    IS_5_24,
+    POS,
+    SIZES,
+    VOCAB,
+    config_of,
+    made,
+    transformers,
+)
 from tests.test_attach_settings import in_form
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -53,6 +64,8 @@ FAMILIES = {
     "openai-gpt": ("attn", "c_proj", "c_attn"),
     "xglm": ("self_attn", "out_proj", SEPARATE),
 }
+if IS_5_24:  # whose GPT-J and CodeGen use the library's interface
+    del FAMILIES["codegen"], FAMILIES["gptj"]
 KINDS = [*FAMILIES, *VARIANTS]
 
 
@@ -264,7 +277,7 @@ def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
         cache = transformers.DynamicCache(config=model.config)
         if static:
             cache = transformers.StaticCache(config=model.config, max_cache_len=9)
-        return [model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces]
+        return [model(piece, **{CACHE: cache}, use_cache=True).logits for piece in pieces]
 
     try:
         in_pieces()
@@ -319,7 +332,7 @@ def test_sweeps_and_lazy_caches(kind):
 @pytest.mark.skipif(torch.__version__ < "2.9.9", reason="PyTorch 2.9 cannot trace hooks of a class")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["gptj", "xglm", "falcon"])
+@pytest.mark.parametrize("kind", ["gpt_neo", "xglm", "falcon"])
 @torch.no_grad()
 def test_compiled(kind):
     model = model_of(kind)
@@ -336,7 +349,7 @@ def test_compiled(kind):
 
 @torch.no_grad()
 def test_hooks_are_confined_to_their_thread_and_run():
-    model, found = model_of("gptj"), []
+    model, found = model_of("gpt_neo"), []
     plain = logits(model)
     with attach(model):
         runner = HookedRunner(model)
@@ -407,13 +420,13 @@ def test_an_encoder_whose_last_map_is_elsewhere(relative):
 
 @torch.no_grad()
 def test_products_of_hooks_inside_the_module_are_not_taken_for_its_own():
-    model = model_of("gptj")
+    model = model_of("gpt_neo")
     with attach(model):
-        inside(model, "gptj", "q_proj").register_forward_hook(
+        inside(model, "gpt_neo", "q_proj").register_forward_hook(
             lambda m, a, out: (out @ out.mT) @ out
         )
         zero = {"blocks.1.attn.q": edits.zero()}
-        with HookedRunner(model).hooks(zero), pytest.raises(HookError, match="GPTJAttention"):
+        with HookedRunner(model).hooks(zero), pytest.raises(HookError, match="GPTNeoSelfAttention"):
             logits(model)
 
 
@@ -430,31 +443,31 @@ def capped(query, key, value, mask):
 @pytest.mark.parametrize("attend", [reversed_product, capped])
 @torch.no_grad()
 def test_scores_that_are_not_what_the_softmax_reads_are_left_out(attend):
-    model = model_of("gptj")
-    model.transformer.h[1].attn._attn = attend
+    model = model_of("gpt_neo")
+    model.transformer.h[1].attn.attention._attn = attend
     plain = logits(model)
     with attach(model) as attached:
         assert "blocks.1.attn.q" not in HookedRunner(model).points
-        assert "GPTJAttention" in attached.left_out["attn"]
+        assert "GPTNeoSelfAttention" in attached.left_out["attn"]
         assert torch.equal(HookedRunner(model).run_with_cache(input_ids=TOKENS)[0].logits, plain)
     assert torch.equal(logits(model), plain)
 
 
 @torch.no_grad()
 def test_attention_without_a_softmax_is_refused_after_attach():
-    model = model_of("gptj")
+    model = model_of("gpt_neo")
     with attach(model):
-        model.transformer.h[1].attn._attn = lambda query, key, value, mask: (value, None)
+        model.transformer.h[1].attn.attention._attn = lambda query, key, value, mask: (value, None)
         zero = {"blocks.1.attn.z": edits.zero()}
-        with HookedRunner(model).hooks(zero), pytest.raises(HookError, match="GPTJAttention"):
+        with HookedRunner(model).hooks(zero), pytest.raises(HookError, match="GPTNeoSelfAttention"):
             logits(model)
 
 
 @torch.no_grad()
 def test_a_cache_is_freed_without_hooks():
-    model = model_of("gptj")
+    model = model_of("gpt_neo")
     with attach(model):
-        past = model(TOKENS, use_cache=True).past_key_values
+        past = model(TOKENS, use_cache=True)[CACHE]
         alive = weakref.ref(past)
         del past
         gc.collect()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from torch import nn
 
-from hooks import CacheError, HookedRunner, UnknownNameError
+from hooks import CacheError, HookedRunner, HookPoint, UnknownNameError
 from interp import edits, log_prob
 from interp.directions import (
     Direction,
@@ -15,6 +16,7 @@ from interp.directions import (
     difference_of_means,
     erasure,
     leace,
+    probe,
     steering_curve,
 )
 from models import Transformer, TransformerConfig, load
@@ -232,3 +234,93 @@ def test_a_score_may_be_a_metric_of_words(model):
     assert curve.score.unit == "nats"
     assert float(curve.kl.mean()[0]) == pytest.approx(0, abs=1e-9)
     assert float(curve.kl.mean()[1]) > 0
+
+
+def embedded(vectors):
+    """A model whose only values are the vectors of its tokens."""
+    model = nn.Sequential(nn.Embedding(*vectors.shape), HookPoint("batch pos d_model")).eval()
+    model[0].weight.data = vectors
+    return model
+
+
+@pytest.mark.parametrize("kind", ["logistic", "linear"])
+def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
+    linear = pytest.importorskip("sklearn.linear_model", reason="needs the extra probes")
+    torch.manual_seed(0)
+    planted, noise = torch.randn(6), 0.4 * torch.randn(80, 6)
+    values = noise + planted * (torch.arange(80) < 40)[:, None]
+    yes, no = torch.arange(40)[:, None], torch.arange(40, 80)[:, None]
+    found = probe(
+        embedded(values), yes, no, "1", kind=kind, folds=4, C=0.01 if kind == "linear" else 1.0
+    )
+    assert float(found.auroc.mean()) > 0.99
+    ends = found.control.interval()
+    assert float(ends.low) < 0.5 < float(ends.high)
+    assert float(found.selectivity.mean()) == pytest.approx(
+        float(found.auroc.mean() - found.control.mean())
+    )
+    assert torch.cosine_similarity(found.direction["1"], planted, dim=0) > 0.9
+    # The direction, fitted on all, is the classifier of scikit-learn on standardised values.
+    x, labels = values.numpy(), np.arange(80) < 40
+    scaled = (x - x.mean(0)) / x.std(0)
+    if kind == "logistic":
+        expected = (
+            linear.LogisticRegression(max_iter=1000).fit(scaled, labels).decision_function(scaled)
+        )
+    else:
+        expected = linear.Ridge(alpha=100).fit(scaled, 2.0 * labels - 1).predict(scaled)
+    scores = found.direction.scores({"1": values})["1"].numpy()
+    np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-3)
+    assert "Probe at 1 points" in repr(found)
+    assert "<iframe" in found._repr_html_()
+
+
+def test_examples_of_one_text_are_never_in_two_folds():
+    """Each text has a vector of its own, at every position. A probe that sees a text in training knows its label."""
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    torch.manual_seed(1)
+    values = torch.randn(60, 100)
+    yes, no = torch.arange(30)[:, None].expand(30, 4), torch.arange(30, 60)[:, None].expand(30, 4)
+    found = probe(embedded(values), yes, no, "1", pos=None)
+    assert found.direction.about["rows"] == 240
+    assert 0.3 < float(found.auroc.mean()) < 0.7
+
+
+def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics", reason="needs the extra probes")
+    linear = pytest.importorskip("sklearn.linear_model")
+    torch.manual_seed(2)
+    values = torch.randn(12, 3) + 0.8 * (torch.arange(12) < 6)[:, None]
+    found = probe(
+        embedded(values),
+        torch.arange(6)[:, None],
+        torch.arange(6, 12)[:, None],
+        "1",
+        folds=2,
+        seed=3,
+    )
+    # The folds are drawn from the seed as documented: texts of `no` (6 to 11) first, then those of `yes`.
+    draw, fold = np.random.default_rng(3), np.zeros(12, int)
+    for each in (np.arange(6, 12), np.arange(6)):
+        fold[draw.permutation(each)] = np.arange(6) % 2
+    x, labels, expected = values.double().numpy(), np.arange(12) < 6, []
+    for n in range(2):
+        kept = fold != n
+        mean, spread = x[kept].mean(0), x[kept].std(0)
+        made = linear.LogisticRegression(max_iter=1000).fit((x[kept] - mean) / spread, labels[kept])
+        expected.append(
+            metrics.roc_auc_score(labels[~kept], made.decision_function((x[~kept] - mean) / spread))
+        )
+    np.testing.assert_allclose(found.auroc.values[0].numpy(), expected)
+
+
+def test_probes_that_cannot_be_fitted_are_refused():
+    model, texts = embedded(torch.randn(5, 3)), torch.arange(3)[:, None]
+    with pytest.raises(
+        ValueError, match=r"folds must be 2 to the texts of each kind \(3 and 2\); got 3"
+    ):
+        probe(model, texts, texts[:2], "1", folds=3)
+    with pytest.raises(ValueError, match="'logistic' or 'linear'"):
+        probe(model, texts, texts, "1", kind="svm")
+    with pytest.raises(UnknownNameError):
+        probe(model, texts, texts, "resid_post")

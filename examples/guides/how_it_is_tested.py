@@ -53,8 +53,7 @@
 # tests start processes of their own.
 #
 # `python tests/count.py` counts lines of code, without docstrings, comments and blank lines: 19,898 in 201 files of source,
-# 24,924 in 126 files of tests. They pass on PyTorch 2.13.0 and transformers 5.23 (5.24, of today, moves two
-# architectures to another attention, and is not admitted yet), and on the oldest version that `pyproject.toml`
+# 24,924 in 126 files of tests. They pass on PyTorch 2.13.0, transformers 5.23 and 5.24, and on the oldest version that `pyproject.toml`
 # names of every library: PyTorch 2.9.0 (which cannot compile an attached model), transformers 5.6.0 and the others. Up to 5.20,
 # transformers runs Gemma 2 by sdpa, without its soft cap, and up to 5.17 Doge, without its causal mask: load them with
 # `attn_implementation="eager"`.

@@ -12,6 +12,7 @@
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, Moments, leace
 from interp.directions.finding import Erasure, difference_of_means, erasure
+from interp.directions.probing import Probe, probe
 from interp.directions.steering import SteeringCurve, steering_curve
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "Eraser",
     "Erasure",
     "Moments",
+    "Probe",
     "SteeringCurve",
     "difference_of_means",
     "erasure",
     "leace",
+    "probe",
     "steering_curve",
 ]

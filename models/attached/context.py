@@ -13,7 +13,7 @@ from models.attached.wiring import is_cache
 
 # The arguments whose meaning is known, with their axis over queries.
 AXES = {"attention_mask": 2, "position_ids": 1, "position_embeddings": 1, "cache_position": 0}
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 class AttachedContext(NamedTuple):

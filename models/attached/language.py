@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hooks.point import inside, tensors_in
 from hooks.session import Session, hooks_disabled, is_listened_to
 from models.attached.configs import text_config
-from models.attached.context import AttachedContext, context_of
+from models.attached.context import CACHES, AttachedContext, context_of
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call, Probe
 from models.attached.sums import factors_of, is_close, is_same
@@ -93,7 +93,8 @@ class AttachedLanguage(ReadsText):
         texts = args[0] if args else kwargs.get("input_ids")
         if texts is None or is_tokens(texts):
             return args, kwargs
-        beside = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        cache = next((kwargs[name] for name in CACHES if name in kwargs), None)
+        beside = kwargs.get("attention_mask"), cache
         tokens, mask = read(self, texts, *beside)
         if mask is not None:
             kwargs = {**kwargs, "attention_mask": mask, **self.positions_of(mask)}

@@ -1,0 +1,154 @@
+"""Probes: classifiers that read two kinds of texts from values, with the controls that say what a score is worth.
+
+1. Keep the values of all examples. Texts are put into folds, so examples of one text are never in two.
+2. For each fold fit on the others and score on it: the area under the ROC curve (AUROC), 0.5 by chance.
+3. Do the same with labels drawn anew for each text (Hewitt & Liang 2019, "Designing and Interpreting Probes with Control
+   Tasks"). What the probe scores there it owes to itself and not to the values.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hooks._torch import without_gradients
+from interp import pictures
+from interp.directions.direction import Direction
+from interp.directions.examples import examples, points_of
+from interp.inputs.positions import Index
+from interp.inputs.texts import Texts
+from interp.results.result import Result
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Probe:
+    """Probes of a site, one for each point; made by `probe`.
+
+    Attributes:
+        direction: what they read, fitted on all examples: `value @ vector + offset`, for `logistic` in log odds.
+        auroc: on held-out texts, [point, example]; the examples are folds.
+        control: the same with labels drawn for each text.
+    """
+
+    direction: Direction
+    auroc: Result
+    control: Result
+
+    @property
+    def selectivity(self) -> Result:
+        """`auroc` less `control`."""
+        values = self.auroc.values - self.control.values
+        return Result(values, self.auroc.axes, labels=self.auroc.labels, unit="AUROC")
+
+    def _repr_html_(self) -> str:
+        series = {"AUROC": self.auroc.mean(), "control": self.control.mean()}
+        return pictures.curves(series, axis="point", title="probes")._repr_html_()
+
+    def __repr__(self) -> str:
+        ends = self.auroc.interval()
+        lines = [
+            f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with drawn labels"
+        ]
+        for n, name in enumerate([*self.direction.vectors][:38]):
+            mean, control = float(self.auroc.mean()[n]), float(self.control.mean()[n])
+            lines.append(
+                f"  {name}  {mean:.3f} [{float(ends.low[n]):.3f}, {float(ends.high[n]):.3f}]  {control:.3f}"
+            )
+        return "\n".join(lines)
+
+
+@without_gradients
+def probe(
+    model: nn.Module,
+    yes: Texts,
+    no: Texts,
+    site: str = "resid_post",
+    *,
+    pos: Index | None = -1,
+    kind: str = "logistic",
+    C: float = 1.0,
+    folds: int = 5,
+    seed: int = 0,
+    batch: int = 16,
+) -> Probe:
+    """Fit a classifier of two kinds of texts at a site in every layer. It needs the extra `probes` (scikit-learn).
+
+    Values are standardised first; the direction is in their own units.
+
+    Args:
+        model, yes, no, site, pos, batch: see `difference_of_means`. All examples are kept in memory.
+        kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
+        C: the inverse of the strength of the penalty, as in scikit-learn.
+        folds: into how many parts texts are put.
+        seed: of the folds and of the drawn labels.
+
+    Raises:
+        ValueError: if there are fewer texts of a kind than folds, fewer than 2 folds, or no such kind.
+        UnknownNameError, ModeError: as for `difference_of_means`.
+        ImportError: if scikit-learn is not installed.
+    """
+    if kind not in ("logistic", "linear"):
+        raise ValueError(f"kind must be 'logistic' or 'linear'; got {kind!r}")
+    points = points_of(model, site)
+    parts = [*examples(model, yes, no, points, pos, batch)]
+    labels = torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy()
+    texts = torch.cat([part.text for part in parts]).numpy()
+    kinds = [np.unique(texts[labels == label]) for label in (0, 1)]
+    if folds < 2 or min(map(len, kinds)) < folds:
+        raise ValueError(
+            f"folds must be 2 to the texts of each kind ({len(kinds[1])} and {len(kinds[0])}); got {folds}"
+        )
+    draw = np.random.default_rng(seed)
+    fold_of = np.zeros(texts.max() + 1, int)
+    for each in kinds:  # each fold has texts of both kinds
+        fold_of[draw.permutation(each)] = np.arange(len(each)) % folds
+    drawn = np.zeros(texts.max() + 1, int)
+    for fold in range(folds):  # and of both drawn labels
+        members = np.concatenate([each[fold_of[each] == fold] for each in kinds])
+        drawn[draw.permutation(members)] = np.arange(len(members)) % 2
+    scores, vectors, offsets = [], {}, {}
+    for name in points:
+        values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
+        scores.append([
+            [_auroc(values, target, fold_of[texts] == fold, kind, C) for fold in range(folds)]
+            for target in (labels, drawn[texts])
+        ])  # fmt: skip
+        vector, offsets[name] = _fitted(values, labels, kind, C)
+        vectors[name] = torch.tensor(vector).float()
+    table = torch.tensor(scores)
+    about = {"by": f"{kind} probe", "site": site, "rows": len(labels), "yes": int(labels.sum())}
+    results = (
+        Result(
+            table[:, n], ("point", "example"), labels={"point": points}, unit="AUROC", about=about
+        )
+        for n in range(2)
+    )
+    return Probe(Direction(vectors, offsets, about), *results)
+
+
+def _fitted(values: Any, labels: Any, kind: str, C: float) -> tuple[Any, float]:
+    try:
+        from sklearn.linear_model import LogisticRegression, Ridge
+    except ModuleNotFoundError:
+        raise ImportError('probes need scikit-learn: pip install "hookscope[probes]"') from None
+    mean, spread = values.mean(0), values.std(0)
+    spread = np.where(spread > 0, spread, 1.0)
+    scaled = (values - mean) / spread
+    if kind == "logistic":
+        made = LogisticRegression(C=C, max_iter=1000).fit(scaled, labels)
+        weights, bias = made.coef_[0], float(made.intercept_[0])
+    else:
+        made = Ridge(alpha=1 / C).fit(scaled, 2 * labels - 1)
+        weights, bias = made.coef_, float(made.intercept_)
+    return weights / spread, bias - float(mean @ (weights / spread))
+
+
+def _auroc(values: Any, labels: Any, held: Any, kind: str, C: float) -> float:
+    """The share of pairs of held-out examples of both kinds that are in order; ties count half."""
+    vector, offset = _fitted(values[~held], labels[~held], kind, C)
+    scores = values[held] @ vector + offset
+    yes, no = scores[labels[held] == 1], scores[labels[held] == 0]
+    above = yes[:, None] - no[None]
+    return float(((above > 0) + 0.5 * (above == 0)).mean())
