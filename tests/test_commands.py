@@ -10,6 +10,7 @@ from hooks import HookedRunner
 from interp import Pairs, activation_patching, edits, load_sae, logit_lens
 from interp.__main__ import COMMANDS, main
 from interp.cli.edits import parsed
+from interp.directions import Direction
 from models import generate_text, load
 
 CLEAN, OTHER = (f"part ZQXJ-KV8{digit} is out; ask for ZQXJ-KV8" for digit in "14")
@@ -101,6 +102,32 @@ def test_texts_and_output_may_be_files(tmp_path, capsys):
     data = json.loads(out.read_text())
     assert (data["prompt"], len(data["text"])) == (CLEAN, len(CLEAN) + 3)
     assert capsys.readouterr().out == ""
+
+
+def test_a_generation_is_steered_by_a_file(tmp_path, capsys):
+    direction = Direction({"blocks.2.resid_post": torch.linspace(-2, 2, 128)})
+    direction.save(tmp_path / "v.safetensors")
+    direction.to_gguf(tmp_path / "v.gguf")
+    model = load("pydoc-4l")
+    with HookedRunner(model).hooks({"blocks.2.resid_post": edits.add(direction, 2.5)}):
+        expected = generate_text(model, CLEAN, max_new_tokens=6, temperature=0.0)
+    for name in ("v.safetensors", "v.gguf"):
+        given = [
+            "generate",
+            "--prompt",
+            CLEAN,
+            "--tokens",
+            "6",
+            "--steer",
+            f"{tmp_path / name}:2.5",
+        ]
+        assert printed(capsys, *given).removesuffix("\n") == expected
+    assert expected != generate_text(model, CLEAN, max_new_tokens=6, temperature=0.0)
+    for wrong, message in (
+        (f"{tmp_path / name}:much", "a file and a number"),
+        ("no.safetensors", "no.safetensors"),
+    ):
+        assert message in refused(capsys, "generate", "--prompt", "x", "--steer", wrong)
 
 
 def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):

@@ -161,6 +161,20 @@ def test_what_is_erased_cannot_be_read_and_is_the_least(rank):
     assert eraser(torch.tensor(x).bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("rank", "labels"), [(9, 1), (6, 1), (9, 3)])
+def test_what_is_erased_is_what_concept_erasure_erases(rank, labels):
+    theirs = pytest.importorskip("concept_erasure", reason="needs concept-erasure")
+    torch.manual_seed(0)
+    x = torch.randn(200, rank).double() @ torch.randn(rank, 9).double() + torch.randn(9)
+    z = torch.nn.functional.one_hot((x @ torch.randn(9, 3).double()).argmax(1), 3)[
+        :, :labels
+    ].double()
+    fitter = theirs.LeaceFitter(9, labels, dtype=torch.float64, shrinkage=False)
+    expected = fitter.update(x, z).eraser(x)
+    torch.testing.assert_close(leace(Moments.of(x, z))(x), expected, rtol=1e-10, atol=1e-10)
+    assert (expected - x).abs().max() > 0.5
+
+
 def test_moments_of_parts_are_those_of_all_rows():
     x, z = values_and_labels()
     x, z = torch.tensor(x), torch.tensor(z)[:, None]

@@ -161,7 +161,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 20_300, 207), (("tests",), 25_150, 127)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 20_450, 208), (("tests",), 25_300, 127)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

@@ -124,6 +124,18 @@ def test_the_guide_of_features(capsys):
     assert "feature 1011: active" in capsys.readouterr().out
 
 
+def test_the_guide_of_directions(capsys):
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    names = guide("directions")
+    assert names["found"].auroc.mean().min() > 0.95
+    assert 0.4 < float(names["found"].control.mean().mean()) < 0.6
+    score, cost = names["curve"].score.mean(), names["curve"].kl.mean()
+    assert score[1:].diff().min() > 0
+    assert score[2] > 3
+    assert cost.diff().min() > 0
+    assert names["after"]["blocks.2.resid_post"].norm() < 1e-5 * names["v"][2].norm()
+
+
 def test_the_guide_of_attribution_graphs(capsys):
     names = guide("attribution_graphs")
     assert names["graph"].gap < 1e-5

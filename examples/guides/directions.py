@@ -10,7 +10,22 @@ from interp.directions import difference_of_means, erasure, probe, steering_curv
 from models import load
 
 model, draw = load("pydoc-4l"), random.Random(0)
-words = ["list", "of", "all", "parts", "that", "can", "be", "returned", "when", "they", "are", "not", "sold", "out"]
+words = [
+    "list",
+    "of",
+    "all",
+    "parts",
+    "that",
+    "can",
+    "be",
+    "returned",
+    "when",
+    "they",
+    "are",
+    "not",
+    "sold",
+    "out",
+]
 
 
 def text(inside):

@@ -3,8 +3,11 @@
 import argparse
 
 from hooks import HookedRunner
+from interp import edits
 from interp.cli.common import add_model, add_output, add_text, model_of, print_or_write, text_of
 from interp.cli.edits import SYNTAX, parsed
+from interp.directions import Direction
+from interp.edits.edit import Edit
 from interp.protocol import of
 
 HELP = "continue a text, also while values are edited"
@@ -25,13 +28,22 @@ def add(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--edit", action="append", default=[], metavar="EDIT", help="may be given several times"
     )
+    generate.add_argument(
+        "--steer",
+        action="append",
+        default=[],
+        metavar="FILE[:SCALE]",
+        help="add a direction (of Direction.save, or a control vector in GGUF), times a number (1)",
+    )
     add_model(generate)
     add_output(generate)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the text with its continuation."""
-    changes = [parsed(text) for text in options.edit]
+    changes = [parsed(text) for text in options.edit] + [
+        change for text in options.steer for change in _steering(text)
+    ]
     model, prompt = model_of(options, trained=True), text_of(options)
     with HookedRunner(model).hooks(changes):
         if isinstance(language := of(model), type(model)):
@@ -46,4 +58,19 @@ def run(options: argparse.Namespace) -> None:
             )
             rows = model.generate(tokens, max_new_tokens=options.tokens, **draws)
             text = language.to_text(rows[0])
-    print_or_write(options, text, {"prompt": prompt, "text": text, "edits": options.edit})
+    about = {"edits": options.edit, "steered by": options.steer}
+    print_or_write(options, text, {"prompt": prompt, "text": text, **about})
+
+
+def _steering(text: str) -> list[tuple[str, Edit]]:
+    """The edits that add the direction of a file."""
+    path, _, scale = text.rpartition(":") if ":" in text else (text, "", "1")
+    try:
+        factor = float(scale)
+    except ValueError:
+        raise ValueError(
+            f"--steer must be a file, or a file and a number, as v.gguf:2; got {text!r}"
+        ) from None
+    read = Direction.from_gguf if path.endswith(".gguf") else Direction.load
+    direction = read(path)
+    return [(name, edits.add(direction, factor)) for name in direction.vectors]

@@ -29,7 +29,7 @@ class Probe:
     Attributes:
         direction: what they read, fitted on all examples: `value @ vector + offset`, for `logistic` in log odds.
         auroc: on held-out texts, [point, example]; the examples are folds.
-        control: the same with labels drawn for each text.
+        control: the same with labels drawn for each text, the mean of some draws.
     """
 
     direction: Direction
@@ -70,6 +70,7 @@ def probe(
     kind: str = "logistic",
     C: float = 1.0,
     folds: int = 5,
+    draws: int = 5,
     seed: int = 0,
     batch: int = 16,
 ) -> Probe:
@@ -82,6 +83,7 @@ def probe(
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
         C: the inverse of the strength of the penalty, as in scikit-learn.
         folds: into how many parts texts are put.
+        draws: how often labels are drawn for the control, which is the mean.
         seed: of the folds and of the drawn labels.
 
     Raises:
@@ -104,28 +106,32 @@ def probe(
     fold_of = np.zeros(texts.max() + 1, int)
     for each in kinds:  # each fold has texts of both kinds
         fold_of[draw.permutation(each)] = np.arange(len(each)) % folds
-    drawn = np.zeros(texts.max() + 1, int)
-    for fold in range(folds):  # and of both drawn labels
-        members = np.concatenate([each[fold_of[each] == fold] for each in kinds])
-        drawn[draw.permutation(members)] = np.arange(len(members)) % 2
+    targets = [labels, *(_drawn(kinds, fold_of, folds, draw)[texts] for _ in range(draws))]
     scores, vectors, offsets = [], {}, {}
     for name in points:
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
         scores.append([
             [_auroc(values, target, fold_of[texts] == fold, kind, C) for fold in range(folds)]
-            for target in (labels, drawn[texts])
+            for target in targets
         ])  # fmt: skip
         vector, offsets[name] = _fitted(values, labels, kind, C)
         vectors[name] = torch.tensor(vector).float()
     table = torch.tensor(scores)
     about = {"by": f"{kind} probe", "site": site, "rows": len(labels), "yes": int(labels.sum())}
     results = (
-        Result(
-            table[:, n], ("point", "example"), labels={"point": points}, unit="AUROC", about=about
-        )
-        for n in range(2)
+        Result(each, ("point", "example"), labels={"point": points}, unit="AUROC", about=about)
+        for each in (table[:, 0], table[:, 1:].mean(1))
     )
     return Probe(Direction(vectors, offsets, about), *results)
+
+
+def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
+    """A label for each text, by chance, of which each fold has both."""
+    drawn = np.zeros(len(fold_of), int)
+    for fold in range(folds):
+        members = np.concatenate([each[fold_of[each] == fold] for each in kinds])
+        drawn[draw.permutation(members)] = np.arange(len(members)) % 2
+    return drawn
 
 
 def _fitted(values: Any, labels: Any, kind: str, C: float) -> tuple[Any, float]:
