@@ -551,6 +551,8 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
     )
     with pytest.raises(ValueError, match="for each layer with an MLP, 3; got 2"):
         FrozenRun(model, TEXT, two)
+    with pytest.raises(ValueError, match="first must be 0 or more"):
+        attribution_graph(model, TEXT, {}, first=-1)
     with pytest.raises(ValueError, match="pos must be -5 to 4; got 5"):
         attribution_graph(model, TEXT, {}, pos=5)
     with pytest.raises(ValueError, match="must be one, without padding"):

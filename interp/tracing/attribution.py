@@ -210,7 +210,7 @@ class AttributionGraph:
         """
         row, column = self._row(target), self._place(source)
         layers, n_heads = len(self.run.graph.layers), self.run.n_heads
-        cut = torch.ones(layers * n_heads, layers, n_heads)
+        cut = self.rows.new_ones(layers * n_heads, layers, n_heads)
         cut.view(layers * n_heads, -1).fill_diagonal_(0)
         one = self._targets(row)
         repeated = Targets(*(part.expand(len(cut), *part.shape[1:]) for part in one))
@@ -247,10 +247,10 @@ class AttributionGraph:
         if not wanted:
             raise ValueError("values must name at least one feature; got none")
         change, old = torch.zeros_like(self.run.activation), self.run.activation
-        chosen = torch.tensor([*wanted], device=change.device)
-        change[chosen] = change.new_tensor([*wanted.values()]) - old[chosen]
+        numbers = torch.tensor([*wanted], device=change.device)
+        change[numbers] = change.new_tensor([*wanted.values()]) - old[numbers]
         is_set = torch.zeros_like(change, dtype=torch.bool)
-        is_set[chosen] = True
+        is_set[numbers] = True
         direct, predicted = intervention.predicted(self.rows, self.column, old, change, is_set)
         pos = self.logits[0].pos if self.logits else -1
         features, logits = intervention.true_values(self.run, wanted, self.directions, pos)

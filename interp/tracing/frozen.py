@@ -84,8 +84,8 @@ class FrozenRun:
         write: gives the text of tokens, or their numbers where the model has no tokenizer.
 
     Raises:
-        ValueError: if there are several texts, or a transcoder stands or reads elsewhere, has another size, or has a norm
-            or a gate of its own, as its features are then no linear readings.
+        ValueError: if there are several texts, if `first` is negative, or if a transcoder stands or reads elsewhere, has another
+            size, or has a norm or a gate of its own, as its features are then no linear readings.
         TypeError, ValueError: as for `Graph`.
 
     >>> from interp.features import load_sae
@@ -107,6 +107,8 @@ class FrozenRun:
         given = text_for(model, text)
         if len(given.tokens) != 1 or not given.real.all():
             raise ValueError(f"the text must be one, without padding; got {[*given.tokens.shape]}")
+        if first < 0:
+            raise ValueError(f"first must be 0 or more; got {first}")
         self.tokens: Int[Tensor, " pos"] = given.tokens[0]
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         names = [*graph.needed, *(graph.names[point] for point in self._points())]

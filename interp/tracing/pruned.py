@@ -51,15 +51,13 @@ class PrunedGraph:
 
     def inputs(self, name: str) -> list[tuple[str, float]]:
         """What acts on a node, the strongest first."""
-        return _strongest(
-            (link.source, link.weight) for link in self.links if link.target == self[name].id
-        )
+        node = self[name].id
+        return _strongest((link.source, link.weight) for link in self.links if link.target == node)
 
     def outputs(self, name: str) -> list[tuple[str, float]]:
         """What a node acts on, the strongest first."""
-        return _strongest(
-            (link.target, link.weight) for link in self.links if link.source == self[name].id
-        )
+        node = self[name].id
+        return _strongest((link.target, link.weight) for link in self.links if link.source == node)
 
     def _repr_html_(self) -> str:
         return pictures.attribution(self)._repr_html_()
