@@ -21,6 +21,7 @@ from models.running.context import Context
 from models.running.generation import Step, generate, generate_text, stream
 from models.running.kvcache import KVCache
 from models.running.sampling import Sampling, row_generator
+from models.text.chat import ChatTemplate, chat
 from models.text.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,
@@ -43,6 +44,7 @@ __all__ = [
     "Batches",
     "Block",
     "CharTokenizer",
+    "ChatTemplate",
     "Context",
     "Evaluation",
     "GatedMLP",
@@ -64,6 +66,7 @@ __all__ = [
     "bundled",
     "causal_mask",
     "center",
+    "chat",
     "config_of",
     "detach",
     "evaluate",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import library, one_error, read_json, read_object
+from models.text.chat import template_of
 from models.text.tokenizer import (
     CharTokenizer,
     SubwordTokenizer,
@@ -23,6 +24,7 @@ _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _END = "<|endoftext|>"  # GPT-2's, also before a text where one is asked for
 # Tokens that no merge makes: <|endoftext|>, <s>, and fairseq's filler words.
 _SPECIAL = re.compile(r"<.+>|madeupword\d+")
+_IN_TEMPLATES = ("unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -147,7 +149,15 @@ def _finished(
     begin, end = (None if p is None else tokenizer.token_to_id(p) for p in pieces.values())
     if begins and begin is not None:
         begin_texts(tokenizer, begin)
-    return SubwordTokenizer(tokenizer, () if end is None else (end,), begin)
+    made = SubwordTokenizer(tokenizer, () if end is None else (end,), begin)
+    special = {key: piece for key, piece in pieces.items() if piece is not None}
+    with _beside(file, _CONFIG) as described:
+        more = {key: described[key] for key in _IN_TEMPLATES if described.get(key) is not None}
+        special |= {key: _token(token).content for key, token in more.items()}
+        written = file.with_name("chat_template.jinja")
+        source = written.read_text("utf-8") if written.is_file() else described.get("chat_template")
+        made.chat_template = template_of(source, special)
+    return made
 
 
 @contextmanager

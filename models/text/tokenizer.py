@@ -9,6 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from models.files import library
+from models.text.chat import ChatTemplate, template_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -57,7 +58,9 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
         )
     copied = library("tokenizers").Tokenizer.from_str(backend.to_str())
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
-    return SubwordTokenizer(copied, () if end is None else (end,), begin)
+    made = SubwordTokenizer(copied, () if end is None else (end,), begin)
+    made.chat_template = template_of(tokenizer.chat_template, tokenizer.special_tokens_map)
+    return made
 
 
 class CharTokenizer:
@@ -108,6 +111,10 @@ class CharTokenizer:
             )
         return [self._token[character] for character in text]
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """From which character of a text to which each of its tokens is."""
+        return [(n, n + 1) for n in range(len(text))]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`. A ValueError names those outside the vocabulary."""
         return "".join(self.tokens_as_text(tokens))
@@ -134,6 +141,7 @@ class SubwordTokenizer:
     Attributes:
         vocab_size: the least that a model of its tokens has: the largest token plus 1.
         closing_token_ids: the tokens that the template puts after a text.
+        chat_template: writes messages as one text; None if its files have none.
     """
 
     def __init__(
@@ -151,6 +159,7 @@ class SubwordTokenizer:
         self.bos_token_ids: tuple[int, ...] = tuple(example.ids[:first])
         self.closing_token_ids: tuple[int, ...] = tuple(example.ids[len(special) - after :])
         self.eos_token_ids, self.bos_token_id = eos_token_ids, bos_token_id
+        self.chat_template: ChatTemplate | None = None
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().keys()
         self._byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)
@@ -189,6 +198,10 @@ class SubwordTokenizer:
             raise ValueError(
                 f"all characters of a text must have tokens; got {text[:80]!r}"
             ) from None
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """From which character of a text to which each of its tokens is."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).offsets)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`. Bytes that are not UTF-8 become U+FFFD.
