@@ -43,8 +43,8 @@ class Probe:
         return Result(values, self.auroc.axes, labels=self.auroc.labels, unit="AUROC")
 
     def _repr_html_(self) -> str:
-        series = {"AUROC": self.auroc.mean(), "control": self.control.mean()}
-        return pictures.curves(series, axis="point", title="probes")._repr_html_()
+        shown = {"AUROC on held-out texts": self.auroc, "With drawn labels": self.control}
+        return pictures.together("probes", shown)._repr_html_()
 
     def __repr__(self) -> str:
         ends = self.auroc.interval()

@@ -48,10 +48,10 @@ class SteeringCurve:
         return self.strengths[max(fits, key=lambda n: means[n])]
 
     def _repr_html_(self) -> str:
-        series = {f"score, {self.score.unit}": self.score.mean()}
+        shown = {"What the score gains": self.score}
         if self.kl is not None:
-            series["KL of other texts, nats"] = self.kl.mean()
-        return pictures.curves(series, x=self.strengths)._repr_html_()
+            shown["What other texts lose"] = self.kl
+        return pictures.together("steering", shown)._repr_html_()
 
     def __repr__(self) -> str:
         shown = [("score", self.score), *([("KL", self.kl)] if self.kl is not None else [])]

@@ -26,6 +26,7 @@ __all__ = [
     "lens",
     "patterns",
     "text",
+    "together",
 ]
 
 # What a browser draws without a pause.
@@ -214,6 +215,26 @@ def effects(result: Any, facet: str | None = None) -> View:
         note=thinned(means.numel(), tables.numel(), "values"),
     )
     return View(title, [part], draw)
+
+
+def together(title: str, results: Mapping[str, Any]) -> View:
+    """Draw several results below each other, each with its heading.
+
+    Args:
+        title: above all of them.
+        results: by heading; see `effects`.
+
+    >>> from interp import Result
+    >>> one = Result(torch.tensor([[1.0, 3.0, 2.0]]), ("layer", "example"), unit="logits")
+    >>> together("two", {"first": one, "second": one})
+    View of two: .save("x.html") writes it, .show() opens it
+    """
+    parts = [
+        {**part, "heading": heading if n == 0 else ""}
+        for heading, result in results.items()
+        for n, part in enumerate(effects(result).parts)
+    ]
+    return View(title, parts)
 
 
 def circuit(circuit: Any, curve: Any = None) -> View:
