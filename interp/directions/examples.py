@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.foreign import unknown_point
 from hooks.names import layers
 from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import Texts, batches
@@ -37,16 +36,13 @@ def points_of(model: nn.Module, site: str) -> list[str]:
     known = runner_of(model).points
     if site in known:
         return [site]
-    found = [*layers(site, known).values()]
-    if not found:
-        raise unknown_point(site, known, "hook point")
-    return found
+    return [*layers(site, known).values()]
 
 
 def examples(
     model: nn.Module, yes: Texts, no: Texts, points: list[str], pos: Index | None, batch: int
 ) -> Iterator[Examples]:
-    """Values at the positions of each text, in at least float32; None for all real tokens."""
+    """Values at the positions of each text; None for all its real tokens."""
     runner, n_texts = runner_of(model), 0
     for label, texts in ((1, yes), (0, no)):
         first = n_texts
