@@ -99,8 +99,7 @@ def test_spans_are_positions_of_edits():
     runner = HookedRunner(model)
     hooks = {"blocks.1.resid_post": edits.zero(pos=one.spans["assistant"])}
     found = runner.run_with_hooks(one.tokens, hooks=hooks)
-    zero = torch.ones(1, 10, 1)
-    zero[0, 6:9] = 0
+    zero = torch.tensor([1.0] * 6 + [0.0] * 3 + [1.0])[:, None]
     by_hand = runner.run_with_hooks(
         one.tokens, hooks={"blocks.1.resid_post": lambda value, point: value * zero}
     )
@@ -111,9 +110,8 @@ def test_attached_models_read_chats():
     from tests.attachable import made as tiny
 
     model = tiny("llama")
-    attached = attach(model, tokenizer=made(TEMPLATES["chatml"]))
-    assert chat(model, MESSAGES).text.startswith("<|im_start|>system\nbe kind")
-    attached.remove()
+    with attach(model, tokenizer=made(TEMPLATES["chatml"])):
+        assert chat(model, MESSAGES).text.startswith("<|im_start|>system\nbe kind")
 
 
 def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
@@ -124,6 +122,10 @@ def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
         chat(model, MESSAGES, template="{% if %}")
     with pytest.raises(ValueError, match="must keep contents as they are"):
         chat(model, MESSAGES, template="{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    with pytest.raises(
+        ValueError, match="must have a role and a content, both texts; got {'role': 'user'}"
+    ):
+        chat(model, [*MESSAGES, {"role": "user"}], template="x")
     with pytest.raises(ValueError, match="the tokenizer's files have none"):
         chat(model, MESSAGES)
     with pytest.raises(ValueError, match="must accept the messages"):  # no way to Python's insides

@@ -240,6 +240,13 @@ def test_control_vectors_are_those_of_llama_cpp(model, tmp_path):
         with pytest.raises(ValueError, match="must be at resid_post of layers from 1 on"):
             wrong.to_gguf(tmp_path / "w.gguf")
     assert not (tmp_path / "w.gguf").exists()
+    whole = (tmp_path / "v.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:60])
+    with pytest.raises(CacheError, match="must be a complete control vector in GGUF"):
+        Direction.from_gguf(tmp_path / "cut.gguf")
+    (tmp_path / "other.gguf").write_bytes(whole.replace(b"controlvector", b"controlvectoq"))
+    with pytest.raises(CacheError, match="must have the architecture controlvector"):
+        Direction.from_gguf(tmp_path / "other.gguf")
 
 
 def test_a_score_may_be_a_metric_of_words(model):

@@ -551,19 +551,19 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
     )
     with pytest.raises(ValueError, match="for each layer with an MLP, 3; got 2"):
         FrozenRun(model, TEXT, two)
+    with pytest.raises(TypeError, match="integer"):
+        attribution_graph(model, TEXT, {}, targets=[2.7])
     with pytest.raises(ValueError, match="first must be 0 or more"):
         attribution_graph(model, TEXT, {}, first=-1)
     with pytest.raises(ValueError, match="pos must be -5 to 4; got 5"):
         attribution_graph(model, TEXT, {}, pos=5)
     with pytest.raises(ValueError, match="must be one, without padding"):
         FrozenRun(model, TEXT.expand(2, -1), {})
-    for targets, message in (
-        ([], "at least one"),
-        ([9], "a token of 7"),
-        ([(1, 2, 3)], "must be active"),
-        ([(1, 2, 3, 4)], "two of them"),
-        ([2, 5, 2], "must differ from each other"),
-    ):
+    wrong_targets = {
+        "at least one": [], "a token of 7": [9], "must be active": [(1, 2, 3)], "two of them": [(1, 2, 3, 4)],
+        "must differ from each other": [2, 5, 2],
+    }  # fmt: skip
+    for message, targets in wrong_targets.items():
         with pytest.raises(ValueError, match=message):
             attribution_graph(model, TEXT, {}, targets=targets)
 

@@ -136,22 +136,24 @@ class Direction:
         """Read a control vector of llama.cpp or repeng. It needs the package gguf.
 
         Raises:
-            ValueError: if it is another file.
+            FileNotFoundError: if there is no such file.
+            CacheError: if it is another file, or damaged.
         """
         import gguf
 
-        reader = gguf.GGUFReader(path)
-        field = reader.fields.get("general.architecture")
-        if field is None or field.contents() != "controlvector":
-            raise ValueError(
-                f"a control vector must have the architecture controlvector; got {path}"
-            )
-        vectors = {
-            f"blocks.{tensor.name.removeprefix('direction.')}.resid_post": torch.tensor(
-                tensor.data
-            ).float()
-            for tensor in reader.tensors
-        }
+        with storage.one_error(path, "be a complete control vector in GGUF"):
+            reader = gguf.GGUFReader(path)
+            field = reader.fields.get("general.architecture")
+            if field is None or field.contents() != "controlvector":
+                raise ValueError(
+                    f"a control vector must have the architecture controlvector; got {path}"
+                )
+            vectors = {
+                f"blocks.{tensor.name.removeprefix('direction.')}.resid_post": torch.tensor(
+                    tensor.data
+                ).float()
+                for tensor in reader.tensors
+            }
         return cls(vectors, about={"read from": os.fspath(path)})
 
     def _name(self, place: int | str) -> str:

@@ -1,6 +1,7 @@
 """What an attribution graph explains: likely tokens, tokens that are named, differences of logits, and features."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from jaxtyping import Float
@@ -23,6 +24,7 @@ def chosen(
     For arguments see `attribution_graph`.
 
     Raises:
+        TypeError: if a number is no integer.
         ValueError: if a text is several tokens, there is no such token, a feature is not active, or two are the same.
     """
     if isinstance(targets, str):  # else its characters would be targets
@@ -47,7 +49,7 @@ def chosen(
             features.append(int(at.nonzero()[0]))
             continue
         several = isinstance(target, (tuple, list))
-        ids = [int(token) for token in token_ids(model, [*target] if several else [target])]
+        ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
         if len(ids) not in (1, 2) or not all(0 <= token < vocab for token in ids):
             raise ValueError(
                 f"a target must be a token of {vocab}, two of them or (layer, feature, pos); got {target!r}"

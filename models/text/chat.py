@@ -171,7 +171,7 @@ def chat(
         add_generation_prompt, variables: see `ChatTemplate.render`.
 
     Raises:
-        ValueError: if there is no tokenizer, or one without offsets, or no template; or as for `ChatTemplate`.
+        ValueError: if a message has no role or content; if there is no tokenizer, or one without offsets, or no template; or as for `ChatTemplate`.
 
     >>> from models import load
     >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}. {% endfor %}"
@@ -179,6 +179,11 @@ def chat(
     >>> one.text, one.spans
     ('user: hi. assistant: ok. ', {'user': [6, 7], '0': [6, 7], 'assistant': [21, 22], '1': [21, 22]})
     """
+    for message in messages:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"a message must have a role and a content, both texts; got {message!r:.80}"
+            )
     language = vars(model).get("language_parts", model)
     tokenizer = language.require_tokenizer()
     chosen = getattr(tokenizer, "chat_template", None) if template is None else template
