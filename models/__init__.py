@@ -21,7 +21,8 @@ from models.running.context import Context
 from models.running.generation import Step, generate, generate_text, stream
 from models.running.kvcache import KVCache
 from models.running.sampling import Sampling, row_generator
-from models.text.chat import ChatTemplate, chat
+from models.text.chat import chat
+from models.text.templates import ChatTemplate
 from models.text.tokenizer import CharTokenizer, Tokenizer
 from models.training import (
     Batches,

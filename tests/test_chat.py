@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from hooks import HookedRunner
-from interp import edits
+from hooks import HookedRunner, UnknownNameError
+from interp import Pairs, activation_patching, edits, log_prob, sweep
+from interp.directions import difference_of_means, steering_curve
 from models import ChatTemplate, attach, chat, load, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -73,32 +74,32 @@ def test_a_chat_is_written_as_transformers_writes_it(name, prompt, tmp_path):
     model = load("pydoc-4l")
     model.tokenizer = theirs  # also as an object
     written = chat(model, MESSAGES, add_generation_prompt=prompt, **options)
-    assert written.text == expected
+    assert written.texts == (expected,)
     assert written.tokens.tolist() == [ours.encode(expected)]
     ends = ours.offsets(expected)
     for n, message in enumerate(MESSAGES):
-        here = written.spans[str(n)]
+        here = written.spans[str(n)][0]
         text = expected[ends[here[0]][0] : ends[here[-1]][1]]
         assert text == (message["content"].strip() if "trim" in name else message["content"])
         assert here == [*range(here[0], here[-1] + 1)]
-    assert written.spans["user"] == written.spans["1"] + written.spans["3"]
-    assert written.spans["user"][0] > written.spans["system"][-1]
+    assert written.spans["user"][0] == written.spans["1"][0] + written.spans["3"][0]
+    assert written.spans["user"][0][0] > written.spans["system"][0][-1]
 
 
 def test_spans_are_positions_of_edits():
     model = load("pydoc-4l")
     one = chat(model, [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "(x)"}],
                template="{% for m in messages %}{{ m.content }} {% endfor %}")  # fmt: skip
-    assert one.text == "def f (x) "
+    assert one.texts == ("def f (x) ",)
     assert one.spans == {
-        "user": [0, 1, 2, 3, 4],
-        "0": [0, 1, 2, 3, 4],
-        "assistant": [6, 7, 8],
-        "1": [6, 7, 8],
+        "user": [[0, 1, 2, 3, 4]],
+        "0": [[0, 1, 2, 3, 4]],
+        "assistant": [[6, 7, 8]],
+        "1": [[6, 7, 8]],
     }
     runner = HookedRunner(model)
     hooks = {"blocks.1.resid_post": edits.zero(pos=one.spans["assistant"])}
-    found = runner.run_with_hooks(one.tokens, hooks=hooks)
+    found = runner.run_with_hooks(one, hooks=hooks)
     zero = torch.tensor([1.0] * 6 + [0.0] * 3 + [1.0])[:, None]
     by_hand = runner.run_with_hooks(
         one.tokens, hooks={"blocks.1.resid_post": lambda value, point: value * zero}
@@ -106,12 +107,73 @@ def test_spans_are_positions_of_edits():
     assert torch.equal(found, by_hand)
 
 
+ENDED = "{% for m in messages %}{{ m.content }}; {% endfor %}"
+
+
+def chats(*pairs):
+    """Chats of a question and an answer."""
+    several = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        for asked, answer in pairs
+    ]
+    return chat(load("pydoc-4l"), several, template=ENDED)
+
+
+def test_several_chats_are_a_padded_batch_that_models_read():
+    model, both = load("pydoc-4l"), chats(("def f", "KV8"), ("import", "xy"))
+    assert both.texts == ("def f; KV8; ", "import; xy; ")
+    assert both.spans["assistant"] == [[7, 8, 9], [8, 9]]
+    assert both.attention_mask is None or both.attention_mask.shape == both.tokens.shape
+    shorter = chats(("def f", "KV8"), ("i", "xy"))
+    assert shorter.attention_mask.sum(1).tolist() == [12, 7]
+    torch.testing.assert_close(model(shorter)[1, :7], model("i; xy; ")[0], atol=1e-4, rtol=1e-4)
+
+
+def test_spans_are_named_in_directions_and_pairs():
+    model = load("pydoc-4l")
+    yes, no = (
+        chats(("def f", "KV8"), ("i", "QX31"), ("of", "Z")),
+        chats(("a", "one"), ("list", "is")),
+    )
+    name = "blocks.1.resid_post"
+    v = difference_of_means(model, yes, no, name, pos="assistant", batch=2)
+    means = []
+    for texts in (yes, no):
+        runs = [HookedRunner(model).run_with_cache(text)[1][name][0] for text in texts.texts]
+        places = texts.spans["assistant"]
+        means.append(torch.cat([run[at] for run, at in zip(runs, places, strict=True)]).mean(0))
+    torch.testing.assert_close(v[name], means[0] - means[1], rtol=1e-3, atol=1e-4)
+    curve = steering_curve(model, v, yes, [1.0], log_prob("e"), others=no, pos="assistant")
+    hooks = [{name: edits.add(v, pos=texts.spans["assistant"])} for texts in (yes, no)]
+    torch.testing.assert_close(
+        curve.score.values, sweep(model, yes, hooks[:1], log_prob("e")).values
+    )
+    reference, after = model(no), HookedRunner(model).run_with_hooks(no, hooks=hooks[1])
+    real = no.attention_mask
+    lost = (reference.softmax(-1) * (reference.log_softmax(-1) - after.log_softmax(-1))).sum(-1)
+    mean = (lost * real).sum(1) / real.sum(1)
+    torch.testing.assert_close(curve.kl.values[0], mean.detach(), rtol=1e-3, atol=1e-5)
+    pairs = Pairs(yes, chats(("(x) y", "KV8"), ("o", "QX31"), ("is", "Z")), "e",
+                  spans=["user", "assistant"])  # fmt: skip
+    result = activation_patching(model, pairs, "resid_pre", over=("layer", "span"))
+    assert [*result.labels["span"]] == ["user", "assistant"]
+    assert pairs.read_by(model).spans["user"].tolist() == [
+        [0, 1, 2, 3, 4],
+        [0] * 5,
+        [0, 1, 1, 1, 1],
+    ]
+    with pytest.raises(UnknownNameError, match="assistant"):
+        difference_of_means(model, yes, no, pos="asistant")
+    with pytest.raises(UnknownNameError):
+        Pairs(yes, no, spans=["tool"]).read_by(model)
+
+
 def test_attached_models_read_chats():
     from tests.attachable import made as tiny
 
     model = tiny("llama")
     with attach(model, tokenizer=made(TEMPLATES["chatml"])):
-        assert chat(model, MESSAGES).text.startswith("<|im_start|>system\nbe kind")
+        assert chat(model, MESSAGES).texts[0].startswith("<|im_start|>system\nbe kind")
 
 
 def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
@@ -131,7 +193,7 @@ def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
     with pytest.raises(ValueError, match="must accept the messages"):  # no way to Python's insides
         ChatTemplate("{{ ''.__class__.__mro__ }}").render(MESSAGES)
     left_out = chat(model, MESSAGES[:2], template="{{ messages[1].content }}")
-    assert left_out.spans["system"] == []
+    assert left_out.spans["system"] == [[]]
 
 
 def test_of_several_templates_the_default_is_taken(tmp_path):

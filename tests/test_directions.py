@@ -53,6 +53,21 @@ def test_a_difference_of_means_is_that_of_numpy(model, site, pos):
     assert v.about["rows"] - v.about["yes"] == len(rows_of(model, NO, name, pos))
 
 
+def test_values_may_come_from_caches(model):
+    runner, name = HookedRunner(model), "blocks.1.resid_post"
+    caches = [runner.run_with_cache(texts)[1] for texts in (YES, NO)]
+    for pos in (-1, None, [-2, -1]):
+        expected = difference_of_means(model, YES, NO, name, pos=pos)
+        v = difference_of_means(model, *caches, name, pos=pos)
+        torch.testing.assert_close(v[name], expected[name], rtol=1e-6, atol=1e-6)
+        assert v.about == expected.about
+    without = HookedRunner(nn.Sequential(nn.Linear(128, 128)).eval()).run_with_cache(
+        torch.ones(2, 128)
+    )[1]
+    with pytest.raises(ValueError, match="must be of a run that was given tokens"):
+        difference_of_means(model, without, caches[1], name)
+
+
 def planted(size=3.0):
     """A model whose stream has a known vector where a token is 0 or 1, and that reads it for logit 4."""
     torch.manual_seed(0)
@@ -294,6 +309,51 @@ def test_a_probe_finds_what_is_planted_and_its_control_does_not(kind):
     np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-3)
     assert "Probe at 1 points" in repr(found)
     assert "<iframe" in found._repr_html_()
+
+
+def test_positions_are_scored_apart_in_one_pass():
+    """The kind is written at the second of three positions, and nowhere else."""
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    torch.manual_seed(0)
+    values = torch.randn(43, 7)
+    values[:20, 2] += 9
+    yes, no = (torch.randint(20, 43, (n, 3)) for n in (22, 18))
+    yes[:, 1] = torch.randint(0, 20, (22,))
+    found = probe(embedded(values), yes, no, "1", pos=[0, 1, 2], over="pos", draws=2)
+    assert found.auroc.axes == ("point", "pos", "example")
+    assert found.auroc.labels["pos"] == (0, 1, 2)
+    first, second, third = found.auroc.mean()[0].tolist()
+    assert second == 1
+    assert max(abs(first - 0.5), abs(third - 0.5)) < 0.25
+    alone = probe(embedded(values), yes, no, "1", pos=1, draws=2)
+    torch.testing.assert_close(found.auroc.values[:, 1], alone.auroc.values)
+    torch.testing.assert_close(found.control.values[:, 1], alone.control.values)
+    together = probe(embedded(values), yes, no, "1", pos=[0, 1, 2])
+    assert torch.equal(found.direction["1"], together.direction["1"])
+    assert "  1 1  1.000 [1.000, 1.000]" in repr(found)
+    texts = [[21, 1, 22], [23, 2], [21, 3], [24, 4]], [[21, 22], [23, 24]]
+    with pytest.raises(ValueError, match="each text must have as many positions"):
+        probe(embedded(values), *texts, "1", pos=None, over="pos", folds=2, batch=1)
+
+
+def test_prompts_may_have_strengths_of_their_own(model):
+    v, name = torch.randn(128).double(), "blocks.1.resid_post"
+    strengths, runner = torch.tensor([0.5, -2.0]).double(), HookedRunner(model)
+    both = runner.run_with_hooks(
+        ["ab", "cd"], hooks={name: edits.add(strengths[:, None, None] * v)}
+    )
+    for row, text, strength in zip(both, ("ab", "cd"), strengths, strict=True):
+        alone = runner.run_with_hooks(text, hooks={name: edits.add(v, float(strength))})
+        torch.testing.assert_close(row, alone[0])
+
+
+def test_a_component_is_set_by_two_edits(model):
+    v, name = torch.randn(128).double(), "blocks.1.resid_post"
+    unit = v / v.norm()
+    set_to_4 = [(name, edits.project_out(v)), (name, edits.add(unit, 4.0))]
+    with HookedRunner(model).hooks(set_to_4):
+        _, cache = HookedRunner(model).run_with_cache("abc")
+    torch.testing.assert_close(cache[name] @ unit, torch.full((1, 3), 4.0).double())
 
 
 def test_examples_of_one_text_are_never_in_two_folds():

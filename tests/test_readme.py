@@ -217,6 +217,7 @@ def printed(monkeypatch, capsys, tmp_path):
         "ioi",
         "features",
         "attribution_graph",
+        "directions",
     ],
 )
 def test_a_wrong_option_is_one_line(name, printed, capsys):
@@ -252,6 +253,21 @@ def test_the_attribution_example(printed, tmp_path):
     # The changed digit is read at position 17.
     assert re.search(r"top 5 of 220 places\n +place layer 0, pos 17 ", out)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_directions_example(printed, tmp_path):
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    out = printed("directions")
+    scores = re.findall(r"blocks\.2\.resid_post (?:-1 )? ([\d.]+) \[([\d.]+), ([\d.]+)\]", out)
+    (found, *_), (_, low, high) = (map(float, each) for each in scores)
+    assert found > 0.99
+    assert low < 0.5 < high  # after it was erased
+    before, after = map(float, re.search(r"means: (\S+) before, (\S+) after", out).groups())
+    assert after < before / 4
+    assert re.search(r"at most 0.5 nats elsewhere: 0.5\n", out)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "inside_a_part_number.safetensors", "probe.html", "steering.html",
+    }  # fmt: skip
 
 
 @pytest.mark.full

@@ -50,7 +50,15 @@ found = probe(model, yes, no)
 print(found)
 print(found.selectivity.mean())
 
+# %%
+print(
+    probe(model, yes, no, "blocks.2.resid_post", pos=[-4, -2, -1], over="pos")
+)  # each position by itself
+
 # %% [markdown]
+# `yes` and `no` may be caches of runs in place of texts. Chats (`models.chat`) have named spans: `pos="assistant"` takes the answers alone,
+# here, in `difference_of_means` and `steering_curve`, and `Pairs(one, other, spans=["user", "assistant"])` patches them.
+#
 # ## Steer
 #
 # `edits.add(v, scale=2)` is a hook function like other edits, at all positions or at some. A curve says what each strength does to a
@@ -75,6 +83,9 @@ with runner.hooks({"blocks.2.resid_post": edits.add(v, scale=1.0)}):
     print(repr(generate_text(model, "The list of ", max_new_tokens=24, temperature=0.0)))
 
 # %% [markdown]
+# One batch may have a strength for each prompt, `edits.add(strengths[:, None, None] * v[2])`. Two edits set the component along a direction
+# to a number: `[(name, edits.project_out(v[2])), (name, edits.add(v.unit(), 4.0))]`.
+#
 # ## Erase
 #
 # LEACE (Belrose et al. 2023) is the least change after which no linear reading tells the texts apart, exactly on the texts that it was
@@ -92,3 +103,5 @@ print(v[2].norm(), after["blocks.2.resid_post"].norm())
 # `v.save("v.safetensors")` and `Direction.load` keep all of it. `v.at(1, 2, 3).to_gguf("v.gguf", "gpt2")` writes a control vector for
 # llama.cpp, which has none for layer 0; `Direction.from_gguf` reads those of repeng too. Principal components and sparse probes have no
 # function: `torch.linalg.svd` of values that `runner.capture` gives, and `probe` with a small `C`.
+#
+# `python examples/directions.py --out out` does all of this with texts to fit on and texts to test on, and draws it.

@@ -49,7 +49,7 @@ added = Attention(small.config)(torch.randn(1, 5, 96))
 # | architectures | `TransformerConfig`: norms and their places, positions (also Shortformer's, and rotary in halves or adjacent pairs), grouped heads, windows, caps, gates, SoLU and a norm in the MLP, parallel blocks, attention both ways, another output vocabulary |
 # | registered configs | `available()`: the GPT-2 sizes and those of the source documents; `register("name")` adds one |
 # | tokenizers | `load_tokenizer`: `tokenizer.json`, GPT-2's BPE files, characters, the tokenizer inside a GGUF file (GPT-2's, Llama 3's and SentencePiece's kinds) |
-# | chats | `chat(model, messages)` writes messages by the template of the tokenizer's files, as `transformers` does, and gives `tokens` and `spans`: `edits.add(v, pos=one.spans["assistant"])` acts on answers alone |
+# | chats | `chat(model, messages)` writes messages by the template of the tokenizer's files, as `transformers` does, or several chats as one padded batch, and knows their `spans`: `edits.add(v, pos=one.spans["assistant"])` acts on answers alone |
 # | masks | `attention_mask` [batch, key] for padding; `query_key_mask` [query, key], [batch, query, key] or [batch, head, query, key] |
 # | end of a text | generation stops at `config.eos_token_ids`; `stop=()` never, `stop=[...]` elsewhere |
 # | random draws | row `i` draws from `row_generator(seed, i)`, whatever the other rows are |

@@ -1,15 +1,17 @@
 """Values of examples of two kinds at the points of a site, a batch of texts at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hooks import ActivationCache
 from hooks.names import layers
 from interp.inputs.positions import Index, Selection
-from interp.inputs.texts import Texts, batches
+from interp.inputs.texts import Text, Texts, batches, text_of
+from interp.inputs.wording import named_spans
 from interp.protocol import runner_of
 
 
@@ -19,11 +21,13 @@ class Examples(NamedTuple):
     Attributes:
         label: 1 for texts of the first kind, 0 for those of the second.
         text: which text each row is of, counted over both kinds.
+        rank: which of its text's examples it is.
         values: by the names of points.
     """
 
     label: int
     text: Int[Tensor, " row"]
+    rank: Int[Tensor, " row"]
     values: dict[str, Float[Tensor, "row d"]]
 
 
@@ -40,24 +44,51 @@ def points_of(model: nn.Module, site: str) -> list[str]:
 
 
 def examples(
-    model: nn.Module, yes: Texts, no: Texts, points: list[str], pos: Index | None, batch: int
+    model: nn.Module,
+    yes: Texts | ActivationCache,
+    no: Texts | ActivationCache,
+    points: list[str],
+    pos: Index | str | None,
+    batch: int,
 ) -> Iterator[Examples]:
-    """Values at the positions of each text; None for all its real tokens."""
-    runner, n_texts = runner_of(model), 0
+    """Values at the positions of each text, by a name of spans or an index; None for all its real tokens."""
+    first = 0
     for label, texts in ((1, yes), (0, no)):
-        first = n_texts
-        for start, text in batches(texts, model, batch):
-            cache = runner.capture(text.tokens, names=points, **text.arguments(model))
+        named = named_spans(texts, [pos])[pos] if isinstance(pos, str) else None
+        n_texts = 0
+        for text, cache in _runs(model, texts, points, batch):
+            stop = n_texts + len(text.tokens)
             columns = [row.nonzero()[:, 0].tolist() for row in text.real]
             if pos is not None:
-                shape = text.tokens.shape
-                columns = Selection(pos).rows(shape[1], "pos", len(columns), columns)
+                where = Selection(pos if named is None else named[n_texts:stop])
+                columns = where.rows(text.tokens.shape[1], "pos", len(columns), columns)
                 columns = columns * len(text.tokens) if len(columns) == 1 else columns
-            rows = torch.tensor([row for row, chosen in enumerate(columns) for _ in chosen])
-            places = torch.tensor([column for chosen in columns for column in chosen])
-            n_texts = first + start + len(text.tokens)
+            rows, places, ranks = zip(*_each(columns), strict=True)
             yield Examples(
                 label,
-                rows + first + start,
-                {name: cache[name][rows, places].flatten(1) for name in points},
+                torch.tensor(rows) + first + n_texts,
+                torch.tensor(ranks),
+                {name: cache[name][[*rows], [*places]].flatten(1) for name in points},
             )
+            n_texts = stop
+        first += n_texts
+
+
+def _runs(
+    model: nn.Module, texts: Texts | ActivationCache, points: list[str], batch: int
+) -> Iterator[tuple[Text, ActivationCache]]:
+    """Texts and their values: of one run that is given, or of a run for each batch."""
+    if isinstance(texts, ActivationCache):
+        if (text := text_of(texts)) is None:
+            raise ValueError("a cache must be of a run that was given tokens; got one without")
+        yield text, texts
+        return
+    for _, each in batches(texts, model, batch):
+        yield each, runner_of(model).capture(each.tokens, names=points, **each.arguments(model))
+
+
+def _each(columns: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """The row of each example, its column, and which of its text's examples it is."""
+    for row, chosen in enumerate(columns):
+        for rank, column in enumerate(chosen):
+            yield row, column, rank

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import EditError
+from hooks import ActivationCache, EditError
 from hooks._torch import without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, Moments, leace
@@ -21,11 +21,11 @@ from interp.inputs.texts import Texts
 @without_gradients
 def difference_of_means(
     model: nn.Module,
-    yes: Texts,
-    no: Texts,
+    yes: Texts | ActivationCache,
+    no: Texts | ActivationCache,
     site: str = "resid_post",
     *,
-    pos: Index | None = -1,
+    pos: Index | str | None = -1,
     batch: int = 16,
 ) -> Direction:
     """The difference between the mean values of two kinds of texts, at a site in every layer (Marks & Tegmark 2023).
@@ -34,17 +34,18 @@ def difference_of_means(
 
     Args:
         model: any model in evaluation mode with hook points.
-        yes, no: the texts, read once, so they may stream.
+        yes, no: the texts, read once, so they may stream; or a cache of a run of them.
         site: the last part of points of all layers, or the name of one point. Axes after `pos` are put in a row.
-        pos: the positions of each text that count as examples; None for all its tokens.
+        pos: the positions of each text that count as examples; None for all its tokens. Of chats (`models.chat`) also the
+            name of a span, such as `assistant`.
         batch: how many texts are read together.
 
     Returns:
         A direction that points from `no` to `yes`, in the units of the values.
 
     Raises:
-        UnknownNameError: if there is no such point; it has close matches.
-        ValueError: if a kind has no text, or a text no such position.
+        UnknownNameError: if there is no such point or span; it has close matches.
+        ValueError: if a kind has no text, a text no such position, or a cache's run was given no tokens.
         ModeError: if the model is in training mode.
 
     >>> from models import load
@@ -94,11 +95,11 @@ class Erasure:
 @without_gradients
 def erasure(
     model: nn.Module,
-    yes: Texts,
-    no: Texts,
+    yes: Texts | ActivationCache,
+    no: Texts | ActivationCache,
     site: str = "resid_post",
     *,
-    pos: Index | None = -1,
+    pos: Index | str | None = -1,
     batch: int = 16,
 ) -> Erasure:
     """Find the least change after which no linear reading tells two kinds of texts apart (LEACE; see `erasing`).
@@ -111,7 +112,12 @@ def erasure(
 
 
 def _moments(
-    model: nn.Module, yes: Texts, no: Texts, site: str, pos: Index | None, batch: int
+    model: nn.Module,
+    yes: Texts | ActivationCache,
+    no: Texts | ActivationCache,
+    site: str,
+    pos: Index | str | None,
+    batch: int,
 ) -> dict[str, Moments]:
     found: dict[str, Moments] = {}
     for part in examples(model, yes, no, points_of(model, site), pos, batch):

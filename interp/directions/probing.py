@@ -7,12 +7,14 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice, product
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
+from hooks import ActivationCache
 from hooks._torch import without_gradients
 from interp import pictures
 from interp.directions.direction import Direction
@@ -28,7 +30,7 @@ class Probe:
 
     Attributes:
         direction: what they read, fitted on all examples: `value @ vector + offset`, for `logistic` in log odds.
-        auroc: on held-out texts, [point, example]; the examples are folds.
+        auroc: on held-out texts, [point, example], or [point, pos, example]; the examples are folds.
         control: the same with labels drawn for each text, the mean of some draws.
     """
 
@@ -47,26 +49,30 @@ class Probe:
         return pictures.together("probes", shown)._repr_html_()
 
     def __repr__(self) -> str:
-        ends = self.auroc.interval()
-        lines = [
-            f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with drawn labels"
+        ends, labels = self.auroc.interval(), self.auroc.labels
+        places = [
+            " ".join(map(str, each))
+            for each in product(*(labels[axis] for axis in self.auroc.axes[:-1]))
         ]
-        for n, name in enumerate([*self.direction.vectors][:38]):
-            mean, control = float(self.auroc.mean()[n]), float(self.control.mean()[n])
-            lines.append(
-                f"  {name}  {mean:.3f} [{float(ends.low[n]):.3f}, {float(ends.high[n]):.3f}]  {control:.3f}"
-            )
-        return "\n".join(lines)
+        columns = (self.auroc.mean(), ends.low, ends.high, self.control.mean())
+        rows = zip(places, *(each.flatten().tolist() for each in columns), strict=True)
+        head = f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with drawn labels"
+        lines = [
+            f"  {place}  {mean:.3f} [{low:.3f}, {high:.3f}]  {control:.3f}"
+            for place, mean, low, high, control in islice(rows, 38)
+        ]
+        return "\n".join([head, *lines])
 
 
 @without_gradients
 def probe(
     model: nn.Module,
-    yes: Texts,
-    no: Texts,
+    yes: Texts | ActivationCache,
+    no: Texts | ActivationCache,
     site: str = "resid_post",
     *,
-    pos: Index | None = -1,
+    pos: Index | str | None = -1,
+    over: Literal["pos"] | None = None,
     kind: str = "logistic",
     C: float = 1.0,
     folds: int = 5,
@@ -80,6 +86,8 @@ def probe(
 
     Args:
         model, yes, no, site, pos, batch: see `difference_of_means`. All examples are kept in memory.
+        over: `pos` scores a probe of each position by itself too, where all texts have equally many; the direction is that of
+            all of them.
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
         C: the inverse of the strength of the penalty, as in scikit-learn.
         folds: into how many parts texts are put.
@@ -87,7 +95,8 @@ def probe(
         seed: of the folds and of the drawn labels.
 
     Raises:
-        ValueError: if there are fewer texts of a kind than folds, fewer than 2 folds, or no such kind.
+        ValueError: if there are fewer texts of a kind than folds, fewer than 2 folds, no such kind, or if texts have
+            different numbers of positions where each is scored.
         UnknownNameError, ModeError: as for `difference_of_means`.
         ImportError: if scikit-learn is not installed.
     """
@@ -107,19 +116,34 @@ def probe(
     for each in kinds:  # each fold has texts of both kinds
         fold_of[draw.permutation(each)] = np.arange(len(each)) % folds
     targets = [labels, *(_drawn(kinds, fold_of, folds, draw)[texts] for _ in range(draws))]
+    ranks = torch.cat([part.rank for part in parts]).numpy()
+    groups, axes, places = [np.full(len(ranks), True)], ["point"], {"point": points}
+    if over == "pos":
+        groups = [ranks == n for n in range(ranks.max() + 1)]
+        if any(each.sum() != groups[0].sum() for each in groups):
+            raise ValueError(
+                f"each text must have as many positions for over='pos'; {groups[0].sum()} texts have one, "
+                f"{groups[-1].sum()} have {len(groups)}"
+            )
+        axes.append("pos")
+        places["pos"] = pos if isinstance(pos, list) else [*range(len(groups))]
     scores, vectors, offsets = [], {}, {}
     for name in points:
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
-        scores.append([
-            [_auroc(values, target, fold_of[texts] == fold, kind, C) for fold in range(folds)]
-            for target in targets
-        ])  # fmt: skip
+        for kept in groups:
+            held = [fold_of[texts[kept]] == fold for fold in range(folds)]
+            scores.append([
+                [_auroc(values[kept], target[kept], fold, kind, C) for fold in held] for target in targets
+            ])  # fmt: skip
         vector, offsets[name] = _fitted(values, labels, kind, C)
         vectors[name] = torch.tensor(vector).float()
     table = torch.tensor(scores)
     about = {"by": f"{kind} probe", "site": site, "rows": len(labels), "yes": int(labels.sum())}
+    shape = [len(each) for each in places.values()]
     results = (
-        Result(each, ("point", "example"), labels={"point": points}, unit="AUROC", about=about)
+        Result(
+            each.view(*shape, folds), (*axes, "example"), labels=places, unit="AUROC", about=about
+        )
         for each in (table[:, 0], table[:, 1:].mean(1))
     )
     return Probe(Direction(vectors, offsets, about), *results)

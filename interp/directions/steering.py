@@ -8,8 +8,10 @@ from torch import nn
 from hooks._torch import without_gradients
 from interp import edits, pictures
 from interp.directions.direction import Direction
+from interp.edits import Edit
 from interp.inputs.positions import Index
 from interp.inputs.texts import Texts, text_for
+from interp.inputs.wording import named_spans
 from interp.measuring import Metric
 from interp.metrics import kl_divergence
 from interp.protocol import logits_of, runner_of
@@ -77,7 +79,7 @@ def steering_curve(
     score: Metric,
     *,
     others: Texts | None = None,
-    pos: Index | None = None,
+    pos: Index | str | None = None,
     max_bytes: int = 2**30,
 ) -> SteeringCurve:
     """Measure what a direction, added at all of its points at once, does at each strength.
@@ -89,12 +91,13 @@ def steering_curve(
         strengths: what the direction is multiplied by.
         score: see `interp.metrics`.
         others: texts whose predictions should stay: KL(unsteered || steered), the mean over their tokens.
-        pos: the positions where it is added; None for all.
+        pos: the positions where it is added; None for all. Of chats (`models.chat`) also the name of a span.
         max_bytes: see `sweep`.
 
     Raises:
         ValueError: as for `sweep`.
         EditError: if a vector does not fit.
+        UnknownNameError: if chats have no such span.
         ModeError: if the model is in training mode.
 
     >>> from interp import log_prob
@@ -104,20 +107,24 @@ def steering_curve(
     >>> steering_curve(model, v, ["part KV8", "def f("], [0.0, 2.0], log_prob("e")).score.mean()[0]
     tensor(0.)
     """
-    where = {} if pos is None else {"pos": pos}
-    changes = [
-        {name: edits.add(direction, scale, **where) for name in direction.vectors}
-        for scale in strengths
-    ]
+
+    def changes(texts: Texts) -> list[dict[str, Edit]]:
+        at = named_spans(texts, [pos])[pos] if isinstance(pos, str) else pos
+        where = {} if at is None else {"pos": at}
+        return [
+            {name: edits.add(direction, scale, **where) for name in direction.vectors}
+            for scale in strengths
+        ]
+
     labels = {"edit": [*strengths]}
-    found = sweep(model, prompts, changes, score, max_bytes=max_bytes)
+    found = sweep(model, prompts, changes(prompts), score, max_bytes=max_bytes)
     kl = None
     if others is not None:
         text = text_for(model, others)
         reference = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
         metric = kl_divergence(reference, None, attention_mask=text.mask)
         kl = _by_strength(
-            sweep_text(model, text, changes, metric, max_bytes, False, stacklevel=4), labels
+            sweep_text(model, text, changes(others), metric, max_bytes, False, stacklevel=4), labels
         )
     return SteeringCurve(tuple(strengths), _by_strength(found, labels), kl)
 

@@ -52,7 +52,7 @@ class Pairs:
         attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
         spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
             token. Of strings: a part of the text, or a tuple (of the clean one, of the corrupted one), or a list of
-            these; all tokens that it touches.
+            these; all tokens that it touches. Of chats (`models.chat`): names of their spans, such as `["assistant"]`.
         metric: a function from logits to a number per example. By default the logit difference of right and
             wrong answers, or the log-probability of the right ones.
         corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
@@ -94,7 +94,7 @@ class Pairs:
         answers: Answers | None = None,
         *,
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
-        spans: Mapping[str, Any] | None = None,
+        spans: Mapping[str, Any] | Sequence[str] | None = None,
         metric: Metric | None = None,
         corrupted_mask: Shaped[Tensor, "batch other"] | None = None,
         corrupted_spans: Spans | None = None,

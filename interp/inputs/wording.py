@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hooks.errors import unknown_name
 from interp.inputs.texts import Text, Texts, is_worded, text_for
 from interp.protocol import of
 
@@ -16,13 +17,14 @@ def tokens_of_pairs(
     clean: Texts,
     corrupted: Texts | None,
     answers: Any,
-    spans: Mapping[str, Any] | None,
+    spans: Mapping[str, Any] | Sequence[str] | None,
 ) -> dict[str, Any]:
     """The arguments of `Pairs` that hold tokens, for texts, answers and spans that are strings; see there.
 
     Raises:
         ValueError: if an answer is no token of its own or may be two, a span is not once in its text, or texts
             without spans have another number of tokens; it shows both as tokens.
+        UnknownNameError: if chats have no span of a name.
         TypeError: if the model cannot read text.
     """
     one = text_for(model, clean)
@@ -39,12 +41,26 @@ def tokens_of_pairs(
         pairs["answers"] = _answers(model, one, several)
     if spans:
         columns = [
-            {name: _columns(model, text, name, span, side) for name, span in spans.items()}
-            for side, text in enumerate((one, other))
+            named_spans(texts, spans)
+            if not isinstance(spans, Mapping)
+            else {name: _columns(model, text, name, span, side) for name, span in spans.items()}
+            for side, (texts, text) in enumerate(((clean, one), (corrupted, other)))
             if text is not None
         ]
         pairs |= dict(zip(("spans", "corrupted_spans"), columns, strict=False))
     return pairs
+
+
+def named_spans(texts: Texts | None, names: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Positions in each text of spans that the texts, such as chats, have names for.
+
+    Raises:
+        UnknownNameError: if they have none of that name; it has close matches.
+    """
+    known: Mapping[str, Any] = getattr(texts, "spans", {})
+    if missing := [name for name in names if name not in known]:
+        raise unknown_name(missing[0], known, "span of these texts")
+    return {name: known[name] for name in names}
 
 
 def _is_one(answers: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import library, one_error, read_json, read_object
-from models.text.chat import template_of
+from models.text.templates import template_of
 from models.text.tokenizer import (
     CharTokenizer,
     SubwordTokenizer,

@@ -9,7 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from models.files import library
-from models.text.chat import ChatTemplate, template_of
+from models.text.templates import ChatTemplate, template_of
 
 if TYPE_CHECKING:
     import tokenizers
