@@ -33,11 +33,13 @@ except ImportError as error:
     raise ImportError(_reason) from error
 
 from interp import edits, features, graph, pictures, spectral, tracing
+from interp.effects.acdc import acdc
 from interp.effects.attribution import attribution_patching
 from interp.effects.comparison import compare
 from interp.effects.edges import edge_attribution
 from interp.effects.evaluation import auroc, completeness, curve, faithfulness, minimality
 from interp.effects.integrated import integrated_gradients
+from interp.effects.nodes import node_effects
 from interp.effects.patch_top_k import patch_top_k
 from interp.effects.patching import activation_patching
 from interp.effects.paths import edge_patching, path_patching
@@ -83,6 +85,7 @@ __all__ = [
     "TunedLens",
     "accumulated",
     "accuracy",
+    "acdc",
     "activation_patching",
     "apply_norm",
     "attribution_graph",
@@ -116,6 +119,7 @@ __all__ = [
     "max_activating",
     "measure",
     "minimality",
+    "node_effects",
     "ov_circuit",
     "patch_top_k",
     "path_patching",

@@ -12,7 +12,8 @@ from interp import Pairs, Result
 from interp.effects.evaluation import auroc
 from interp.graph import Graph, circuits
 from interp.graph.circuit import Circuit
-from interp.graph.circuits import above, greedy, random, read_mib, top, write_mib
+from interp.graph.circuits import above, greedy, random, top
+from interp.graph.mib import read_mib, write_mib
 from tests.reference import variant
 
 GRAPH = Graph(variant("grouped"))  # 2 layers, 6 heads, 3 or 2 key heads
@@ -161,7 +162,8 @@ def test_the_format_of_mib(tmp_path):
     ]
     edges = {name: {"score": 0.5 + n, "in_graph": n % 2 == 0} for n, name in enumerate(names)}
     (tmp_path / "mib.json").write_text(json.dumps({"cfg": {}, "nodes": {}, "edges": edges}))
-    circuit = read_mib(tmp_path / "mib.json", graph)
+    circuit, nodes, neurons = read_mib(tmp_path / "mib.json", graph)
+    assert nodes is neurons is None
     assert circuit.scores[graph.index("input->a0.h1<q>")] == -1.5
     # Query heads 0 and 1 share the first key head, 2 and 3 the second.
     assert circuit.scores[graph.index("input->a0.h0<v>")] == -(8.5 + 9.5)
@@ -179,15 +181,63 @@ def test_the_format_of_mib(tmp_path):
     assert written["edges"]["input->a0.h1<v>"]["score"] == 9.0
     assert written["edges"]["input->a0.h3<v>"]["score"] == 11.0
     assert {*written["nodes"]} == {"input", *(f"a0.h{h}" for h in range(4)), "m0", "logits"}
-    assert read_mib(tmp_path / "again.json", graph) == circuit
+    assert read_mib(tmp_path / "again.json", graph).circuit == circuit
     del edges["m0->logits"]
-    (tmp_path / "mib.json").write_text(json.dumps({"edges": edges}))
+    (tmp_path / "mib.json").write_text(json.dumps({"nodes": {}, "edges": edges}))
     with pytest.raises(ValueError, match="m0->logits"):
         read_mib(tmp_path / "mib.json", graph)
     with pytest.raises(ValueError, match="embed"):
         write_mib(Circuit(Graph(model, split_embeddings=True), []), tmp_path / "apart.json")
-    with pytest.raises(CacheError, match="MIB's JSON"):
+    with pytest.raises(CacheError, match="a format of MIB"):
         read_mib(__file__, graph)
+
+
+@pytest.mark.parametrize("name", ["pre", "parallel"])
+def test_the_tables_of_mib(name, tmp_path):
+    """`.pt` files: a row for each writer, a column for each reader, in the order that MIB documents."""
+    model = variant(name, n_layers=2, n_heads=3, n_kv_heads=3, d_head=4)
+    graph, path = Graph(model), tmp_path / "mib.pt"
+    scores = torch.arange(graph.allowed.numel()).view(graph.allowed.shape) + 0.5
+    circuit = Circuit(graph, graph.edges[::3], scores)
+    nodes = torch.arange(9).float()
+    neurons = torch.randn(9, model.config.d_model)
+    write_mib(circuit, path, nodes, neurons)
+    table = torch.load(path, weights_only=True)
+    writers = ["input", "a0.h0", "a0.h1", "a0.h2", "m0", "a1.h0", "a1.h1", "a1.h2", "m1"]
+    readers = [
+        f"a{layer}.h{head}<{part}>" if part else f"m{layer}"
+        for layer in (0, 1)
+        for part, heads in (("q", 3), ("k", 3), ("v", 3), ("", 1))
+        for head in range(heads)
+    ] + ["logits"]
+    assert table["src_nodes"] == writers
+    assert table["dst_nodes"] == readers
+    for row, writer in enumerate(writers):
+        for column, reader in enumerate(readers):
+            edge = f"{writer}->{reader}"
+            value, kept = table["edges_scores"][row, column], table["edges_in_graph"][row, column]
+            expected = -scores[graph.index(edge)] if edge in graph.edges else 0
+            assert value == expected, edge
+            assert bool(kept) == (edge in {*circuit})
+    is_in = [name in circuit.nodes for name in writers]
+    assert table["nodes_in_graph"].tolist() == is_in
+    assert torch.equal(table["neurons_in_graph"].all(1), torch.tensor(is_in))
+    for file in (path, tmp_path / "mib.json"):
+        write_mib(circuit, file, nodes, neurons)
+        again = read_mib(file, graph)
+        assert again.circuit == circuit
+        assert torch.equal(
+            again.circuit.scores[graph.allowed], circuit.scores[graph.allowed].float().double()
+        )
+        assert torch.equal(again.node_scores, nodes)
+        assert torch.equal(again.neuron_scores, neurons)
+    other = variant(
+        "parallel" if name == "pre" else "pre", n_layers=2, n_heads=3, n_kv_heads=3, d_head=4
+    )
+    with pytest.raises(ValueError, match="must have the edges of this graph"):
+        read_mib(path, Graph(other))
+    with pytest.raises(ValueError, match=r"node_scores must be \[9\] in this graph; got \[8\]"):
+        write_mib(circuit, path, nodes[1:])
 
 
 def test_auroc_is_the_share_of_pairs_in_the_right_order():

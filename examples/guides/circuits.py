@@ -30,7 +30,7 @@ print(circuit, faithfulness(model, others, circuit).mean())  # the circuit's, an
 #   takes them from the model's points and the form of its blocks. GPT-2 small has 32,491 edges, as the MIB benchmark counts them.
 # - **Scores.** `edge_attribution` estimates the effect of all edges at once, by `eap`, `eap_ig_inputs` or `eap_ig_activations`. It
 #   reports the sums that must hold. Gradients pass norms with their whole derivative. `edge_patching` patches each edge instead.
-# - **Choice.** `circuits.above`, `.top` and `.greedy` choose edges by their scores. `.read_mib` and `.write_mib` exchange circuits with
+# - **Choice.** `circuits.above`, `.top` and `.greedy` choose edges by their scores. `graph.mib.read_mib` and `.write_mib` exchange circuits with
 #   the MIB benchmark.
 # - **Runs.** `run_circuit` runs a circuit of any number of edges in one forward pass. It takes the edges to keep, or a mask of those to
 #   replace, which may be differentiated. An edge that is replaced has the paired text's value, another run's, a mean, or zero.

@@ -1,17 +1,11 @@
-"""Circuits found from scores of edges or drawn at random, and files in the format of the MIB benchmark."""
+"""Circuits found from scores of edges or drawn at random."""
 
 import heapq
-import json
-import os
-import re
-import warnings
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import storage
 from interp.graph.circuit import Circuit, feeding, largest
 from interp.graph.graph import Graph
 from interp.results.result import Result
@@ -124,107 +118,6 @@ def _helps(scores: Result) -> Float[Tensor, " edge"]:
         and (scores.target - scores.base).mean() > 0
     )
     return mean if rises else -mean
-
-
-def read_mib(path: str | os.PathLike[str], graph: Graph) -> Circuit:
-    """Reads a circuit in the JSON format of the MIB benchmark (Mueller et al. 2025).
-
-    That format has keys and values for each query head. Where heads share them, their scores are summed, and
-    an edge is kept if one of them is. Its scores are of a loss, so they change their sign here.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        CacheError: if it is not such a file.
-        ValueError: if it is not of this graph.
-    """
-    with storage.one_error(path, "be a circuit in MIB's JSON format"):
-        table = json.loads(Path(path).read_text())
-        edges = [
-            (name, float(edge["score"]), bool(edge["in_graph"]))
-            for name, edge in table["edges"].items()
-        ]
-    places = {name: at for at, names in _mib_names(graph).items() for name in names}
-    if {*places} != {name for name, _, _ in edges}:
-        odd = next(iter({*places} ^ {name for name, _, _ in edges}))
-        raise ValueError(
-            f"the circuit in {path} must have the edges of this graph; they differ in {odd}"
-        )
-    scores = torch.zeros(graph.allowed.shape)
-    kept = torch.zeros_like(graph.allowed)
-    for name, score, in_graph in edges:
-        scores[places[name]] -= score
-        kept[places[name]] |= in_graph
-    return Circuit(graph, kept, scores)
-
-
-def write_mib(circuit: Circuit, path: str | os.PathLike[str]) -> None:
-    """Writes a circuit in the JSON format of the MIB benchmark, completely or not at all.
-
-    Scores that are not known become 0. For signs and shared key heads see `read_mib`.
-
-    Raises:
-        FileNotFoundError: if there is no such directory.
-        ValueError: if the graph has nodes that the format has not: biases, or embeddings apart.
-
-    Warns:
-        UserWarning: if heads share keys and values. Each gets an equal share of the score, and the file has
-            more edges than the circuit.
-    """
-    graph = circuit.graph
-    edges: dict[str, dict[str, object]] = {}
-    for (writer, reader), names in _mib_names(graph).items():
-        score = -circuit.scores[writer, reader].nan_to_num().item() / len(names)
-        kept = bool(circuit.kept[writer, reader])
-        edges |= {name: {"score": score, "in_graph": kept} for name in names}
-    if len(edges) > graph.allowed.sum():
-        warnings.warn(
-            "MIB's format has no shared key heads: each query head gets an equal share of their scores",
-            stacklevel=2,
-        )
-    first, kept_nodes = graph.layers[0], {*circuit.nodes}
-    described = {
-        "cfg": {
-            "n_layers": len(graph.layers),
-            "n_heads": first.heads.stop - first.heads.start,
-            "parallel_attn_mlp": first.is_parallel,
-            "d_model": graph.model.config.d_model,
-        },
-        "nodes": {
-            name: {"in_graph": name in kept_nodes} for name in (*_joined_edges(graph), "logits")
-        },
-        "edges": edges,
-    }
-    with storage.replacing(Path(path)) as partial:
-        partial.write_text(json.dumps(described))
-
-
-def _joined_edges(graph: Graph) -> list[str]:
-    """The writers that have edges."""
-    return [name for name, row in zip(graph.writers, graph.allowed, strict=True) if row.any()]
-
-
-def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
-    """The names that MIB's format has for each edge: several where query heads share a key head."""
-    odd = [
-        name for name in _joined_edges(graph) if not re.fullmatch(r"input|a\d+\.h\d+|m\d+", name)
-    ]
-    if odd or any(layer.mlp is None for layer in graph.layers):
-        raise ValueError(
-            "MIB's format has edges from the input, heads and an MLP in each block; this graph has "
-            f"{odd or 'blocks without MLPs'}"
-        )
-    readers = {n: [name] for n, name in enumerate(graph.readers)}
-    for layer in graph.layers:
-        heads = graph.writers[layer.heads]
-        for letter, part in (("k", layer.k), ("v", layer.v)):
-            n_heads = len(heads) // (part.stop - part.start)
-            for n in range(part.stop - part.start):
-                sharing = heads[n * n_heads : (n + 1) * n_heads]
-                readers[part.start + n] = [f"{head}<{letter}>" for head in sharing]
-    return {
-        (writer, reader): [f"{graph.writers[writer]}->{name}" for name in readers[reader]]
-        for writer, reader in graph.allowed.nonzero().tolist()
-    }
 
 
 def _circuit(graph: Graph, scores: Result, kept: Tensor) -> Circuit:

@@ -1,0 +1,105 @@
+"""Circuits by ACDC (Conmy et al. 2023, "Towards Automated Circuit Discovery for Mechanistic Interpretability").
+
+1. Start from the whole graph, whose divergence from the model is 0.
+2. Go through the readers from the last, the logits, to the first, and for each through its writers from the last to the first.
+3. Replace the edge by the other run's. If the divergence rises by less than the threshold, leave the edge out and go on
+   from the divergence without it. Otherwise keep it.
+4. A reader that nothing kept leads from is not tested: its edges change nothing and are left out.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from hooks._torch import without_gradients
+from interp.graph.circuit import Circuit, feeding
+from interp.graph.graph import Graph
+from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.token_positions import Tokens
+from interp.metrics import kl_divergence
+from interp.protocol import logits_of, runner_of
+from interp.running.masked import MaskedRuns, Source
+
+
+@without_gradients
+def acdc(
+    model: nn.Module,
+    pairs: Pairs,
+    thresholds: Sequence[float],
+    source: Source = "pair",
+    *,
+    pos: Tokens | None = -1,
+    direction: Direction = "noising",
+    split_embeddings: bool = False,
+    max_bytes: int = 2**30,
+) -> dict[float, Circuit]:
+    """Leave out edges one by one while the predictions stay near those of the whole model.
+
+    It measures KL(whole model || circuit), the mean over the pairs. Each test is one run, and thresholds share the
+    tests that they agree on so far.
+
+    Args:
+        model: a model that has a `Graph`, in evaluation mode.
+        pairs: the texts. They need no answers.
+        thresholds: by how much one edge may raise the divergence, in nats, each above 0.
+        source, direction, split_embeddings, max_bytes: see `run_circuit`.
+        pos: where predictions are compared, see `logit_diff`; None for the mean over all real positions.
+
+    Returns:
+        A circuit for each threshold. Its scores are minus what leaving an edge out added when it was tested, also of the
+        edges left out; NaN where none was needed.
+
+    Raises:
+        ValueError: if there is no threshold, or one is not above 0; or as for `run_circuit`.
+        HookError, ModeError: as for `run_circuit`.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam")
+    >>> [*acdc(model, pairs, [3.0])[3.0]]
+    ['m0->m1', 'm1->logits']
+    """
+    if not thresholds or min(thresholds) <= 0:
+        raise ValueError(f"thresholds must be above 0, at least one; got {[*thresholds]}")
+    pairs = pairs_for(model, pairs)
+    text = pairs.text if direction == "noising" else pairs.texts(direction)[0]
+    whole = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
+    measured = pairs.measured_by(kl_divergence(whole, pos, attention_mask=text.mask))
+    runs = MaskedRuns(model, measured, source, direction, split_embeddings, max_bytes)
+    known: dict[bytes, float] = {}
+
+    def divergence(kept: Bool[Tensor, "writer reader"]) -> float:
+        key = kept.numpy().tobytes()
+        if key not in known:
+            known[key] = float(runs.metric((runs.graph.allowed & ~kept).float()).double().mean())
+        return known[key]
+
+    circuits = {}
+    for threshold in thresholds:
+        kept = runs.graph.allowed.clone()
+        scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
+        current = 0.0
+        for writer, reader in _edges(runs.graph, kept):
+            kept[writer, reader] = False
+            new = divergence(kept)
+            scores[writer, reader] = current - new
+            if new - current < threshold:
+                current = new
+            else:
+                kept[writer, reader] = True
+        circuits[threshold] = Circuit(runs.graph, kept, scores, pairs.digests())
+    return circuits
+
+
+def _edges(graph: Graph, kept: Bool[Tensor, "writer reader"]) -> Iterator[tuple[int, int]]:
+    """The edges to test, as `kept` changes; those of readers that nothing leads from are taken out of it."""
+    feeds, live = feeding(graph), torch.zeros(len(graph.readers), dtype=torch.bool)
+    live[-1] = True
+    for reader in reversed(range(len(graph.readers))):
+        writers = feeds[:, reader].nonzero().flatten()
+        live[reader] |= (kept[writers] & live).any()
+        if not live[reader]:
+            kept[:, reader] = False
+        for writer in reversed(kept[:, reader].nonzero().flatten().tolist()):
+            yield writer, reader

@@ -1,0 +1,232 @@
+"""Files in the formats of the MIB benchmark (Mueller et al. 2025), JSON and PyTorch's: circuits, and scores of nodes and neurons.
+
+MIB has keys and values for each query head. Where heads share them, their scores are summed when read, and shared out
+equally when written. Its scores are of a loss, so those of edges change their sign here. Scores of nodes and neurons are
+kept as they are.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hooks import storage
+from interp.graph.circuit import Circuit
+from interp.graph.graph import Graph
+
+_NEEDED = ("cfg", "src_nodes", "dst_nodes", "edges_scores", "edges_in_graph", "nodes_in_graph")
+
+
+class MIB(NamedTuple):
+    """The contents of a file of the MIB benchmark.
+
+    Attributes:
+        circuit: the edges and their scores.
+        node_scores: of each node but the logits; None if the file has none.
+        neuron_scores: of each number that a node writes; None if the file has none. NaN: not scored.
+    """
+
+    circuit: Circuit
+    node_scores: Float[Tensor, " node"] | None = None
+    neuron_scores: Float[Tensor, "node d_model"] | None = None
+
+
+def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
+    """Read a file of the MIB benchmark: `.pt`, or else JSON. An edge is kept if one of those that share a key head is.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CacheError: if it is not such a file.
+        ValueError: if it is not of this graph.
+    """
+    is_pt = Path(path).suffix == ".pt"
+    places = {name: at for at, names in _mib_names(graph).items() for name in names}
+    with storage.one_error(path, "be a circuit in a format of MIB"):
+        table = torch.load(path, weights_only=True) if is_pt else json.loads(Path(path).read_text())
+        edges, nodes, neurons = _of_pt(table, graph, places) if is_pt else _of_json(table)
+    if odd := {*places} ^ {*edges}:
+        raise ValueError(
+            f"the circuit in {path} must have the edges of this graph; they differ in {min(odd)}"
+        )
+    scores = torch.zeros(graph.allowed.shape)
+    kept = torch.zeros_like(graph.allowed)
+    for name, (score, in_graph) in edges.items():
+        scores[places[name]] -= score
+        kept[places[name]] |= in_graph
+    return MIB(Circuit(graph, kept, scores), nodes, neurons)
+
+
+def write_mib(
+    circuit: Circuit,
+    path: str | os.PathLike[str],
+    node_scores: Float[Tensor, " node"] | None = None,
+    neuron_scores: Float[Tensor, "node d_model"] | None = None,
+) -> None:
+    """Write a file of the MIB benchmark, completely or not at all: `.pt`, or else JSON.
+
+    Scores of edges that are not known become 0. Neurons are in the graph where their node is.
+
+    Args:
+        circuit: the edges and their scores.
+        path: the file.
+        node_scores, neuron_scores: of the nodes in MIB's order: the input, then of each block the heads and the MLP.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+        ValueError: if the graph has nodes that the format has not: biases, or embeddings apart; or if scores are not of its nodes.
+
+    Warns:
+        UserWarning: if heads share keys and values. Each gets an equal share of the score, and the file has
+            more edges than the circuit.
+    """
+    graph, edges = circuit.graph, dict[str, tuple[float, bool]]()
+    for at, names in _mib_names(graph).items():
+        share = -circuit.scores[at].nan_to_num().item() / len(names)
+        edges |= {name: (share, bool(circuit.kept[at])) for name in names}
+    if len(edges) > graph.allowed.sum():
+        warnings.warn(
+            "MIB's format has no shared key heads: each query head gets an equal share of their scores",
+            stacklevel=2,
+        )
+    nodes, width = _joined_edges(graph), graph.model.config.d_model
+    for name, scores, shape in (
+        ("node_scores", node_scores, (len(nodes),)),
+        ("neuron_scores", neuron_scores, (len(nodes), width)),
+    ):
+        if scores is not None and scores.shape != shape:
+            raise ValueError(f"{name} must be {[*shape]} in this graph; got {[*scores.shape]}")
+    kept = [name in circuit.nodes for name in nodes]
+    make = _pt if Path(path).suffix == ".pt" else _json
+    described = make(
+        _config(graph), dict(zip(nodes, kept, strict=True)), edges, node_scores, neuron_scores
+    )
+    with storage.replacing(Path(path)) as partial:
+        if make is _pt:
+            torch.save(described, partial)
+        else:
+            partial.write_text(json.dumps(described))
+
+
+Edges = dict[str, tuple[float, bool]]
+"""The score of each edge, and whether it is in the circuit."""
+Scores = Tensor | None
+
+
+def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
+    edges = {
+        name: (float(edge["score"]), bool(edge["in_graph"]))
+        for name, edge in table["edges"].items()
+    }
+    nodes = [node for name, node in table["nodes"].items() if name != "logits"]
+    found = (
+        torch.tensor([node[key] for node in nodes])
+        if nodes and all(key in node for node in nodes)
+        else None
+        for key in ("score", "neurons_scores")
+    )
+    return edges, *found
+
+
+def _json(
+    config: dict[str, Any], nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
+) -> dict[str, Any]:
+    described: dict[str, dict[str, Any]] = {name: {"in_graph": n} for name, n in nodes.items()}
+    for at, (name, kept) in enumerate(nodes.items()):
+        if score is not None:
+            described[name]["score"] = float(score[at])
+        if neurons is not None:
+            described[name]["neurons"] = [kept] * neurons.shape[1]
+            described[name]["neurons_scores"] = neurons[at].tolist()
+    described["logits"] = {"in_graph": True}
+    table = {name: {"score": score, "in_graph": kept} for name, (score, kept) in edges.items()}
+    return {"cfg": config, "nodes": described, "edges": table}
+
+
+def _of_pt(
+    table: Mapping[str, Any], graph: Graph, names: Iterable[str]
+) -> tuple[Edges, Scores, Scores]:
+    config, sources, readers, scores, kept, _ = (table[key] for key in _NEEDED)
+    writers, columns = _joined_edges(graph), _readers(_config(graph))
+    shape = bool(config["parallel_attn_mlp"]), [*sources], [*readers]
+    edges = {}
+    if shape == (_config(graph)["parallel_attn_mlp"], writers, columns):
+        for name in names:
+            writer, _, reader = name.partition("->")
+            at = writers.index(writer), columns.index(reader)
+            edges[name] = float(scores[at]), bool(kept[at])
+    return edges, table.get("nodes_scores"), table.get("neurons_scores")
+
+
+def _pt(
+    config: dict[str, Any], nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
+) -> dict[str, Any]:
+    readers = _readers(config)
+    table, in_graph = torch.zeros(2, len(nodes), len(readers))
+    for name, (value, kept) in edges.items():
+        writer, _, reader = name.partition("->")
+        at = [*nodes].index(writer), readers.index(reader)
+        table[at], in_graph[at] = value, kept
+    is_in = torch.tensor([*nodes.values()])
+    values = [config, [*nodes], readers, table, in_graph.bool(), is_in]
+    described = dict(zip(_NEEDED, values, strict=True))
+    if score is not None:
+        described["nodes_scores"] = score
+    if neurons is not None:
+        described["neurons_scores"] = neurons
+        described["neurons_in_graph"] = is_in[:, None].expand(*neurons.shape).clone()
+    return described
+
+
+def _config(graph: Graph) -> dict[str, Any]:
+    first = graph.layers[0]
+    return {
+        "n_layers": len(graph.layers),
+        "n_heads": first.heads.stop - first.heads.start,
+        "parallel_attn_mlp": first.is_parallel,
+        "d_model": graph.model.config.d_model,
+    }
+
+
+def _readers(config: Mapping[str, Any]) -> list[str]:
+    readers = []
+    for layer in range(config["n_layers"]):
+        heads = range(config["n_heads"])
+        readers += [f"a{layer}.h{head}<{letter}>" for letter in "qkv" for head in heads]
+        readers.append(f"m{layer}")
+    return [*readers, "logits"]
+
+
+def _joined_edges(graph: Graph) -> list[str]:
+    """The writers that have edges."""
+    return [name for name, row in zip(graph.writers, graph.allowed, strict=True) if row.any()]
+
+
+def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
+    """The names that MIB's format has for each edge: several where query heads share a key head."""
+    odd = [
+        name for name in _joined_edges(graph) if not re.fullmatch(r"input|a\d+\.h\d+|m\d+", name)
+    ]
+    if odd or any(layer.mlp is None for layer in graph.layers):
+        raise ValueError(
+            "MIB's format has edges from the input, heads and an MLP in each block; this graph has "
+            f"{odd or 'blocks without MLPs'}"
+        )
+    readers = {n: [name] for n, name in enumerate(graph.readers)}
+    for layer in graph.layers:
+        heads = graph.writers[layer.heads]
+        for letter, part in (("k", layer.k), ("v", layer.v)):
+            n_heads = len(heads) // (part.stop - part.start)
+            for n in range(part.stop - part.start):
+                sharing = heads[n * n_heads : (n + 1) * n_heads]
+                readers[part.start + n] = [f"{head}<{letter}>" for head in sharing]
+    return {
+        (writer, reader): [f"{graph.writers[writer]}->{name}" for name in readers[reader]]
+        for writer, reader in graph.allowed.nonzero().tolist()
+    }
