@@ -1,7 +1,7 @@
 """The kinds of edits: functions that make an `Edit`, and what each does to a value."""
 
 import warnings
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Shaped
@@ -10,9 +10,19 @@ from torch import Tensor
 from hooks import EditError
 from hooks.transfer import to_device
 from interp.edits.draws import donors, normal
-from interp.edits.edit import Axes, Edit, Source, Values
+from interp.edits.edit import Axes, Change, Edit, Source, Values
 from interp.edits.places import Place
 from interp.inputs.positions import Index, Selection
+
+
+@runtime_checkable
+class Interchanges(Protocol):
+    """Features of values, some of which are taken from another run."""
+
+    def interchanged(
+        self, value: Shaped[Tensor, "*rows d"], source: Shaped[Tensor, "*rows d"]
+    ) -> Shaped[Tensor, "*rows d"]:
+        """The value with the chosen features of the source."""
 
 
 def zero(**where: Index) -> Edit:
@@ -65,7 +75,7 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
 
 def interchange(
     source: Values,
-    subspace: Float[Tensor, "dim *k"],
+    subspace: Float[Tensor, "dim *k"] | Interchanges,
     *,
     source_pos: Index | None = None,
     **where: Index,
@@ -77,7 +87,8 @@ def interchange(
 
     Args:
         source, source_pos: see `replace`.
-        subspace: a direction, or columns that span the subspace. They need not be orthonormal.
+        subspace: a direction, or columns that span the subspace. They need not be orthonormal. Or features of the values,
+            such as those of `interp.alignment`.
         where: what is replaced.
 
     Raises:
@@ -88,11 +99,14 @@ def interchange(
     >>> edit(torch.ones(1, 2), Point("any", ("batch", "d_model")))
     tensor([[1., 6.]])
     """
-    basis, arguments = _orthonormal(subspace), {"0": source, "1": subspace}
-    values = _source(source, source_pos)
-    return Edit(
-        "interchange", lambda x, value, place: x + _inside(value - x, basis), arguments, values
-    ).at(**where)
+    arguments, values = {"0": source, "1": subspace}, _source(source, source_pos)
+    if isinstance(subspace, Tensor):
+        basis = _orthonormal(subspace)
+        change: Change = lambda x, value, place: x + _inside(value - x, basis)  # noqa: E731
+    else:
+        parts = subspace
+        change = lambda x, value, place: parts.interchanged(x, value)  # noqa: E731
+    return Edit("interchange", change, arguments, values).at(**where)
 
 
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:

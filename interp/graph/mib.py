@@ -125,13 +125,13 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
         for name, edge in table["edges"].items()
     }
     nodes = [node for name, node in table["nodes"].items() if name != "logits"]
-    found = (
-        torch.tensor([node[key] for node in nodes])
-        if nodes and all(key in node for node in nodes)
-        else None
-        for key in ("score", "neurons_scores")
-    )
-    return edges, *found
+
+    def scores(key: str) -> Tensor | None:
+        if not nodes or any(key not in node for node in nodes):
+            return None
+        return torch.tensor([node[key] for node in nodes])
+
+    return edges, scores("score"), scores("neurons_scores")
 
 
 def _json(

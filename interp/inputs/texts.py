@@ -62,7 +62,7 @@ class Text(NamedTuple):
         """The real tokens of each text."""
         return [row[real].tolist() for row, real in zip(self.tokens, self.real, strict=True)]
 
-    def rows(self, rows: slice) -> "Text":
+    def rows(self, rows: slice | Tensor) -> "Text":
         """Some of the texts, without spans."""
         return self._mapped(lambda value: value[rows])
 

@@ -1,0 +1,26 @@
+"""Interchange interventions: which part of a value carries a variable, with the controls that make it believable.
+
+>>> from interp.alignment import counterfactual
+>>> def sum_of_three(a, b, c, carry=None):
+...     carry = a + b if carry is None else carry
+...     return {"carry": carry, "answer": carry + c}
+>>> counterfactual(sum_of_three, {"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 0}, "carry")["answer"]
+11
+"""
+
+from interp.alignment.aligning import Alignment, align, counterfactual
+from interp.alignment.featurizers import Featurizer, neurons, of_dictionary, pca, subspace
+from interp.alignment.nullspace import NullSpaces, null_spaces
+
+__all__ = [
+    "Alignment",
+    "Featurizer",
+    "NullSpaces",
+    "align",
+    "counterfactual",
+    "neurons",
+    "null_spaces",
+    "of_dictionary",
+    "pca",
+    "subspace",
+]

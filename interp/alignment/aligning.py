@@ -1,0 +1,265 @@
+"""Distributed alignment search: the part of a value whose interchange does what a variable of a causal model does.
+
+Geiger et al. 2024, "Finding Alignments Between Interpretable Causal Variables and Distributed Neural Representations".
+
+1. Keep the values of the source texts at a point.
+2. Run the base texts with a part of the value taken from their source, and ask for the answers that the causal model gives
+   when the variable is taken from the source.
+3. Learn the part by gradients: an orthonormal basis of k columns; or, of given features, a mask (De Cao et al. 2022; the
+   sigmoid of a boundary sharpens with a falling temperature, and in the end a feature is in or out).
+4. Score it on other pairs, beside a part drawn at random, the same fit on a model with shuffled weights, the same fit to
+   shuffled answers, and the whole value. A search that is free enough fits anything, and the controls show it.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
+
+from hooks._torch import without_gradients
+from interp import pictures
+from interp.alignment.featurizers import Featurizer, neurons, subspace
+from interp.alignment.runs import Runs
+from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.token_positions import at_least_float32
+from interp.protocol import runner_of
+from interp.results.result import Result
+from interp.running.sites import Choice, named
+
+CONTROLS = ("aligned", "random", "shuffled weights", "shuffled answers", "whole")
+"""What is scored: what was learned, four controls, of which the last is the ceiling."""
+_COLDEST = 0.01
+
+
+def counterfactual(
+    causal: Callable[..., Mapping[str, Any]],
+    base: Mapping[str, Any],
+    source: Mapping[str, Any],
+    *variables: str,
+) -> Mapping[str, Any]:
+    """The values of a causal model on a base input, with some variables as they are on a source input.
+
+    Args:
+        causal: a function from inputs to values by name. It takes each of its variables by name too, and then uses that value.
+        base, source: inputs.
+        variables: the names of those that come from the source.
+    """
+    values = causal(**source)
+    return causal(**base, **{name: values[name] for name in variables})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Alignment:
+    """Learned parts of values and their scores; made by `align`.
+
+    Attributes:
+        featurizers: by point and position; `edits.interchange` takes them.
+        accuracy: 1 where the interchanged run gives the right answer, [control, point, pos, example] of the test pairs.
+        metric: the change of the pairs' metric, in its unit, of the same axes. `base` is that of the run without interchange.
+        losses: of each epoch, by point and position: the mean cross-entropy, in nats.
+    """
+
+    featurizers: Mapping[tuple[str, Any], Featurizer]
+    accuracy: Result
+    metric: Result
+    losses: Mapping[tuple[str, Any], tuple[float, ...]]
+
+    def _repr_html_(self) -> str:
+        shown = {f"Accuracy, {name}": self.accuracy.select(control=name) for name in CONTROLS}
+        return pictures.together("alignment", shown)._repr_html_()
+
+    def __repr__(self) -> str:
+        ends, mean = self.accuracy.interval(), self.accuracy.mean()
+        lines = [f"Alignment, accuracy on {self.accuracy.values.shape[-1]} other pairs"]
+        for n, (point, pos) in enumerate([*self.featurizers][:12]):
+            lines.append(f"  {point}, pos {pos}: {self.featurizers[point, pos]}")
+            for control, low, high, value in zip(
+                CONTROLS,
+                *(x.flatten(1)[:, n].tolist() for x in (ends.low, ends.high, mean)),
+                strict=True,
+            ):
+                lines.append(
+                    f"    {control:<17} {value:.3f} [{max(low, 0):.3f}, {min(high, 1):.3f}]"
+                )
+        return "\n".join(lines)
+
+
+@without_gradients
+def align(
+    model: nn.Module,
+    pairs: Pairs,
+    site: str = "resid_post",
+    k: int = 32,
+    *,
+    test: Pairs,
+    pos: int | str | Sequence[int | str] = -1,
+    layers: int | Sequence[int] | None = None,
+    head: int | None = None,
+    features: Featurizer | None = None,
+    sparsity: float = 0.0,
+    direction: Direction = "denoising",
+    epochs: int = 3,
+    rate: float = 1e-2,
+    batch: int = 32,
+    seed: int = 0,
+) -> Alignment:
+    """Learn which part of a value carries what the answers of pairs depend on, and score it with controls.
+
+    The corrupted text is run, with the part taken from the clean one, and should give `answers`: those of the causal model
+    with the variable taken from the clean text, which may be the answer of neither text.
+
+    Args:
+        model: any model with hook points, in evaluation mode. Its weights do not change.
+        pairs: what is fitted on. Answers are needed: the right token, or the right and the wrong one.
+        site: the last part of points of all layers, or the name of one point.
+        k: the number of columns.
+        test: other pairs, for the scores.
+        pos: a position, or the name of a span of the pairs; or several, each with a fit of its own.
+        layers: only this one or these.
+        head: which head, where the point has heads.
+        features: features to learn a mask of, in place of columns; see `alignment.featurizers`. k does not count then.
+        sparsity: of a mask: what a whole mask costs, in nats.
+        direction: `noising` runs the clean text, with the part taken from the corrupted one.
+        epochs, rate, batch: of Adam.
+        seed: of the first columns, the order of the pairs and the controls.
+
+    Raises:
+        ValueError: if pairs have no answers or corrupted texts, k does not fit, a pair is in both, or a point has other axes.
+        UnknownNameError: if there is no such site or span; it has close matches.
+        ModeError: if the model is in training mode.
+    """
+    runner, fitted, tested = runner_of(model), pairs_for(model, pairs), pairs_for(model, test)
+    for each in (fitted, tested):
+        if each.answers is None:
+            raise ValueError("an alignment needs pairs with answers; got none")
+    if both := {*fitted.digests()} & {*tested.digests()}:
+        raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
+    points = [*named(runner, Choice(site, ("layer",), layers)).values()]
+    places = [pos] if isinstance(pos, int | str) else [*pos]
+    fit = _Fit(k, features, sparsity, epochs, rate, batch, seed)
+    shuffled = _with_shuffled_weights(model, seed)
+    answers = fitted.answers
+    assert answers is not None  # checked above
+    drawn = torch.tensor(np.random.default_rng(seed).permutation(len(answers)))
+    scores, learned, losses = [], {}, {}
+    for name in points:
+        for place in places:
+            train = Runs(model, fitted, name, place, head, direction)
+            held = Runs(model, tested, name, place, head, direction)
+            part, losses[name, place] = fit(train)
+            learned[name, place] = part
+            other = Runs(shuffled, fitted, name, place, head, direction)
+            other_held = Runs(shuffled, tested, name, place, head, direction)
+            parts = [
+                (held, part),
+                (held, fit.random(train.size, part)),
+                (other_held, fit(other)[0]),
+                (held, fit(train.answering(answers[drawn.to(answers.device)]))[0]),
+                (held, neurons(train.size)),
+            ]
+            bases = {site: site.metric(None, batch) for site in (held, other_held)}
+            scores.append([
+                [site.right(each, batch), site.metric(each, batch) - bases[site]]
+                for site, each in parts
+            ])  # fmt: skip
+    # [place, control, accuracy or metric, example]
+    table = torch.stack([torch.stack([torch.stack(each) for each in row]) for row in scores])
+    accuracy, metric = table.view(len(points), len(places), *table.shape[1:]).unbind(3)
+    labels = {"control": CONTROLS, "point": points, "pos": places}
+    about = {"site": site, "direction": direction, "metric": repr(tested.metric), "k": k}
+
+    def result(values: Tensor, unit: str, base: Tensor | None = None) -> Result:
+        axes = ("control", "point", "pos", "example")
+        moved = values.movedim(2, 0)
+        return Result(moved, axes, base, labels=labels, unit=unit, about=about)
+
+    unit = getattr(tested.metric, "unit", "")
+    return Alignment(
+        learned, result(accuracy, "accuracy"), result(metric, unit, bases[held]), losses
+    )
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The settings of a fit, which makes a part from pairs at a site."""
+
+    k: int
+    features: Featurizer | None
+    sparsity: float
+    epochs: int
+    rate: float
+    batch: int
+    seed: int
+
+    def __call__(self, site: Runs) -> tuple[Featurizer, tuple[float, ...]]:
+        module, part = self._learner(site.source)
+        optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
+        draw, losses = np.random.default_rng(self.seed), []
+        n = len(site.pairs)
+        steps = self.epochs * -(-n // self.batch)
+        step = 0
+        for _ in range(self.epochs):
+            order, total = torch.tensor(draw.permutation(n)), 0.0
+            for rows in order.split(self.batch):
+                with torch.enable_grad():
+                    learned = part(_COLDEST ** (step / max(1, steps - 1)))
+                    loss = site.loss(learned, rows)
+                    cost = self.sparsity * learned.mask.mean() if self.features else 0.0
+                    parameters = [*module.parameters()]
+                    gradients = torch.autograd.grad(loss + cost, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                total, step = total + float(loss.detach()) * len(rows), step + 1
+            losses.append(total / n)
+        return part(None), tuple(losses)
+
+    def _learner(self, like: Tensor) -> tuple[nn.Module, Callable[[float | None], Featurizer]]:
+        """What is trained, and the part that it makes at a temperature; None at the end."""
+        size = like.shape[-1]
+        kind: dict[str, Any] = {"device": like.device, "dtype": at_least_float32(like).dtype}
+        if self.features is not None:
+            features, boundary = (
+                self.features,
+                nn.ParameterList([torch.zeros(len(self.features.mask))]),
+            )
+
+            def masked(temperature: float | None) -> Featurizer:
+                where = boundary[0]
+                if temperature is None:
+                    return features.only((where > 0).to(where).detach())
+                return features.only(torch.sigmoid(where / temperature))
+
+            return boundary, masked
+        if not 0 < self.k <= size:
+            raise ValueError(f"k must be 1 to {size}, the size of the value; got {self.k}")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            columns = orthogonal(nn.Linear(self.k, size, bias=False)).to(**kind)
+
+        def spanned(temperature: float | None) -> Featurizer:
+            basis = columns(torch.eye(self.k, **kind)).mT
+            return subspace(basis.detach() if temperature is None else basis)
+
+        return columns, spanned
+
+    def random(self, size: int, part: Featurizer) -> Featurizer:
+        """As many columns, or features, drawn at random."""
+        draw = torch.Generator().manual_seed(self.seed)
+        if self.features is None:
+            return subspace(torch.linalg.qr(torch.randn(size, self.k, generator=draw)).Q)
+        return part.only(part.mask[torch.randperm(len(part.mask), generator=draw)])
+
+
+def _with_shuffled_weights(model: nn.Module, seed: int) -> nn.Module:
+    """A copy whose weights are the same numbers in other places: a model of its scale that has learned nothing."""
+    other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    for weight in other.parameters():
+        order = torch.randperm(weight.numel(), generator=draw).to(weight.device)
+        weight.data.copy_(weight.data.flatten()[order].view_as(weight))
+    return other

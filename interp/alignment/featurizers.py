@@ -1,0 +1,98 @@
+"""Featurizers: features of values, some of which an interchange takes from another run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from interp.features.dictionary import Dictionary
+from interp.inputs.token_positions import at_least_float32
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Featurizer:
+    """Features of a value, how they become a value again, and which of them are interchanged. `edits.interchange` takes it.
+
+    What the features do not make up is kept from the run that is edited.
+
+    Attributes:
+        name: the kind.
+        encode: from values [*rows d] to features [*rows feature].
+        decode: from features, and the values that they are of, to values.
+        mask: how much of each feature is taken from the other run, from 0 to 1.
+    """
+
+    name: str
+    encode: Callable[[Float[Tensor, "*rows d"]], Float[Tensor, "*rows feature"]]
+    decode: Callable[
+        [Float[Tensor, "*rows feature"], Float[Tensor, "*rows d"]], Float[Tensor, "*rows d"]
+    ]
+    mask: Float[Tensor, " feature"]
+
+    def only(self, mask: Float[Tensor, " feature"]) -> "Featurizer":
+        """The same features, of which others are interchanged."""
+        return replace(self, mask=mask)
+
+    def interchanged(
+        self, value: Float[Tensor, "*rows d"], source: Float[Tensor, "*rows d"]
+    ) -> Float[Tensor, "*rows d"]:
+        """The value with the chosen features of the source, in its dtype."""
+        here, there = at_least_float32(value), at_least_float32(source)
+        features = self.encode(here)
+        taken = self.mask.to(features) * (self.encode(there) - features)
+        change = self.decode(features + taken, here) - self.decode(features, here)
+        return (here + change).to(value.dtype)
+
+    def __repr__(self) -> str:
+        return f"{self.name}, {int((self.mask > 0).sum())} of {len(self.mask)} features"
+
+
+def subspace(basis: Float[Tensor, "d k"], name: str = "subspace") -> Featurizer:
+    """Coordinates along orthonormal columns, all interchanged.
+
+    >>> part = subspace(torch.tensor([[0.6], [0.8]]))
+    >>> part.interchanged(torch.tensor([0.0, 0.0]), torch.tensor([5.0, 0.0]))
+    tensor([1.8000, 2.4000])
+    """
+
+    def encode(value: Tensor) -> Tensor:
+        return value @ basis.to(value)
+
+    def decode(features: Tensor, value: Tensor) -> Tensor:
+        return features @ basis.to(features).mT
+
+    return Featurizer(name, encode, decode, torch.ones(basis.shape[1]))
+
+
+def neurons(size: int) -> Featurizer:
+    """The numbers of a value themselves, all interchanged: the whole value."""
+    return Featurizer(
+        "neurons", lambda value: value, lambda features, value: features, torch.ones(size)
+    )
+
+
+def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
+    """The first `k` principal components of values, such as a point's over many texts.
+
+    Raises:
+        ValueError: if there are not so many.
+    """
+    x = values.double()
+    components = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh
+    if not 0 < k <= len(components):
+        raise ValueError(f"k must be 1 to {len(components)}, the number of components; got {k}")
+    return subspace(components[:k].mT.to(values.dtype), "principal components")
+
+
+def of_dictionary(dictionary: Dictionary) -> Featurizer:
+    """The features of a sparse autoencoder, all interchanged; its error is kept.
+
+    Raises:
+        ValueError: if it is a transcoder.
+    """
+    if dictionary.is_transcoder:
+        raise ValueError("features of a point are those of an autoencoder; got a transcoder")
+    every = torch.ones(dictionary.n_features)
+    return Featurizer("dictionary", dictionary.encode, dictionary.write, every)

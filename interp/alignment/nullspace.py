@@ -1,0 +1,128 @@
+"""The check for effects of a subspace that are made of parts which the model does not use (Makelov et al. 2023).
+
+Makelov et al. 2023, "Is This the Subspace You Are Looking for? An Interpretability Illusion for Subspace Activation Patching".
+A direction can join one along which runs differ but which nobody reads to one that somebody reads but along which no run
+differs. Patching it then moves the answer by a way that the model never goes.
+
+1. Interchange the subspace.
+2. Interchange it, and drop what it changes where clean values do not vary.
+3. Interchange it by what is read of the difference alone.
+4. What the effect loses in 2 or 3 went through such parts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks._torch import without_gradients
+from interp.alignment.featurizers import Featurizer
+from interp.alignment.runs import Runs
+from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.results.result import Result
+
+_NEGLIGIBLE = 1e-6
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NullSpaces:
+    """Effects of a subspace, whole and without what the model does not use; made by `null_spaces`.
+
+    Attributes:
+        effects: the change of the metric, [through, example]: `whole`; `varying`, without changes where clean values do not
+            vary; `read`, without differences that are not read.
+    """
+
+    effects: Result
+
+    @property
+    def dormant(self) -> float:
+        """The share of the effect that goes through directions along which no clean run varies."""
+        return self._lost("varying")
+
+    @property
+    def unread(self) -> float:
+        """The share of the effect that comes of differences which are not read."""
+        return self._lost("read")
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether one of the shares is above one half."""
+        return max(self.dormant, self.unread) > 0.5
+
+    def _lost(self, through: str) -> float:
+        # Effects may have both signs, so what is left is the slope of one on the other.
+        whole, left = (self.effects.select(through=name).values for name in ("whole", through))
+        return float(1 - (left * whole).sum() / whole.square().sum())
+
+    def __repr__(self) -> str:
+        words = "suspect" if self.is_suspect else "no illusion seen"
+        return f"NullSpaces: {words}, dormant {self.dormant:.2f}, unread {self.unread:.2f} of the effect"
+
+
+@without_gradients
+def null_spaces(
+    model: nn.Module,
+    pairs: Pairs,
+    point: str,
+    basis: Float[Tensor, "d *k"],
+    *,
+    reader: Float[Tensor, "d out"] | None = None,
+    pos: int | str = -1,
+    head: int | None = None,
+    direction: Direction = "denoising",
+) -> NullSpaces:
+    """Measure how much of a subspace's effect goes through directions that no clean run uses.
+
+    It looks along the axes of the point, such as neurons: along which values of the pairs vary, and along which the metric has
+    a gradient. Where every axis does both, as in the residual stream, it finds nothing, and proves nothing. With `reader`,
+    such as `W_out` at `mlp.post`, what is read is the row space of those weights.
+
+    Args:
+        model: any model with hook points, in evaluation mode.
+        pairs: the texts and the metric.
+        point: the name of the point.
+        basis: a direction, or orthonormal columns.
+        reader: weights that read the value, `value @ reader`.
+        pos, head, direction: see `align`.
+
+    Raises:
+        ValueError: if the basis does not fit; or as for `align`.
+        UnknownNameError, ModeError: as for `align`.
+    """
+    runs = Runs(model, pairs_for(model, pairs), point, pos, head, direction)
+    columns = basis.view(len(basis), -1)
+    if len(columns) != runs.size:
+        raise ValueError(f"basis must have {runs.size} rows at {point}; got {len(columns)}")
+    rows = torch.cat([runs.base(), runs.source]).flatten(0, 1)
+    every = torch.eye(runs.size).to(rows)
+    varying = _axes(rows.std(0))
+    if reader is None:
+        read = _axes(runs.gradients().abs().flatten(0, 1).mean(0))
+    else:
+        left, sizes, _ = torch.linalg.svd(reader.to(rows), full_matrices=False)
+        left = left[:, sizes > _NEGLIGIBLE * sizes.max()]
+        read = left @ left.mT
+
+    def change(difference: Tensor, direction: Tensor) -> Featurizer:
+        def encode(value: Tensor) -> Tensor:
+            return value @ difference @ columns.to(value)
+
+        def decode(features: Tensor, value: Tensor) -> Tensor:
+            return features @ columns.to(value).mT @ direction
+
+        return Featurizer("subspace", encode, decode, torch.ones(columns.shape[1]))
+
+    n = len(runs.pairs)
+    base = runs.metric(None, n)
+    parts = {"whole": (every, every), "varying": (every, varying), "read": (read, every)}
+    values = torch.stack([runs.metric(change(*part), n) - base for part in parts.values()])
+    unit = getattr(runs.pairs.metric, "unit", "")
+    axes = ("through", "example")
+    return NullSpaces(Result(values, axes, base, labels={"through": [*parts]}, unit=unit))
+
+
+def _axes(sizes: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
+    """The projection on the axes whose sizes are not negligible."""
+    return (sizes > _NEGLIGIBLE * sizes.max()).to(sizes).diag()

@@ -1,0 +1,151 @@
+"""Runs of pairs with a part of a value at one point taken from the other text."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hooks import Point
+from hooks.errors import unknown_name
+from hooks.pieces import real_columns
+from interp.alignment.featurizers import Featurizer
+from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.positions import Selection
+from interp.inputs.texts import Text
+from interp.inputs.token_positions import at_least_float32, last_real
+from interp.measuring import evaluate, last_of
+from interp.protocol import logits_of, runner_of
+from interp.running.gradients.backward import Gradients
+
+
+class Runs:
+    """Pairs at one point and position: base texts that are run, and values of their sources there.
+
+    Args:
+        model, pairs: as for `align`, the pairs read by the model.
+        name: the point.
+        pos, head, direction: as for `align`.
+
+    Attributes:
+        source: values of the source texts, [batch, pos, d].
+        size: the size of a value.
+
+    Raises:
+        ValueError: if the point has other axes.
+        UnknownNameError: if the pairs have no such span.
+    """
+
+    def __init__(
+        self, model: nn.Module, pairs: Pairs, name: str, pos: int | str, head: int | None, direction: Direction
+    ) -> None:  # fmt: skip
+        self.runner, self.name, self.pairs = runner_of(model), name, pairs
+        self.text, source = pairs.texts(direction)
+        self.answers = pairs.answers
+        axes = self.runner.points[name].axes if name in self.runner.points else ()
+        if len(axes) - ("head" in axes or "kv_head" in axes) > 3 or (
+            (len(axes) == 4) != (head is not None) and axes
+        ):
+            raise ValueError(
+                f"a value must be a vector at each position, with head= where there are heads; got {name} "
+                f"[{' '.join(axes)}] and head={head}"
+            )
+        self._head = () if head is None else (head,)
+        self._columns = _columns(self.text, pos)
+        self.source = self._values(source, _columns(source, pos))
+        self.size: int = self.source.shape[-1]
+
+    def answering(self, answers: Int[Tensor, "batch *two"]) -> "Runs":
+        """The same with other answers."""
+        other = copy.copy(self)
+        other.answers = answers
+        return other
+
+    def base(self) -> Float[Tensor, "batch pos d"]:
+        """The values of the texts that are run."""
+        return self._values(self.text, self._columns)
+
+    def gradients(self) -> Float[Tensor, "batch pos d"]:
+        """The gradients of the metric at these values."""
+        found: dict[str, Tensor] = {}
+        start = Gradients(self.runner, self.text, self.pairs.metric, [self.name])
+        start.backward(found.__setitem__)
+        value = (
+            found[self.name] if self.name in found else torch.zeros_like(start.values[self.name])
+        )
+        return value[self._at(slice(None), self._columns)]
+
+    def _values(self, text: Text, columns: Tensor) -> Float[Tensor, "batch pos d"]:
+        model = self.runner.model
+        cache = self.runner.capture(text.tokens, names=self.name, **text.arguments(model))
+        return cache[self.name][self._at(slice(None), columns)]
+
+    def _at(self, rows: Any, columns: Tensor) -> tuple[Any, ...]:
+        chosen = columns[rows]
+        return (torch.arange(len(chosen))[:, None], chosen, *self._head)
+
+    def logits(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows vocab"]:
+        """The logits at the last real position of some base texts, with the part taken from their sources."""
+        output = self._run(part, rows)
+        return at_least_float32(last_real(output, 1, self.text.rows(rows).mask)[:, 0])
+
+    def _run(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows pos vocab"]:
+        text, at = self.text.rows(rows), self._at(rows, self._columns)
+
+        def taken(value: Tensor, point: Point) -> Tensor:
+            new = value.clone()
+            if part is not None:
+                new[at] = part.interchanged(value[at], self.source[rows])
+            return new
+
+        arguments = text.arguments(self.runner.model)
+        return logits_of(
+            self.runner.run_with_hooks(text.tokens, hooks={self.name: taken}, **arguments)
+        )
+
+    def loss(self, part: Featurizer, rows: Tensor) -> Float[Tensor, ""]:
+        """The mean cross-entropy of the right answers, among all tokens or both answers of each pair."""
+        logits, answers = self.logits(part, rows), self._answers(rows)
+        if answers.ndim == 1:
+            return cross_entropy(logits, answers)
+        return cross_entropy(logits.gather(1, answers), torch.zeros_like(answers[:, 0]))
+
+    def right(self, part: Featurizer | None, batch: int) -> Float[Tensor, " example"]:
+        """1 where the right answer is the likeliest token, or likelier than the wrong one of the pair."""
+        found = []
+        for rows in _batches(len(self.pairs), batch):
+            logits, answers = self.logits(part, rows), self._answers(rows)
+            if answers.ndim == 2:
+                logits, answers = logits.gather(1, answers), torch.zeros_like(answers[:, 0])
+            found.append(logits.argmax(-1) == answers)
+        return torch.cat(found).to(self.source)
+
+    def metric(self, part: Featurizer | None, batch: int) -> Float[Tensor, " example"]:
+        """The metric of the pairs, with the part taken from their sources; None for nothing."""
+        metric, outputs = self.pairs.metric, []
+        last = last_of(metric, self.text.mask)
+        for rows in _batches(len(self.pairs), batch):
+            outputs.append(last_real(self._run(part, rows), last, self.text.rows(rows).mask))
+        return evaluate(metric, torch.cat(outputs), len(self.pairs))
+
+    def _answers(self, rows: Any) -> Int[Tensor, "rows *two"]:
+        assert self.answers is not None  # `align` refuses pairs without
+        return self.answers[rows].to(self.source.device)
+
+
+def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
+    if isinstance(pos, str):
+        if pos not in text.spans:
+            raise unknown_name(pos, text.spans, "span of the pairs")
+        return text.spans[pos].cpu()
+    n_texts, n_pos = text.tokens.shape
+    rows = Selection(pos).rows(n_pos, "pos", n_texts, real_columns(text.real))
+    return torch.tensor(rows).expand(n_texts, -1)
+
+
+def _batches(n: int, size: int) -> Iterator[slice]:
+    for start in range(0, n, size):
+        yield slice(start, start + size)

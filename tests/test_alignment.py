@@ -1,0 +1,300 @@
+"""Alignments against models whose variables stand in known subspaces, arithmetic without hooks, and closed forms."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookedRunner, HookPoint, UnknownNameError
+from interp import Pairs, edits, load_sae, logit_diff
+from interp.alignment import (
+    align,
+    counterfactual,
+    neurons,
+    null_spaces,
+    of_dictionary,
+    pca,
+    subspace,
+)
+from models import load
+from tests.reference import variant
+
+N = 5
+
+
+class Sum(nn.Module):
+    """(a + b) mod 5 of two tokens, read from their one-hot vectors a and b, side by side and rotated."""
+
+    def __init__(self, rotation):
+        super().__init__()
+        self.rotation = nn.Parameter(rotation)
+        self.h = HookPoint("batch pos d_model")
+
+    def values(self, tokens):
+        return nn.functional.one_hot(tokens, N).to(self.rotation).flatten(1) @ self.rotation.mT
+
+    def tail(self, h):
+        a, b = (h @ self.rotation).split(N, -1)
+        sums = [sum(a[..., n] * b[..., (total - n) % N] for n in range(N)) for total in range(N)]
+        return 10 * torch.stack(sums, -1)
+
+    def forward(self, tokens):
+        return self.tail(self.h(self.values(tokens)[:, None].expand(-1, 2, -1)))
+
+
+def rotated(seed=0):
+    torch.manual_seed(seed)
+    return Sum(torch.linalg.qr(torch.randn(2 * N, 2 * N)).Q).eval()
+
+
+def add(a, b, first=None):
+    first = a if first is None else first
+    return {"first": first, "answer": (first + b) % N}
+
+
+def sums():
+    """All pairs of inputs with another first number, in two parts, and answers with that of the clean text."""
+    rows = [
+        (a, b, c, d)
+        for a in range(N)
+        for b in range(N)
+        for c in range(N)
+        for d in range(N)
+        if a != c
+    ]
+    order = np.random.default_rng(3).permutation(len(rows))
+    table = torch.tensor(rows)[order]
+    answers = [
+        counterfactual(add, {"a": a, "b": b}, {"a": c, "b": d}, "first")["answer"]
+        for a, b, c, d in table.tolist()
+    ]
+    pairs = Pairs(table[:, 2:], table[:, :2], torch.tensor(answers))
+    return pairs[:350], pairs[350:]
+
+
+def test_a_planted_variable_is_found_and_controls_fail():
+    model, (train, test) = rotated(), sums()
+    before = copy.deepcopy(model.state_dict())
+    found = align(model, train, "h", N, test=test, epochs=25)
+    accuracy = dict(
+        zip(found.accuracy.labels["control"], found.accuracy.mean().flatten().tolist(), strict=True)
+    )
+    assert accuracy["aligned"] == 1
+    assert accuracy["random"] < 0.6
+    assert accuracy["shuffled answers"] < 0.6
+    assert accuracy["shuffled weights"] < 0.6
+    # The whole value carries the other number too: right where that is the same in both texts.
+    same = (test.clean[:, 1] == test.corrupted[:, 1]).float().mean()
+    assert accuracy["whole"] == pytest.approx(float(same))
+    # The differences of the first number's one-hot vectors are inside what was found.
+    basis = found.featurizers["h", -1].encode(torch.eye(2 * N)).detach()
+    truth = model.rotation.detach()[:, :N]
+    apart = truth - truth.mean(1, keepdim=True)
+    assert (apart - basis @ basis.mT @ apart).norm() < 0.2 * apart.norm()
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(N), atol=1e-5, rtol=0)
+    losses = found.losses["h", -1]
+    assert losses[-1] < losses[0] / 10
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.rotation.grad is None
+    assert "aligned           1.000" in repr(found)
+    assert "<iframe" in found._repr_html_()
+
+
+def test_a_fit_is_the_loop_written_out():
+    """Adam on an orthogonal map, without hooks or runners; the source of each value is computed by hand."""
+    model, (train, test) = rotated(1).double(), sums()
+    found = align(model, train, "h", 3, test=test, epochs=2, rate=0.02, batch=48, seed=7)
+    torch.manual_seed(7)
+    columns = nn.utils.parametrizations.orthogonal(nn.Linear(3, 2 * N, bias=False)).double()
+    optimizer, draw, losses = (
+        torch.optim.Adam(columns.parameters(), lr=0.02),
+        np.random.default_rng(7),
+        [],
+    )
+    base, source = model.values(train.corrupted).detach(), model.values(train.clean).detach()
+
+    def changed(base, source):
+        return base + (source - base) @ columns.weight @ columns.weight.mT
+
+    for _ in range(2):
+        total = 0.0
+        for rows in torch.tensor(draw.permutation(len(train))).split(48):
+            loss = nn.functional.cross_entropy(
+                model.tail(changed(base[rows], source[rows])), train.answers[rows]
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach()) * len(rows)
+        losses.append(total / len(train))
+    assert found.losses["h", -1] == pytest.approx(losses, rel=1e-9)
+    logits = model.tail(changed(model.values(test.corrupted), model.values(test.clean))).detach()
+    right = (logits.argmax(-1) == test.answers).double()
+    assert torch.equal(found.accuracy.select(control="aligned").values.flatten(), right)
+    chosen = logits.log_softmax(-1).gather(1, test.answers[:, None])[:, 0]
+    plain = model(test.corrupted)[:, -1].log_softmax(-1).gather(1, test.answers[:, None])[:, 0]
+    effects = found.metric.select(control="aligned").values.flatten()
+    torch.testing.assert_close(effects, (chosen - plain).detach())
+
+
+def test_a_mask_finds_the_neurons_of_a_variable():
+    model, (train, test) = Sum(torch.eye(2 * N)).eval(), sums()
+    found = align(
+        model, train, "h", features=neurons(2 * N), sparsity=0.05, test=test, epochs=20, rate=0.1
+    )
+    part = found.featurizers["h", -1]
+    assert part.mask.tolist() == [1.0] * N + [0.0] * N
+    assert float(found.accuracy.select(control="aligned").mean()) == 1
+    assert repr(part) == "neurons, 5 of 10 features"
+
+
+@pytest.mark.parametrize("kind", ["padded", "spans", "heads", "noising"])
+def test_runs_are_those_of_edits(kind):
+    """Scores of a model with texts of several lengths, against `edits.interchange` with the same part."""
+    model = variant("pre", n_layers=2, n_heads=3).double()
+    draw = torch.Generator().manual_seed(2)
+    clean, corrupted, more, others = torch.randint(0, 23, (4, 9, 7), generator=draw)
+    mask = torch.ones(9, 7, dtype=torch.bool)
+    if kind == "padded":
+        mask[::2, 5:] = False
+    spans = {"name": [[1, 2]] * 9} if kind == "spans" else None
+    answers = torch.randint(0, 23, (9, 2), generator=draw)
+    answers[:, 1] = (answers[:, 0] + 1) % 23
+    train, test = (
+        Pairs(*texts, answers, attention_mask=None if mask.all() else mask, spans=spans)
+        for texts in ((clean, corrupted), (more, others))
+    )
+    head = 1 if kind == "heads" else None
+    name = "blocks.0.attn.z" if kind == "heads" else "blocks.1.resid_pre"
+    pos = "name" if kind == "spans" else -2
+    direction = "noising" if kind == "noising" else "denoising"
+    found = align(
+        model, train, name, 2, test=test, pos=pos, head=head, direction=direction, epochs=1
+    )
+    part = found.featurizers[name, pos]
+    base, source = (more, others) if kind == "noising" else (others, more)
+    arguments = {} if mask.all() else {"attention_mask": mask}
+    runner = HookedRunner(model)
+    cache = runner.run_with_cache(source, **arguments)[1]
+    where = {"pos": [1, 2] if kind == "spans" else pos} | ({} if head is None else {"head": head})
+    edit = edits.interchange(cache, part, **where)
+    logits = runner.run_with_hooks(base, hooks={name: edit}, **arguments)
+    last = mask.sum(1) - 1
+    values = logits[torch.arange(9), last].detach()
+    right, wrong = values.gather(1, answers).unbind(1)
+    assert torch.equal(
+        found.accuracy.select(control="aligned").values.flatten(), (right > wrong).double()
+    )
+    plain = model(base, **arguments)[torch.arange(9), last].gather(1, answers)
+    expected = (right - wrong) - (plain[:, 0] - plain[:, 1]).detach()
+    torch.testing.assert_close(found.metric.select(control="aligned").values.flatten(), expected)
+    with_tensor = edits.interchange(
+        cache, part.encode(torch.eye(cache[name].shape[-1]).double()), **where
+    )
+    again = runner.run_with_hooks(base, hooks={name: with_tensor}, **arguments)
+    torch.testing.assert_close(again, logits, atol=1e-6, rtol=1e-6)
+
+
+def test_layers_and_positions_are_axes():
+    model = load("pydoc-4l")
+    texts = [f"part {a}{b} and {a}" for a in "KVXQ" for b in "123456"]
+    clean, corrupted = texts, [text.replace(text[5], "Z") for text in texts]
+    pairs = Pairs(clean, corrupted, [text[6] for text in texts]).read_by(model)
+    found = align(
+        model, pairs[:16], "resid_pre", 4, test=pairs[16:], layers=[1, 2], pos=[-1, 5], epochs=1
+    )
+    assert found.accuracy.axes == ("control", "point", "pos", "example")
+    assert found.accuracy.labels["point"] == ("blocks.1.resid_pre", "blocks.2.resid_pre")
+    assert found.accuracy.labels["pos"] == (-1, 5)
+    assert found.accuracy.values.shape == (5, 2, 2, 8)
+    with pytest.raises(ValueError, match="8 are in both"):
+        align(model, pairs, "resid_pre", 4, test=pairs[16:])
+    with pytest.raises(ValueError, match="k must be 1 to 128"):
+        align(model, pairs[:16], "resid_pre", 129, test=pairs[16:])
+    with pytest.raises(ValueError, match="with answers"):
+        align(model, Pairs(clean[:2], corrupted[:2]), "resid_pre", 4, test=pairs[16:])
+    with pytest.raises(ValueError, match="with head= where there are heads"):
+        align(model, pairs[:16], "z", 4, test=pairs[16:])
+    with pytest.raises(ValueError, match="with head= where there are heads"):
+        align(model, pairs[:16], "resid_pre", 4, test=pairs[16:], head=1)
+    with pytest.raises(UnknownNameError, match="span of the pairs"):
+        align(model, pairs[:16], "resid_pre", 4, test=pairs[16:], pos="name")
+
+
+def test_featurizers_are_what_they_say():
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 6, 128)
+    torch.testing.assert_close(neurons(128).interchanged(x, y), y)
+    values = torch.randn(40, 128) @ torch.diag(torch.linspace(1, 3, 128))
+    parts = pca(values, 3)
+    centred = (values - values.mean(0)).double().numpy()
+    _, vectors = np.linalg.eigh(centred.T @ centred)
+    basis = torch.tensor(vectors[:, -3:]).float()
+    torch.testing.assert_close(
+        parts.interchanged(x, y), x + (y - x) @ basis @ basis.mT, atol=1e-4, rtol=1e-4
+    )
+    with pytest.raises(ValueError, match="k must be 1 to 40"):
+        pca(values, 41)
+    sae = load_sae("pydoc-4l/resid_post")
+    of_sae = of_dictionary(sae)
+    mask = torch.zeros(sae.n_features)
+    mask[::3] = 1
+    x, y = 8 * x, 8 * y
+    taken = (sae.encode(y) - sae.encode(x)) * mask
+    torch.testing.assert_close(
+        of_sae.only(mask).interchanged(x, y), x + taken @ sae.W_dec, atol=1e-3, rtol=1e-3
+    )
+    assert (of_sae.interchanged(x, y) - x).abs().max() > 0.1
+    assert (
+        subspace(torch.eye(128)[:, :2]).interchanged(x.bfloat16(), y.bfloat16()).dtype
+        == torch.bfloat16
+    )
+    with pytest.raises(ValueError, match="those of an autoencoder"):
+        of_dictionary(next(iter(load_sae("pydoc-4l/transcoders").values())))
+
+
+class Line(nn.Module):
+    """h = x (1, 0, 1) and the answer (0, 2, 1) · h, of Makelov et al. 2023."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = HookPoint("batch pos d_model")
+
+    def forward(self, tokens):
+        h = self.h(tokens[..., None].float() * torch.tensor([1.0, 0.0, 1.0]))
+        return torch.stack([torch.zeros(h.shape[:2]), h @ torch.tensor([0.0, 2.0, 1.0])], -1)
+
+
+def test_an_illusion_is_told_from_what_is_used():
+    model = Line().eval()
+    pairs = Pairs(torch.tensor([[3], [5]]), torch.tensor([[1], [7]]), metric=logit_diff(1, 0))
+    e1, e2, e3 = torch.eye(3)
+    full = torch.tensor([2.0, -2.0])
+    for direction, effect in (
+        (e3, full),
+        ((e1 + e2) / 2**0.5, full),
+        (e1, 0 * full),
+        (e2, 0 * full),
+    ):
+        effects = null_spaces(model, pairs, "h", direction).effects
+        torch.testing.assert_close(effects.select(through="whole").values, effect)
+    used, illusion = (
+        null_spaces(model, pairs, "h", e3),
+        null_spaces(model, pairs, "h", (e1 + e2) / 2**0.5),
+    )
+    assert (used.dormant, used.unread, used.is_suspect) == (0, 0, False)
+    assert illusion.dormant == pytest.approx(1)
+    assert illusion.unread == pytest.approx(1)
+    assert illusion.is_suspect
+    assert repr(illusion) == "NullSpaces: suspect, dormant 1.00, unread 1.00 of the effect"
+    # By the weights that read: of e1 + e2 the read part of the difference is (0, 2, 1) · (1, 0, 1) / 5 of that row.
+    reader = torch.tensor([[0.0], [2.0], [1.0]])
+    v = (e1 + e2) / 2**0.5
+    row = torch.tensor([0.0, 2.0, 1.0]) / 5**0.5
+    read = (row @ torch.tensor([1.0, 0.0, 1.0])) * (row @ v) * (v @ reader[:, 0])
+    checked = null_spaces(model, pairs, "h", v, reader=reader)
+    torch.testing.assert_close(checked.effects.select(through="read").values, read * full)
+    with pytest.raises(ValueError, match="basis must have 3 rows at h; got 2"):
+        null_spaces(model, pairs, "h", torch.ones(2))
