@@ -38,6 +38,8 @@ def texts(words: list[str], count: int, seed: int) -> tuple[list[str], list[str]
 @torch.no_grad()
 def run(out: Path | None) -> None:
     """Prints where the direction is, what is left of it after erasing, and what steering along it does."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
     model = load("pydoc-4l")
     runner = HookedRunner(model)
     documentation = pydoc_text()
@@ -73,7 +75,6 @@ def run(out: Path | None) -> None:
     print(f"\nlog P(a capital letter is next), in nats\n{curve}")
     print(f"the best strength that costs at most 0.5 nats elsewhere: {curve.within(0.5)}")
     if out:
-        out.mkdir(parents=True, exist_ok=True)
         v.save(out / "inside_a_part_number.safetensors")
         for name, shown in (("probe", found), ("steering", curve)):
             (out / f"{name}.html").write_text(shown._repr_html_(), "utf-8")

@@ -197,6 +197,29 @@ def test_runs_are_those_of_edits(kind):
     torch.testing.assert_close(again, logits, atol=1e-6, rtol=1e-6)
 
 
+def test_attached_models_are_aligned_as_plain_ones():
+    """The same weights, attached and converted, up to rounding; neither changes, nor keeps a hook."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach, from_hf
+    from tests.attachable import made
+
+    theirs = made("llama")
+    ours, draw = from_hf(theirs), torch.Generator().manual_seed(4)
+    clean, corrupted = torch.randint(3, 29, (2, 30, 6), generator=draw)
+    pairs = Pairs(clean, corrupted, clean[:, 2])
+    before = copy.deepcopy(theirs.state_dict())
+    plain = align(ours, pairs[:20], "resid_pre", 3, test=pairs[20:], layers=1, pos=2, epochs=1)
+    with attach(theirs):
+        found = align(
+            theirs, pairs[:20], "resid_pre", 3, test=pairs[20:], layers=1, pos=2, epochs=1
+        )
+    for control in ("aligned", "random", "whole"):
+        values = [each.metric.select(control=control).values for each in (found, plain)]
+        torch.testing.assert_close(*values, atol=1e-3, rtol=1e-3)
+    assert all(torch.equal(value, before[name]) for name, value in theirs.state_dict().items())
+    assert not any(module._forward_hooks for module in theirs.modules())
+
+
 def test_layers_and_positions_are_axes():
     model = load("pydoc-4l")
     texts = [f"part {a}{b} and {a}" for a in "KVXQ" for b in "123456"]

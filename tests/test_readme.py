@@ -218,6 +218,7 @@ def printed(monkeypatch, capsys, tmp_path):
         "features",
         "attribution_graph",
         "directions",
+        "interchange",
     ],
 )
 def test_a_wrong_option_is_one_line(name, printed, capsys):
@@ -268,6 +269,24 @@ def test_the_directions_example(printed, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "inside_a_part_number.safetensors", "probe.html", "steering.html",
     }  # fmt: skip
+
+
+def test_the_interchange_example(printed, tmp_path):
+    added, copied = printed("interchange").split("\nA digit copied")
+    assert "aligned           1.000" in added
+    places = re.findall(r"(blocks.\d).resid_pre, pos (\S+):(.*?)(?=blocks|$)", copied, re.DOTALL)
+    scores = {
+        (block, pos): {
+            name.strip(): float(score)
+            for name, score in re.findall(r"    ([a-z ]+?) +(\d\.\d+) \[", text)
+        }
+        for block, pos, text in places
+    }
+    assert len(scores) == 4
+    for (_, pos), of in scores.items():  # the digit stays at its place until the last block
+        assert (of["aligned"] > 0.8) == (pos == "13")
+        assert of["random"] < 0.1
+    assert {path.name for path in tmp_path.iterdir()} == {"added.html", "copied.html"}
 
 
 @pytest.mark.full

@@ -70,8 +70,7 @@ class Alignment:
     losses: Mapping[tuple[str, Any], tuple[float, ...]]
 
     def _repr_html_(self) -> str:
-        shown = {f"Accuracy, {name}": self.accuracy.select(control=name) for name in CONTROLS}
-        return pictures.together("alignment", shown)._repr_html_()
+        return pictures.effects(self.accuracy)._repr_html_()
 
     def __repr__(self) -> str:
         ends, mean = self.accuracy.interval(), self.accuracy.mean()
@@ -162,11 +161,9 @@ def align(
                 (held, fit(train.answering(answers[drawn.to(answers.device)]))[0]),
                 (held, neurons(train.size)),
             ]
-            bases = {site: site.metric(None, batch) for site in (held, other_held)}
-            scores.append([
-                [site.right(each, batch), site.metric(each, batch) - bases[site]]
-                for site, each in parts
-            ])  # fmt: skip
+            bases = {site: site.scores(None, batch)[0] for site in (held, other_held)}
+            row = [(site, *site.scores(each, batch)) for site, each in parts]
+            scores.append([[right, metric - bases[site]] for site, metric, right in row])
     # [place, control, accuracy or metric, example]
     table = torch.stack([torch.stack([torch.stack(each) for each in row]) for row in scores])
     accuracy, metric = table.view(len(points), len(places), *table.shape[1:]).unbind(3)

@@ -115,9 +115,9 @@ def null_spaces(
         return Featurizer("subspace", encode, decode, torch.ones(columns.shape[1]))
 
     n = len(runs.pairs)
-    base = runs.metric(None, n)
+    base = runs.scores(None, n)[0]
     parts = {"whole": (every, every), "varying": (every, varying), "read": (read, every)}
-    values = torch.stack([runs.metric(change(*part), n) - base for part in parts.values()])
+    values = torch.stack([runs.scores(change(*part), n)[0] - base for part in parts.values()])
     unit = getattr(runs.pairs.metric, "unit", "")
     axes = ("through", "example")
     return NullSpaces(Result(values, axes, base, labels={"through": [*parts]}, unit=unit))

@@ -1,7 +1,6 @@
 """Runs of pairs with a part of a value at one point taken from the other text."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from hooks import Point
 from hooks.errors import unknown_name
 from hooks.pieces import real_columns
+from hooks.transfer import to_device
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.positions import Selection
@@ -81,16 +81,17 @@ class Runs:
     def _values(self, text: Text, columns: Tensor) -> Float[Tensor, "batch pos d"]:
         model = self.runner.model
         cache = self.runner.capture(text.tokens, names=self.name, **text.arguments(model))
-        return cache[self.name][self._at(slice(None), columns)]
+        value = cache[self.name]
+        if value.shape[:2] != text.tokens.shape:
+            raise ValueError(
+                f"a value must have a vector at each position, [batch, pos], {[*text.tokens.shape]}; "
+                f"got {[*value.shape]} at {self.name}"
+            )
+        return value[self._at(slice(None), columns)]
 
     def _at(self, rows: Any, columns: Tensor) -> tuple[Any, ...]:
         chosen = columns[rows]
         return (torch.arange(len(chosen))[:, None], chosen, *self._head)
-
-    def logits(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows vocab"]:
-        """The logits at the last real position of some base texts, with the part taken from their sources."""
-        output = self._run(part, rows)
-        return at_least_float32(last_real(output, 1, self.text.rows(rows).mask)[:, 0])
 
     def _run(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows pos vocab"]:
         text, at = self.text.rows(rows), self._at(rows, self._columns)
@@ -108,32 +109,39 @@ class Runs:
 
     def loss(self, part: Featurizer, rows: Tensor) -> Float[Tensor, ""]:
         """The mean cross-entropy of the right answers, among all tokens or both answers of each pair."""
-        logits, answers = self.logits(part, rows), self._answers(rows)
-        if answers.ndim == 1:
-            return cross_entropy(logits, answers)
-        return cross_entropy(logits.gather(1, answers), torch.zeros_like(answers[:, 0]))
+        return cross_entropy(*self._choices(self._run(part, rows), rows))
 
-    def right(self, part: Featurizer | None, batch: int) -> Float[Tensor, " example"]:
-        """1 where the right answer is the likeliest token, or likelier than the wrong one of the pair."""
-        found = []
-        for rows in _batches(len(self.pairs), batch):
-            logits, answers = self.logits(part, rows), self._answers(rows)
-            if answers.ndim == 2:
-                logits, answers = logits.gather(1, answers), torch.zeros_like(answers[:, 0])
-            found.append(logits.argmax(-1) == answers)
-        return torch.cat(found).to(self.source)
+    def scores(
+        self, part: Featurizer | None, batch: int
+    ) -> tuple[Float[Tensor, " example"], Float[Tensor, " answered"]]:
+        """The metric of runs with the part taken from the sources, and 1 where the right answer is the likeliest.
 
-    def metric(self, part: Featurizer | None, batch: int) -> Float[Tensor, " example"]:
-        """The metric of the pairs, with the part taken from their sources; None for nothing."""
-        metric, outputs = self.pairs.metric, []
+        Without answers the second has no entries.
+
+        Args:
+            part: the part; None for nothing.
+            batch: how many pairs are run together.
+        """
+        metric, outputs, right = self.pairs.metric, [], []
         last = last_of(metric, self.text.mask)
-        for rows in _batches(len(self.pairs), batch):
-            outputs.append(last_real(self._run(part, rows), last, self.text.rows(rows).mask))
-        return evaluate(metric, torch.cat(outputs), len(self.pairs))
+        for start in range(0, len(self.pairs), batch):
+            rows = slice(start, start + batch)
+            logits = self._run(part, rows)
+            outputs.append(last_real(logits, last, self.text.rows(rows).mask))
+            if self.answers is not None:
+                values, wanted = self._choices(logits, rows)
+                right.append(values.argmax(-1) == wanted)
+        values = evaluate(metric, torch.cat(outputs), len(self.pairs))
+        return values, torch.cat(right).to(values) if right else values.new_empty(0)
 
-    def _answers(self, rows: Any) -> Int[Tensor, "rows *two"]:
+    def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+        """The last logits of what is chosen from, all tokens or two answers, and which of them is right."""
+        logits = at_least_float32(last_real(output, 1, self.text.rows(rows).mask)[:, 0])
         assert self.answers is not None  # `align` refuses pairs without
-        return self.answers[rows].to(self.source.device)
+        answers = to_device(self.answers[rows], logits.device)
+        if answers.ndim == 1:
+            return logits, answers
+        return logits.gather(1, answers), torch.zeros_like(answers[:, 0])
 
 
 def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
@@ -144,8 +152,3 @@ def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
     n_texts, n_pos = text.tokens.shape
     rows = Selection(pos).rows(n_pos, "pos", n_texts, real_columns(text.real))
     return torch.tensor(rows).expand(n_texts, -1)
-
-
-def _batches(n: int, size: int) -> Iterator[slice]:
-    for start in range(0, n, size):
-        yield slice(start, start + size)

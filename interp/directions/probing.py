@@ -45,8 +45,10 @@ class Probe:
         return Result(values, self.auroc.axes, labels=self.auroc.labels, unit="AUROC")
 
     def _repr_html_(self) -> str:
-        shown = {"AUROC on held-out texts": self.auroc, "With drawn labels": self.control}
-        return pictures.together("probes", shown)._repr_html_()
+        values = torch.stack([self.auroc.values, self.control.values])
+        labels = {"labels": ["true", "drawn"], **self.auroc.labels}
+        both = Result(values, ("labels", *self.auroc.axes), labels=labels, unit="AUROC")
+        return pictures.effects(both)._repr_html_()
 
     def __repr__(self) -> str:
         ends, labels = self.auroc.interval(), self.auroc.labels
