@@ -139,6 +139,39 @@ def test_a_fit_is_the_loop_written_out():
     torch.testing.assert_close(effects, (chosen - plain).detach())
 
 
+def test_a_fit_of_a_mask_is_the_loop_written_out():
+    """The sigmoid of a boundary, divided by a temperature that falls from 1 to 0.01; the cost counts, and is not in the loss."""
+    model, (train, test) = Sum(torch.eye(2 * N)).eval().double(), sums()
+    found = align(
+        model,
+        train,
+        "h",
+        features=neurons(2 * N),
+        sparsity=0.7,
+        test=test,
+        epochs=2,
+        batch=48,
+        seed=5,
+    )
+    boundary = torch.zeros(2 * N, dtype=torch.float64, requires_grad=True)
+    optimizer, draw, losses = torch.optim.Adam([boundary], lr=0.01), np.random.default_rng(5), []
+    base, source = model.values(train.corrupted).detach(), model.values(train.clean).detach()
+    temperatures = iter(np.geomspace(1, 0.01, 2 * 8))  # 350 pairs are 8 batches
+    for _ in range(2):
+        total = 0.0
+        for rows in torch.tensor(draw.permutation(len(train))).split(48):
+            mask = (boundary / next(temperatures)).sigmoid()
+            logits = model.tail(base[rows] + mask * (source[rows] - base[rows]))
+            loss = nn.functional.cross_entropy(logits, train.answers[rows])
+            optimizer.zero_grad()
+            (loss + 0.7 * mask.mean()).backward()
+            optimizer.step()
+            total += float(loss.detach()) * len(rows)
+        losses.append(total / len(train))
+    assert found.losses["h", -1] == pytest.approx(losses, rel=1e-6)
+    assert torch.equal(found.featurizers["h", -1].mask, (boundary > 0).double())
+
+
 def test_a_mask_finds_the_neurons_of_a_variable():
     model, (train, test) = Sum(torch.eye(2 * N)).eval(), sums()
     found = align(

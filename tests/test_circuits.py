@@ -222,6 +222,12 @@ def test_the_tables_of_mib(name, tmp_path):
     is_in = [name in circuit.nodes for name in writers]
     assert table["nodes_in_graph"].tolist() == is_in
     assert torch.equal(table["neurons_in_graph"].all(1), torch.tensor(is_in))
+    write_mib(circuit, tmp_path / "mib.json", nodes, neurons)
+    described = json.loads((tmp_path / "mib.json").read_text())["nodes"]
+    assert [described[name]["neurons"] for name in writers] == [
+        [kept] * model.config.d_model for kept in is_in
+    ]
+    assert not all(is_in)
     for file in (path, tmp_path / "mib.json"):
         write_mib(circuit, file, nodes, neurons)
         again = read_mib(file, graph)
