@@ -62,6 +62,20 @@ def test_acdc_is_the_loop_written_out(name, pos):
     assert 0 < sizes[1] < sizes[0] < len(graph.edges)
 
 
+def test_padding_changes_no_circuit():
+    model, pairs = variant("pre", n_layers=2, n_heads=2).double(), pairs_of(variant("pre"))
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[:, :3] = False
+    texts = [
+        torch.cat([torch.zeros(3, 3).long(), each], 1) for each in (pairs.clean, pairs.corrupted)
+    ]
+    padded = Pairs(*texts, attention_mask=mask)
+    for pos in (-1, None):
+        one, other = (acdc(model, each, 0.001, pos=pos)[0.001] for each in (pairs, padded))
+        assert one == other
+        torch.testing.assert_close(one.scores, other.scores, equal_nan=True, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["comparison", "induction"])
 def test_a_planted_circuit_is_found(name):
     model, pairs, _graph, known = case(name, is_saturated=True)
@@ -71,7 +85,7 @@ def test_a_planted_circuit_is_found(name):
 
 def test_thresholds_share_their_tests():
     model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam")
-    one = acdc(model, pairs, [1.0])
+    one = acdc(model, pairs, 1.0)
     both = acdc(model, pairs, [1.0, 2.0])
     assert both[1.0] == one[1.0]
     assert len(both[2.0]) < len(both[1.0])

@@ -86,10 +86,29 @@ head_scores(model, cache, "induction").top(3)  # find induction heads
 max_activating(model, [text], "blocks.2.mlp.post", neuron=5)  # find what a neuron responds to
 
 # %% [markdown]
+# ## Directions and variables
+
+# %%
+from interp import log_prob
+from interp.alignment import align
+from interp.directions import difference_of_means, erasure, steering_curve
+
+yes, no = ["part KV8", "a part QX3-"], ["def f(", "return x"]
+v = difference_of_means(model, yes, no)  # find what tells two kinds of texts apart
+steer = {"blocks.2.resid_post": edits.add(v, scale=0.5)}  # steer along it
+runner.run_with_hooks(text, hooks=steer)
+steering_curve(model, v.at(2), no, [0.5, 1.0], log_prob("8"))  # see what each strength does
+test = Pairs("part BTKW-MD52 is sold out; ask for BTKW-MD5", text, ("2", "1"))
+align(model, pairs, "resid_pre", k=4, test=test, layers=2, pos=13)  # find where a variable stands
+gone = {"blocks.2.resid_post": erasure(model, yes, no).edit(pos=-1)}  # erase it
+runner.run_with_hooks(text, hooks=gone)
+
+# %% [markdown]
 # ## Circuits, features and weights
 
 # %%
 from interp import (
+    acdc,
     attribution_graph,
     circuits,
     edge_attribution,
@@ -107,6 +126,7 @@ words = ("part QJ-VW61 is gone; ask for QJ-VW6", "part QJ-VW63 is gone; ask for 
 fresh = Pairs(*words, ("1", "3"))  # a circuit is measured on texts that it was not found on
 scores = edge_attribution(model, pairs)  # score every edge between heads and MLPs
 circuit = circuits.greedy(graph.Graph(model), scores, 40)  # keep the edges that matter
+acdc(model, pairs, 0.3)[0.3]  # or leave out edges one by one
 faithfulness(model, fresh, circuit)  # see how much of the behaviour they explain
 singular_tokens(model, layer=3, head=0, k=2)  # read a head's weights in tokens
 ov_circuit(model)[3, 0].svd().s[:3]  # see what a head's weights amplify

@@ -27,7 +27,7 @@ from interp.running.masked import MaskedRuns, Source
 def acdc(
     model: nn.Module,
     pairs: Pairs,
-    thresholds: Sequence[float],
+    thresholds: float | Sequence[float],
     source: Source = "pair",
     *,
     pos: Tokens | None = -1,
@@ -43,7 +43,7 @@ def acdc(
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts. They need no answers.
-        thresholds: by how much one edge may raise the divergence, in nats, each above 0.
+        thresholds: by how much one edge may raise the divergence, in nats; or several. Each is above 0.
         source, direction, split_embeddings, max_bytes: see `run_circuit`.
         pos: where predictions are compared, see `logit_diff`; None for the mean over all real positions.
 
@@ -57,11 +57,12 @@ def acdc(
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam")
-    >>> [*acdc(model, pairs, [3.0])[3.0]]
+    >>> [*acdc(model, pairs, 3.0)[3.0]]
     ['m0->m1', 'm1->logits']
     """
-    if not thresholds or min(thresholds) <= 0:
-        raise ValueError(f"thresholds must be above 0, at least one; got {[*thresholds]}")
+    several = [thresholds] if isinstance(thresholds, int | float) else [*thresholds]
+    if not several or min(several) <= 0:
+        raise ValueError(f"thresholds must be above 0, at least one; got {several}")
     pairs = pairs_for(model, pairs)
     text = pairs.text if direction == "noising" else pairs.texts(direction)[0]
     whole = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
@@ -76,7 +77,7 @@ def acdc(
         return known[key]
 
     circuits = {}
-    for threshold in thresholds:
+    for threshold in several:
         kept = runs.graph.allowed.clone()
         scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
         current = 0.0
