@@ -168,7 +168,7 @@ def test_a_fit_of_a_mask_is_the_loop_written_out():
             optimizer.step()
             total += float(loss.detach()) * len(rows)
         losses.append(total / len(train))
-    assert found.losses["h", -1] == pytest.approx(losses, rel=1e-6)
+    assert found.losses["h", -1] == pytest.approx(losses, rel=1e-9)
     assert torch.equal(found.featurizers["h", -1].mask, (boundary > 0).double())
 
 
@@ -303,6 +303,11 @@ def test_featurizers_are_what_they_say():
         of_sae.only(mask).interchanged(x, y), x + taken @ sae.W_dec, atol=1e-3, rtol=1e-3
     )
     assert (of_sae.interchanged(x, y) - x).abs().max() > 0.1
+    spanned = subspace(torch.stack([e := torch.randn(128), e + 2 * torch.randn(128)], 1))
+    once = spanned.interchanged(x, y)
+    torch.testing.assert_close(spanned.interchanged(once, y), once, atol=1e-3, rtol=1e-3)
+    with pytest.raises(ValueError, match="linearly independent"):
+        subspace(torch.ones(128, 2))
     assert (
         subspace(torch.eye(128)[:, :2]).interchanged(x.bfloat16(), y.bfloat16()).dtype
         == torch.bfloat16
@@ -336,6 +341,8 @@ def test_an_illusion_is_told_from_what_is_used():
     ):
         effects = null_spaces(model, pairs, "h", direction).effects
         torch.testing.assert_close(effects.select(through="whole").values, effect)
+    doubled = null_spaces(model, pairs, "h", 2 * e3).effects.values
+    torch.testing.assert_close(doubled, null_spaces(model, pairs, "h", e3).effects.values)
     used, illusion = (
         null_spaces(model, pairs, "h", e3),
         null_spaces(model, pairs, "h", (e1 + e2) / 2**0.5),
@@ -352,5 +359,5 @@ def test_an_illusion_is_told_from_what_is_used():
     read = (row @ torch.tensor([1.0, 0.0, 1.0])) * (row @ v) * (v @ reader[:, 0])
     checked = null_spaces(model, pairs, "h", v, reader=reader)
     torch.testing.assert_close(checked.effects.select(through="read").values, read * full)
-    with pytest.raises(ValueError, match="basis must have 3 rows at h; got 2"):
+    with pytest.raises(ValueError, match="directions must have 3 rows at h; got 2"):
         null_spaces(model, pairs, "h", torch.ones(2))

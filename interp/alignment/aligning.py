@@ -23,7 +23,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from hooks._torch import without_gradients
 from interp import pictures
-from interp.alignment.featurizers import Featurizer, neurons, subspace
+from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Runs
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.token_positions import at_least_float32
@@ -223,7 +223,7 @@ class _Fit:
         if self.features is not None:
             features, boundary = (
                 self.features,
-                nn.ParameterList([torch.zeros(len(self.features.mask))]),
+                nn.ParameterList([torch.zeros(len(self.features.mask), **kind)]),
             )
 
             def masked(temperature: float | None) -> Featurizer:
@@ -241,7 +241,7 @@ class _Fit:
 
         def spanned(temperature: float | None) -> Featurizer:
             basis = columns(torch.eye(self.k, **kind)).mT
-            return subspace(basis.detach() if temperature is None else basis)
+            return coordinates(basis.detach() if temperature is None else basis)
 
         return columns, spanned
 
@@ -249,7 +249,7 @@ class _Fit:
         """As many columns, or features, drawn at random."""
         draw = torch.Generator().manual_seed(self.seed)
         if self.features is None:
-            return subspace(torch.linalg.qr(torch.randn(size, self.k, generator=draw)).Q)
+            return subspace(torch.randn(size, self.k, generator=draw))
         return part.only(part.mask[torch.randperm(len(part.mask), generator=draw)])
 
 

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from interp.edits.kinds import orthonormal
 from interp.features.dictionary import Dictionary
 from interp.inputs.token_positions import at_least_float32
 
@@ -49,21 +50,29 @@ class Featurizer:
         return f"{self.name}, {int((self.mask > 0).sum())} of {len(self.mask)} features"
 
 
-def subspace(basis: Float[Tensor, "d k"], name: str = "subspace") -> Featurizer:
-    """Coordinates along orthonormal columns, all interchanged.
+def coordinates(columns: Float[Tensor, "d k"], name: str = "subspace") -> Featurizer:
+    """Coordinates along columns that are orthonormal, all interchanged."""
 
-    >>> part = subspace(torch.tensor([[0.6], [0.8]]))
+    def encode(value: Tensor) -> Tensor:
+        return value @ columns.to(value)
+
+    def decode(features: Tensor, value: Tensor) -> Tensor:
+        return features @ columns.to(features).mT
+
+    return Featurizer(name, encode, decode, torch.ones(columns.shape[1]))
+
+
+def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
+    """Coordinates in the span of a direction, or of several as columns, all interchanged. They need not be orthonormal.
+
+    Raises:
+        ValueError: if the directions are not linearly independent.
+
+    >>> part = subspace(torch.tensor([3.0, 4.0]))
     >>> part.interchanged(torch.tensor([0.0, 0.0]), torch.tensor([5.0, 0.0]))
     tensor([1.8000, 2.4000])
     """
-
-    def encode(value: Tensor) -> Tensor:
-        return value @ basis.to(value)
-
-    def decode(features: Tensor, value: Tensor) -> Tensor:
-        return features @ basis.to(features).mT
-
-    return Featurizer(name, encode, decode, torch.ones(basis.shape[1]))
+    return coordinates(orthonormal(directions).to(at_least_float32(directions).dtype))
 
 
 def neurons(size: int) -> Featurizer:
@@ -83,7 +92,7 @@ def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
     components = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh
     if not 0 < k <= len(components):
         raise ValueError(f"k must be 1 to {len(components)}, the number of components; got {k}")
-    return subspace(components[:k].mT.to(values.dtype), "principal components")
+    return coordinates(components[:k].mT.to(values.dtype), "principal components")
 
 
 def of_dictionary(dictionary: Dictionary) -> Featurizer:

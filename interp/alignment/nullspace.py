@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import Runs
+from interp.edits.kinds import orthonormal
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.results.result import Result
 
@@ -66,7 +67,7 @@ def null_spaces(
     model: nn.Module,
     pairs: Pairs,
     point: str,
-    basis: Float[Tensor, "d *k"],
+    directions: Float[Tensor, "d *k"],
     *,
     reader: Float[Tensor, "d out"] | None = None,
     pos: int | str = -1,
@@ -83,18 +84,18 @@ def null_spaces(
         model: any model with hook points, in evaluation mode.
         pairs: the texts and the metric.
         point: the name of the point.
-        basis: a direction, or orthonormal columns.
+        directions: a direction, or columns that span the subspace. They need not be orthonormal.
         reader: weights that read the value, `value @ reader`.
         pos, head, direction: see `align`.
 
     Raises:
-        ValueError: if the basis does not fit; or as for `align`.
+        ValueError: if the directions do not fit or are not linearly independent; or as for `align`.
         UnknownNameError, ModeError: as for `align`.
     """
     runs = Runs(model, pairs_for(model, pairs), point, pos, head, direction)
-    columns = basis.view(len(basis), -1)
+    columns = orthonormal(directions)
     if len(columns) != runs.size:
-        raise ValueError(f"basis must have {runs.size} rows at {point}; got {len(columns)}")
+        raise ValueError(f"directions must have {runs.size} rows at {point}; got {len(columns)}")
     rows = torch.cat([runs.base(), runs.source]).flatten(0, 1)
     every = torch.eye(runs.size).to(rows)
     varying = _axes(rows.std(0))

@@ -101,7 +101,7 @@ def interchange(
     """
     arguments, values = {"0": source, "1": subspace}, _source(source, source_pos)
     if isinstance(subspace, Tensor):
-        basis = _orthonormal(subspace)
+        basis = orthonormal(subspace)
         change: Change = lambda x, value, place: x + _inside(value - x, basis)  # noqa: E731
     else:
         parts = subspace
@@ -123,7 +123,7 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     >>> project_out(torch.tensor([0.0, 2.0]))(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
     tensor([[3., 0.]])
     """
-    basis, arguments = _orthonormal(directions), {"0": directions}
+    basis, arguments = orthonormal(directions), {"0": directions}
     return Edit("project_out", lambda x, value, place: x - _inside(x, basis), arguments).at(**where)
 
 
@@ -300,8 +300,12 @@ def _taken(region: Tensor, value: Tensor, place: Place) -> Tensor:
     return value
 
 
-def _orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
-    """An orthonormal basis of the span of the columns, in float64."""
+def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
+    """An orthonormal basis of the span of columns, in float64.
+
+    Raises:
+        ValueError: if they are not linearly independent.
+    """
     columns = directions.double().reshape(len(directions), -1)
     basis, triangle = torch.linalg.qr(columns)
     least = torch.finfo(torch.promote_types(directions.dtype, torch.float32)).eps ** 0.75
