@@ -39,7 +39,7 @@ def test_imports_go_one_way(path):
 # The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
 INTERP = """pictures protocol inputs inputs.positions inputs.spans inputs.token_positions inputs.texts
     inputs.wording measuring metrics inputs.pairs edits results linear graph running spectral reading features effects directions alignment
-    tracing report cli __main__""".split()  # noqa: SIM905  # as a list it would be thirty lines
+    tracing store report cli __main__""".split()  # noqa: SIM905  # as a list it would be thirty lines
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {
     "linear": "norms",
@@ -161,7 +161,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 21_300, 218), (("tests",), 26_100, 130)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 21_600, 222), (("tests",), 26_300, 131)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

@@ -84,11 +84,6 @@ print(counterfactual(add, {"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 0}, "c
 # %%
 from interp.alignment import null_spaces
 
-basis = (
-    model.W_out[2] @ model.W_U[:, model.to_id("4")]
-)  # neurons of block 2 that write towards a digit
-print(
-    null_spaces(
-        model, test, "blocks.2.mlp.post", basis / basis.norm(), reader=model.W_out[2].detach()
-    )
-)
+towards = model.W_out[2] @ model.W_U[:, model.to_id("4")]  # neurons that write towards a digit
+reader = model.W_out[2].detach()
+print(null_spaces(model, test, "blocks.2.mlp.post", towards, reader=reader))

@@ -39,6 +39,11 @@ class Moments:
         x_apart, z_apart = x - x.mean(0), z - z.mean(0)
         return cls(len(x), x.mean(0), z.mean(0), x_apart.mT @ x_apart, x_apart.mT @ z_apart)
 
+    @property
+    def covariance(self) -> Float[Tensor, "d d"]:
+        """The covariance of values: the mean of the products."""
+        return self.products / self.n
+
     def __add__(self, other: "Moments") -> "Moments":
         """Those of both (Chan et al. 1979, "Updating formulae and a pairwise algorithm")."""
         n = self.n + other.n
@@ -99,7 +104,7 @@ def leace(moments: Moments) -> Eraser:
     """
     if moments.n < 2:
         raise ValueError(f"a concept is erased from at least 2 rows; got {moments.n}")
-    sizes, vectors = torch.linalg.eigh(moments.products / moments.n)
+    sizes, vectors = torch.linalg.eigh(moments.covariance)
     cut = torch.finfo(torch.float64).eps * len(sizes) * sizes.max()
     kept = sizes > cut
     roots, vectors = sizes[kept].sqrt(), vectors[:, kept]

@@ -1,0 +1,16 @@
+"""Stores: values of many texts on disk, written by any number of jobs, killed and resumed, and read in shuffled batches.
+
+>>> import tempfile
+>>> from interp.store import Activations, harvest
+>>> from models import load
+>>> out = tempfile.mkdtemp()
+>>> harvest(load("pydoc-4l"), ["def f(x):", "return x"], ["blocks.1.ln2.normalized", "blocks.1.mlp_out"], out)
+Activations of 2 points, 17 rows of 2 texts
+>>> [(len(x), len(y)) for x, y in Activations(out).batches(10, seed=0)]
+[(10, 10), (7, 7)]
+"""
+
+from interp.store.activations import Activations
+from interp.store.harvesting import harvest
+
+__all__ = ["Activations", "harvest"]

@@ -1,0 +1,258 @@
+"""Stores: values are those of each text alone, and files are the same whoever writes them and however often they are killed."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import torch
+
+from hooks import CacheError, HookedRunner, UnknownNameError
+from interp.store import Activations, harvest
+from models import load
+from tests.reference import variant
+
+NAMES = ["blocks.0.ln2.normalized", "blocks.0.mlp_out", "blocks.1.attn.z"]
+
+
+def model_and_texts(count=23):
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(0, 23, draw.integers(1, 9)).tolist() for _ in range(count)]
+    return variant("pre", n_layers=2, n_heads=3).double(), texts
+
+
+def made(model, texts, out, **options):
+    return harvest(model, texts, NAMES, out, batch=3, per_file=5, **options)
+
+
+def contents(folder):
+    """What is in each complete file: its metadata, whose order in the file means nothing, and the bytes of each tensor."""
+    found = {}
+    for path in Path(folder).glob("values-*.safetensors"):
+        with safetensors.safe_open(path, framework="np") as file:
+            arrays = {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+            found[path.name] = file.metadata(), arrays
+    return found
+
+
+def test_values_are_those_of_each_text_alone(tmp_path):
+    model, texts = model_and_texts()
+    store = made(model, iter(texts), tmp_path)
+    assert store.names == NAMES
+    assert store.counts == [sum(map(len, texts[n : n + 5])) for n in range(0, 23, 5)]
+    assert repr(store) == f"Activations of 3 points, {sum(map(len, texts))} rows of 23 texts"
+    alone = [HookedRunner(model).run_with_cache(torch.tensor([text]))[1] for text in texts]
+    # By a library that knows nothing of this package.
+    files = [safetensors.numpy.load_file(path) for path in sorted(tmp_path.glob("values-*"))]
+    for name in NAMES:
+        expected = np.concatenate([cache[name][0].numpy() for cache in alone])
+        np.testing.assert_allclose(
+            np.concatenate([file[name] for file in files]), expected, atol=1e-9
+        )
+    rows = [(token, n, pos) for n, text in enumerate(texts) for pos, token in enumerate(text)]
+    found = [
+        np.concatenate([file[key] for file in files]).tolist() for key in ("tokens", "text", "pos")
+    ]
+    assert [*zip(*found, strict=True)] == rows
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["points"][2] == ["blocks.1.attn.z", "head", "d_head"]
+
+
+def test_jobs_write_what_one_writes(tmp_path):
+    model, texts = model_and_texts()
+    made(model, texts, tmp_path / "one")
+    for job in (2, 0):
+        store = made(model, texts, tmp_path / "three", shard=(job, 3))
+        assert repr(store) == "Activations of 3 points, not complete"
+        with pytest.raises(CacheError, match=r"lacks \d of 5 files, the first values-00000\d"):
+            len(store)
+    made(model, texts, tmp_path / "three", shard=(1, 3))
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    one, other = (Activations(tmp_path / name).checksums for name in ("one", "three"))
+    assert one == other
+    assert len({*one}) == 5
+    assert len(Activations(tmp_path / "three")) == sum(map(len, texts))
+
+
+def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
+    model, texts = model_and_texts()
+    made(model, texts, tmp_path)
+    before = contents(tmp_path)
+    times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("values-*")}
+    (tmp_path / "values-000001.safetensors").unlink()
+    torn, flipped = tmp_path / "values-000002.safetensors", tmp_path / "values-000003.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    bytes_ = bytearray(flipped.read_bytes())
+    bytes_[-5] ^= 1
+    flipped.write_bytes(bytes_)
+    made(model, texts, tmp_path)
+    assert contents(tmp_path) == before
+    for n in (0, 4):
+        name = f"values-00000{n}.safetensors"
+        assert (tmp_path / name).stat().st_mtime_ns == times[name]
+
+
+def test_another_model_text_or_setting_is_refused(tmp_path):
+    model, texts = model_and_texts()
+    made(model, texts, tmp_path)
+    changed = [*texts[:7], [1, 2], *texts[8:]]
+    with pytest.raises(ValueError, match="same texts; those of file 1 are others"):
+        made(model, changed, tmp_path)
+    with pytest.raises(ValueError, match="same dtype; .* has 'None', got 'torch.float16'"):
+        made(model, texts, tmp_path, dtype=torch.float16)
+    with pytest.raises(ValueError, match="same points"):
+        harvest(model, texts, NAMES[:2], tmp_path, batch=3, per_file=5)
+    with torch.no_grad():
+        model.blocks[1].attn.W_Q[0, 0, 0] += 1
+    with pytest.raises(ValueError, match="same weights"):
+        made(model, texts, tmp_path)
+    for shard in ((3, 3), (-1, 2)):
+        with pytest.raises(ValueError, match="0 <= job < jobs"):
+            made(model, texts, tmp_path / "other", shard=shard)
+    with pytest.raises(ValueError, match="at least one text"):
+        made(model, [], tmp_path / "empty")
+    with pytest.raises(
+        ValueError, match=r"must begin with \[batch pos\]; got blocks.0.attn.pattern"
+    ):
+        harvest(model, texts, "blocks.0.attn.pattern", tmp_path / "pattern")
+    with pytest.raises(UnknownNameError):
+        harvest(model, texts, "blocks.9.mlp_out", tmp_path / "none")
+
+
+def test_texts_are_cut_into_pieces(tmp_path):
+    model, _ = model_and_texts()
+    texts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    cut = harvest(model, texts, NAMES[1], tmp_path / "cut", context=3, dtype=torch.bfloat16)
+    whole = harvest(model, [[1, 2, 3], [4, 5, 6], [7], [8, 9]], NAMES[1], tmp_path / "whole")
+    one, other = cut.file(0), whole.file(0)
+    assert one["text"].tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 3]
+    assert one["pos"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1]
+    assert torch.equal(one[NAMES[1]], other[NAMES[1]].bfloat16())
+
+
+def test_batches_have_each_row_once(tmp_path):
+    model, texts = model_and_texts(40)
+    store = made(model, texts, tmp_path)
+    tokens, rows = torch.cat([store.file(n)["tokens"] for n in range(8)]), len(store)
+    places = torch.cat(
+        [torch.stack([store.file(n)[key] for key in ("text", "pos")], 1) for n in range(8)]
+    )
+    values = torch.cat([store.file(n)[NAMES[1]] for n in range(8)])
+    every = {tuple(place): n for n, place in enumerate(places.tolist())}
+    orders = []
+    for seed, window in ((0, 3), (0, 3), (1, 3), (0, 8), (None, 3)):
+        asked = ["text", NAMES[1], "pos", "tokens"]
+        batches = [*store.batches(16, seed, asked, window=window)]
+        assert [len(batch[0]) for batch in batches] == [16] * (rows // 16) + [rows % 16]
+        text, value, pos, token = (torch.cat(each) for each in zip(*batches, strict=True))
+        order = [every[place] for place in zip(text.tolist(), pos.tolist(), strict=True)]
+        assert sorted(order) == [*range(rows)]
+        assert torch.equal(value, values[order])
+        assert torch.equal(token, tokens[order])
+        orders.append(order)
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[4] == [*range(rows)]
+    # Rows of one text are apart: neighbours in the order are seldom neighbours in a text.
+    assert np.mean(np.diff(orders[3]) == 1) < 0.05
+    parts = [
+        torch.cat([x for (x,) in store.batches(7, 0, ["text"], window=2, part=(n, 3))])
+        for n in range(3)
+    ]
+    assert sorted(torch.cat(parts).tolist()) == sorted(places[:, 0].tolist())
+    assert not {*parts[0].tolist()} & {*parts[1].tolist()}
+    with pytest.raises(UnknownNameError, match="point of this store"):
+        next(store.batches(3, names=["blocks.0.mlp_oot"]))
+    with pytest.raises(ValueError, match="at least 1"):
+        next(store.batches(0))
+
+
+def test_loaders_share_the_rows(tmp_path):
+    model, texts = model_and_texts(40)
+    store = made(model, texts, tmp_path)
+    expected = sorted(n for n, text in enumerate(texts) for _ in text)
+    for workers in (0, 2):
+        loader = torch.utils.data.DataLoader(
+            store.dataset(7, names=["text"], window=2), batch_size=None, num_workers=workers
+        )
+        assert sorted(torch.cat([batch for (batch,) in loader]).tolist()) == expected
+
+
+def test_ranks_share_the_rows(tmp_path, monkeypatch):
+    model, texts = model_and_texts(40)
+    store, seen = made(model, texts, tmp_path), []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        seen += torch.cat([batch for (batch,) in store.dataset(7, names=["text"])]).tolist()
+    assert sorted(seen) == sorted(n for n, text in enumerate(texts) for _ in text)
+
+
+def test_moments_are_those_of_numpy(tmp_path):
+    model, texts = model_and_texts()
+    store = made(model, texts, tmp_path)
+    for name in NAMES[1:]:
+        values = np.concatenate([store.file(n)[name].flatten(1).numpy() for n in range(5)])
+        moments = store.moments(name)
+        assert moments.n == len(values)
+        np.testing.assert_allclose(moments.mean, values.mean(0), atol=1e-12)
+        np.testing.assert_allclose(moments.covariance, np.cov(values.T, bias=True), atol=1e-12)
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half(tmp_path, monkeypatch):
+    model, texts = model_and_texts()
+    usage = shutil.disk_usage(tmp_path)
+    room = iter([10**9, 10**9, 5])
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=next(room)))
+        with pytest.raises(OSError, match=r"must have room for a file of [\d,]+ bytes; .* has 5"):
+            made(model, texts, tmp_path)
+    assert [*sorted(contents(tmp_path))] == [
+        "values-000000.safetensors",
+        "values-000001.safetensors",
+    ]
+    assert len(made(model, texts, tmp_path)) == sum(map(len, texts))
+
+
+SCRIPT = """
+import sys
+from interp.store import harvest
+from models import load
+texts = [f"part {n} of " * (1 + n % 5) for n in range(60)]
+harvest(load("pydoc-4l"), texts, "blocks.1.mlp_out", sys.argv[1], batch=4, per_file=3)
+"""
+
+
+def test_a_killed_job_goes_on(tmp_path):
+    def started(out):
+        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)])
+
+    assert started(tmp_path / "whole").wait(120) == 0
+    expected = contents(tmp_path / "whole")
+    assert len(expected) == 20
+    kills = 0
+    for wanted in (1, 4, 9):
+        job = started(tmp_path / "killed")
+        for _ in range(6000):
+            if len(contents(tmp_path / "killed")) >= wanted or job.poll() is not None:
+                break
+            time.sleep(0.01)
+        job.send_signal(signal.SIGKILL)
+        kills += job.wait(60) == -signal.SIGKILL
+    assert kills
+    assert len(contents(tmp_path / "killed")) < 20
+    assert started(tmp_path / "killed").wait(120) == 0
+    assert contents(tmp_path / "killed") == expected
+    texts = [f"part {n} of " * (1 + n % 5) for n in range(60)]
+    assert len(Activations(tmp_path / "killed")) == sum(map(len, texts))
+    assert (
+        load("pydoc-4l").to_text(Activations(tmp_path / "killed").file(0)["tokens"].tolist()[:10])
+        == texts[0]
+    )
