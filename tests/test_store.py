@@ -173,6 +173,21 @@ def test_batches_have_each_row_once(tmp_path):
         next(store.batches(0))
 
 
+def test_files_are_drawn_too(tmp_path):
+    model, texts = model_and_texts(40)
+    store = made(model, texts, tmp_path)
+    firsts = [next(store.batches(1, seed, ["text"], window=1))[0].item() // 5 for seed in range(12)]
+    assert len({*firsts}) > 3
+
+
+def test_jobs_of_other_texts_are_told(tmp_path):
+    model, texts = model_and_texts()
+    made(model, texts[:10], tmp_path, shard=(0, 2))
+    store = made(model, texts, tmp_path, shard=(1, 2))
+    with pytest.raises(CacheError, match="must have had the same texts"):
+        len(store)
+
+
 def test_loaders_share_the_rows(tmp_path):
     model, texts = model_and_texts(40)
     store = made(model, texts, tmp_path)
