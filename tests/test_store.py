@@ -15,7 +15,7 @@ import safetensors.numpy
 import torch
 
 from hooks import CacheError, HookedRunner, UnknownNameError
-from interp.store import Activations, harvest
+from interp.store import Activations, harvest, plan
 from models import load
 from tests.reference import variant
 
@@ -92,8 +92,10 @@ def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
     bytes_ = bytearray(flipped.read_bytes())
     bytes_[-5] ^= 1
     flipped.write_bytes(bytes_)
+    (tmp_path / "values-000002.safetensors.1f.partial").write_bytes(b"of a job that was killed")
     made(model, texts, tmp_path)
     assert contents(tmp_path) == before
+    assert not [*tmp_path.glob("*.partial")]
     for n in (0, 4):
         name = f"values-00000{n}.safetensors"
         assert (tmp_path / name).stat().st_mtime_ns == times[name]
@@ -135,6 +137,26 @@ def test_texts_are_cut_into_pieces(tmp_path):
     assert one["text"].tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 3]
     assert one["pos"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1]
     assert torch.equal(one[NAMES[1]], other[NAMES[1]].bfloat16())
+
+
+@pytest.mark.parametrize("context", [None, 3])
+def test_a_plan_counts_the_bytes(context, tmp_path, monkeypatch):
+    model, texts = model_and_texts()
+    options = {"dtype": torch.float16, "context": context}
+    planned = plan(model, iter(texts), NAMES, tmp_path, batch=3, **options)
+    store = harvest(model, texts, NAMES, tmp_path, batch=3, **options)
+    files = [safetensors.numpy.load_file(path) for path in tmp_path.glob("values-*")]
+    assert planned.bytes == sum(array.nbytes for file in files for array in file.values())
+    assert planned.tokens == len(store)
+    assert repr(store).endswith(f"of {planned.texts} texts")
+    assert planned.seconds > 0
+    assert planned.fits
+    assert " GB, which fits; about " in repr(planned)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    assert "does not fit into 1e-07 GB" in repr(plan(model, texts, NAMES, tmp_path))
+    with pytest.raises(ValueError, match="at least one text"):
+        plan(model, [], NAMES)
 
 
 def test_batches_have_each_row_once(tmp_path):

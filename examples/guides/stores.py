@@ -7,12 +7,13 @@
 # %%
 import tempfile
 
-from interp.store import Activations, harvest
+from interp.store import Activations, harvest, plan
 from models import load
 
 model, out = load("pydoc-4l"), tempfile.mkdtemp()
 texts = [f"part {n} of the list" for n in range(300)]
 names = ["blocks.1.ln2.normalized", "blocks.1.mlp_out"]  # what a transcoder reads and writes
+print(plan(model, texts, names, out))
 for job in range(3):  # here one after another; elsewhere on machines of any scheduler
     store = harvest(model, texts, names, out, shard=(job, 3))
 print(store)
@@ -37,5 +38,7 @@ moments = store.moments("blocks.1.mlp_out")
 print(moments.n, moments.mean.norm(), moments.covariance.shape)
 
 # %% [markdown]
+# A trainer of dictionaries that wants an iterator of [batch, d_in], such as SAELens', takes `(x for (x,) in store.batches(4096, names=[name]))`.
+#
 # The shuffle is bounded: files are drawn in any order, and the rows of `window` files are mixed at a time. Larger windows mix better and
 # take more memory.

@@ -11,6 +11,6 @@ Activations of 2 points, 17 rows of 2 texts
 """
 
 from interp.store.activations import Activations
-from interp.store.harvesting import harvest
+from interp.store.harvesting import harvest, plan
 
-__all__ = ["Activations", "harvest"]
+__all__ = ["Activations", "harvest", "plan"]

@@ -12,9 +12,10 @@ import hashlib
 import itertools
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,70 @@ from interp.inputs.texts import Texts, each_text, padded
 from interp.protocol import runner_of
 from interp.store.activations import Activations
 from interp.store.files import KIND, digest_of, end_of, path_of, require_same, write_json
+
+
+class Planned(NamedTuple):
+    """The size of a harvest, before it is made.
+
+    Attributes:
+        texts, tokens: how many there are.
+        bytes: what the files take, but for some kilobytes each.
+        seconds: how long it takes here at the rate of its first batch.
+        free: the bytes that the disk has.
+    """
+
+    texts: int
+    tokens: int
+    bytes: int
+    seconds: float
+    free: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the disk has room for it."""
+        return self.bytes < self.free
+
+    def __repr__(self) -> str:
+        room = "fits" if self.fits else f"does not fit into {self.free / 1e9:.3g} GB"
+        return (
+            f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB, which {room}; "
+            f"about {self.seconds:.3g} s"
+        )
+
+
+@without_gradients
+def plan(
+    model: nn.Module,
+    texts: Texts,
+    names: Selector,
+    out: str | os.PathLike[str] = ".",
+    *,
+    dtype: torch.dtype | None = None,
+    context: int | None = None,
+    batch: int = 16,
+) -> Planned:
+    """Count what `harvest` would write, and time its first batch; for arguments and errors see there.
+
+    The texts are all read, so a generator is used up.
+
+    >>> from models import load
+    >>> planned = plan(load("pydoc-4l"), ["part KV8"] * 100, "blocks.1.mlp_out")
+    >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and three of 8
+    (800, 428800, True)
+    """
+    points = [*resolve(names, runner_of(model).points, runner_of(model).points)]
+    lengths, first = list[int](), list[list[int]]()
+    for piece in _pieces(model, texts, context):
+        first += [piece] if len(first) < batch else []
+        lengths.append(len(piece))
+    if not lengths:
+        raise ValueError("texts must hold at least one text; got none")
+    start = time.perf_counter()
+    tensors = _values(model, points, first, 0, dtype, batch)
+    seconds, rows = time.perf_counter() - start, len(tensors["tokens"])
+    share, free = sum(lengths) / rows, shutil.disk_usage(out).free
+    size = round(share * sum(tensor.nbytes for tensor in tensors.values()))
+    return Planned(len(lengths), sum(lengths), size, share * seconds, free)
 
 
 @without_gradients
@@ -80,7 +145,10 @@ def harvest(
     axes = {name: runner.points[name].axes for name in points}
     for name, each in axes.items():
         if each[:2] != ("batch", "pos"):
-            raise ValueError(f"a store has a row for each token, so points must begin with [batch pos]; got {name} [{' '.join(each)}]")  # fmt: skip
+            raise ValueError(
+                "a store has a row for each token, so points must begin with [batch pos]; "
+                f"got {name} [{' '.join(each)}]"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     require_same(
         {
@@ -112,7 +180,10 @@ def harvest(
             if there is None:
                 tensors = _values(model, points, some, first, dtype, batch)
                 _require_room(folder, storage.nbytes([*tensors.values()]))
-                storage.save(path_of(folder, number), KIND, tensors, {"texts": digest})
+                path = path_of(folder, number)
+                for unfinished in folder.glob(f"{path.name}.*.partial"):  # of a job that was killed
+                    unfinished.unlink()
+                storage.save(path, KIND, tensors, {"texts": digest})
                 n_tokens += len(tensors["tokens"])
             bar.update()
             bar.set_postfix_str(f"{n_tokens / max(1e-9, bar.format_dict['elapsed']):,.0f} tokens/s")
