@@ -73,7 +73,7 @@ print(counterfactual(add, {"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 0}, "c
 # %% [markdown]
 # In place of learned columns `align` learns a mask of features that are given: `features=neurons(512)` of the neurons,
 # `pca(values, 20)` of principal components, `of_dictionary(load_sae(...))` of a sparse autoencoder; `sparsity=` says what each costs.
-# [A longer example](../interchange.py) has a model whose answer is known: `python examples/interchange.py`.
+# `python examples/interchange.py` does the same in a model whose answer is known.
 #
 # ## An illusion, and how it is seen
 #
