@@ -48,8 +48,8 @@ def _described(value: object) -> object:
     return getattr(value, "__qualname__", None) or str(value)
 
 
-def weights_hash(model: nn.Module) -> str:
-    """A hash of the name, the shape and at most 16 numbers of each parameter."""
+def weights_hash(model: nn.Module, whole: bool = False) -> str:
+    """A hash of the name, the shape and at most 16 numbers of each parameter, or of all numbers of the `whole`."""
     hashed = hashlib.sha256()
     for name, weight in model.named_parameters():
         numbers: Any = None
@@ -57,6 +57,8 @@ def weights_hash(model: nn.Module) -> str:
             flat = weight.detach().flatten()
             numbers = flat[:: max(1, -(-len(flat) // 16))].tolist()
         hashed.update(repr((name, tuple(weight.shape), numbers)).encode())
+        if whole and numbers is not None:
+            hashed.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 
@@ -74,6 +76,19 @@ def save(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[st
         FileNotFoundError: if there is no such directory.
         TypeError: if a fact does not fit JSON.
     """
+    alone, metadata = packed(kind, tensors, facts)
+    with replacing(path) as partial:
+        save_file(alone, partial, metadata=metadata)
+
+
+def packed(
+    kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file of safetensors, with checksums.
+
+    Raises:
+        TypeError: if a fact does not fit JSON.
+    """
     alone: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in tensors.items():
@@ -84,9 +99,20 @@ def save(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[st
         alone[name] = value
         seen.add(memory_of(value))
     text = json.dumps(facts)
-    metadata = {"kind": kind, "facts": text, CHECKSUMS: checksums(alone, text)}
-    with replacing(path) as partial:
-        save_file(alone, partial, metadata=metadata)
+    return alone, {"kind": kind, "facts": text, CHECKSUMS: checksums(alone, text)}
+
+
+def unpacked(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Any:
+    """The facts of what `packed` made, after a check that all is whole.
+
+    Raises:
+        ValueError: if it is damaged, or of another kind.
+        KeyError: if it was made by something else.
+    """
+    text = metadata["facts"]
+    if (metadata["kind"], metadata[CHECKSUMS]) != (kind, checksums(tensors, text)):
+        raise ValueError(f"kind and checksums must be as saved; got {metadata['kind']!r}")
+    return json.loads(text)
 
 
 @contextmanager
@@ -101,10 +127,7 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-        text = metadata["facts"]
-        if (metadata["kind"], metadata[CHECKSUMS]) != (kind, checksums(tensors, text)):
-            raise ValueError(f"kind and checksums must be as saved; got {metadata['kind']!r}")
-        yield tensors, json.loads(text)
+        yield tensors, unpacked(kind, tensors, metadata)
 
 
 @contextmanager

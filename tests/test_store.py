@@ -46,7 +46,9 @@ def test_values_are_those_of_each_text_alone(tmp_path):
     model, texts = model_and_texts()
     store = made(model, iter(texts), tmp_path)
     assert store.names == NAMES
-    assert store.counts == [sum(map(len, texts[n : n + 5])) for n in range(0, 23, 5)]
+    assert [file["rows"] for file in store.files] == [
+        sum(map(len, texts[n : n + 5])) for n in range(0, 23, 5)
+    ]
     assert repr(store) == f"Activations of 3 points, {sum(map(len, texts))} rows of 23 texts"
     alone = [HookedRunner(model).run_with_cache(torch.tensor([text]))[1] for text in texts]
     # By a library that knows nothing of this package.
@@ -56,13 +58,17 @@ def test_values_are_those_of_each_text_alone(tmp_path):
         np.testing.assert_allclose(
             np.concatenate([file[name] for file in files]), expected, atol=1e-9
         )
-    rows = [(token, n, pos) for n, text in enumerate(texts) for pos, token in enumerate(text)]
-    found = [
-        np.concatenate([file[key] for file in files]).tolist() for key in ("tokens", "text", "pos")
-    ]
+    rows = [(token, n, pos, pos) for n, text in enumerate(texts) for pos, token in enumerate(text)]
+    keys = ("tokens", "text", "offset", "pos")
+    found = [np.concatenate([file[key] for file in files]).tolist() for key in keys]
     assert [*zip(*found, strict=True)] == rows
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["points"][2] == ["blocks.1.attn.z", "head", "d_head"]
+    assert manifest["points"]["blocks.1.attn.z"] == ["head", "d_head"]
+    assert [file["first"] for file in manifest["files"]] == [0, 5, 10, 15, 20]
+    assert manifest["files"][4]["texts"] == 3
+    described = manifest["files"][1]["tensors"]
+    assert described["blocks.1.attn.z"] == ["float64", 3, model.config.d_head]
+    assert described["text"] == ["int32"]
 
 
 def test_jobs_write_what_one_writes(tmp_path):
@@ -75,9 +81,11 @@ def test_jobs_write_what_one_writes(tmp_path):
             len(store)
     made(model, texts, tmp_path / "three", shard=(1, 3))
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
-    one, other = (Activations(tmp_path / name).checksums for name in ("one", "three"))
+    one, other = (
+        json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "three")
+    )
     assert one == other
-    assert len({*one}) == 5
+    assert len({str(file["checksums"]) for file in one["files"]}) == 5
     assert len(Activations(tmp_path / "three")) == sum(map(len, texts))
 
 
@@ -107,12 +115,12 @@ def test_another_model_text_or_setting_is_refused(tmp_path):
     changed = [*texts[:7], [1, 2], *texts[8:]]
     with pytest.raises(ValueError, match="same texts; those of file 1 are others"):
         made(model, changed, tmp_path)
-    with pytest.raises(ValueError, match="same dtype; .* has 'None', got 'torch.float16'"):
+    with pytest.raises(ValueError, match="same dtype; .* has None, got 'torch.float16'"):
         made(model, texts, tmp_path, dtype=torch.float16)
     with pytest.raises(ValueError, match="same points"):
         harvest(model, texts, NAMES[:2], tmp_path, batch=3, per_file=5)
     with torch.no_grad():
-        model.blocks[1].attn.W_Q[0, 0, 0] += 1
+        model.blocks[1].attn.W_Q[2, 3, 1] += 1e-9
     with pytest.raises(ValueError, match="same weights"):
         made(model, texts, tmp_path)
     for shard in ((3, 3), (-1, 2)):
@@ -134,7 +142,8 @@ def test_texts_are_cut_into_pieces(tmp_path):
     cut = harvest(model, texts, NAMES[1], tmp_path / "cut", context=3, dtype=torch.bfloat16)
     whole = harvest(model, [[1, 2, 3], [4, 5, 6], [7], [8, 9]], NAMES[1], tmp_path / "whole")
     one, other = cut.file(0), whole.file(0)
-    assert one["text"].tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 3]
+    assert one["text"].tolist() == [0] * 7 + [1, 1]
+    assert one["offset"].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
     assert one["pos"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1]
     assert torch.equal(one[NAMES[1]], other[NAMES[1]].bfloat16())
 
@@ -151,10 +160,10 @@ def test_a_plan_counts_the_bytes(context, tmp_path, monkeypatch):
     assert repr(store).endswith(f"of {planned.texts} texts")
     assert planned.seconds > 0
     assert planned.fits
-    assert " GB, which fits; about " in repr(planned)
+    assert " GB in 1 file, for which there is room; about " in repr(planned)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    assert "does not fit into 1e-07 GB" in repr(plan(model, texts, NAMES, tmp_path))
+    assert "but there is room for 1e-07 GB" in repr(plan(model, texts, NAMES, tmp_path))
     with pytest.raises(ValueError, match="at least one text"):
         plan(model, [], NAMES)
 
@@ -191,8 +200,9 @@ def test_batches_have_each_row_once(tmp_path):
     assert not {*parts[0].tolist()} & {*parts[1].tolist()}
     with pytest.raises(UnknownNameError, match="point of this store"):
         next(store.batches(3, names=["blocks.0.mlp_oot"]))
-    with pytest.raises(ValueError, match="at least 1"):
-        next(store.batches(0))
+    for wrong in ({"size": 0}, {"size": 2, "window": 0}, {"size": 2, "epochs": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            next(store.batches(**wrong))
 
 
 def test_files_are_drawn_too(tmp_path):
@@ -202,12 +212,80 @@ def test_files_are_drawn_too(tmp_path):
     assert len({*firsts}) > 3
 
 
+def test_epochs_differ_and_need_not_end(tmp_path):
+    model, texts = model_and_texts()
+    store = made(model, texts, tmp_path)
+    places = [n for n, text in enumerate(texts) for _ in text]
+    two = torch.cat([x for (x,) in store.batches(7, 0, ["text"], epochs=2)]).tolist()
+    first, second = two[: len(places)], two[len(places) :]
+    assert sorted(first) == sorted(second) == places
+    assert first != second
+    endless = store.batches(7, 0, ["text"], epochs=None)
+    seen = [next(endless)[0] for _ in range(-(-len(places) // 7) * 3)]
+    assert sorted(torch.cat(seen).tolist()) == sorted(places * 3)
+    with pytest.raises(ValueError, match="each of 9 readers must have rows; reader 7 has none"):
+        next(store.batches(7, epochs=None, part=(7, 9)))
+
+
+def test_the_shuffle_is_as_good_as_it_says(tmp_path):
+    """Pairs of one file in a batch: as many as in a full shuffle, times the files and over the window at most."""
+    model, texts = model_and_texts(200)
+    store = made(model, texts, tmp_path)
+    sizes = np.array([file["rows"] for file in store.files])
+    by_chance = ((sizes / sizes.sum()) ** 2).sum()
+    for window in (4, 20, 40):
+        shares = []
+        for seed in range(6):
+            for (text,) in store.batches(25, seed, ["text"], window=window):
+                file = text.numpy() // 5
+                shares.append((file[:, None] == file)[np.triu_indices(len(file), 1)].mean())
+        assert np.mean(shares) / by_chance < 1.1 * 40 / window
+        assert window == 40 or np.mean(shares) / by_chance > 0.8 * 40 / window
+
+
 def test_jobs_of_other_texts_are_told(tmp_path):
     model, texts = model_and_texts()
     made(model, texts[:10], tmp_path, shard=(0, 2))
-    store = made(model, texts, tmp_path, shard=(1, 2))
-    with pytest.raises(CacheError, match="must have had the same texts"):
-        len(store)
+    with pytest.raises(ValueError, match="same texts; other jobs had 10, got 23"):
+        made(model, texts, tmp_path, shard=(1, 2))
+    made(model, texts, tmp_path, shard=(0, 2))
+    assert len(made(model, texts, tmp_path, shard=(1, 2))) == sum(map(len, texts))
+
+
+def test_rows_of_a_text(tmp_path):
+    model, texts = model_and_texts()
+    store = made(model, texts, tmp_path)
+    assert [*store.texts()] == texts
+    for n in (0, 4, 5, 22):
+        _, cache = HookedRunner(model).run_with_cache(torch.tensor([texts[n]]))
+        rows = store.rows(n, names=[NAMES[1], "tokens"])
+        assert rows["tokens"].tolist() == texts[n]
+        torch.testing.assert_close(rows[NAMES[1]], cache[NAMES[1]][0], atol=1e-9, rtol=0)
+        last = store.rows(n, len(texts[n]) - 1)
+        assert last["tokens"].tolist() == texts[n][-1:]
+        torch.testing.assert_close(last[NAMES[2]], cache[NAMES[2]][0, -1:], atol=1e-9, rtol=0)
+    for wrong in (-1, 23):
+        with pytest.raises(IndexError, match="text must be from 0 to 22"):
+            store.rows(wrong)
+    with pytest.raises(IndexError, match="no row at 8"):
+        store.rows(3, 8)
+
+
+def test_damage_is_found_by_reading_all(tmp_path):
+    model, texts = model_and_texts()
+    store = made(model, texts, tmp_path)
+    assert store.damaged() == []
+    path = tmp_path / "values-000003.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    (tmp_path / "values-000001.safetensors").unlink()
+    assert store.damaged() == [1, 3]
+    path.write_bytes(whole[:100])
+    with pytest.raises(CacheError, match="harvest again"):
+        store.file(3)
+    with pytest.raises(FileNotFoundError):
+        store.file(1)
+    assert made(model, texts, tmp_path).damaged() == []
 
 
 def test_loaders_share_the_rows(tmp_path):
@@ -249,13 +327,27 @@ def test_a_full_disk_is_told_and_leaves_nothing_half(tmp_path, monkeypatch):
     room = iter([10**9, 10**9, 5])
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=next(room)))
-        with pytest.raises(OSError, match=r"must have room for a file of [\d,]+ bytes; .* has 5"):
+        with pytest.raises(OSError, match=r"room for 1 files of about [\d,]+ bytes; .* has 5"):
             made(model, texts, tmp_path)
     assert [*sorted(contents(tmp_path))] == [
         "values-000000.safetensors",
         "values-000001.safetensors",
     ]
     assert len(made(model, texts, tmp_path)) == sum(map(len, texts))
+
+
+def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
+    model, texts = model_and_texts()
+    texts = [[1, 2, 3]] * 20  # four files of one size
+    size = plan(model, texts, NAMES, tmp_path).bytes
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
+    with pytest.raises(OSError, match="room for 4 files of about"):
+        made(model, texts, tmp_path)
+    assert not contents(tmp_path)
+    # Half of them fit, and so do texts whose number nobody knows.
+    made(model, texts, tmp_path / "half", shard=(1, 2))
+    made(model, iter(texts), tmp_path / "stream")
 
 
 SCRIPT = """

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks import EditError
@@ -44,12 +44,24 @@ def normal(name: str, firsts: tuple[int, ...], lengths: tuple[int, ...]) -> Floa
         name: another name gives other numbers.
         firsts, lengths: where the box begins along each axis, and its sizes.
     """
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    state = torch.tensor(int.from_bytes(digest, "little", signed=True))
+    state = _started(name)
     for first, length in zip(firsts, lengths, strict=True):
         state = _mixed(state[..., None] + torch.arange(first + 1, first + length + 1) * _GOLDEN)
     uniform = (_shifted(state, 11) + 0.5) * 2.0**-53
     return torch.special.ndtri(uniform)
+
+
+def hashes(name: str, places: Int[Tensor, "row axis"]) -> Int[Tensor, " row"]:
+    """A hash (splitmix64) of the name and of each place, as a signed integer; one with other places is another."""
+    state = _started(name)
+    for column in places.unbind(1):
+        state = _mixed(state + (column + 1) * _GOLDEN)
+    return state
+
+
+def _started(name: str) -> Tensor:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True))
 
 
 # Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"; as signed integers.

@@ -89,7 +89,9 @@ class Source:
             n = value.ndim
             if n > len(left) and n != len(axes):
                 raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
-            source_axes = axes if n == len(axes) else tuple(left[len(left) - n :])
+            # A vector has all of the point's last axes; a tensor may lack those that an integer selects.
+            kept = left if held is value and n < len(axes) else axes
+            source_axes = tuple(kept[len(kept) - n :])
             lacks_batch = (
                 n > 0 and "batch" in {*left} - {*source_axes} and source_axes[0] in TEXT_AXES
             )

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from hooks import EditError
+from hooks import EditError, Point
 from hooks.transfer import to_device
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Axes, Change, Edit, Source, Values
@@ -23,6 +23,14 @@ class Interchanges(Protocol):
         self, value: Shaped[Tensor, "*rows d"], source: Shaped[Tensor, "*rows d"]
     ) -> Shaped[Tensor, "*rows d"]:
         """The value with the chosen features of the source."""
+
+
+@runtime_checkable
+class Means(Protocol):
+    """Means that were made before, of some points, such as those of `interp.store.statistics`."""
+
+    def mean_at(self, point: Point) -> Shaped[Tensor, "..."]:
+        """The mean at a point."""
 
 
 def zero(**where: Index) -> Edit:
@@ -137,7 +145,7 @@ def mean(
     """Takes the mean of reference runs (mean ablation). Each position has its own, unless averaged over.
 
     Args:
-        reference: the values of reference runs, any number of texts.
+        reference: the values of reference runs, any number of texts; or statistics, which hold means already.
         over: the axes to average over: `"batch"`, or `("batch", "pos")`. Where a point declares no axes,
             its first is the batch.
         attention_mask: which columns of the reference are real, 1 or True. Padding is left out. A cache
@@ -155,6 +163,8 @@ def mean(
     dropped = (over,) if isinstance(over, str) else tuple(over)
     if not dropped:
         raise ValueError("over must name at least one axis; got ()")
+    if isinstance(reference, Means):
+        return Edit("mean", _taken, {"0": reference}, Source(reference)).at(**where)
     source = Source(reference, dropped)
     # On the CPU, where the check below waits for nothing.
     real = source.mask if attention_mask is None else attention_mask.bool().cpu()

@@ -11,6 +11,15 @@ Activations of 2 points, 17 rows of 2 texts
 """
 
 from interp.store.activations import Activations
-from interp.store.harvesting import harvest, plan
+from interp.store.harvesting import Planned, harvest, plan
+from interp.store.statistics import Statistics, StatisticsByPoint, statistics
 
-__all__ = ["Activations", "harvest", "plan"]
+__all__ = [
+    "Activations",
+    "Planned",
+    "Statistics",
+    "StatisticsByPoint",
+    "harvest",
+    "plan",
+    "statistics",
+]

@@ -1,29 +1,32 @@
-"""Reading of a store: its rows, and shuffled batches of them."""
+"""Reading of a store: its rows by text, and shuffled batches of them."""
 
+import bisect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Shaped
-from safetensors import safe_open
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hooks import CacheError, storage
+from hooks import CacheError
 from hooks.errors import unknown_name
 from interp.directions.erasing import Moments
-from interp.store.files import MANIFEST, ROWS, path_of, read_json
+from interp.inputs.texts import writer_of
+from interp.reading.maxima import Activation
+from interp.reading.maxima import Activations as Places
+from interp.store.files import MANIFEST, ROWS, Folder, gathered
+from interp.store.statistics import Statistics, StatisticsByPoint
 
 
 class Activations:
     """Values that `harvest` wrote, a row for each token. Files are mapped into memory, and read when they are asked for.
 
     Args:
-        out: the directory.
+        out: the directory, or its address.
 
     Attributes:
         names: the points, in the order of the model.
@@ -35,63 +38,85 @@ class Activations:
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        self.out = Path(out)
-        self.manifest: Mapping[str, Any] = read_json(self.out / MANIFEST)
-        self.names: list[str] = [name for name, *_ in self.manifest["points"]]
+        self._folder = Folder(out)
+        self.manifest: Mapping[str, Any] = self._folder.read_json(MANIFEST)
+        self.names: list[str] = [*self.manifest["points"]]
 
     @cached_property
-    def counts(self) -> list[int]:
-        """The number of rows of each file.
+    def files(self) -> list[dict[str, Any]]:
+        """What the manifest says of each file: its rows, its first text and how many, its checksums.
 
         Raises:
-            CacheError: if jobs are not done, or files are missing; it says which.
+            CacheError: if jobs are not done; it says how many files are missing.
         """
-        ends = [read_json(path) for path in sorted(self.out.glob("done-*.json"))]
-        if not ends:
-            raise CacheError(f"a store must be complete to be read; no job of {self.out} is done")
-        sizes = {end["files"] for end in ends}
-        if len(sizes) > 1:
-            raise CacheError(
-                f"jobs of {self.out} must have had the same texts; they have {sizes} files"
-            )
-        missing = [n for n in range(*sizes) if not path_of(self.out, n).exists()]
-        if missing:
-            raise CacheError(
-                f"a store must be complete to be read; {self.out} lacks {len(missing)} of {max(sizes)} files, "
-                f"the first {path_of(self.out, missing[0]).name}: run its job again"
-            )
-        counts = []
-        for n in range(*sizes):
-            with safe_open(path_of(self.out, n), framework="pt") as file:
-                counts.append(file.get_slice("tokens").get_shape()[0])
-        return counts
+        manifest = self._folder.read_json(MANIFEST)
+        return list((manifest if "files" in manifest else gathered(self._folder))["files"])
 
     @property
-    def checksums(self) -> list[str]:
-        """What stands for the values, rows and texts of each file: equal for equal stores, whoever wrote them."""
-        found = []
-        for n in range(len(self.counts)):
-            with safe_open(path_of(self.out, n), framework="pt") as file:
-                found.append(file.metadata()[storage.CHECKSUMS])
-        return found
+    def checksums(self) -> list[dict[str, int]]:
+        """A CRC of each tensor of each file: equal for equal stores, whoever wrote them."""
+        return [file["checksums"] for file in self.files]
+
+    def damaged(self) -> list[int]:
+        """The numbers of files that are missing or not as they were written, by their checksums. `harvest` mends them."""
+        return [
+            number
+            for number, file in enumerate(self.files)
+            if (self._folder.facts(number) or {}).get("checksums") != file["checksums"]
+        ]
 
     def __len__(self) -> int:
         """The number of rows."""
-        return sum(self.counts)
+        return sum(file["rows"] for file in self.files)
 
     def file(
         self, number: int, names: Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """The tensors of a file: values of points, and the token, text and position of each row.
+        """The tensors of a file: values of points, and `tokens`, `text`, `offset` and `pos` of each row.
 
         Raises:
             UnknownNameError: if there is no such point; it has close matches.
+            FileNotFoundError: if the file is gone.
+            CacheError: if it is torn.
         """
         for name in names or ():
             if name not in (*self.names, *ROWS):
                 raise unknown_name(name, [*self.names, *ROWS], "point of this store")
-        with safe_open(path_of(self.out, number), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in names or (*self.names, *ROWS)}
+        return self._folder.read(number, names or [*self.names, *ROWS])
+
+    def rows(
+        self, text: int, pos: int | None = None, names: Sequence[str] | None = None
+    ) -> dict[str, Shaped[Tensor, "row ..."]]:
+        """The rows of one text, or of one place in it.
+
+        Args:
+            text: its number.
+            pos: the token of the text, from its start; None for all that were kept.
+            names: see `file`.
+
+        Raises:
+            IndexError: if there is no such text, or no row of that place.
+            CacheError, UnknownNameError: as for `file`.
+        """
+        firsts = [file["first"] for file in self.files]
+        n_texts = firsts[-1] + self.files[-1]["texts"]
+        if not 0 <= text < n_texts:
+            raise IndexError(f"text must be from 0 to {n_texts - 1}; got {text}")
+        wanted = [*(names or (*self.names, *ROWS))]
+        held = self.file(bisect.bisect_right(firsts, text) - 1, [*{*wanted, "text", "offset"}])
+        chosen = held["text"] == text
+        if pos is not None:
+            chosen &= held["offset"] == pos
+            if not chosen.any():
+                raise IndexError(f"text {text} has no row at {pos}")
+        return {name: held[name][chosen] for name in wanted}
+
+    def texts(self) -> Iterator[list[int]]:
+        """The tokens of each text that were kept, in order; what is fitted to texts takes them."""
+        for number, file in enumerate(self.files):
+            held = self.file(number, ["tokens", "text"])
+            counts = torch.bincount(held["text"] - file["first"], minlength=file["texts"])
+            yield from (part.tolist() for part in held["tokens"].split(counts.tolist()))
 
     def batches(
         self,
@@ -99,18 +124,20 @@ class Activations:
         seed: int | None = 0,
         names: Sequence[str] | None = None,
         *,
+        epochs: int | None = 1,
         window: int = 16,
         part: tuple[int, int] = (0, 1),
     ) -> Iterator[tuple[Shaped[Tensor, "row ..."], ...]]:
-        """Each row once, in batches; the last may be smaller.
+        """Each row once in each epoch, in batches; the last of an epoch may be smaller.
 
         The shuffle is bounded: files are drawn in any order, and the rows of `window` files are mixed at a time. So two
-        rows of one text are in one batch more often than in a full shuffle, at most by the factor of files to `window`.
+        rows of one file are in one batch more often than in a full shuffle, at most by the factor of files to `window`.
 
         Args:
             size: how many rows a batch has.
-            seed: of the order; None for the order of the texts. Another epoch takes another seed.
-            names: which points, `tokens`, `text` or `pos`; None for all points.
+            seed: of the order, which is another in each epoch; None for the order of the texts.
+            names: which points, `tokens`, `text`, `offset` or `pos`; None for all points.
+            epochs: how often; None without end.
             window: how many files are in memory.
             part: of how many readers this is which one; they share the files.
 
@@ -119,19 +146,40 @@ class Activations:
 
         Raises:
             CacheError: if the store is not complete.
-            ValueError: if a size is below 1.
+            ValueError: if a size is below 1, or this reader has no row.
             UnknownNameError: as for `file`.
         """
-        if min(size, window) < 1:
-            raise ValueError(f"size and window must be at least 1; got {size} and {window}")
-        wanted, draw = [*(names or self.names)], np.random.default_rng(seed)
-        order = np.arange(len(self.counts)) if seed is None else draw.permutation(len(self.counts))
-        order = order[part[0] :: part[1]]
+        if min(size, window, 1 if epochs is None else epochs) < 1:
+            raise ValueError(
+                f"size, window and epochs must be at least 1; got {size}, {window}, {epochs}"
+            )
+        epoch, any_row = 0, False
+        while epochs is None or epoch < epochs:
+            draw = None if seed is None else np.random.default_rng([seed, epoch])
+            for batch in self._epoch(size, draw, [*(names or self.names)], window, part):
+                any_row = True
+                yield batch
+            if epochs is None and not any_row:
+                raise ValueError(
+                    f"each of {part[1]} readers must have rows; reader {part[0]} has none"
+                )
+            epoch += 1
+
+    def _epoch(
+        self,
+        size: int,
+        draw: np.random.Generator | None,
+        names: list[str],
+        window: int,
+        part: tuple[int, int],
+    ) -> Iterator[tuple[Tensor, ...]]:
+        n = len(self.files)
+        order = (np.arange(n) if draw is None else draw.permutation(n))[part[0] :: part[1]]
         rest: list[Tensor] | None = None
         for start in range(0, len(order), window):
-            files = [self.file(n, wanted) for n in order[start : start + window].tolist()]
-            rows = [torch.cat([file[name] for file in files]) for name in wanted]
-            if seed is not None:
+            files = [self.file(number, names) for number in order[start : start + window].tolist()]
+            rows = [torch.cat([file[name] for file in files]) for name in names]
+            if draw is not None:
                 mixed = torch.from_numpy(draw.permutation(len(rows[0])))
                 rows = [each[mixed] for each in rows]
             if rest is not None:
@@ -148,31 +196,98 @@ class Activations:
     ) -> IterableDataset[tuple[Tensor, ...]]:
         """The batches for a `DataLoader(dataset, batch_size=None)`; for arguments see `batches`.
 
-        The workers of loaders and the ranks of `torch.distributed` share the files, so each row comes once in all.
+        The workers of loaders and the ranks of `torch.distributed` share the files, so each row comes once in all. Ranks may
+        get different numbers of batches.
         """
         return _Dataset(self, (size, seed, names), window)
 
-    def moments(self, name: str) -> Moments:
-        """The mean and the covariance of a point's values, in float64, from one pass over the files.
+    def statistics(
+        self, names: Sequence[str] | None = None, *, part: tuple[int, int] = (0, 1), **options: Any
+    ) -> StatisticsByPoint:
+        """What one pass over the files tells of each column of points.
+
+        Args:
+            names: which points; None for all.
+            part: of how many readers this is which one. What they find is put together with `+`.
+            options: `covariance`, `top`, `sample` and `seed`, see `Statistics.of`.
 
         Raises:
             CacheError, UnknownNameError: as for `batches`.
+            ValueError: if there is no row.
+        """
+        wanted = [*(names or self.names)]
+        return StatisticsByPoint.together(
+            StatisticsByPoint(
+                {
+                    name: Statistics.of(held[name], held["text"], held["offset"], **options)
+                    for name in wanted
+                }
+            )
+            for number in range(len(self.files))[part[0] :: part[1]]
+            if len((held := self.file(number, [*wanted, "text", "offset"]))["text"])
+        )
+
+    def top(
+        self, found: StatisticsByPoint, name: str, column: int, model: nn.Module | None = None
+    ) -> Places:
+        """The places where a column of a point is largest, as `max_activating` shows them, without a run.
+
+        Args:
+            found: from `statistics` of this store.
+            name: the point.
+            column: of the point's last axes in a row, such as a neuron.
+            model: with a tokenizer, for words.
+
+        Raises:
+            KeyError: if there are no statistics of the point.
+            CacheError, UnknownNameError: as for `batches`.
+        """
+        one, written = found[name], None if model is None else writer_of(model)
+        places = []
+        for value, (text, offset) in zip(
+            one.top_values[:, column].tolist(), one.top_places[:, column].tolist(), strict=True
+        ):
+            held = self.rows(text, names=["tokens", "offset"])
+            tokens = held["tokens"].tolist()
+            pieces = None if written is None else tuple(written(tokens))
+            pos = held["offset"].tolist().index(offset)
+            places.append(Activation(value, text, pos, tuple(tokens), pieces))
+        return Places(places)
+
+    def moments(
+        self, name: str, labels: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    ) -> Moments:
+        """The mean and the covariance of a point's values, and those with labels, which `leace` takes, from one pass.
+
+        Args:
+            name: the point.
+            labels: a function from the `tokens`, `text`, `offset` and `pos` of rows to their labels [row, label]; None for
+                no labels.
+
+        Raises:
+            CacheError, UnknownNameError: as for `batches`.
+            ValueError: if there is no row.
         """
         together: Moments | None = None
-        for n in range(len(self.counts)):
-            values = self.file(n, [name])[name].flatten(1)
-            one = Moments.of(values, values.new_zeros(len(values), 0))
-            together = one if together is None else together + one
-        assert together is not None  # a store has a file
+        for number in range(len(self.files)):
+            held = self.file(number, [name, *ROWS])
+            values = held[name].flatten(1)
+            if len(values):
+                marked = (
+                    values.new_zeros(len(values), 0) if labels is None else labels(held).double()
+                )
+                one = Moments.of(values, marked)
+                together = one if together is None else together + one
+        if together is None:
+            raise ValueError(f"statistics need at least one row; {self._folder.name} has none")
         return together
 
     def __repr__(self) -> str:
         try:
-            n = len(self)
+            n_texts = sum(file["texts"] for file in self.files)
         except CacheError:
             return f"Activations of {len(self.names)} points, not complete"
-        texts = int(self.file(len(self.counts) - 1, ["text"])["text"][-1]) + 1
-        return f"Activations of {len(self.names)} points, {n:,} rows of {texts:,} texts"
+        return f"Activations of {len(self.names)} points, {len(self):,} rows of {n_texts:,} texts"
 
 
 class _Dataset(IterableDataset[tuple[Tensor, ...]]):

@@ -1,234 +1,284 @@
 """Harvesting: values of points over many texts, written to disk.
 
 1. Cut the texts into runs of `per_file`, by their order alone. Run n is file n, and belongs to job n mod the number of jobs.
-2. Leave out files that are there and complete, with the same texts. Read the others in batches, stop each forward pass at the
-   last point, and keep the values at real tokens.
-3. Write each file whole, with its checksums. At the end write how many files there are.
+2. Leave out files that are there and whole, with the same texts. Read the others in batches, stop each forward pass at the
+   last point, and keep the values at the chosen tokens.
+3. Write each file whole, with its checksums. At the end write which files there are; the last job puts that into the manifest.
 
 So a job may be killed at any moment and started again, and any number of jobs write the same files.
 """
 
 import hashlib
 import itertools
+import json
 import os
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hooks import Selector, storage
+from hooks import CacheError, Selector, storage
 from hooks._torch import without_gradients
-from hooks.names import resolve
-from interp.inputs.texts import Texts, each_text, padded
-from interp.protocol import runner_of
+from interp.inputs.positions import Index
 from interp.store.activations import Activations
-from interp.store.files import KIND, digest_of, end_of, path_of, require_same, write_json
+from interp.store.corpora import Corpus, Piece, each
+from interp.store.engines import Model, loaded, on_ray
+from interp.store.files import MANIFEST, Folder, gathered, require_same
+from interp.store.rows import Reader, Settings
 
 
 class Planned(NamedTuple):
     """The size of a harvest, before it is made.
 
     Attributes:
-        texts, tokens: how many there are.
+        texts, tokens, rows, files: how many there are.
         bytes: what the files take, but for some kilobytes each.
-        seconds: how long it takes here at the rate of its first batch.
-        free: the bytes that the disk has.
+        seconds: how long it takes here in one job, at the rate of its first batch.
+        free: the bytes that the disk has; None where nobody knows.
     """
 
     texts: int
     tokens: int
+    rows: int
+    files: int
     bytes: int
     seconds: float
-    free: int
+    free: int | None
 
     @property
     def fits(self) -> bool:
         """Whether the disk has room for it."""
-        return self.bytes < self.free
+        return self.free is None or self.bytes < self.free
 
     def __repr__(self) -> str:
-        room = "fits" if self.fits else f"does not fit into {self.free / 1e9:.3g} GB"
+        room = "for which there is room"
+        if not self.fits:
+            room = f"but there is room for {(self.free or 0) / 1e9:.3g} GB"
         return (
-            f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB, which {room}; "
-            f"about {self.seconds:.3g} s"
+            f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB in {self.files:,} "
+            f"file{'s' * (self.files != 1)}, {room}; about {self.seconds:.3g} s"
         )
 
 
 @without_gradients
 def plan(
-    model: nn.Module,
-    texts: Texts,
+    model: Model,
+    texts: Corpus,
     names: Selector,
     out: str | os.PathLike[str] = ".",
-    *,
-    dtype: torch.dtype | None = None,
-    context: int | None = None,
-    batch: int = 16,
+    **settings: Any,
 ) -> Planned:
-    """Count what `harvest` would write, and time its first batch; for arguments and errors see there.
+    """Count what `harvest` would write, and time its first batch.
 
     The texts are all read, so a generator is used up.
 
+    Args:
+        model, texts, names, out, settings: as for `harvest`, with the same errors.
+
     >>> from models import load
     >>> planned = plan(load("pydoc-4l"), ["part KV8"] * 100, "blocks.1.mlp_out")
-    >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and three of 8
-    (800, 428800, True)
+    >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and four of 4
+    (800, 422400, True)
     """
-    points = [*resolve(names, runner_of(model).points, runner_of(model).points)]
-    lengths, first = list[int](), list[list[int]]()
-    for piece in _pieces(model, texts, context):
-        first += [piece] if len(first) < batch else []
-        lengths.append(len(piece))
-    if not lengths:
-        raise ValueError("texts must hold at least one text; got none")
+    reader, first = Reader(loaded(model), names, Settings(**settings)), list[Piece]()
+    n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
+    for some in _runs(texts, reader.settings):
+        read = reader.pieces(some, n_texts)
+        first += read[: reader.settings.batch - len(first)]
+        kept = [int(reader.rows(piece).sum()) for piece in read]
+        n_texts, n_files = n_texts + len(some), n_files + 1
+        n_tokens += sum(piece.shape[1] for piece in read)
+        n_rows += sum(map(bool, kept)) if reader.settings.pool else sum(kept)
     start = time.perf_counter()
-    tensors = _values(model, points, first, 0, dtype, batch)
-    seconds, rows = time.perf_counter() - start, len(tensors["tokens"])
-    share, free = sum(lengths) / rows, shutil.disk_usage(out).free
-    size = round(share * sum(tensor.nbytes for tensor in tensors.values()))
-    return Planned(len(lengths), sum(lengths), size, share * seconds, free)
+    tensors = reader.tensors(first).values()
+    rate = sum(piece.shape[1] for piece in first) / (time.perf_counter() - start)
+    of_row = sum(value.shape[1:].numel() * value.element_size() for value in tensors)
+    size, seconds = n_rows * of_row, n_tokens / max(1e-9, rate)
+    return Planned(n_texts, n_tokens, n_rows, n_files, size, seconds, Folder(out).free)
 
 
-@without_gradients
 def harvest(
-    model: nn.Module,
-    texts: Texts,
+    model: Model,
+    texts: Corpus,
     names: Selector,
     out: str | os.PathLike[str],
     *,
     shard: tuple[int, int] = (0, 1),
+    engine: str | None = None,
+    workers: int = 1,
+    resources: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     context: int | None = None,
+    pack: bool = False,
+    pos: Index | None = None,
+    without: Sequence[int] = (),
+    pool: str | None = None,
+    column: str | None = None,
     batch: int = 16,
     per_file: int = 64,
     progress: bool = False,
 ) -> Activations:
-    """Write values of points at every token of some texts.
+    """Write values of points at every token of many texts.
 
-    It may be called again after anything, also a full disk, and makes what is missing or damaged.
+    It may be called again after anything, also a full disk, and makes what is missing or damaged. Values are the same bits
+    whichever job makes them, on processors of one kind with one number of threads.
 
     Args:
-        model: any model with hook points, in evaluation mode.
-        texts: texts of any lengths, read once, so they may stream. Every job is given all of them.
+        model: any model with hook points, in evaluation mode; or the name of one for `models.load`, or a function that makes
+            one, which is what jobs on several machines take.
+        texts: a path, texts, or rows of a table; see `interp.store.corpora`. They are read once, so they may stream. Every
+            job is given all of them, and reads its own.
         names: which points: names, globs or a mode. Their first axes must be `batch pos`.
-        out: a directory; it is made if it is not there.
+        out: a directory, which is made if it is not there, or an address of `fsspec`, such as `s3://bucket/store`.
         shard: which job this is, and of how many: `(3, 64)` is the fourth of 64 jobs of any scheduler.
+        engine: `ray` runs the jobs on a Ray cluster, or on this machine where none is connected; None runs this one here.
+        workers: how many processes Ray has, each with a model of its own.
+        resources: what Ray gives each of them, such as `{"num_gpus": 1}`; one core by default.
         dtype: what values are written in; None for the model's.
-        context: texts are cut into pieces of at most so many tokens, each a text of its own; None to leave them whole.
-        batch: how many texts are read together.
-        per_file: how many texts a file has.
-        progress: whether to show a bar of files, with tokens per second.
+        context: texts are cut into pieces of at most so many tokens. None, or a larger number, stands for the model's `n_ctx`.
+        pack: whether a piece holds several texts, one after another, so that all but the last of a file are of full length.
+            Tokens then attend to earlier texts of the piece.
+        pos: positions of each piece that are kept, such as `slice(1, None)` to leave out the first; None for all. A piece
+            without them has no row.
+        without: tokens that are read and not kept, such as that of BOS.
+        pool: `mean` or `max` over the kept tokens of each piece, in place of a row for each. Such a row has the token, place
+            and position of the last.
+        column: the column of a table that has the texts.
+        batch: how many pieces are read together.
+        per_file: how many texts a file has. A file's values must fit into memory.
+        progress: whether to show a bar, with tokens per second.
 
     Returns:
         The store, which can be read once all jobs are done.
 
     Raises:
-        ValueError: if the store there is of another model, texts or settings, a shard is none, or a text has no tokens.
+        ValueError: if the store there is of another model, texts or settings, a shard is none, or a value is not finite.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
-        OSError: if the disk is full.
+        OSError: if the disk is full or, as far as the first file tells, would be.
+        ImportError: if Ray is not installed.
     """
+    settings = Settings(dtype, context, pack, pos, without, pool, column, batch, per_file)
     job, jobs = shard
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
-    if min(batch, per_file) < 1 or (context is not None and context < 1):
-        raise ValueError(
-            f"batch, per_file and context must be at least 1; got {batch}, {per_file}, {context}"
-        )
-    runner, folder = runner_of(model), Path(out)
-    points = [*resolve(names, runner.points, runner.points)]
-    axes = {name: runner.points[name].axes for name in points}
-    for name, each in axes.items():
-        if each[:2] != ("batch", "pos"):
-            raise ValueError(
-                "a store has a row for each token, so points must begin with [batch pos]; "
-                f"got {name} [{' '.join(each)}]"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    require_same(
-        {
-            "format": 1,
-            "points": [[name, *each[2:]] for name, each in axes.items()],
-            "config": storage.config_hash(model),
-            "weights": storage.weights_hash(model),
-            "dtype": str(dtype),
-            "context": context,
-            "batch": batch,
-            "per_file": per_file,
-        },
-        folder,
-    )
-    n_files, n_texts, n_tokens = 0, 0, 0
-    pieces = _pieces(model, texts, context)
-    with tqdm(disable=not progress, unit="file") as bar:
-        while some := [*itertools.islice(pieces, per_file)]:
-            first, number = n_texts, n_files
-            n_files, n_texts = n_files + 1, n_texts + len(some)
+    if engine is None:
+        harvest_shard(loaded(model), texts, names, out, settings, shard, progress)
+    elif engine == "ray":
+        if jobs != 1:
+            raise ValueError(f"Ray runs all jobs, so there is no shard to name; got {shard}")
+        on_ray(harvest_shard, model, (texts, names, out, settings), workers, resources, progress)
+    else:
+        raise ValueError(f"engine must be 'ray' or None; got {engine!r}")
+    return Activations(out)
+
+
+@without_gradients
+def harvest_shard(
+    model: nn.Module,
+    texts: Corpus,
+    names: Selector,
+    out: str | os.PathLike[str],
+    settings: Settings,
+    shard: tuple[int, int],
+    progress: bool = False,
+) -> None:
+    """Do one job of a harvest; for arguments and errors see there."""
+    job, jobs = shard
+    reader, folder = Reader(model, names, settings), Folder(out)
+    folder.make()
+    manifest = reader.manifest()
+    require_same(manifest, folder)
+    here: dict[int, dict[str, Any]] = {}
+    n_files, n_texts = 0, 0
+    with tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
+        for number, some in enumerate(_runs(texts, settings)):
+            first, n_files, n_texts = n_texts, number + 1, n_texts + len(some)
             if number % jobs != job:
                 continue
-            digest = hashlib.sha256(repr(some).encode()).hexdigest()
-            there = digest_of(folder, number)
-            if there not in (None, digest):
+            pieces = reader.pieces(some, first)
+            facts = {"first": first, "texts": len(some), "tokens": _digest(pieces)}
+            there = folder.facts(number)
+            if there is None:
+                tensors = reader.tensors(pieces, bar.update)
+                size = sum(value.nbytes for value in tensors.values())
+                _require_room(folder, size, 1 if here else _count(texts, settings, shard))
+                there = facts | {
+                    "rows": len(tensors["tokens"]),
+                    "checksums": json.loads(storage.checksums(tensors)),
+                    "tensors": {name: _described(value) for name, value in tensors.items()},
+                }
+                folder.write(number, tensors, there)
+            elif {key: there[key] for key in facts} != facts:
                 raise ValueError(
                     f"a store must go on with the same texts; those of file {number} are others"
                 )
-            if there is None:
-                tensors = _values(model, points, some, first, dtype, batch)
-                _require_room(folder, storage.nbytes([*tensors.values()]))
-                path = path_of(folder, number)
-                for unfinished in folder.glob(f"{path.name}.*.partial"):  # of a job that was killed
-                    unfinished.unlink()
-                storage.save(path, KIND, tensors, {"texts": digest})
-                n_tokens += len(tensors["tokens"])
-            bar.update()
-            bar.set_postfix_str(f"{n_tokens / max(1e-9, bar.format_dict['elapsed']):,.0f} tokens/s")
-    if not n_files:
+            here[number] = there
+    _finish(folder, manifest, shard, {"of": n_files, "texts": n_texts, "files": here})
+
+
+def _runs(texts: Corpus, settings: Settings) -> Iterator[list[Any]]:
+    """The texts of each file."""
+    rest, nothing = each(texts, settings.column), True
+    while some := [*itertools.islice(rest, settings.per_file)]:
+        yield some
+        nothing = False
+    if nothing:
         raise ValueError("texts must hold at least one text; got none")
-    write_json(end_of(folder, shard), {"files": n_files, "texts": n_texts})
-    return Activations(folder)
 
 
-def _require_room(folder: Path, size: int) -> None:
-    """Refuses to begin a file that the disk cannot hold."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
+def _digest(pieces: Sequence[Piece]) -> str:
+    """A hash of the tokens of pieces, and of which texts they are."""
+    hashed = hashlib.sha256()
+    for piece in pieces:
+        hashed.update(repr(piece.tolist()).encode())
+    return hashed.hexdigest()
+
+
+def _described(value: Tensor) -> list[Any]:
+    return [str(value.dtype).removeprefix("torch."), *value.shape[1:]]
+
+
+def _count(texts: Corpus, settings: Settings, shard: tuple[int, int]) -> int:
+    """How many files this job has, where that can be known before all texts are read; else 1."""
+    if isinstance(texts, str) or not isinstance(texts, Sized):
+        return 1
+    return len(range(shard[0], -(-len(texts) // settings.per_file), shard[1]))
+
+
+def _require_room(folder: Folder, size: int, count: int) -> None:
+    """Refuses to begin what the disk cannot hold: `count` files of a size.
+
+    Raises:
+        OSError: if it cannot.
+    """
+    if (free := folder.free) is not None and free < size * count:
         raise OSError(
-            f"the disk must have room for a file of {size:,} bytes; {folder} has {free:,}"
+            f"the disk must have room for {count} files of about {size:,} bytes; {folder.name} has {free:,}"
         )
 
 
-def _pieces(model: nn.Module, texts: Texts, context: int | None) -> Iterator[list[int]]:
-    """The tokens of each text, or of each of its pieces."""
-    for number, text in enumerate(each_text(texts)):
-        row = padded([text], model, [number]).tokens[0].tolist()
-        size = len(row) if context is None else context
-        yield from (row[start : start + size] for start in range(0, len(row), size))
+def _finish(
+    folder: Folder, manifest: dict[str, Any], shard: tuple[int, int], end: dict[str, Any]
+) -> None:
+    """Writes the end of a job and, if it is the last, the manifest with all files.
 
-
-def _values(
-    model: nn.Module,
-    points: Sequence[str],
-    texts: list[list[int]],
-    first: int,
-    dtype: torch.dtype | None,
-    batch: int,
-) -> dict[str, Tensor]:
-    """The tensors of a file."""
-    parts: dict[str, list[Tensor]] = {}
-    for start in range(0, len(texts), batch):
-        some = texts[start : start + batch]
-        text = padded(some, model, range(first + start, first + start + len(some)))
-        cache = runner_of(model).capture(text.tokens, names=[*points], **text.arguments(model))
-        rows, places = text.real.nonzero(as_tuple=True)
-        found: dict[str, Any] = {
-            name: cache[name][rows, places].to(dtype or cache[name].dtype) for name in points
-        }
-        found |= {"tokens": text.tokens[rows, places], "text": rows + start + first, "pos": places}
-        for name, value in found.items():
-            parts.setdefault(name, []).append(value.cpu())
-    return {name: torch.cat(each) for name, each in parts.items()}
+    Raises:
+        ValueError: if other jobs had other texts.
+    """
+    name = f"done-{shard[0]}-of-{shard[1]}.json"
+    others = [folder.read_json(each) for each in folder.names("done-*.json") if each != name]
+    for other in others:
+        if other["texts"] != end["texts"]:
+            raise ValueError(
+                f"a store must go on with the same texts; other jobs had {other['texts']}, got {end['texts']}"
+            )
+    folder.write_json(name, end)
+    try:
+        everything = gathered(folder)
+    except CacheError:  # other jobs are not done
+        return
+    folder.write_json(MANIFEST, manifest | everything)

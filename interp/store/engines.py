@@ -1,0 +1,110 @@
+"""Engines: where the jobs of a harvest run. Ray brings processes, retries and transport."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+Model = nn.Module | str | Callable[[], nn.Module]
+"""A model, the name of one that `models.load` reads, or a function that makes one."""
+
+JOBS_OF_WORKER = 4
+"""How many jobs a worker does, so that one that is late or lost keeps few others waiting."""
+
+RETRIES = 10
+"""How often Ray starts a job again whose worker died. Files that were written are not made again."""
+
+
+def loaded(model: Model) -> nn.Module:
+    """The model itself.
+
+    Raises:
+        TypeError: if it is none of these.
+    """
+    if isinstance(model, str):
+        from models import (
+            load,
+        )  # the one place of the library that loads by name: workers elsewhere have nothing else
+
+        return load(model)
+    made = model if isinstance(model, nn.Module) or not callable(model) else model()
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            f"model must be a module, a name or a function that makes one; got {type(made).__name__}"
+        )
+    return made
+
+
+def on_ray(
+    job: Callable[..., None],
+    model: Model,
+    arguments: tuple[Any, ...],
+    workers: int,
+    resources: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> None:
+    """Do all jobs of a harvest by workers of Ray. One that dies is started again, and its job goes on.
+
+    Args:
+        job: is called with the model, the arguments, and which job this is, of how many.
+        model: see `harvest`; of a module, each worker gets a copy.
+        arguments: the first are the texts.
+        workers: how many processes there are. Those that the cluster has no room for wait, and the others do their jobs.
+        resources: what Ray gives each.
+        progress: whether to show a bar of jobs.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        ValueError: if there is no worker.
+        TypeError: if the texts can be read only once.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ImportError('engine="ray" needs Ray: pip install "hookscope[ray]"') from None
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1; got {workers}")
+    if isinstance(arguments[0], Iterator):
+        raise TypeError(
+            "each worker reads the texts, so they must be a path, a list or a table; "
+            f"got a {type(arguments[0]).__name__}"
+        )
+    if not ray.is_initialized():
+        ray.init()
+
+    class Worker:
+        """A process with one model."""
+
+        def __init__(self, model: Model, arguments: tuple[Any, ...]) -> None:
+            self._model, self._arguments = loaded(model), arguments
+
+        def ready(self) -> int:
+            """Say that the model is there: no job is done yet."""
+            return 0
+
+        def run(self, *shard: int) -> int:
+            """Do one job."""
+            job(self._model, *self._arguments, shard)
+            return 1
+
+    options = {"num_cpus": 1, **(resources or {}), "max_restarts": -1, "max_task_retries": RETRIES}
+    actor: Any = ray.remote(Worker).options(**options)
+    held = ray.put(model), ray.put(arguments)
+    started = [actor.remote(*held) for _ in range(workers)]
+    # A job goes to a worker that is there: the cluster may have no room for all.
+    busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
+    of = JOBS_OF_WORKER * workers
+    jobs, left = iter(range(of)), of
+    with tqdm(total=of, disable=not progress, unit="job") as bar:
+        while left:
+            (done,), _ = ray.wait([*busy])
+            worker = busy.pop(done)
+            try:
+                n_done = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            left -= n_done
+            bar.update(n_done)
+            if (number := next(jobs, None)) is not None:
+                busy[worker.run.remote(number, of)] = worker

@@ -1,0 +1,164 @@
+"""Rows of a store: what is kept of texts, from the model's runs on them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor, nn
+
+from hooks import Selector, storage
+from hooks.names import resolve
+from hooks.transfer import to_device
+from interp.inputs.positions import Index, Selection
+from interp.inputs.texts import padded
+from interp.inputs.token_positions import at_least_float32
+from interp.protocol import of, runner_of
+from interp.store.corpora import Piece, pieces
+from interp.store.files import ROWS
+
+FORMAT = "hookscope-store-2"
+_POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: at_least_float32(rows).mean(0),
+    "max": lambda rows: rows.amax(0),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How texts are read and what is kept of them; `harvest` says what each setting is."""
+
+    dtype: torch.dtype | None = None
+    context: int | None = None
+    pack: bool = False
+    pos: Index | None = None
+    without: Sequence[int] = ()
+    pool: str | None = None
+    column: str | None = None
+    batch: int = 16
+    per_file: int = 64
+
+    def __post_init__(self) -> None:
+        sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}")
+        if self.pool not in (None, *_POOLS):
+            raise ValueError(f"pool must be one of {', '.join(_POOLS)}; got {self.pool!r}")
+        if self.pool and self.pack:
+            raise ValueError("pool= needs texts that are read each by itself; got pack=True")
+
+    def described(self) -> dict[str, Any]:
+        """The settings as JSON."""
+        pos = None if self.pos is None else repr(Selection(self.pos).index)
+        dtype = None if self.dtype is None else str(self.dtype)
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return facts | {"pos": pos, "dtype": dtype, "without": sorted(self.without)}
+
+
+class Reader:
+    """A model, the points to keep, and how texts are read.
+
+    Raises:
+        ValueError: if a point has no row for each token.
+        UnknownNameError: if a name matches nothing.
+        ModeError: if the model is in training mode.
+    """
+
+    def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
+        self.model, self.runner = model, runner_of(model)
+        n_ctx = getattr(getattr(of(model), "config", None), "n_ctx", None)
+        sizes = [size for size in (settings.context, n_ctx) if size is not None]
+        self.settings = dataclasses.replace(settings, context=min(sizes, default=None))
+        self.points = [*resolve(names, self.runner.points, self.runner.points)]
+        for name in self.points:
+            if (axes := self.runner.points[name].axes)[:2] != ("batch", "pos"):
+                raise ValueError(
+                    "a store has a row for each token, so points must begin with [batch pos]; "
+                    f"got {name} [{' '.join(axes)}]"
+                )
+
+    def manifest(self) -> dict[str, Any]:
+        """The facts that runs must share if they write to one store."""
+        return {
+            "format": FORMAT,
+            "points": {name: [*self.runner.points[name].axes[2:]] for name in self.points},
+            "model": type(self.model).__name__,
+            "config": storage.config_hash(self.model),
+            "weights": storage.weights_hash(self.model, whole=True),
+            **self.settings.described(),
+        }
+
+    def pieces(self, texts: Sequence[Any], first: int) -> list[Piece]:
+        """The pieces that the model reads of some texts, of which `first` is the number of the first."""
+        return pieces(self.model, texts, first, self.settings.context, self.settings.pack)
+
+    def rows(self, piece: Piece) -> Bool[Tensor, " _pos"]:
+        """Which tokens of a piece are kept."""
+        n = piece.shape[1]
+        kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
+        if self.settings.pos is None:
+            return kept
+        (places,) = Selection(self.settings.pos).rows(n, "pos", whole=False)
+        inside = torch.zeros(n, dtype=torch.bool)
+        inside[[place for place in places if 0 <= place < n]] = True
+        return kept & inside
+
+    def tensors(
+        self, some: Sequence[Piece], done: Callable[[int], Any] = lambda n_tokens: None
+    ) -> dict[str, Shaped[Tensor, "row ..."]]:
+        """The values of some pieces at the chosen tokens, and where each row is from.
+
+        Args:
+            some: the pieces, which are read in batches.
+            done: is told after each batch how many tokens were read.
+
+        Raises:
+            ValueError: if a value is not finite.
+        """
+        parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
+        nothing = torch.zeros(3, 1, dtype=torch.long)
+        # Without any token, one is read for the sizes, and not kept.
+        for start in range(0, max(1, len(some)), self.settings.batch):
+            batch = some[start : start + self.settings.batch] or [nothing]
+            kept = [self.rows(piece) & bool(some) for piece in batch]
+            for name, value in self._values(batch, kept).items():
+                parts[name].append(value)
+            for name, row in zip(ROWS, torch.cat([*map(_placed, batch)], 1), strict=True):
+                each = row.split([piece.shape[1] for piece in batch])
+                rows = [part[is_kept] for part, is_kept in zip(each, kept, strict=True)]
+                # Of a pooled row, that of its last token.
+                parts[name] += [row[-1:] if self.settings.pool else row for row in rows]
+            done(sum(piece.shape[1] for piece in batch))
+        return {name: torch.cat(each) for name, each in parts.items()}
+
+    def _values(
+        self, batch: Sequence[Piece], kept: Sequence[Bool[Tensor, " _pos"]]
+    ) -> dict[str, Shaped[Tensor, "row ..."]]:
+        """The rows of each point, on the CPU, from one run."""
+        text = padded([piece[0] for piece in batch], self.model, range(len(batch)))
+        options = text.arguments(self.model)
+        cache = self.runner.capture(text.tokens, names=[*self.points], **options)
+        chosen, values = nn.utils.rnn.pad_sequence([*kept], batch_first=True), {}
+        for name in self.points:
+            value = cache[name]
+            rows = value[to_device(chosen, value.device)]
+            if self.settings.pool:
+                each = rows.split([n for n in chosen.sum(1).tolist() if n] or [0])
+                pooled = [_POOLS[self.settings.pool](part) for part in each if len(part)]
+                rows = torch.stack(pooled) if pooled else rows
+            rows = rows.to(self.settings.dtype or value.dtype).cpu()
+            if not bool(rows.isfinite().all()):
+                raise ValueError(
+                    f"values must be finite; got others in {rows.dtype} at {name} in the texts from "
+                    f"{int(batch[0][1, 0])} on (dtype= may name one with a larger range)"
+                )
+            values[name] = rows
+        return values
+
+
+def _placed(piece: Piece) -> Int[Tensor, "4 _pos"]:
+    """What `ROWS` names, at each token of a piece."""
+    return torch.cat([piece, torch.arange(piece.shape[1])[None]]).int()

@@ -1,0 +1,319 @@
+"""Statistics of points in one pass over any number of rows. Those of parts are put together with `+`, in any order.
+
+1. Means and products of deviations are summed in float64 (Chan et al. 1979, "Updating formulae and a pairwise algorithm").
+2. Of each column the largest values are kept, with their places.
+3. Quantiles are those of a uniform sample of rows: the ones whose places have the smallest hashes, whatever the order and
+   the parts. It is the same sample for all points, and exact while there are no more rows than it has room for.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from hooks import ActivationCache, Point, Selector, storage
+from hooks._torch import without_gradients
+from hooks.names import resolve
+from hooks.transfer import to_device
+from interp.edits.draws import hashes
+from interp.inputs.texts import Texts, batches
+from interp.protocol import runner_of
+from interp.results.result import Result
+
+_KIND = "statistics-1"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Statistics:
+    """Statistics of the columns of rows; axes after `row` are put in a row, of size `d`, but for means.
+
+    Attributes:
+        n: how many rows there were.
+        products: of deviations from the mean: of each column with itself, or with all.
+        low, high: the least and the largest value.
+        positive: how many values are above 0.
+        top_values, top_places: the largest values and where they were: the number of the text, and the place in it.
+        sample, keys: the rows of the sample, and the hashes of their places.
+        mean: [...], with the axes of the point after `pos`.
+    """
+
+    n: int
+    mean: Float[Tensor, "..."]
+    products: Float[Tensor, " d"] | Float[Tensor, "d d"]
+    low: Float[Tensor, " d"]
+    high: Float[Tensor, " d"]
+    positive: Int[Tensor, " d"]
+    top_values: Float[Tensor, "k d"]
+    top_places: Int[Tensor, "k d 2"]
+    sample: Float[Tensor, "sampled d"]
+    keys: Int[Tensor, " sampled"]
+    room: int
+    top: int
+
+    @classmethod
+    def of(
+        cls,
+        values: Shaped[Tensor, "row ..."],
+        text: Int[Tensor, " row"],
+        pos: Int[Tensor, " row"],
+        *,
+        covariance: bool = False,
+        top: int = 10,
+        sample: int = 1024,
+        seed: int = 0,
+    ) -> "Statistics":
+        """Those of some rows.
+
+        Args:
+            values: the rows.
+            text, pos: the text of each row, and its place there. A place may come once only.
+            covariance: whether to keep the products of all pairs of columns.
+            top: how many of the largest values to keep.
+            sample: how many rows the sample has room for.
+            seed: another one draws another sample.
+
+        Raises:
+            ValueError: if there is no row.
+        """
+        if not len(values):
+            raise ValueError("statistics need at least one row; got none")
+        exact = (
+            values.flatten(1).double().cpu() if values.ndim > 1 else values[:, None].double().cpu()
+        )
+        mean, places = exact.mean(0), torch.stack([text, pos], 1).long().cpu()
+        apart = exact - mean
+        rows = _top_rows(exact, min(top, len(exact)))
+        largest = _largest(exact.gather(0, rows), places[rows], top)
+        keys = hashes(str(seed), places)
+        chosen = keys.argsort()[:sample]
+        return cls(
+            n=len(exact),
+            mean=mean.view(values.shape[1:]),
+            products=apart.mT @ apart if covariance else apart.square().sum(0),
+            low=exact.amin(0),
+            high=exact.amax(0),
+            positive=(exact > 0).sum(0),
+            top_values=largest[0],
+            top_places=largest[1],
+            sample=exact[chosen],
+            keys=keys[chosen],
+            room=sample,
+            top=top,
+        )
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        """Those of the rows of both.
+
+        Raises:
+            ValueError: if they are of other columns, or were made with other options.
+        """
+        one, two = (
+            (part.mean.shape, part.products.shape, part.room, part.top) for part in (self, other)
+        )
+        if one != two:
+            raise ValueError(
+                f"parts must be made with the same columns and options; got {one} and {two}"
+            )
+        n = self.n + other.n
+        step = (other.mean - self.mean).flatten()
+        spread = torch.outer(step, step) if self.products.ndim == 2 else step.square()
+        values = torch.cat([self.top_values, other.top_values])
+        largest = _largest(values, torch.cat([self.top_places, other.top_places]), self.top)
+        keys = torch.cat([self.keys, other.keys])
+        chosen = keys.argsort()[: self.room]
+        return Statistics(
+            n=n,
+            mean=self.mean + (other.mean - self.mean) * (other.n / n),
+            products=self.products + other.products + spread * (self.n * other.n / n),
+            low=torch.minimum(self.low, other.low),
+            high=torch.maximum(self.high, other.high),
+            positive=self.positive + other.positive,
+            top_values=largest[0],
+            top_places=largest[1],
+            sample=torch.cat([self.sample, other.sample])[chosen],
+            keys=keys[chosen],
+            room=self.room,
+            top=self.top,
+        )
+
+    @property
+    def variance(self) -> Float[Tensor, " d"]:
+        """The mean squared deviation of each column."""
+        return (self.products.diagonal() if self.products.ndim == 2 else self.products) / self.n
+
+    @property
+    def covariance(self) -> Float[Tensor, "d d"]:
+        """The mean products of deviations.
+
+        Raises:
+            ValueError: if only those of each column with itself were kept.
+        """
+        if self.products.ndim < 2:
+            raise ValueError("a covariance must be asked for: covariance=True")
+        return self.products / self.n
+
+    @property
+    def density(self) -> Float[Tensor, " d"]:
+        """The share of rows where a value is above 0: of a feature, how often it is active."""
+        return self.positive.double() / self.n
+
+    @property
+    def error(self) -> Float[Tensor, " d"]:
+        """The standard error of each mean, as if rows were independent, which those of one text are not."""
+        return (self.variance / max(1, self.n - 1)).sqrt()
+
+    def quantiles(self, shares: float | Sequence[float]) -> Float[Tensor, "*share d"]:
+        """The values below which these shares of rows are, from the sample. For how sure that is see `rank_error`."""
+        return torch.from_numpy(np.quantile(self.sample.numpy(), shares, axis=0))
+
+    @property
+    def rank_error(self) -> float:
+        """The standard error of the share of rows that are below a quantile, at the median, where it is largest."""
+        kept = len(self.keys)
+        return 0.5 * ((1 / kept) * (1 - kept / self.n)) ** 0.5
+
+    def __repr__(self) -> str:
+        return f"Statistics of {self.n:,} rows [{', '.join(map(str, self.mean.shape))}]"
+
+
+def _top_rows(values: Float[Tensor, "row d"], k: int) -> Int[Tensor, "k d"]:
+    """The rows of the `k` largest values of each column; of equal ones the earliest rows."""
+    largest, rows = values.topk(k, 0)
+    least = largest[-1]
+    for column in ((values >= least).sum(0) > k).nonzero()[:, 0].tolist():
+        tied = (values[:, column] >= least[column]).nonzero()[:, 0]
+        order = values[tied, column].argsort(descending=True, stable=True)
+        rows[:, column] = tied[order[:k]]
+    return rows
+
+
+def _largest(
+    values: Float[Tensor, "n d"], places: Int[Tensor, "n d 2"], k: int
+) -> tuple[Float[Tensor, "_k d"], Int[Tensor, "_k d 2"]]:
+    """The `k` largest values of each column, in order, with their places; of equal ones the earliest."""
+    by_place = ((places[..., 0] << 32) + places[..., 1]).argsort(0)
+    order = values.gather(0, by_place).argsort(dim=0, descending=True, stable=True)
+    rows = by_place.gather(0, order)[:k]
+    return values.gather(0, rows), places.gather(0, rows[..., None].expand(-1, -1, 2))
+
+
+class StatisticsByPoint(dict[str, Statistics]):
+    """Statistics of points by name. `edits.mean` takes them."""
+
+    def mean_at(self, point: Point) -> Float[Tensor, "..."]:
+        """The mean at a point.
+
+        Raises:
+            KeyError: if there is none.
+        """
+        return self[point.name].mean
+
+    vector_at = mean_at
+
+    @staticmethod
+    def together(parts: Iterable["StatisticsByPoint"]) -> "StatisticsByPoint":
+        """Those of all parts.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        rest = iter(parts)
+        if (first := next(rest, None)) is None:
+            raise ValueError("statistics need at least one row; got none")
+        return reduce(StatisticsByPoint.__add__, rest, first)
+
+    def __add__(self, other: "StatisticsByPoint") -> "StatisticsByPoint":
+        """Those of the rows of both, which must have the same points."""
+        if self.keys() != other.keys():
+            raise ValueError(f"parts must have the same points; got {[*self]} and {[*other]}")
+        return StatisticsByPoint({name: one + other[name] for name, one in self.items()})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write them to a file; `load` reads it."""
+        tensors: dict[str, Tensor] = {}
+        facts: dict[str, Any] = {}
+        for name, one in self.items():
+            held = {field.name: getattr(one, field.name) for field in fields(one)}
+            tensors |= {f"{name} {key}": v for key, v in held.items() if isinstance(v, Tensor)}
+            facts[name] = {key: v for key, v in held.items() if not isinstance(v, Tensor)}
+        storage.save(Path(path), _KIND, tensors, facts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "StatisticsByPoint":
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            CacheError: if it is damaged or another file.
+        """
+        with storage.opened(Path(path), _KIND) as (tensors, facts):
+            made = {name: dict(plain) for name, plain in facts.items()}
+            for key, value in tensors.items():
+                name, _, field = key.rpartition(" ")
+                made[name][field] = value
+            return cls({name: Statistics(**held) for name, held in made.items()})
+
+
+@without_gradients
+def statistics(
+    model: nn.Module,
+    texts: Texts,
+    names: Selector,
+    *,
+    reading: Callable[[nn.Module, ActivationCache], Result] | None = None,
+    batch: int = 16,
+    **options: Any,
+) -> StatisticsByPoint:
+    """What one pass of a model over texts tells of points, at all real tokens; nothing is kept on disk.
+
+    Args:
+        model: any model with hook points, in evaluation mode.
+        texts: strings or tokens, read once, so they may stream.
+        names: which points. Their first axes must be `batch pos`, if there is no `reading`.
+        reading: a table of the cache, such as `lambda model, cache: head_scores(model, cache, "induction")`; statistics are then of
+            its numbers over examples, and named `reading`.
+        batch: how many texts are read together.
+        options: `covariance`, `top`, `sample` and `seed`, see `Statistics.of`.
+
+    Raises:
+        ValueError: if there is no text, one is empty, or a point has no row for each token.
+        UnknownNameError: if a name matches nothing.
+        ModeError: if the model is in training mode.
+
+    >>> from interp import head_scores
+    >>> from models import load
+    >>> statistics(load("pydoc-4l"), ["part KV8 part KV8"] * 3, "*.mlp_out")["blocks.1.mlp_out"]
+    Statistics of 51 rows [128]
+    """
+    runner = runner_of(model)
+    points = [*resolve(names, runner.points, runner.points)]
+    bad = [name for name in points if runner.points[name].axes[:2] != ("batch", "pos")]
+    if bad and reading is None:
+        raise ValueError(f"points must begin with [batch pos], or need a reading=; got {bad[0]}")
+
+    def parts() -> Iterable[StatisticsByPoint]:
+        for first, text in batches(texts, model, batch):
+            cache = runner.capture(text.tokens, names=points, **text.arguments(model))
+            number, pos = text.real.cpu().nonzero(as_tuple=True)
+            found: Mapping[str, Tensor] = (
+                {name: cache[name][to_device(text.real, cache[name].device)] for name in points}
+                if reading is None
+                else {"reading": reading(model, cache).values.movedim(-1, 0)}
+            )
+            if reading is not None:
+                number, pos = torch.arange(len(text.tokens)), torch.zeros(len(text.tokens)).long()
+            yield StatisticsByPoint(
+                {
+                    name: Statistics.of(v, number + first, pos, **options)
+                    for name, v in found.items()
+                }
+            )
+
+    return StatisticsByPoint.together(parts())

@@ -1,0 +1,201 @@
+"""Statistics: those of numpy over all rows, whatever the parts and their order; and what takes them."""
+
+import numpy as np
+import pytest
+import torch
+
+from hooks import CacheError, HookedRunner
+from interp import edits, head_scores, max_activating
+from interp.directions import leace
+from interp.directions.erasing import Moments
+from interp.store import Statistics, StatisticsByPoint, harvest, statistics
+from tests.reference import variant
+
+NAME = "blocks.1.mlp.post"
+
+
+def model_and_texts(count=23):
+    draw = np.random.default_rng(0)
+    # No two begin alike, so no two rows are equal.
+    texts = [[n, *draw.integers(0, 23, draw.integers(0, 8)).tolist()] for n in range(count)]
+    return variant("pre", n_layers=2, n_heads=3).double(), texts
+
+
+def rows_of(model, texts, name=NAME):
+    """All rows, by the runner alone, with their places."""
+    caches = [HookedRunner(model).run_with_cache(torch.tensor([text]))[1] for text in texts]
+    places = [(n, pos) for n, text in enumerate(texts) for pos in range(len(text))]
+    return np.concatenate([cache[name][0].numpy() for cache in caches]), np.array(places)
+
+
+def test_they_are_those_of_numpy(tmp_path):
+    model, texts = model_and_texts()
+    rows, places = rows_of(model, texts)
+    store = harvest(model, texts, ["*.mlp.post", "*.attn.z"], tmp_path, per_file=4)
+    streamed = statistics(model, iter(texts), "*.mlp.post", covariance=True, top=3, batch=5)
+    stored = store.statistics([NAME], covariance=True, top=3)
+    for one in (streamed[NAME], stored[NAME]):
+        assert one.n == len(rows)
+        close = dict(atol=1e-12, rtol=1e-9)
+        np.testing.assert_allclose(one.mean, rows.mean(0), **close)
+        np.testing.assert_allclose(one.variance, rows.var(0), **close)
+        np.testing.assert_allclose(one.covariance, np.cov(rows.T, bias=True), **close)
+        np.testing.assert_allclose(one.low, rows.min(0), **close)
+        np.testing.assert_allclose(one.high, rows.max(0), **close)
+        np.testing.assert_allclose(one.density, (rows > 0).mean(0), **close)
+        np.testing.assert_allclose(one.error, rows.std(0, ddof=1) / len(rows) ** 0.5, **close)
+        np.testing.assert_allclose(one.top_values, -np.sort(-rows, axis=0)[:3], **close)
+        order = np.argsort(-rows, axis=0, kind="stable")[:3]
+        assert one.top_places.tolist() == places[order].tolist()
+        # The sample has room for all, so these are exact.
+        assert one.rank_error == 0
+        shares = [0.0, 0.3, 0.5, 1.0]
+        np.testing.assert_allclose(
+            one.quantiles(shares), np.quantile(rows, shares, axis=0), **close
+        )
+        np.testing.assert_allclose(one.quantiles(0.3), np.quantile(rows, 0.3, axis=0), **close)
+    assert repr(stored[NAME]) == f"Statistics of {len(rows)} rows [{rows.shape[1]}]"
+    z = store.statistics()["blocks.0.attn.z"]
+    expected = rows_of(model, texts, "blocks.0.attn.z")[0]
+    np.testing.assert_allclose(z.mean, expected.mean(0), atol=1e-12)
+    np.testing.assert_allclose(z.variance, expected.reshape(len(rows), -1).var(0), atol=1e-12)
+
+
+def test_parts_are_put_together_in_any_order(tmp_path):
+    model, texts = model_and_texts()
+    store = harvest(model, texts, NAME, tmp_path, per_file=2)
+    for covariance in (False, True):
+        options = {"covariance": covariance, "top": 4, "sample": 20, "seed": 3}
+        whole = store.statistics(**options)
+        parts = [store.statistics(part=(n, 3), **options) for n in range(3)]
+        parts[1].save(tmp_path / "part")
+        parts[1] = StatisticsByPoint.load(tmp_path / "part")
+        for together in (parts[0] + parts[1] + parts[2], parts[2] + (parts[1] + parts[0])):
+            one, other = whole[NAME], together[NAME]
+            assert one.n == other.n
+            for name in ("mean", "products"):
+                torch.testing.assert_close(getattr(one, name), getattr(other, name))
+            for name in ("low", "high", "positive", "top_values", "top_places", "sample", "keys"):
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_the_sample_is_uniform():
+    """Over seeds each row is drawn as often as another, and quantiles are as sure as they say."""
+    n, room = 400, 50
+    values, text = torch.arange(n)[:, None].double(), torch.arange(n) // 7
+    pos = torch.arange(n) % 7
+    counts, medians = torch.zeros(n), []
+    for seed in range(400):
+        half = [slice(0, 150), slice(150, n)]
+        a, b = (Statistics.of(values[s], text[s], pos[s], sample=room, seed=seed) for s in half)
+        one = b + a
+        counts[one.sample[:, 0].long()] += 1
+        medians.append(one.quantiles(0.5)[0] / n)
+    expected = 400 * room / n
+    assert (counts - expected).abs().max() < 5 * expected**0.5
+    assert abs(float(np.mean(medians)) - 0.5) < 0.01
+    assert 0.8 < np.std(medians) / one.rank_error < 1.2
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    model, texts = model_and_texts(5)
+    found = statistics(model, texts, NAME)
+    with pytest.raises(ValueError, match="same columns and options"):
+        found[NAME] + statistics(model, texts, NAME, top=3)[NAME]
+    with pytest.raises(ValueError, match="same points"):
+        found + statistics(model, texts, "blocks.0.mlp.post")
+    with pytest.raises(ValueError, match="covariance=True"):
+        _ = found[NAME].covariance
+    with pytest.raises(ValueError, match="at least one row"):
+        Statistics.of(torch.zeros(0, 3), torch.zeros(0).int(), torch.zeros(0).int())
+    with pytest.raises(ValueError, match=r"must begin with \[batch pos\]"):
+        statistics(model, texts, "*.pattern")
+    store = harvest(model, texts, NAME, tmp_path, without=[*range(23)])
+    for read in (store.statistics, lambda: store.moments(NAME)):
+        with pytest.raises(ValueError, match="at least one row"):
+            read()
+    found.save(tmp_path / "whole")
+    (tmp_path / "torn").write_bytes((tmp_path / "whole").read_bytes()[:-4])
+    with pytest.raises(CacheError):
+        StatisticsByPoint.load(tmp_path / "torn")
+
+
+def test_scores_of_heads_over_a_corpus():
+    model = variant("pre", n_layers=2, n_heads=3).double()
+    draw = np.random.default_rng(1)
+    texts = [draw.integers(0, 5, draw.integers(4, 12)).tolist() for _ in range(13)]
+    alone = []
+    for text in texts:
+        _, cache = HookedRunner(model).run_with_cache(torch.tensor([text]))
+        alone.append(head_scores(model, cache, "previous_token").values[..., 0])
+
+    def scores(model, cache):
+        return head_scores(model, cache, "previous_token")
+
+    parts = [
+        statistics(model, some, "*.pattern", reading=scores, batch=3)
+        for some in (texts[:6], texts[6:])
+    ]
+    one = (parts[0] + parts[1])["reading"]
+    each = torch.stack(alone).flatten(1)
+    assert one.n == 13
+    torch.testing.assert_close(one.mean, torch.stack(alone).mean(0))
+    torch.testing.assert_close(one.variance, each.var(0, correction=0))
+    torch.testing.assert_close(one.error, each.std(0) / 13**0.5)
+
+
+@pytest.mark.parametrize("name", ["blocks.1.mlp_out", "blocks.0.attn.z"])
+def test_mean_ablation_takes_them(name):
+    model, texts = model_and_texts()
+    mean = torch.from_numpy(rows_of(model, texts, name)[0].mean(0))
+    found, tokens = statistics(model, texts, name), torch.tensor([[3, 1, 4], [1, 5, 9]])
+    runner = HookedRunner(model)
+    for where in ({}, {"pos": 1}, {"pos": slice(1, None)}):
+        changed = runner.run_with_hooks(tokens, hooks={name: edits.mean(found, **where)})
+
+        def by_hand(value, point, where=where):
+            value = value.clone()
+            value[:, where.get("pos", slice(None))] = mean
+            return value
+
+        torch.testing.assert_close(changed, runner.run_with_hooks(tokens, hooks={name: by_hand}))
+    if "z" in name:
+        changed = runner.run_with_hooks(tokens, hooks={name: edits.mean(found, head=2)})
+
+        def one_head(value, point):
+            value = value.clone()
+            value[:, :, 2] = mean[2]
+            return value
+
+        torch.testing.assert_close(changed, runner.run_with_hooks(tokens, hooks={name: one_head}))
+
+
+def test_the_largest_are_those_of_max_activating(tmp_path):
+    model, texts = model_and_texts()
+    store = harvest(model, texts, NAME, tmp_path, per_file=7)
+    found = store.statistics(top=4)
+    for neuron in (0, 5):
+        expected = max_activating(model, texts, NAME, neuron=neuron, k=4)
+        places = store.top(found, NAME, neuron, model)
+        assert [(place.text, place.pos, place.tokens) for place in places] == [
+            (place.text, place.pos, place.tokens) for place in expected
+        ]
+        np.testing.assert_allclose([p.value for p in places], [p.value for p in expected])
+        assert repr(places) == repr(expected)
+
+
+def test_erasers_come_from_a_store(tmp_path):
+    model, texts = model_and_texts()
+    rows, _ = rows_of(model, texts)
+    store = harvest(model, texts, NAME, tmp_path, per_file=7)
+    labels = np.array([[token % 2, token % 3 == 0] for text in texts for token in text]).astype(
+        float
+    )
+    moments = store.moments(
+        NAME, lambda held: torch.stack([held["tokens"] % 2, held["tokens"] % 3 == 0], 1)
+    )
+    expected = Moments.of(torch.from_numpy(rows), torch.from_numpy(labels))
+    torch.testing.assert_close(moments.label_products, expected.label_products)
+    erased = leace(moments)(torch.from_numpy(rows)).numpy()
+    products = (erased - erased.mean(0)).T @ (labels - labels.mean(0))
+    assert abs(products).max() < 1e-9
