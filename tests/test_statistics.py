@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hooks import CacheError, HookedRunner
-from interp import edits, head_scores, max_activating
+from interp import edits, head_scores, max_activating, tuned_lens
 from interp.directions import leace
 from interp.directions.erasing import Moments
 from interp.store import Statistics, StatisticsByPoint, harvest, statistics
@@ -199,3 +199,41 @@ def test_erasers_come_from_a_store(tmp_path):
     erased = leace(moments)(torch.from_numpy(rows)).numpy()
     products = (erased - erased.mean(0)).T @ (labels - labels.mean(0))
     assert abs(products).max() < 1e-9
+
+
+def test_a_tuned_lens_is_fitted_to_a_store(tmp_path):
+    """The fit is that of PyTorch's Adam on the same rows, without a run of the model."""
+    model, texts = model_and_texts()
+    names = ["blocks.0.resid_pre", "blocks.1.resid_pre", "blocks.1.resid_post"]
+    store = harvest(model, texts, names, tmp_path, per_file=7)
+    lens = tuned_lens(model, store, steps=5, batch=40, learning_rate=0.01, seed=3)
+    linears = [
+        torch.nn.Linear(model.config.d_model, model.config.d_model).double() for _ in names[1:]
+    ]
+    for linear in linears:
+        torch.nn.init.eye_(linear.weight)
+        torch.nn.init.zeros_(linear.bias)
+    adam = torch.optim.Adam([w for linear in linears for w in linear.parameters()], lr=0.01)
+    rows = store.batches(40, 3, names, epochs=None)
+    for step in range(5):
+        *streams, final = next(rows)
+        wanted = model.unembed(final[None]).detach().log_softmax(-1)
+        losses = [
+            torch.nn.functional.kl_div(
+                model.unembed(linear(x)[None]).log_softmax(-1), wanted, log_target=True, reduction="sum"
+            ) / len(x)
+            for linear, x in zip(linears, streams, strict=True)
+        ]  # fmt: skip
+        torch.testing.assert_close(lens.losses[step], torch.stack(losses).detach())
+        adam.zero_grad()
+        sum(losses).backward()
+        adam.param_groups[0]["lr"] = 0.01 * (1 - step / 5)
+        adam.step()
+    for n, linear in enumerate(linears):
+        torch.testing.assert_close(lens.weight[n], linear.weight.detach())
+        torch.testing.assert_close(lens.bias[n], linear.bias.detach())
+    other, _ = model_and_texts()
+    with torch.no_grad():
+        other.blocks[1].attn.W_K[1, 2, 3] += 1e-6
+    with pytest.raises(CacheError, match="of this model; the hash of its weights"):
+        tuned_lens(other, store, steps=1)

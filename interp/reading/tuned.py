@@ -1,6 +1,6 @@
 """The tuned lens: an affine translator for each layer, fitted to predict what the model will predict.
 
-1. Run a batch of texts, and keep the stream entering each block and the final one, at real positions.
+1. Run a batch of texts, and keep the stream entering each block and the final one, at real positions; or read rows of a store.
 2. Translate each layer's stream, unembed it, and take KL(final ‖ lens), a few positions at a time.
 3. Add its gradients to those of the translators; after all positions Adam takes a step.
 4. Repeat, at a rate that falls linearly to 0 (Belrose et al. 2023).
@@ -8,16 +8,16 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import storage
+from hooks import HookedRunner, storage
 from hooks._torch import without_gradients
 from hooks.transfer import stacked, to_device
 from interp.inputs.texts import Texts, each_text, padded
@@ -63,12 +63,25 @@ class TunedLens(AffineLens):
             return cls(weight, bias, "", bias.new_zeros(0, count))
 
 
+@runtime_checkable
+class Stored(Protocol):
+    """Rows of streams that were harvested before: `interp.store.Activations`."""
+
+    def require_weights_of(self, model: nn.Module) -> None:
+        """Refuse another model."""
+
+    def batches(
+        self, size: int, seed: int | None, names: Sequence[str], *, epochs: int | None
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Rows [row, d_model] of each point, in batches."""
+
+
 def tuned_lens(
     model: nn.Module,
-    texts: Texts,
+    texts: Texts | Stored,
     *,
     steps: int = 250,
-    batch: int = 8,
+    batch: int | None = None,
     learning_rate: float | None = None,
     seed: int = 0,
 ) -> TunedLens:
@@ -78,14 +91,15 @@ def tuned_lens(
     the mean of KL(final ‖ lens) over all real positions, at a rate that falls linearly to 0 (Belrose et al.
     2023, "Eliciting Latent Predictions from Transformers with the Tuned Lens").
 
-    It runs the model: the blocks once for each step. Logits exist for a few positions at a time.
+    It runs the model: the blocks once for each step, or not at all for a store. Logits exist for a few positions at a time.
 
     Args:
         model: a model in evaluation mode with `unembed`, `config`, and `resid_pre` and `resid_post` in each
             block. Its weights do not change, and get no gradients.
-        texts: strings or tokens. A lens can overfit, so measure it on others.
+        texts: strings or tokens; or a store of these points, `harvest(model, texts, ["*.resid_pre", "*.resid_post"], out)`, where
+            of `resid_post` that of the last block does. A lens can overfit, so measure it on others.
         steps: the number of steps.
-        batch: how many texts a step reads.
+        batch: how many texts a step reads, 8 by default; of a store how many rows, 1,024 by default.
         learning_rate: the rate of the first step; by default 1 / d_model. Adam moves each weight by the rate,
             and d_model of them add up.
         seed: for the order of the texts.
@@ -93,6 +107,7 @@ def tuned_lens(
     Raises:
         ValueError: if there is no text or one is empty, `steps` or `batch` is below 1, the rate is negative,
             or PyTorch's inference mode is on.
+        CacheError: if a store is not complete, or of another model.
         TypeError: if the model has no `unembed` or no `config`.
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
@@ -103,11 +118,9 @@ def tuned_lens(
     >>> tuned_lens(model, [[3, 1, 4, 1], [5, 2, 6]], steps=3).losses.shape  # step, layer
     torch.Size([3, 2])
     """
-    several = [*each_text(texts)]
-    if min(steps, batch, len(several)) < 1:
-        raise ValueError(
-            f"steps, batch and texts must be at least 1; got {steps}, {batch} and {len(several)} texts"
-        )
+    at_once = (1024 if isinstance(texts, Stored) else 8) if batch is None else batch
+    if min(steps, at_once) < 1:
+        raise ValueError(f"steps and batch must be at least 1; got {steps} and {at_once}")
     size, parameter = of(model, "unembed", "config").config.d_model, next(model.parameters())
     runner, names = for_fit(model)
     dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -115,20 +128,38 @@ def tuned_lens(
     bias = torch.zeros_like(weight[..., 0])
     rate = 1 / size if learning_rate is None else learning_rate
     optimizer = torch.optim.Adam([weight.requires_grad_(), bias.requires_grad_()], lr=rate)
-    order, losses = _order(len(several), seed), []
-    for step in range(steps):
-        numbers = list(itertools.islice(order, batch))
-        text = padded([several[number] for number in numbers], model, numbers)
-        cache = without_gradients(runner.capture)(text.tokens, names=names, **text.kwargs)
-        real = slice(None) if text.mask is None else text.mask.flatten()
-        streams = stacked(cache[name].flatten(0, 1)[real] for name in names)
+    read: Iterator[Tensor]
+    if isinstance(texts, Stored):
+        texts.require_weights_of(model)
+        read = (stacked(rows) for rows in texts.batches(at_once, seed, names, epochs=None))
+    else:
+        read = _of_runs(runner, names, texts, at_once, seed)
+    losses = []
+    for step, streams in enumerate(itertools.islice(read, steps)):
         optimizer.zero_grad()
-        losses.append(_backward(model, weight, bias, to_device(streams, parameter.device)))
+        here = to_device(streams, parameter.device).to(parameter.dtype)
+        losses.append(_backward(model, weight, bias, here))
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.step()
     identity = torch.eye(size, dtype=dtype, device=parameter.device)
     translators = identity + weight.detach(), bias.detach()
     return TunedLens(*translators, storage.config_hash(model), torch.stack(losses))
+
+
+def _of_runs(
+    runner: HookedRunner, names: Sequence[str], texts: Texts, batch: int, seed: int
+) -> Iterator[Float[Tensor, "stream row d_model"]]:
+    """Streams of batches of texts in random order, without end."""
+    several = [*each_text(texts)]
+    if not several:
+        raise ValueError("texts must hold at least one text; got none")
+    order = _order(len(several), seed)
+    while True:
+        numbers = list(itertools.islice(order, batch))
+        text = padded([several[number] for number in numbers], runner.model, numbers)
+        cache = without_gradients(runner.capture)(text.tokens, names=names, **text.kwargs)
+        real = slice(None) if text.mask is None else text.mask.flatten()
+        yield stacked(cache[name].flatten(0, 1)[real] for name in names)
 
 
 def _backward(

@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from torch import Tensor, distributed, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hooks import CacheError
+from hooks import CacheError, storage
 from hooks.errors import unknown_name
 from interp.directions.erasing import Moments
 from interp.inputs.texts import writer_of
@@ -64,6 +64,22 @@ class Activations:
             for number, file in enumerate(self.files)
             if (self._folder.facts(number) or {}).get("checksums") != file["checksums"]
         ]
+
+    def require_weights_of(self, model: nn.Module) -> None:
+        """Refuse a model that the values are not of.
+
+        Raises:
+            CacheError: if its config or a weight differs.
+        """
+        hashes = {
+            "config": storage.config_hash(model),
+            "weights": storage.weights_hash(model, whole=True),
+        }
+        for what, hashed in hashes.items():
+            if self.manifest[what] != hashed:
+                raise CacheError(
+                    f"the store must be of this model; the hash of its {what} is {self.manifest[what]:.12}, got {hashed:.12}"
+                )
 
     def __len__(self) -> int:
         """The number of rows."""

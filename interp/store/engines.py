@@ -91,8 +91,8 @@ def on_ray(
     options = {"num_cpus": 1, **(resources or {}), "max_restarts": -1, "max_task_retries": RETRIES}
     actor: Any = ray.remote(Worker).options(**options)
     held = ray.put(model), ray.put(arguments)
-    started = [actor.remote(*held) for _ in range(workers)]
     # A job goes to a worker that is there: the cluster may have no room for all.
+    started = (actor.remote(*held) for _ in range(workers))
     busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
     of = JOBS_OF_WORKER * workers
     jobs, left = iter(range(of)), of
@@ -108,3 +108,5 @@ def on_ray(
             bar.update(n_done)
             if (number := next(jobs, None)) is not None:
                 busy[worker.run.remote(number, of)] = worker
+            else:  # one that is started again, with its job, may be waiting for the room
+                ray.kill(worker)

@@ -1,0 +1,83 @@
+"""Ray: the files are those of one process, also where a worker is killed in the middle; errors come out as they are."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from interp.store import harvest
+from models import load
+
+NAME = "blocks.1.mlp_out"
+TEXTS = [f"part {n} of the list, and more of it " * (1 + n % 5) for n in range(240)]
+
+
+def working():
+    """The processes of Ray's workers that do a job, as Ray names them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            title = path.read_bytes()
+        except OSError:  # it has ended
+            continue
+        if title.startswith(b"ray::Worker.run"):
+            found.append(int(path.parent.name))
+    return found
+
+
+def kill_one(out, killed):
+    """Kills a worker when a few files are there."""
+    for _ in range(6000):
+        if len([*out.glob("values-*.safetensors")]) >= 8 and (processes := working()):
+            os.kill(processes[0], signal.SIGKILL)
+            return killed.append(processes[0])
+        time.sleep(0.01)
+    return None
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    ray = pytest.importorskip("ray")
+    corpus, out, killed = tmp_path / "texts.txt", tmp_path / "ray", []
+    corpus.write_text("".join(text + "\n" for text in TEXTS))
+    one = harvest(load("pydoc-4l"), corpus, NAME, tmp_path / "one", per_file=4)
+    killer = threading.Thread(target=kill_one, args=(out, killed))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        killer.start()
+        # A third worker has no room, and the others do its jobs.
+        store = harvest("pydoc-4l", corpus, NAME, out, per_file=4, engine="ray", workers=3)
+        killer.join()
+        assert killed
+        assert store.checksums == one.checksums
+        assert not [*out.glob("*.partial")]
+        assert sorted(path.name for path in out.glob("done-*")) == sorted(
+            f"done-{n}-of-12.json" for n in range(12)
+        )
+        # A module is copied to each worker; the same error as here comes out.
+        with pytest.raises(ValueError, match="same texts; those of file 0 are others"):
+            harvest(load("pydoc-4l"), TEXTS[1:], NAME, out, per_file=4, engine="ray")
+    finally:
+        ray.shutdown()
+
+
+def test_what_ray_cannot_do_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    model = torch.nn.Linear(2, 3)
+    for wrong, error, message in (
+        ({"workers": 0}, ValueError, "workers must be at least 1"),
+        ({"shard": (1, 2)}, ValueError, "no shard to name"),
+        ({"texts": iter(TEXTS)}, TypeError, "a path, a list or a table; got a list_iterator"),
+    ):
+        with pytest.raises(error, match=message):
+            harvest(**{"model": model, "texts": TEXTS, "names": NAME, "out": tmp_path, "engine": "ray"} | wrong)  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install \"hookscope\[ray\]\""):
+        harvest(model, TEXTS, NAME, tmp_path, engine="ray")
