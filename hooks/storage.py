@@ -172,5 +172,9 @@ def checksum(name: str, tensor: Tensor) -> int:
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """The checksums of tensors, and of a text under the empty name, as JSON."""
-    by_name = {name: checksum(name, tensor) for name, tensor in tensors.items()}
-    return json.dumps({"": zlib.crc32(text.encode())} | by_name, sort_keys=True)
+    return json.dumps({"": zlib.crc32(text.encode()), **checksums_of(tensors)}, sort_keys=True)
+
+
+def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The checksum of each tensor by its name."""
+    return {name: checksum(name, tensor) for name, tensor in tensors.items()}

@@ -1,6 +1,7 @@
 """Reading of a store: its rows by text, and shuffled batches of them."""
 
 import bisect
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -56,6 +57,11 @@ class Activations:
     def checksums(self) -> list[dict[str, int]]:
         """A CRC of each tensor of each file: equal for equal stores, whoever wrote them."""
         return [file["checksums"] for file in self.files]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all checksums: equal for equal stores."""
+        return hashlib.sha256(repr(self.checksums).encode()).hexdigest()
 
     def damaged(self) -> list[int]:
         """The numbers of files that are missing or not as they were written, by their checksums. `harvest` mends them."""

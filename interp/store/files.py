@@ -31,6 +31,15 @@ def file_of(number: int) -> str:
     return f"values-{number:06}.safetensors"
 
 
+def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the manifest says of the tensors of a file: dtypes and the sizes of rows, and a CRC of each."""
+    kinds = {
+        name: [str(value.dtype).removeprefix("torch."), *value.shape[1:]]
+        for name, value in tensors.items()
+    }
+    return {"tensors": kinds, "checksums": storage.checksums_of(tensors)}
+
+
 class Folder:
     """A directory on this machine, or wherever `fsspec` reaches, such as `s3://bucket/store`."""
 

@@ -10,23 +10,22 @@ So a job may be killed at any moment and started again, and any number of jobs w
 
 import hashlib
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from hooks import CacheError, Selector, storage
+from hooks import CacheError, Selector
 from hooks._torch import without_gradients
 from interp.inputs.positions import Index
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, Piece, each
 from interp.store.engines import Model, loaded, on_ray
-from interp.store.files import MANIFEST, Folder, gathered, require_same
+from interp.store.files import MANIFEST, Folder, described, gathered, require_same
 from interp.store.rows import Reader, Settings
 
 
@@ -206,11 +205,7 @@ def harvest_shard(
                 tensors = reader.tensors(pieces, bar.update)
                 size = sum(value.nbytes for value in tensors.values())
                 _require_room(folder, size, 1 if here else _count(texts, settings, shard))
-                there = facts | {
-                    "rows": len(tensors["tokens"]),
-                    "checksums": json.loads(storage.checksums(tensors)),
-                    "tensors": {name: _described(value) for name, value in tensors.items()},
-                }
+                there = facts | {"rows": len(tensors["tokens"]), **described(tensors)}
                 folder.write(number, tensors, there)
             elif {key: there[key] for key in facts} != facts:
                 raise ValueError(
@@ -236,10 +231,6 @@ def _digest(pieces: Sequence[Piece]) -> str:
     for piece in pieces:
         hashed.update(repr(piece.tolist()).encode())
     return hashed.hexdigest()
-
-
-def _described(value: Tensor) -> list[Any]:
-    return [str(value.dtype).removeprefix("torch."), *value.shape[1:]]
 
 
 def _count(texts: Corpus, settings: Settings, shard: tuple[int, int]) -> int:

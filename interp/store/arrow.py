@@ -1,0 +1,152 @@
+"""Stores as SAELens has them: a data set in Arrow with a row for each context, as its CacheActivationsRunner writes it.
+
+Columns are values [context, d_in] under names of TransformerLens, heads in a row, and `token_ids`.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooks import hooks_name
+from hooks.errors import unknown_name
+from interp.inputs.token_positions import at_least_float32
+from interp.store.activations import Activations
+from interp.store.files import MANIFEST, Folder, described
+from interp.store.rows import FORMAT
+
+TOKENS = "token_ids"
+
+
+def to_arrow(
+    store: Activations,
+    folder: str | os.PathLike[str],
+    columns: Mapping[str, str],
+    *,
+    drop_short: bool = False,
+) -> int:
+    """Write points of a store so that SAELens reads them (`cached_activations_path`).
+
+    Args:
+        store: of whole contexts: `harvest(..., context=128, pack=True)` makes some.
+        folder: a directory.
+        columns: by the names of points, those of columns, such as `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens
+            finds them by its `hook_name`. Arrow has no bfloat16: such values become float32.
+        drop_short: whether to leave out contexts that are not full, such as the last of each file.
+
+    Returns:
+        The number of contexts that were written.
+
+    Raises:
+        ValueError: if tokens of contexts were not kept, or a context is not full.
+        CacheError, UnknownNameError: as for `Activations.batches`.
+        ImportError: if `datasets` is not installed.
+    """
+    datasets, context = _datasets(), store.manifest["context"]
+    if context is None or any(store.manifest[key] for key in ("pos", "pool", "without")):
+        raise ValueError("contexts need all their tokens; got a store with pos=, pool= or without=")
+    files = range(len(store.files))
+    starts = [_starts(store.file(number, ["pos"])["pos"]) for number in files]
+    full = [each[:-1][each.diff() == context] for each in starts]
+    n, n_full = sum(len(each) - 1 for each in starts), sum(map(len, full))
+    if n != n_full and not drop_short:
+        raise ValueError(
+            f"contexts must have {context} tokens; {n - n_full} of {n} have fewer (drop_short=True leaves them out)"
+        )
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number in files:
+            held = store.file(number, [*columns, "tokens"])
+            for start in full[number].tolist():
+                some = {name: value[start : start + context] for name, value in held.items()}
+                values = {column: _plain(some[name]).numpy() for name, column in columns.items()}
+                yield values | {TOKENS: some["tokens"].numpy()}
+
+    first = store.file(0, [*columns])
+    types = {TOKENS: datasets.Sequence(datasets.Value("int32"), length=context)} | {
+        column: datasets.Array2D((context, value.shape[1]), str(value.dtype).removeprefix("torch."))
+        for name, column in columns.items()
+        if (value := _plain(first[name])) is not None
+    }
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(folder))) as scratch:
+        made = datasets.Dataset.from_generator(
+            rows,
+            features=datasets.Features(types),
+            cache_dir=scratch,
+            fingerprint=store.fingerprint,
+        )
+        made.save_to_disk(os.fspath(folder))
+    return n_full
+
+
+def from_arrow(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    columns: Mapping[str, str] | None = None,
+    per_file: int = 64,
+) -> Activations:
+    """Make a store of a data set that SAELens' CacheActivationsRunner wrote. Its contexts are the texts.
+
+    Args:
+        folder: the data set.
+        out: a directory, or its address.
+        columns: by the names of columns, those of points; by default those that `hooks_name` gives.
+        per_file: how many contexts a file has.
+
+    Returns:
+        The store. The data set does not say of which model it is, so nothing can check that.
+
+    Raises:
+        FileNotFoundError: if there is no data set.
+        UnknownNameError: if it has no such column or no tokens, or we know no point for a column's name.
+        ImportError: if `datasets` is not installed.
+    """
+    table = _datasets().load_from_disk(os.fspath(folder)).with_format("torch")
+    names = columns or {name: hooks_name(name) for name in table.column_names if name != TOKENS}
+    for column in (TOKENS, *names):
+        if column not in table.column_names:
+            raise unknown_name(column, table.column_names, f"column of {os.fspath(folder)}")
+    target, files, context = Folder(out), list[dict[str, Any]](), 0
+    target.make()
+    for number, batch in enumerate(table.iter(per_file)):
+        (n, context), first = batch[TOKENS].shape, number * per_file
+        places = torch.arange(context).repeat(n).int()
+        tensors = {point: batch[column].flatten(0, 1) for column, point in names.items()} | {
+            "tokens": batch[TOKENS].flatten().int(),
+            "text": torch.arange(first, first + n).repeat_interleave(context).int(),
+            "offset": places,
+            "pos": places,
+        }
+        facts = {"first": first, "texts": n, "rows": n * context, **described(tensors)}
+        target.write(number, tensors, facts)
+        files.append(facts)
+    kept = {"context": context, "per_file": per_file, "pos": None, "pool": None, "without": []}
+    unknown = {"model": "", "config": "", "weights": ""}
+    points = {name: ["d_in"] for name in names.values()}
+    about = {"format": FORMAT, "points": points, "texts": len(table), "files": files}
+    target.write_json(MANIFEST, about | kept | unknown)
+    return Activations(out)
+
+
+def _starts(pos: Tensor) -> Tensor:
+    """The row where each context begins and, last, the number of rows."""
+    return torch.cat([(pos == 0).nonzero()[:, 0], torch.tensor([len(pos)])])
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Rows [row, d_in] in a dtype that Arrow has."""
+    flat = value.flatten(1)
+    return at_least_float32(flat) if flat.dtype == torch.bfloat16 else flat
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(
+            "data sets in Arrow need the package datasets: pip install datasets"
+        ) from None
+    return datasets

@@ -1,0 +1,84 @@
+"""Makes the fixture of the tests of stores: activations that SAELens cached, and what TransformerLens computes.
+
+By hand, in an environment with sae-lens 6.54 and transformer-lens 2.16: `python tests/stores/make.py`. The folder
+`cached` has the files that SAELens's `CacheActivationsRunner` wrote. `expected.safetensors` has the token ids, and the
+activations of `HookedTransformer.run_with_cache` for them, row for row: the runner shuffles the data set that it returns,
+not its rows on disk (the order is a file of indices, `cache-*.arrow`, which nothing refers to).
+"""
+
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from datasets import Dataset
+from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
+from safetensors.torch import save_file
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+HERE = Path(__file__).parent
+SEQUENCES, CONTEXT, D_IN, VOCABULARY = 12, 8, 16, 20
+AT_ONCE = 4  # sequences in a batch of the model, and in a file of the cache
+HOOK = "blocks.1.hook_resid_post"
+
+
+def model():
+    return HookedTransformer(
+        HookedTransformerConfig(
+            n_layers=2,
+            d_model=D_IN,
+            n_ctx=CONTEXT,
+            d_head=D_IN // 2,
+            n_heads=2,
+            d_mlp=2 * D_IN,
+            d_vocab=VOCABULARY,
+            act_fn="gelu",
+            seed=0,
+            device="cpu",
+        )
+    )
+
+
+def cache(folder, source, tokens):
+    config = CacheActivationsRunnerConfig(
+        dataset_path="none",
+        model_name="tiny",
+        model_batch_size=AT_ONCE,
+        hook_name=HOOK,
+        d_in=D_IN,
+        training_tokens=tokens.numel(),
+        context_size=CONTEXT,
+        new_cached_activations_path=str(folder),
+        device="cpu",
+        # A file has as many batches as fit. The last file is filled by starting over: the sizes have to divide.
+        buffer_size_gb=AT_ONCE * CONTEXT * D_IN * 4 / 1e9,
+        prepend_bos=False,
+    )
+    # It would load a published model by its name.
+    with patch("sae_lens.cache_activations_runner.load_model", lambda **_: source):
+        CacheActivationsRunner(
+            config, override_dataset=Dataset.from_dict({"tokens": tokens.tolist()})
+        ).run()
+
+
+def main():
+    folder = HERE / "cached"
+    shutil.rmtree(folder, ignore_errors=True)
+    source = model()
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (SEQUENCES, CONTEXT), generator=draw)
+    cache(folder, source, tokens)
+    with torch.no_grad():
+        # In the same batches: the last digit of a sum may depend on how many rows there are.
+        parts = [
+            source.run_with_cache(part, names_filter=HOOK)[1][HOOK]
+            for part in tokens.split(AT_ONCE)
+        ]
+    save_file(
+        {HOOK: torch.cat(parts), "token_ids": tokens.to(torch.int32)},
+        HERE / "expected.safetensors",
+    )
+
+
+if __name__ == "__main__":
+    main()
