@@ -16,6 +16,7 @@ from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
 from hooks.modes import Options
 from hooks.pieces import piece_is_known, piece_read
 from hooks.point import POSITION_AXES, Point, as_node, first_tensor, with_first_tensor
+from hooks.processes import require_whole
 from hooks.session import Session
 
 
@@ -74,6 +75,7 @@ class Recorder:
             value = output if isinstance(output, Tensor) else first_tensor(output, point)
             if axes and value.ndim != len(axes):
                 raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
+            require_whole(value, point)
             if name in self.fired and not self.joined:
                 raise HookError(f"{name} fired twice; a cache keeps one value per name")
             if self.options.grads:

@@ -14,6 +14,7 @@ from hooks._torch import is_checkpointed
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import resolve
 from hooks.point import Hook, Point, as_node, first_tensor, with_first_tensor
+from hooks.processes import require_whole
 from hooks.receipts import Receipt, Receipts
 from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
@@ -223,7 +224,7 @@ def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Out
     """A forward hook that edits the value at a point, or its gradient in the backward pass.
 
     Raises:
-        HookError: from the returned function, if no gradient can reach the point.
+        HookError: from the returned function, if no gradient can reach the point, or a process holds a part of its value.
         EditError: from there or in the backward pass, as for `EditedPoint.apply`.
     """
     point = edited.point
@@ -235,6 +236,7 @@ def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Out
             raise HookError(f"{where}, {rule}: switch checkpointing off")
         value = first_tensor(output, point)
         fired.add(point.name)
+        require_whole(value, point)
         if not backward:
             return with_first_tensor(output, edited.apply(value))
         value = as_node(value, point)

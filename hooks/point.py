@@ -31,6 +31,7 @@ class Point:
         meaning: what the value is, in a few words.
         module: the module whose output is the value.
         layer: the first number among the parts of the name, or None.
+        mesh: the processes that the model is split over; see `hooks.processes`.
 
     >>> point = Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head"))
     >>> print(point)
@@ -43,6 +44,7 @@ class Point:
     axes: tuple[str, ...] = ()
     meaning: str = ""
     module: nn.Module = dataclasses.field(default_factory=Identity, repr=False, compare=False)
+    mesh: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def layer(self) -> int | None:
@@ -129,11 +131,11 @@ def inside(module: nn.Module) -> set[nn.Module]:
     return {*module.modules(), *(points.modules() if points is not None else ())}
 
 
-def point_at(name: str, module: nn.Module) -> Point:
+def point_at(name: str, module: nn.Module, mesh: Any = None) -> Point:
     """The point of a module with this name. Only a `HookPoint` declares axes."""
     if isinstance(module, HookPoint):
-        return Point(name, module.axes, module.meaning, module)
-    return Point(name, (), type(module).__name__, module)
+        return Point(name, module.axes, module.meaning, module, mesh)
+    return Point(name, (), type(module).__name__, module, mesh)
 
 
 def index_by_axis(

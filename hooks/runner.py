@@ -23,6 +23,7 @@ from hooks.origin import Origin, bound, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
+from hooks.processes import mesh_of
 from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force, owners
 
@@ -71,8 +72,8 @@ class HookedRunner(SaysOurs):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        modules = model.named_modules(remove_duplicate=False)
-        self._known = {name: point_at(name, module) for name, module in modules if name}
+        modules, mesh = model.named_modules(remove_duplicate=False), mesh_of(model)
+        self._known = {name: point_at(name, module, mesh) for name, module in modules if name}
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self._is_marked = any(not isinstance(p.module, PartPoint) for p in marked.values())

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints
 from hooks._torch import remove_hooks, without_gradients
 from hooks.point import tensors_in
-from hooks.session import Wire
+from hooks.processes import Shards, is_whole, mesh_of
+from hooks.session import Session, Wire
 from models.attached.attention import AttentionPoints, register
 from models.attached.checked import POINTS, problem_of
 from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
@@ -24,6 +26,10 @@ from models.attached.wiring import Forward
 from models.checks import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
+
+
+SPLIT_AXES = ("head", "kv_head", "d_mlp")
+"""The axes that tensor-parallel plans split."""
 
 
 class Attached(ReadsText):
@@ -56,6 +62,7 @@ class Attached(ReadsText):
             language = AttachedLanguage(model, probe, chain, layouts)
             vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
             self._forward.prepare = language.prepare_inputs
+            self._join_shards()
             self._check_traced(probe)
             self._check_streams(layouts)
             self._check_attention(reference)
@@ -138,6 +145,22 @@ class Attached(ReadsText):
         if odd := [*names - {"eager", "sdpa"}]:
             why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
             self.left_out["scores"] = self.left_out["pattern"] = why
+
+    def _join_shards(self) -> None:
+        """Makes points join what processes hold, where a tensor-parallel plan splits heads or neurons."""
+        if (mesh := mesh_of(self.model)) is None:
+            return
+
+        def note(point: HookPoint, part: Tensor) -> None:
+            axes = [n for n, axis in enumerate(point.axes) if axis in SPLIT_AXES]
+            if axes and not is_whole(part, mesh):
+                vars(point)["shards"] = Shards.of(part, axes[0], mesh)
+
+        with Session() as session:
+            for point in self.model.modules():
+                if isinstance(point, HookPoint):
+                    session.after(point, partial(note, point))
+            _logits(self.model)
 
     def _check_traced(self, probe: Probe) -> None:
         """Leaves out the points of attention by code of its own where they would not hold what they promise."""

@@ -20,6 +20,7 @@ from hooks import HookError, HookPoint, start_of_piece
 from hooks._torch import memory_of
 from hooks.pieces import Piece, reading
 from hooks.point import tensors_in, with_first_tensor
+from hooks.processes import Shards
 from hooks.session import Wire, is_listened_to
 from models.attached.norms import Norm
 
@@ -30,14 +31,21 @@ _texts: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
 
 def fire(point: HookPoint, value: Tensor) -> Tensor:
-    """Return what the point makes of a value. Where rows and positions share an axis, it sees them apart."""
+    """Return what the point makes of a value. Where rows and positions share an axis, it sees them apart.
+
+    It sees heads and neurons of all processes that the model is split over.
+    """
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
     texts = _texts.get()
     apart = value if value.ndim == len(point.axes) else value.view(*texts, -1)
-    new = point(apart)
+    shards: Shards | None = vars(point).get("shards")
+    whole = shards.joined(apart) if shards else apart
+    new = point(whole)
     _texts.set(texts)  # a hook may have run a model
-    return value if new is apart else new.view_as(value)
+    if new is whole:
+        return value
+    return (shards.part(new) if shards else new).view_as(value)
 
 
 def is_cache(value: Any) -> bool:
