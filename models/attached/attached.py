@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints
+from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints, Point
 from hooks._torch import remove_hooks, without_gradients
 from hooks.point import tensors_in
 from hooks.processes import Shards, is_whole, mesh_of
@@ -27,8 +27,7 @@ from models.checks import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
 
-
-SPLIT_AXES = ("head", "kv_head", "d_mlp")
+SPLIT_AXES = {"head", "kv_head", "d_mlp"}
 """The axes that tensor-parallel plans split."""
 
 
@@ -150,17 +149,27 @@ class Attached(ReadsText):
         """Makes points join what processes hold, where a tensor-parallel plan splits heads or neurons."""
         if (mesh := mesh_of(self.model)) is None:
             return
+        groups: dict[str, list[tuple[Point, int, Tensor]]] = {}
 
-        def note(point: HookPoint, part: Tensor) -> None:
-            axes = [n for n, axis in enumerate(point.axes) if axis in SPLIT_AXES]
-            if axes and not is_whole(part, mesh):
-                vars(point)["shards"] = Shards.of(part, axes[0], mesh)
+        def note(point: Point, axis: int, part: Tensor) -> None:
+            groups.setdefault(point.name.rpartition(".")[0], []).append((point, axis, part))
 
         with Session() as session:
-            for point in self.model.modules():
-                if isinstance(point, HookPoint):
-                    session.after(point, partial(note, point))
+            for point in HookedRunner(self.model).points.values():
+                for axis in SPLIT_AXES & {*point.axes}:
+                    hook = partial(note, point, point.axes.index(axis))
+                    session.after(point.module, hook)
             _logits(self.model)
+        for name, group in groups.items():
+            # Together, because parts that are zero are the same everywhere.
+            if not all(is_whole(part, mesh) for _, _, part in group):
+                for point, axis_at, part in group:
+                    vars(point.module)["shards"] = Shards.of(part, axis_at, mesh)
+            elif group[0][2].min() == group[0][2].max():
+                raise ValueError(
+                    f"{name} must have numbers that differ, to show whether {mesh.size()} processes hold parts of "
+                    f"them; got only {float(group[0][2].min())}"
+                )
 
     def _check_traced(self, probe: Probe) -> None:
         """Leaves out the points of attention by code of its own where they would not hold what they promise."""

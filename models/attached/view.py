@@ -78,6 +78,9 @@ class PlainView(nn.Module):
         for n, layout in enumerate(layouts):
             if layout.attention is None or layout.attn_out is None or layout.mid_out is not None:
                 raise missing(n, "attention that adds to the stream")
+            if shards := vars(model.blocks[n].attn.z).get("shards"):
+                rule = f"heads that are not split over {shards.mesh.size()} processes"
+                raise missing(n, rule)
         tokens = tokens_for(model)
         with mode(model, training=False):
             calls, logits = recorded(model, tokens)

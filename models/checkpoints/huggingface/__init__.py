@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hooks._torch import hooks_of
 from hooks.session import is_foreign
@@ -156,7 +156,12 @@ def from_memory(
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     family, config = translated(_ended(described, ends), f"{what}.config")
     state = model.state_dict()
-    reader = Reader(state.keys(), state.__getitem__, keep)
+
+    def read(key: str) -> Tensor:
+        weight: Any = state[key]  # one that is split over processes is joined
+        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+    reader = Reader(state.keys(), read, keep)
     table = family.table(config, state.keys())
     device = next(model.parameters()).device if device is None else device
     return assemble(config, table, reader, what, family.is_ignored, dtype, device)
