@@ -150,6 +150,23 @@ def observed(folder, name, **options):
     return found
 
 
+def wholes(rank):
+    """Whether values are found to be the same in both processes."""
+    from hooks.processes import is_whole
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    part = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    values = {
+        "pattern": part.softmax(-1),
+        "normalized": torch.nn.functional.normalize(part),
+        "mask": part > 0,
+        "phases": torch.polar(torch.ones(3), part[:, 0]),
+        "nan": torch.full((3,), torch.nan),
+        "count": torch.arange(3),
+    }
+    return {name: is_whole(value, mesh) for name, value in values.items()}
+
+
 def work(folder, rank):
     """One of two processes."""
     from transformers.distributed import DistributedConfig
@@ -157,6 +174,7 @@ def work(folder, rank):
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
     store = f"file://{path_of(folder, 'store')}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=2)
+    torch.save(wholes(int(rank)), path_of(folder, f"wholes.{rank}"))
     for name in MODELS:
         split = DistributedConfig(tp_plan="auto", tp_size=2)
         found = observed(folder, name, distributed_config=split)
@@ -180,6 +198,8 @@ def observations(tmp_path_factory):
     finally:
         errors = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
+    both = [torch.load(path_of(folder, f"wholes.{rank}")) for rank in "01"]
+    assert both == [dict(pattern=False, normalized=False, mask=False, phases=False, nan=True, count=True)] * 2  # fmt: skip
     return {
         name: (alone[name], *(torch.load(path_of(folder, f"{name}.{rank}")) for rank in "01"))
         for name in MODELS
