@@ -7,7 +7,6 @@
 All processes must ask for the same, in the same order, as they must run the model together.
 """
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -81,9 +80,6 @@ class Shards:
         size = torch.tensor(part.shape[axis], device=part.device)
         dist.all_reduce(size, group=mesh.get_group())
         return cls(axis, int(size), mesh)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
-        return copy.copy(self)
 
     def joined(self, part: Shaped[Tensor, "*axes"]) -> Tensor:
         """The whole value. Gradients of it go to the process that holds the part."""

@@ -249,6 +249,9 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
     is two products with a softmax between, or PyTorch's fused function. A point is left out where the model does not
     show its value, or where an edit of it could not take effect.
 
+    A model that a tensor-parallel plan splits over processes is attached, run and edited by all of them alike; points
+    hold the heads and neurons of all.
+
     Args:
         model: a model that reads `input_ids`; its blocks are in a `ModuleList`.
         tokenizer: its tokenizer, such as one of `transformers`. With it the model also reads strings.
@@ -257,7 +260,7 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
         ImportError: if `transformers` is not installed, or older than 5.6.
         TypeError: if the model has no config of `transformers`, or the tokenizer is none.
         ValueError: if the model is attached already, has other modules under our names, or no blocks, reads
-            two sequences, or gives NaN.
+            two sequences, gives NaN, or is split over processes and has a part that is all zeros.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
