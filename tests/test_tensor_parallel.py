@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.attachable import config_of, made, transformers
+from tests.attachable import IS_5_24, config_of, made, transformers
 
 pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this PyTorch runs in one process"
+    not (IS_5_24 and torch.distributed.is_available()),
+    reason="needs transformers 5.24, and a PyTorch that runs in several processes",
 )
 
 WIDE = {"intermediate_size": 16, "moe_intermediate_size": 16}  # experts need parts of 16 bytes
