@@ -6,7 +6,8 @@ tenth, and repeated random characters: a dictionary of prose alone loses half of
 
 For each dictionary:
 
-1. Keep what it reads and writes at all positions of the texts, scaled to a mean square of 1.
+1. Read what it reads and writes at all positions of the texts from a store, which one harvest has made, and scale both to a mean
+   square of 1.
 2. Begin with random directions. The skip connection of a transcoder begins as the best linear map.
 3. Minimise the squared error by Adam, plus that of the features that have not been active lately (Gao et al. 2024).
 4. Round the weights to 8 bits, one scale for each feature.
@@ -28,9 +29,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from train_pydoc import repeated
 
-from hooks import HookedRunner
 from interp.features import Dictionary, TopK, evaluate_sae
 from interp.features.bundled import packed, unpacked
+from interp.store import harvest
 from models import load, split
 
 FEATURES, ACTIVE, ROWS, COPIES, LENGTH = 1024, 32, 1200, 400, 256
@@ -116,14 +117,16 @@ def run(options: argparse.Namespace) -> None:
     tokens = texts(training, ROWS, COPIES, vocab_size, options.seed)
     places = {"blocks.2.resid_post": "blocks.2.resid_post"}
     places |= {f"blocks.{n}.mlp_out": f"blocks.{n}.ln2.normalized" for n in range(4)}
-    runner, made = HookedRunner(model), {}
+    options.out.mkdir(parents=True, exist_ok=True)
+    points, made = sorted({*places, *places.values()}), {}
+    # It goes on where it was stopped.
+    store = harvest(model, tokens, points, options.out / "store", batch=100, per_file=100)
     for writes, reads in places.items():
-        caches = [runner.capture(some, names=[reads, writes]) for some in tokens.split(100)]
         read, write = (
-            torch.cat([cache[name].flatten(0, 1) for cache in caches]) for name in (reads, writes)
+            torch.cat([store.file(n, [name])[name] for n in range(len(store.files))])
+            for name in (reads, writes)
         )
         made[writes] = fit(read, write, options.steps, options.seed, reads, writes)
-    options.out.mkdir(parents=True, exist_ok=True)
     held_out = {
         "prose": texts(validation, 60, 0, vocab_size, options.seed + 1),
         "repeated": texts(validation, 0, 60, vocab_size, options.seed + 1),

@@ -1,4 +1,4 @@
-"""The command line: `hookscope report`, `points`, `lens`, `patch`, `features`, `trace` and `generate`, or `python -m interp report`."""
+"""The command line: `hookscope report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`, or `python -m interp report`."""
 
 import argparse
 import io
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hooks import HookError
-from interp.cli import features, generate, lens, patch, points, report, trace
+from interp.cli import features, generate, harvest, lens, patch, points, report, trace
 
 COMMANDS = {
     "report": report,
@@ -21,6 +21,7 @@ COMMANDS = {
     "features": features,
     "trace": trace,
     "generate": generate,
+    "harvest": harvest,
 }
 
 

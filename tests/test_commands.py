@@ -1,4 +1,4 @@
-"""The commands `points`, `lens`, `patch`, `features`, `trace` and `generate`: what they print is what the Python calls give."""
+"""The commands `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`: what they print is what the Python calls give."""
 
 import json
 import shlex
@@ -11,6 +11,7 @@ from interp import Pairs, activation_patching, edits, load_sae, logit_lens
 from interp.__main__ import COMMANDS, main
 from interp.cli.edits import parsed
 from interp.directions import Direction
+from interp.store import Activations, harvest
 from models import generate_text, load
 
 CLEAN, OTHER = (f"part ZQXJ-KV8{digit} is out; ask for ZQXJ-KV8" for digit in "14")
@@ -34,8 +35,12 @@ def refused(capsys, *arguments):
     return err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["points", "lens", "patch", "features", "trace", "generate"])
-def test_the_example_in_the_help_runs(name, capsys):
+@pytest.mark.parametrize(
+    "name", ["points", "lens", "patch", "features", "trace", "generate", "harvest"]
+)
+def test_the_example_in_the_help_runs(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "part AB1"}\n{"text": "and part AB"}\n')
     with pytest.raises(SystemExit):
         main([name, "--help"])
     assert f"hookscope {name}" in " ".join(capsys.readouterr().out.split())
@@ -69,6 +74,34 @@ def test_features_are_those_of_python(capsys):
     assert "1023" in refused(capsys, *given, "--feature", "1024")
     assert "no hook point" in refused(capsys, "features", "--prompt", "x", "--at", "nowhere")
     assert "cfg.json" in refused(capsys, "features", "--prompt", "x", "--dictionary", "no/where")
+
+
+def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):
+    texts = [f"part {n} of the list" for n in range(30)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    options = [
+        "--point",
+        "blocks.1.mlp_out",
+        "--point",
+        "blocks.1.attn.z",
+        "--context",
+        "8",
+        "--pack",
+    ]
+    options += ["--skip-first", "--values", "float16", "--batch", "3", "--per-file", "7"]
+    given = ["harvest", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out"), *options]
+    assert "for which there is room" in printed(capsys, *given, "--plan")
+    for job in ("1/2", "0/2"):
+        assert main([*given, "--shard", job]) == 0
+    names = ["blocks.1.mlp_out", "blocks.1.attn.z"]
+    settings = {"context": 8, "pack": True, "pos": slice(1, None), "dtype": torch.float16}
+    store = harvest("pydoc-4l", texts, names, tmp_path / "python", batch=3, per_file=7, **settings)
+    assert Activations(tmp_path / "out").checksums == store.checksums
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["Activations of 2 points, not complete", repr(store)]
+    assert "JOB/JOBS" in refused(capsys, *given, "--shard", "1 of 2")
+    assert "0 <= job < jobs" in refused(capsys, *given, "--shard", "2/2")
+    assert "same dtype" in refused(capsys, *given, "--values", "float32")
 
 
 def test_patches_are_those_of_python(capsys):

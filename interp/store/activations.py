@@ -20,7 +20,7 @@ from interp.inputs.texts import writer_of
 from interp.reading.maxima import Activation
 from interp.reading.maxima import Activations as Places
 from interp.store.files import MANIFEST, ROWS, Folder, gathered
-from interp.store.statistics import Statistics, StatisticsByPoint
+from interp.store.summary import Statistics, StatisticsByPoint
 
 
 class Activations:

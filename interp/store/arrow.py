@@ -123,7 +123,13 @@ def from_arrow(
         facts = {"first": first, "texts": n, "rows": n * context, **described(tensors)}
         target.write(number, tensors, facts)
         files.append(facts)
-    kept = {"context": context, "per_file": per_file, "pos": None, "pool": None, "without": []}
+    kept: dict[str, Any] = {
+        "context": context,
+        "per_file": per_file,
+        "pos": None,
+        "pool": None,
+        "without": [],
+    }
     unknown = {"model": "", "config": "", "weights": ""}
     points = {name: ["d_in"] for name in names.values()}
     about = {"format": FORMAT, "points": points, "texts": len(table), "files": files}

@@ -1,19 +1,26 @@
-"""A harvest against `capture` of the same batches, and the rate of shuffled reading: `python tests/bench/store.py`.
+"""A harvest against `capture` of the same batches, shuffled reading, memory, and Ray: `python tests/bench/store.py`.
 
 The model has GPT-2's shape without its weights; one point of 768 numbers in the middle is kept, of 16 texts of 256 tokens. What
-is read was just written, so it comes from the page cache. Run it on an otherwise idle machine.
+is read was just written, so it comes from the page cache. Memory is that of a process that harvests a model of no work, after a
+tenth of its tokens and at the end. `--ray` compares two workers of Ray with two processes started by hand, each with one
+thread. Run it on an otherwise idle machine.
 """
 
 import argparse
+import os
+import resource
+import subprocess
 import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 # Run as a script, Python puts this folder on the path, and not the project.
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(ROOT := Path(__file__).parents[2]))
 
 from hooks import HookedRunner, HookPoint
 from interp.store import harvest
@@ -35,38 +42,124 @@ class Table(nn.Module):
         return self.point(self.rows(tokens))
 
 
-def main() -> None:
-    """Prints both."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each number")
-    options = parser.parse_args()
+def small() -> nn.Module:
+    """A model of GPT-2's shape."""
     torch.manual_seed(0)
     config = TransformerConfig(vocab_size=50257, n_ctx=1024, n_layers=12, n_heads=12, d_model=768)
-    model, texts = Transformer(config).eval(), torch.randint(0, 50257, (16, 256))
+    return Transformer(config).eval()
+
+
+def tokens(count: int) -> list[list[int]]:
+    """Texts of 256 tokens."""
+    return torch.randint(
+        0, 50257, (count, 256), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+
+
+def speed(budget: float) -> None:
+    """Prints a harvest against captures, and the rates of reading."""
+    model, texts = small(), tokens(16)
     runner = HookedRunner(model)
 
     def captured() -> None:
-        for batch in texts.split(4):
+        for batch in torch.tensor(texts).split(4):
             runner.capture(batch, names=NAME)
 
     def harvested() -> None:
         with tempfile.TemporaryDirectory() as out:
-            harvest(model, texts.tolist(), NAME, out, batch=4, per_file=8)
+            harvest(model, texts, NAME, out, batch=4, per_file=8)
 
-    found = timing.ratios({"capture": captured, "harvest": harvested}, "capture", options.budget)
+    found = timing.ratios({"capture": captured, "harvest": harvested}, "capture", budget)
     print(f"harvest: {found['harvest'][0]:.2f} s, {found['harvest'][1]:.3f} of capture")
     with tempfile.TemporaryDirectory() as out:
-        rows = torch.randint(0, 1000, (512, 512))
-        store = harvest(Table().eval(), rows, "point", out, batch=64)
+        store = harvest(Table().eval(), torch.randint(0, 1000, (512, 512)), "point", out, batch=64)
         size = len(store) * 768 * 4
-        for window in (2, 4, 16):
-            read = {
-                "read": lambda window=window: sum(
-                    len(x) for (x,) in store.batches(4096, 0, window=window)
-                )
-            }
-            taken = timing.ratios(read, "read", options.budget / 8)["read"][0]
-            print(f"shuffled batches of 4096 rows, window {window}: {size / 1e9 / taken:.2f} GB/s")
+
+        def read(window: int) -> int:
+            return sum(len(x) for (x,) in store.batches(4096, 0, window=window))
+
+        calls = {f"shuffled batches, window {n}": partial(read, n) for n in (2, 4, 16)}
+        calls |= {
+            "statistics": store.statistics,
+            "statistics with covariances": partial(store.statistics, covariance=True),
+        }
+        for name, call in calls.items():
+            taken = timing.ratios({"read": call}, "read", budget / 8)["read"][0]
+            print(f"{name}: {size / 1e9 / taken:.2f} GB/s")
+
+
+def memory(count: int) -> None:
+    """Prints the peak of a process that harvests `count` tokens, after a tenth of them and at the end."""
+    peaks = []
+
+    def texts() -> object:
+        for number in range(count // 250):
+            if number in (count // 2500, count // 250 - 1):
+                peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+            yield [(number + pos) % 1000 for pos in range(250)]
+
+    with tempfile.TemporaryDirectory() as out:
+        start = time.perf_counter()
+        harvest(Table().eval(), texts(), "point", out, per_file=16, dtype=torch.float16)
+        taken = time.perf_counter() - start
+    print(
+        f"{count:,} tokens in {taken:.0f} s: peak of {peaks[0]:.0f} MiB after a tenth, {peaks[1]:.0f} MiB at the end"
+    )
+
+
+def job(out: str, shard: tuple[int, int]) -> None:
+    """One job of the comparison with Ray."""
+    torch.set_num_threads(1)
+    harvest(small(), tokens(RAY_TEXTS), NAME, out, shard=shard, batch=4, per_file=2)
+
+
+RAY_TEXTS = 240
+
+
+def by_ray() -> None:
+    """Prints how two workers of Ray compare with two processes."""
+    import ray
+
+    def processes(out: str) -> None:
+        command = (
+            "from tests.bench.store import job; import sys; job(sys.argv[1], (int(sys.argv[2]), 2))"
+        )
+        started = [
+            subprocess.Popen([sys.executable, "-c", command, out, str(n)], cwd=ROOT) for n in (0, 1)
+        ]
+        for each in started:
+            assert each.wait() == 0
+
+    def workers(out: str) -> None:
+        options = {"engine": "ray", "workers": 2, "batch": 4, "per_file": 2}
+        harvest(small, tokens(RAY_TEXTS), NAME, out, **options)
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    for _ in range(3):
+        taken = []
+        for call in (processes, workers):
+            with tempfile.TemporaryDirectory() as out:
+                start = time.perf_counter()
+                call(out)
+                taken.append(time.perf_counter() - start)
+        print(
+            f"two processes {taken[0]:.1f} s, two workers {taken[1]:.1f} s: {taken[0] / taken[1]:.2f}"
+        )
+    ray.shutdown()
+
+
+def main() -> None:
+    """Prints what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each number")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the harvest for memory")
+    parser.add_argument("--ray", action="store_true", help="compare Ray's workers with processes")
+    options = parser.parse_args()
+    if options.ray:
+        return by_ray()
+    speed(options.budget)
+    return memory(options.tokens)
 
 
 if __name__ == "__main__":
