@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ def weights_hash(model: nn.Module, whole: bool = False) -> str:
             numbers = flat[:: max(1, -(-len(flat) // 16))].tolist()
         hashed.update(repr((name, tuple(weight.shape), numbers)).encode())
         if whole and numbers is not None:
-            hashed.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
+            hashed.update(str(checksum(name, weight)).encode())
     return hashed.hexdigest()
 
 
@@ -75,10 +75,14 @@ def save(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[st
     Raises:
         FileNotFoundError: if there is no such directory.
         TypeError: if a fact does not fit JSON.
+        OSError: if the disk is full.
     """
     alone, metadata = packed(kind, tensors, facts)
     with replacing(path) as partial:
-        save_file(alone, partial, metadata=metadata)
+        try:
+            save_file(alone, partial, metadata=metadata)
+        except SafetensorError as error:  # the disk is full
+            raise OSError(f"{path} could not be written: {error}") from None
 
 
 def packed(

@@ -114,6 +114,7 @@ def test_the_recipes(capsys):
     assert {path.name for path in names["folder"].iterdir()} == {
         "cache.safetensors",
         "attention.html",
+        "store",
     }
     assert len(re.findall(r"  # [a-z]", (GUIDES / "recipes.py").read_text())) >= 40
 
@@ -134,6 +135,14 @@ def test_the_guide_of_directions(capsys):
     assert score[2] > 3
     assert cost.diff().min() > 0
     assert names["after"]["blocks.2.resid_post"].norm() < 1e-5 * names["v"][2].norm()
+
+
+def test_the_guide_of_stores(capsys):
+    names = guide("stores")
+    assert repr(names["store"]) == "Activations of 2 points, 5,890 rows of 300 texts"
+    assert names["one"].n == 5890
+    assert names["ablated"].shape == (1, 18, names["model"].config.vocab_size)
+    assert "part 272 of t«h»e lis" in capsys.readouterr().out
 
 
 def test_the_guide_of_attribution_graphs(capsys):

@@ -92,6 +92,9 @@ refused(lambda: lazy["blocks.2.resid_post.features"])
 # ## Not there
 #
 # - Running on somebody else's machine, serving with vLLM, interventions with weights to be trained: see [other libraries](compared.md).
+# - A harvest of points with queries and keys (`scores`, `pattern`): a store has a row for each token. `statistics(..., reading=)` sums their
+#   readings up instead.
+# - A shuffle of a whole store: `batches` mixes the rows of `window` files ([stores](stores.py)).
 # - Training of dictionaries as a product: `examples/train_dictionaries.py` made the bundled ones, and no more is promised.
 # - Edits on the command line are `zero`, `scale` and `noise`, which a line of text can say. Others need values of a run: use Python.
 #
@@ -100,4 +103,6 @@ refused(lambda: lazy["blocks.2.resid_post.features"])
 # - No GPU was at hand ([speed](speed.py)), nor published weights: tests of them say so and are skipped. Readers of files were tested with
 #   files that the libraries themselves wrote.
 # - Pages were driven in Chromium. Notebooks were run with Jupyter's kernel; VS Code and Colab were not tried.
+# - Stores stood on disks and in the object store that `fsspec` keeps in memory; S3 and its like were not at hand. Ray ran on one machine.
+# - Tensor-parallel plans ran in two processes with gloo on CPUs, not with NCCL.
 # - Windows and macOS were not tried.

@@ -139,3 +139,20 @@ traced = attribution_graph(
 traced.pruned().inputs(traced.logits[0].id)[:5]  # see what makes it
 traced.intervene({"3_1002_43": 0.0})  # compare what the graph predicts with what the model does
 pictures.patterns(cache, model).save(folder / "attention.html")  # look at attention in a browser
+
+# %% [markdown]
+# ## Corpora
+
+# %%
+from interp import tuned_lens
+from interp.store import harvest, plan, statistics
+
+corpus, streams = [text, other, *no], ["*.resid_pre", "blocks.3.resid_post"]  # or "corpus.jsonl"
+plan(model, corpus, streams, folder)  # know what values of all tokens would take on disk
+store = harvest(model, corpus, streams, folder / "store")  # write them; killed, it goes on
+[len(x) for (x,) in store.batches(64, names=["blocks.3.resid_post"])]  # train on them
+store.rows(text=1, pos=0)["tokens"]  # look one up
+found = store.statistics()  # means, quantiles, densities and largest values of each
+runner.run_with_hooks(text, hooks={"blocks.1.resid_pre": edits.mean(found)})  # ablate to a mean
+tuned_lens(model, store, steps=5)  # fit a lens without running the model
+statistics(model, corpus, "*.mlp.post")  # sum up without a disk

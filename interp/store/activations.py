@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor, distributed, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -195,22 +195,24 @@ class Activations:
         window: int,
         part: tuple[int, int],
     ) -> Iterator[tuple[Tensor, ...]]:
+        """The batches of one pass: each is gathered from the files that are mapped at that time."""
         n = len(self.files)
         order = (np.arange(n) if draw is None else draw.permutation(n))[part[0] :: part[1]]
-        rest: list[Tensor] | None = None
+        rest: list[Tensor] = []
         for start in range(0, len(order), window):
             files = [self.file(number, names) for number in order[start : start + window].tolist()]
-            rows = [torch.cat([file[name] for file in files]) for name in names]
-            if draw is not None:
-                mixed = torch.from_numpy(draw.permutation(len(rows[0])))
-                rows = [each[mixed] for each in rows]
-            if rest is not None:
-                rows = [torch.cat(pair) for pair in zip(rest, rows, strict=True)]
-            whole = len(rows[0]) // size * size
-            for at in range(0, whole, size):
-                yield tuple(each[at : at + size] for each in rows)
-            rest = [each[whole:] for each in rows]
-        if rest is not None and len(rest[0]):
+            ends = torch.tensor([len(file[names[0]]) for file in files]).cumsum(0)
+            count = int(ends[-1])
+            rows = torch.from_numpy(np.arange(count) if draw is None else draw.permutation(count))
+            first = size - len(rest[0]) if rest else 0  # these fill up a batch of two windows
+            for chunk in filter(len, [rows[:first], *rows[first:].split(size)]):
+                batch = _gathered(files, names, ends, chunk)
+                if rest:
+                    batch = [torch.cat(pair) for pair in zip(rest, batch, strict=True)]
+                rest = batch if len(batch[0]) < size else []
+                if not rest:
+                    yield tuple(batch)
+        if rest:
             yield tuple(rest)
 
     def dataset(
@@ -310,6 +312,23 @@ class Activations:
         except CacheError:
             return f"Activations of {len(self.names)} points, not complete"
         return f"Activations of {len(self.names)} points, {len(self):,} rows of {n_texts:,} texts"
+
+
+def _gathered(
+    files: Sequence[Mapping[str, Tensor]],
+    names: Sequence[str],
+    ends: Int[Tensor, " file"],
+    rows: Int[Tensor, " row"],
+) -> list[Shaped[Tensor, "row ..."]]:
+    """Some rows of several files, which are counted through: file i has those from `ends[i - 1]` to `ends[i]`."""
+    numbers = torch.bucketize(rows, ends, right=True)
+    batch = [files[0][name].new_empty(len(rows), *files[0][name].shape[1:]) for name in names]
+    for number in numbers.unique().tolist():
+        there = (numbers == number).nonzero()[:, 0]
+        inside = rows[there] - (int(ends[number - 1]) if number else 0)
+        for name, made in zip(names, batch, strict=True):
+            made.index_copy_(0, there, files[number][name].index_select(0, inside))
+    return batch
 
 
 class _Dataset(IterableDataset[tuple[Tensor, ...]]):

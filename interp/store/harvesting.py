@@ -248,7 +248,8 @@ def _require_room(folder: Folder, size: int, count: int) -> None:
     """
     if (free := folder.free) is not None and free < size * count:
         raise OSError(
-            f"the disk must have room for {count} files of about {size:,} bytes; {folder.name} has {free:,}"
+            f"the disk must have room for {size * count:,} bytes or so ({count} more like this file); "
+            f"{folder.name} has {free:,}"
         )
 
 
