@@ -1,4 +1,4 @@
-"""Data sets in Arrow: those that SAELens wrote are read, and what is written is what it reads (`tests/stores/make.py`)."""
+"""Data sets in Arrow: those that SAELens wrote are read, and what is written is what it reads (`tests/stores/make_cached.py`)."""
 
 import itertools
 from pathlib import Path

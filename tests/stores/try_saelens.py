@@ -1,7 +1,7 @@
 """SAELens on a store: its trainer takes the rows, and its store reads the data set that `to_arrow` writes.
 
 By hand, in an environment with sae-lens 6.54 and its TransformerLens, where this package is installed without its dependencies:
-`python tests/stores/saelens.py`. It takes a minute of one core, and fails if the trained autoencoder explains less than half of
+`python tests/stores/try_saelens.py`. It takes a minute of one core, and fails if the trained autoencoder explains less than half of
 the variance of held-out rows, or if a number read back differs.
 """
 
@@ -9,13 +9,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from sae_lens import LoggingConfig, TopKTrainingSAE, TopKTrainingSAEConfig
-from sae_lens.config import SAETrainerConfig
-from sae_lens.training.activations_store import ActivationsStore
-from sae_lens.training.sae_trainer import SAETrainer
-
-from interp.features import load_sae
-from interp.store import harvest, to_arrow
 
 POINT, HOOK, CONTEXT, SIZE = "blocks.2.resid_post", "blocks.2.hook_resid_post", 64, 512
 
@@ -30,6 +23,10 @@ def texts():
 
 def trained(store, folder, steps=1500):
     """An autoencoder, by SAELens' own trainer."""
+    from sae_lens import LoggingConfig, TopKTrainingSAE, TopKTrainingSAEConfig
+    from sae_lens.config import SAETrainerConfig
+    from sae_lens.training.sae_trainer import SAETrainer
+
     config = TopKTrainingSAEConfig(d_in=128, d_sae=1024, k=32, device="cpu")
     sae = TopKTrainingSAE(config)
     options = SAETrainerConfig(
@@ -47,6 +44,8 @@ def trained(store, folder, steps=1500):
 
 def read_back(folder, n):
     """Values of `n` contexts, by SAELens' own store, in order."""
+    from sae_lens.training.activations_store import ActivationsStore
+
     store = ActivationsStore(
         model=None,
         dataset=None,
@@ -71,6 +70,9 @@ def read_back(folder, n):
 
 
 def main():
+    from interp.features import load_sae
+    from interp.store import harvest, to_arrow
+
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch)

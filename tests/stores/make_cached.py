@@ -1,7 +1,7 @@
 """Makes the fixture of the tests of stores: activations that SAELens cached, and what TransformerLens computes.
 
-By hand, in an environment with sae-lens 6.54 and transformer-lens 2.16: `python tests/stores/make.py`. The folder
-`cached` has the files that SAELens's `CacheActivationsRunner` wrote. `expected.safetensors` has the token ids, and the
+By hand, in an environment with sae-lens 6.54 and transformer-lens 2.16: `python tests/stores/make_cached.py`. The folder
+`cached` has the files that SAELens' `CacheActivationsRunner` wrote. `expected.safetensors` has the token ids, and the
 activations of `HookedTransformer.run_with_cache` for them, row for row: the runner shuffles the data set that it returns,
 not its rows on disk (the order is a file of indices, `cache-*.arrow`, which nothing refers to).
 """
@@ -11,10 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from datasets import Dataset
-from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
 from safetensors.torch import save_file
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 HERE = Path(__file__).parent
 SEQUENCES, CONTEXT, D_IN, VOCABULARY = 12, 8, 16, 20
@@ -23,6 +20,8 @@ HOOK = "blocks.1.hook_resid_post"
 
 
 def model():
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
     return HookedTransformer(
         HookedTransformerConfig(
             n_layers=2,
@@ -40,6 +39,9 @@ def model():
 
 
 def cache(folder, source, tokens):
+    from datasets import Dataset
+    from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
+
     config = CacheActivationsRunnerConfig(
         dataset_path="none",
         model_name="tiny",
