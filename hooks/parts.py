@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks._torch import insert_hook, remove_hook
+from hooks._torch import hooks_of, insert_hook, remove_hook
 from hooks.errors import NEVER_FIRED, HookError, require_fired
 from hooks.point import HookPoint, Point, first_tensor, with_first_tensor
 from hooks.session import PartHook, Wire, keys
@@ -131,6 +131,16 @@ def with_parts(
         {hook.point.name for hook in hooks if hook.fired},
         NEVER_FIRED,
     )
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """The parts that a model has at this time, by the names of their points."""
+    passing = [hook for module in model.modules() for hook in hooks_of(module)]
+    return {
+        hook.point.name: hook.part
+        for hook in passing
+        if isinstance(hook, _Passing) and not isinstance(hook, _Reading)
+    }
 
 
 def _points_of(part: Part) -> list[tuple[str, PartPoint]]:

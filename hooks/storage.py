@@ -49,9 +49,13 @@ def _described(value: object) -> object:
 
 
 def weights_hash(model: nn.Module, whole: bool = False) -> str:
-    """A hash of the name, the shape and at most 16 numbers of each parameter, or of all numbers of the `whole`."""
+    """A hash of the name, the shape and at most 16 numbers of each parameter.
+
+    The `whole` is all numbers of these and of the buffers that belong to the model's state.
+    """
     hashed = hashlib.sha256()
-    for name, weight in model.named_parameters():
+    weights = model.state_dict() if whole else dict(model.named_parameters())
+    for name, weight in weights.items():
         numbers: Any = None
         if has_storage(weight) and not weight.is_meta:
             flat = weight.detach().flatten()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hooks import HookedRunner, UnknownNameError
+from hooks import HookedRunner, HookError, UnknownNameError
+from interp import edits, load_sae, splice
 from interp.store import Activations, harvest, plan
 from interp.store.corpora import each
 from models import load
@@ -44,6 +45,30 @@ def files_of(folder):
 def test_every_form_gives_the_same_texts(tmp_path):
     for form, corpus in files_of(tmp_path).items():
         assert [*each(corpus)] == LINES, form
+
+
+def test_texts_without_tokens_have_no_rows(tmp_path):
+    model = variant("pre", n_layers=1)
+    store = harvest(model, [[], [3, 1], []], "*.mlp_out", tmp_path, per_file=1)
+    assert [file["rows"] for file in store.files] == [0, 2, 0]
+    assert [*store.texts()] == [[], [3, 1], []]
+    assert store.file(2)["blocks.0.mlp_out"].shape == (0, model.config.d_model)
+    assert [len(x) for (x,) in store.batches(5, window=1)] == [2]
+
+
+def test_edits_are_refused_and_dictionaries_are_part_of_the_model(tmp_path):
+    model, name = load("pydoc-4l"), "blocks.2.resid_post.features"
+    edited = HookedRunner(model).hooks({"blocks.1.mlp_out": edits.zero()})
+    with edited, pytest.raises(HookError, match="got an edit at blocks.1.mlp_out"):
+        harvest(model, LINES, "blocks.2.mlp_out", tmp_path / "edited")
+    dictionary = load_sae("pydoc-4l/resid_post")
+    with splice(model, dictionary) as runner:
+        store = harvest(model, LINES, name, tmp_path / "features")
+        alone = runner.capture(LINES[3], names=name)[name][0]
+    torch.testing.assert_close(store.rows(3)[name], alone)
+    dictionary.b_enc[5] += 0.01
+    with splice(model, dictionary), pytest.raises(ValueError, match="same parts"):
+        harvest(model, LINES, name, tmp_path / "features")
 
 
 def test_columns_are_chosen_by_name():

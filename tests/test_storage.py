@@ -1,5 +1,8 @@
 """Files of tensors and facts: what is saved is what is read, and any damage is one error."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -35,6 +38,25 @@ def damaged(whole):
     for at in range(len(whole)):
         yield whole[:at] + bytes([whole[at] ^ 1 << (at * 5 + 2) % 8]) + whole[at + 1 :]
     yield from (whole[:length] for length in (0, 5, 300, len(whole) - 1))
+
+
+FULL = """
+import resource, sys, torch
+from pathlib import Path
+from hooks import storage
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    storage.save(Path(sys.argv[1]), "kind-1", {"a": torch.zeros(9000)}, {})
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f"{tmp_path / 'file'} could not be written: " in done.stdout, done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_saved_is_read(path):

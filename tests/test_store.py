@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,10 @@ def contents(folder):
     return found
 
 
-def test_values_are_those_of_each_text_alone(tmp_path):
-    model, texts = model_and_texts()
+@pytest.mark.parametrize("causal", [True, False])
+def test_values_are_those_of_each_text_alone(causal, tmp_path):
+    _, texts = model_and_texts()
+    model = variant("pre", n_layers=2, n_heads=3, causal=causal).double()
     store = made(model, iter(texts), tmp_path)
     assert store.names == NAMES
     assert [file["rows"] for file in store.files] == [
@@ -205,6 +208,44 @@ def test_batches_have_each_row_once(tmp_path):
             next(store.batches(**wrong))
 
 
+def test_several_read_at_once(tmp_path):
+    model, texts = model_and_texts(40)
+    store = made(model, texts, tmp_path)
+    expected = torch.cat([x for (x,) in store.batches(7, 3, names=NAMES[:1])])
+
+    def read(n):
+        return torch.cat([x for (x,) in Activations(tmp_path).batches(7, 3, names=NAMES[:1])])
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(torch.equal(x, expected) for x in pool.map(read, range(24)))
+
+
+PLAIN = """
+import glob, json, sys
+import numpy as np
+from safetensors.numpy import load_file
+manifest = json.load(open(sys.argv[1] + "/manifest.json"))
+files = [load_file(path) for path in sorted(glob.glob(sys.argv[1] + "/values-*.safetensors"))]
+assert [len(file["tokens"]) for file in files] == [file["rows"] for file in manifest["files"]]
+assert not {"torch", "hooks", "interp"} & {*sys.modules}
+print(sum(len(file["text"]) for file in files), float(files[0]["blocks.0.mlp_out"][0, 0]))
+"""
+
+
+def test_plain_libraries_read_it(tmp_path):
+    model, texts = model_and_texts()
+    store = made(model, texts, tmp_path)
+    command = [sys.executable, "-c", PLAIN, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    first = float(store.file(0)["blocks.0.mlp_out"][0, 0])
+    assert done.stdout.split() == [str(len(store)), str(first)], done.stderr
+
+
+def test_no_store_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no store is at .*: it has no manifest.json"):
+        Activations(tmp_path / "none")
+
+
 def test_files_are_drawn_too(tmp_path):
     model, texts = model_and_texts(40)
     store = made(model, texts, tmp_path)
@@ -347,6 +388,9 @@ def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="4 more like this file"):
         made(model, texts, tmp_path)
     assert not contents(tmp_path)
+    # One long text is one file, however it is given.
+    for n, one in enumerate(([1, 2, 3] * 2, torch.tensor([1, 2, 3] * 2))):
+        harvest(model, one, NAMES, tmp_path / f"one {n}", per_file=1)
     # Half of them fit, and so do texts whose number nobody knows.
     made(model, texts, tmp_path / "half", shard=(1, 2))
     made(model, iter(texts), tmp_path / "stream")

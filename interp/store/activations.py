@@ -40,6 +40,8 @@ class Activations:
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._folder = Folder(out)
+        if not self._folder.names(MANIFEST):
+            raise FileNotFoundError(f"no store is at {self._folder.name!r}: it has no {MANIFEST}")
         self.manifest: Mapping[str, Any] = self._folder.read_json(MANIFEST)
         self.names: list[str] = [*self.manifest["points"]]
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from hooks import CacheError, Selector
 from hooks._torch import without_gradients
 from interp.inputs.positions import Index
+from interp.inputs.texts import Tokenized
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, Piece, each
 from interp.store.engines import Model, loaded, on_ray
@@ -157,6 +158,7 @@ def harvest(
         ValueError: if the store there is of another model, texts or settings, a shard is none, or a value is not finite.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
+        HookError: if the model's values are edited at this time.
         OSError: if the disk is full or, as far as the first file tells, would be.
         ImportError: if Ray is not installed.
     """
@@ -199,7 +201,7 @@ def harvest_shard(
             if number % jobs != job:
                 continue
             pieces = reader.pieces(some, first)
-            facts = {"first": first, "texts": len(some), "tokens": _digest(pieces)}
+            facts = {"first": first, "texts": len(some), "sha256": _digest(pieces)}
             there = folder.facts(number)
             if there is None:
                 tensors = reader.tensors(pieces, bar.update)
@@ -235,7 +237,8 @@ def _digest(pieces: Sequence[Piece]) -> str:
 
 def _count(texts: Corpus, settings: Settings, shard: tuple[int, int]) -> int:
     """How many files this job has, where that can be known before all texts are read; else 1."""
-    if isinstance(texts, str) or not isinstance(texts, Sized):
+    one = getattr(texts, "ndim", 2) == 1 or (isinstance(texts, list) and isinstance(texts[0], int))
+    if one or isinstance(texts, (str, Tokenized)) or not isinstance(texts, Sized):
         return 1
     return len(range(shard[0], -(-len(texts) // settings.per_file), shard[1]))
 

@@ -9,8 +9,10 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import Selector, storage
+from hooks import HookError, Selector, storage
 from hooks.names import resolve
+from hooks.parts import parts_of
+from hooks.session import edits_in_force
 from hooks.transfer import to_device
 from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import padded
@@ -65,10 +67,17 @@ class Reader:
         ValueError: if a point has no row for each token.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
+        HookError: if values are edited.
     """
 
     def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
         self.model, self.runner = model, runner_of(model)
+        changed = {module for module, _ in edits_in_force()}
+        if edited := [name for name, at in self.runner.points.items() if at.module in changed]:
+            raise HookError(
+                "a store must have the model's own values, as a later run knows nothing of edits; "
+                f"got an edit at {edited[0]}"
+            )
         n_ctx = getattr(getattr(of(model), "config", None), "n_ctx", None)
         sizes = [size for size in (settings.context, n_ctx) if size is not None]
         self.settings = dataclasses.replace(settings, context=min(sizes, default=None))
@@ -88,6 +97,10 @@ class Reader:
             "model": type(self.model).__name__,
             "config": storage.config_hash(self.model),
             "weights": storage.weights_hash(self.model, whole=True),
+            "parts": {
+                name: storage.weights_hash(part, whole=True)
+                for name, part in parts_of(self.model).items()
+            },
             **self.settings.described(),
         }
 
