@@ -16,7 +16,7 @@ import safetensors.numpy
 import torch
 
 from hooks import CacheError, HookedRunner, UnknownNameError
-from interp.store import Activations, harvest, plan
+from interp.store import Activations, harvest, plan, rows
 from models import load
 from tests.reference import variant
 
@@ -110,6 +110,27 @@ def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
     for n in (0, 4):
         name = f"values-00000{n}.safetensors"
         assert (tmp_path / name).stat().st_mtime_ns == times[name]
+
+
+def test_a_file_made_again_with_other_bits_is_the_one_that_counts(tmp_path, monkeypatch):
+    model, texts = model_and_texts()
+    for job in range(3):
+        store = made(model, texts, tmp_path, shard=(job, 3))
+    before = store.checksums
+    (tmp_path / "values-000004.safetensors").unlink()
+    tensors = rows.Reader.tensors
+
+    def elsewhere(*arguments):  # another machine rounds otherwise
+        found = tensors(*arguments)
+        return found | {NAMES[0]: found[NAMES[0]] + 1e-15}
+
+    monkeypatch.setattr(rows.Reader, "tensors", elsewhere)
+    store = made(model, texts, tmp_path)
+    assert store.damaged() == []
+    assert [one == other for one, other in zip(before, store.checksums, strict=True)] == [
+        True
+    ] * 4 + [False]
+    assert made(model, texts, tmp_path, shard=(0, 3)).checksums == store.checksums
 
 
 def test_another_model_text_or_setting_is_refused(tmp_path):

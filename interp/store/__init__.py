@@ -13,7 +13,8 @@ Activations of 2 points, 17 rows of 2 texts
 from interp.store.activations import Activations
 from interp.store.arrow import from_arrow, to_arrow
 from interp.store.harvesting import Planned, harvest, plan
-from interp.store.summary import Statistics, StatisticsByPoint, statistics
+from interp.store.streaming import statistics
+from interp.store.summary import Statistics, StatisticsByPoint
 
 __all__ = [
     "Activations",

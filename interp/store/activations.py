@@ -4,14 +4,14 @@ import bisect
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int, Shaped
-from torch import Tensor, distributed, nn
-from torch.utils.data import IterableDataset, get_worker_info
+from jaxtyping import Shaped
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from hooks import CacheError, storage
 from hooks.errors import unknown_name
@@ -20,7 +20,8 @@ from interp.inputs.texts import writer_of
 from interp.reading.maxima import Activation
 from interp.reading.maxima import Activations as Places
 from interp.store.files import MANIFEST, ROWS, Folder, gathered
-from interp.store.summary import Statistics, StatisticsByPoint
+from interp.store.shuffling import Shared, shuffled
+from interp.store.summary import StatisticsByPoint
 
 
 class Activations:
@@ -47,7 +48,7 @@ class Activations:
 
     @cached_property
     def files(self) -> list[dict[str, Any]]:
-        """What the manifest says of each file: its rows, its first text and how many, its checksums.
+        """The facts of each file: its rows, its first text and how many it has, its checksums.
 
         Raises:
             CacheError: if jobs are not done; it says how many files are missing.
@@ -154,15 +155,15 @@ class Activations:
     ) -> Iterator[tuple[Shaped[Tensor, "row ..."], ...]]:
         """Each row once in each epoch, in batches; the last of an epoch may be smaller.
 
-        The shuffle is bounded: files are drawn in any order, and the rows of `window` files are mixed at a time. So two
-        rows of one file are in one batch more often than in a full shuffle, at most by the factor of files to `window`.
+        The shuffle is bounded (`shuffling`): files are drawn in any order, and the rows of `window` files are mixed at a time.
+        So two rows of one file are in one batch more often than in a full shuffle, at most by the factor of files to `window`.
 
         Args:
             size: how many rows a batch has.
             seed: of the order, which is another in each epoch; None for the order of the texts.
             names: which points, `tokens`, `text`, `offset` or `pos`; None for all points.
             epochs: how often; None without end.
-            window: how many files are in memory.
+            window: how many files are mixed.
             part: of how many readers this is which one; they share the files.
 
         Yields:
@@ -177,45 +178,17 @@ class Activations:
             raise ValueError(
                 f"size, window and epochs must be at least 1; got {size}, {window}, {epochs}"
             )
-        epoch, any_row = 0, False
+        read, epoch, any_row = partial(self.file, names=names or self.names), 0, False
         while epochs is None or epoch < epochs:
             draw = None if seed is None else np.random.default_rng([seed, epoch])
-            for batch in self._epoch(size, draw, [*(names or self.names)], window, part):
+            for batch in shuffled(read, len(self.files), size, draw, window, part):
                 any_row = True
-                yield batch
+                yield tuple(batch.values())
             if epochs is None and not any_row:
                 raise ValueError(
                     f"each of {part[1]} readers must have rows; reader {part[0]} has none"
                 )
             epoch += 1
-
-    def _epoch(
-        self,
-        size: int,
-        draw: np.random.Generator | None,
-        names: list[str],
-        window: int,
-        part: tuple[int, int],
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """The batches of one pass: each is gathered from the files that are mapped at that time."""
-        n = len(self.files)
-        order = (np.arange(n) if draw is None else draw.permutation(n))[part[0] :: part[1]]
-        rest: list[Tensor] = []
-        for start in range(0, len(order), window):
-            files = [self.file(number, names) for number in order[start : start + window].tolist()]
-            ends = torch.tensor([len(file[names[0]]) for file in files]).cumsum(0)
-            count = int(ends[-1])
-            rows = torch.from_numpy(np.arange(count) if draw is None else draw.permutation(count))
-            first = size - len(rest[0]) if rest else 0  # these fill up a batch of two windows
-            for chunk in filter(len, [rows[:first], *rows[first:].split(size)]):
-                batch = _gathered(files, names, ends, chunk)
-                if rest:
-                    batch = [torch.cat(pair) for pair in zip(rest, batch, strict=True)]
-                rest = batch if len(batch[0]) < size else []
-                if not rest:
-                    yield tuple(batch)
-        if rest:
-            yield tuple(rest)
 
     def dataset(
         self, size: int, seed: int | None = 0, names: Sequence[str] | None = None, window: int = 16
@@ -225,12 +198,12 @@ class Activations:
         The workers of loaders and the ranks of `torch.distributed` share the files, so each row comes once in all. Ranks may
         get different numbers of batches.
         """
-        return _Dataset(self, (size, seed, names), window)
+        return Shared(partial(self.batches, size, seed, names, window=window))
 
     def statistics(
         self, names: Sequence[str] | None = None, *, part: tuple[int, int] = (0, 1), **options: Any
     ) -> StatisticsByPoint:
-        """What one pass over the files tells of each column of points.
+        """Sums and samples of each column of points, from one pass over the files.
 
         Args:
             names: which points; None for all.
@@ -242,16 +215,15 @@ class Activations:
             ValueError: if there is no row.
         """
         wanted = [*(names or self.names)]
-        return StatisticsByPoint.together(
-            StatisticsByPoint(
-                {
-                    name: Statistics.of(held[name], held["text"], held["offset"], **options)
-                    for name in wanted
-                }
-            )
-            for number in range(len(self.files))[part[0] :: part[1]]
-            if len((held := self.file(number, [*wanted, "text", "offset"]))["text"])
-        )
+
+        def parts() -> Iterator[StatisticsByPoint]:
+            for number in range(len(self.files))[part[0] :: part[1]]:
+                held = self.file(number, [*{*wanted, "text", "offset"}])
+                if len(held["text"]):
+                    rows = {name: held[name] for name in wanted}
+                    yield StatisticsByPoint.of(rows, held["text"], held["offset"], **options)
+
+        return StatisticsByPoint.together(parts())
 
     def top(
         self, found: StatisticsByPoint, name: str, column: int, model: nn.Module | None = None
@@ -314,38 +286,3 @@ class Activations:
         except CacheError:
             return f"Activations of {len(self.names)} points, not complete"
         return f"Activations of {len(self.names)} points, {len(self):,} rows of {n_texts:,} texts"
-
-
-def _gathered(
-    files: Sequence[Mapping[str, Tensor]],
-    names: Sequence[str],
-    ends: Int[Tensor, " file"],
-    rows: Int[Tensor, " row"],
-) -> list[Shaped[Tensor, "row ..."]]:
-    """Some rows of several files, which are counted through: file i has those from `ends[i - 1]` to `ends[i]`."""
-    numbers = torch.bucketize(rows, ends, right=True)
-    batch = [files[0][name].new_empty(len(rows), *files[0][name].shape[1:]) for name in names]
-    for number in numbers.unique().tolist():
-        there = (numbers == number).nonzero()[:, 0]
-        inside = rows[there] - (int(ends[number - 1]) if number else 0)
-        for name, made in zip(names, batch, strict=True):
-            made.index_copy_(0, there, files[number][name].index_select(0, inside))
-    return batch
-
-
-class _Dataset(IterableDataset[tuple[Tensor, ...]]):
-    """Batches of a store, of which each worker of each rank reads its own files."""
-
-    def __init__(
-        self, store: Activations, order: tuple[int, int | None, Sequence[str] | None], window: int
-    ) -> None:
-        self._store, self._order, self._window = store, order, window
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        rank, ranks = 0, 1
-        if distributed.is_available() and distributed.is_initialized():
-            rank, ranks = distributed.get_rank(), distributed.get_world_size()
-        worker = get_worker_info()
-        here, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        part = rank * workers + here, ranks * workers
-        return self._store.batches(*self._order, window=self._window, part=part)

@@ -25,7 +25,7 @@ Corpus = Texts | str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 is a path or an address of `fsspec`, with `*` for any name: lines of a `.txt`, objects of a `.jsonl` or rows of a `.npy`."""
 
 Piece = Int[Tensor, "3 _pos"]
-"""What a model reads at once: at each position the token, the number of its text, and its place in that."""
+"""Tokens that a model reads at once: at each position the token, the number of its text, and its place in that."""
 
 
 def each(corpus: Corpus, column: str | None = None) -> Iterator[Any]:
@@ -103,7 +103,7 @@ _READERS = {".txt": _lines, ".jsonl": _objects, ".npy": _rows_of_array}
 def pieces(
     model: nn.Module, texts: Sequence[Any], first: int, context: int | None, pack: bool
 ) -> list[Piece]:
-    """What the model reads of some texts: each by itself, or one after another, cut to the context. An empty text is no piece.
+    """Pieces that the model reads of some texts: each by itself, or one after another, cut to the context. An empty text is none.
 
     Args:
         model: the model, whose tokenizer reads strings.

@@ -10,10 +10,10 @@ Model = nn.Module | str | Callable[[], nn.Module]
 """A model, the name of one that `models.load` reads, or a function that makes one."""
 
 JOBS_OF_WORKER = 4
-"""How many jobs a worker does, so that one that is late or lost keeps few others waiting."""
+"""Jobs for each worker: several, so that one that is late or lost keeps few others waiting."""
 
 RETRIES = 10
-"""How often Ray starts a job again whose worker died. Files that were written are not made again."""
+"""Times that Ray starts a job again whose worker died. Files that were written are not made again."""
 
 
 def loaded(model: Model) -> nn.Module:

@@ -23,7 +23,7 @@ from hooks import CacheError, storage
 KIND = "store"
 MANIFEST = "manifest.json"
 ROWS = ("tokens", "text", "offset", "pos")
-"""What a file says about each row: its token, the number of its text, its place there, and the position where the model read it."""
+"""Facts of each row: its token, the number of its text, its place there, and the position where the model read it."""
 
 
 def file_of(number: int) -> str:
@@ -32,7 +32,7 @@ def file_of(number: int) -> str:
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the manifest says of the tensors of a file: dtypes and the sizes of rows, and a CRC of each."""
+    """Facts of the tensors of a file, for the manifest: dtypes and the sizes of rows, and a CRC of each."""
     kinds = {
         name: [str(value.dtype).removeprefix("torch."), *value.shape[1:]]
         for name, value in tensors.items()
@@ -157,7 +157,7 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> None:
 
 
 def gathered(folder: Folder) -> dict[str, Any]:
-    """What the ends of all jobs say together: how many texts there are, and the facts of each file.
+    """Facts of all jobs together: how many texts there are, and the facts of each file.
 
     Raises:
         CacheError: if jobs are not done; it says how many files are missing.

@@ -193,7 +193,7 @@ def harvest_shard(
     folder.make()
     manifest = reader.manifest()
     require_same(manifest, folder)
-    here: dict[int, dict[str, Any]] = {}
+    here: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
     with tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
         for number, some in enumerate(_runs(texts, settings)):
@@ -213,7 +213,7 @@ def harvest_shard(
                 raise ValueError(
                     f"a store must go on with the same texts; those of file {number} are others"
                 )
-            here[number] = there
+            here[str(number)] = there
     _finish(folder, manifest, shard, {"of": n_files, "texts": n_texts, "files": here})
 
 
@@ -236,7 +236,7 @@ def _digest(pieces: Sequence[Piece]) -> str:
 
 
 def _count(texts: Corpus, settings: Settings, shard: tuple[int, int]) -> int:
-    """How many files this job has, where that can be known before all texts are read; else 1."""
+    """The number of files of this job, where that is known before all texts are read; else 1."""
     one = getattr(texts, "ndim", 2) == 1 or (isinstance(texts, list) and isinstance(texts[0], int))
     if one or isinstance(texts, (str, Tokenized)) or not isinstance(texts, Sized):
         return 1
@@ -264,14 +264,20 @@ def _finish(
     Raises:
         ValueError: if other jobs had other texts.
     """
-    name = f"done-{shard[0]}-of-{shard[1]}.json"
-    others = [folder.read_json(each) for each in folder.names("done-*.json") if each != name]
-    for other in others:
-        if other["texts"] != end["texts"]:
+    own = f"done-{shard[0]}-of-{shard[1]}.json"
+    for name in folder.names("done-*.json"):
+        other = folder.read_json(name)
+        if name != own and other["texts"] != end["texts"]:
             raise ValueError(
                 f"a store must go on with the same texts; other jobs had {other['texts']}, got {end['texts']}"
             )
-    folder.write_json(name, end)
+        # A file that was made again elsewhere may have other bits.
+        files = {
+            n: facts for n, facts in other["files"].items() if end["files"].get(n, facts) == facts
+        }
+        if files != other["files"]:
+            folder.write_json(name, other | {"files": files})
+    folder.write_json(own, end)
     try:
         everything = gathered(folder)
     except CacheError:  # other jobs are not done

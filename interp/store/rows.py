@@ -30,7 +30,7 @@ _POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How texts are read and what is kept of them; `harvest` says what each setting is."""
+    """Settings of how texts are read and what is kept of them; `harvest` says what each is."""
 
     dtype: torch.dtype | None = None
     context: int | None = None
@@ -109,7 +109,7 @@ class Reader:
         return pieces(self.model, texts, first, self.settings.context, self.settings.pack)
 
     def rows(self, piece: Piece) -> Bool[Tensor, " _pos"]:
-        """Which tokens of a piece are kept."""
+        """A mask of the tokens of a piece that are kept."""
         n = piece.shape[1]
         kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
         if self.settings.pos is None:
@@ -173,5 +173,5 @@ class Reader:
 
 
 def _placed(piece: Piece) -> Int[Tensor, "4 _pos"]:
-    """What `ROWS` names, at each token of a piece."""
+    """The facts that `ROWS` names, at each token of a piece."""
     return torch.cat([piece, torch.arange(piece.shape[1])[None]]).int()

@@ -7,7 +7,7 @@
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
@@ -16,16 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
-from hooks import ActivationCache, Point, Selector, storage
-from hooks._torch import without_gradients
-from hooks.names import resolve
-from hooks.transfer import to_device
+from hooks import Point, storage
 from interp.edits.draws import hashes
-from interp.inputs.texts import Texts, batches
-from interp.protocol import runner_of
-from interp.results.result import Result
 
 _KIND = "statistics-1"
 
@@ -217,6 +211,13 @@ class StatisticsByPoint(dict[str, Statistics]):
 
     vector_at = mean_at
 
+    @classmethod
+    def of(
+        cls, rows: Mapping[str, Tensor], text: Tensor, pos: Tensor, **options: Any
+    ) -> "StatisticsByPoint":
+        """Those of some rows of each point; see `Statistics.of`."""
+        return cls({name: Statistics.of(v, text, pos, **options) for name, v in rows.items()})
+
     @staticmethod
     def together(parts: Iterable["StatisticsByPoint"]) -> "StatisticsByPoint":
         """Those of all parts.
@@ -259,61 +260,3 @@ class StatisticsByPoint(dict[str, Statistics]):
                 name, _, field = key.rpartition(" ")
                 made[name][field] = value
             return cls({name: Statistics(**held) for name, held in made.items()})
-
-
-@without_gradients
-def statistics(
-    model: nn.Module,
-    texts: Texts,
-    names: Selector,
-    *,
-    reading: Callable[[nn.Module, ActivationCache], Result] | None = None,
-    batch: int = 16,
-    **options: Any,
-) -> StatisticsByPoint:
-    """What one pass of a model over texts tells of points, at all real tokens; nothing is kept on disk.
-
-    Args:
-        model: any model with hook points, in evaluation mode.
-        texts: strings or tokens, read once, so they may stream.
-        names: which points. Their first axes must be `batch pos`, if there is no `reading`.
-        reading: a table of the cache, such as `lambda model, cache: head_scores(model, cache, "induction")`; statistics are then of
-            its numbers over examples, and named `reading`.
-        batch: how many texts are read together.
-        options: `covariance`, `top`, `sample` and `seed`, see `Statistics.of`.
-
-    Raises:
-        ValueError: if there is no text, one is empty, or a point has no row for each token.
-        UnknownNameError: if a name matches nothing.
-        ModeError: if the model is in training mode.
-
-    >>> from interp import head_scores
-    >>> from models import load
-    >>> statistics(load("pydoc-4l"), ["part KV8 part KV8"] * 3, "*.mlp_out")["blocks.1.mlp_out"]
-    Statistics of 51 rows [128]
-    """
-    runner = runner_of(model)
-    points = [*resolve(names, runner.points, runner.points)]
-    bad = [name for name in points if runner.points[name].axes[:2] != ("batch", "pos")]
-    if bad and reading is None:
-        raise ValueError(f"points must begin with [batch pos], or need a reading=; got {bad[0]}")
-
-    def parts() -> Iterable[StatisticsByPoint]:
-        for first, text in batches(texts, model, batch):
-            cache = runner.capture(text.tokens, names=points, **text.arguments(model))
-            number, pos = text.real.cpu().nonzero(as_tuple=True)
-            found: Mapping[str, Tensor] = (
-                {name: cache[name][to_device(text.real, cache[name].device)] for name in points}
-                if reading is None
-                else {"reading": reading(model, cache).values.movedim(-1, 0)}
-            )
-            if reading is not None:
-                number, pos = torch.arange(len(text.tokens)), torch.zeros(len(text.tokens)).long()
-            yield StatisticsByPoint(
-                {
-                    name: Statistics.of(v, number + first, pos, **options)
-                    for name, v in found.items()
-                }
-            )
-
-    return StatisticsByPoint.together(parts())

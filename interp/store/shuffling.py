@@ -1,0 +1,91 @@
+"""A bounded shuffle: batches of rows from files that are mapped into memory, some of them at a time.
+
+1. Draw an order of the files.
+2. Map the next `window` of them, and draw an order of all their rows.
+3. Gather each batch from the files where its rows are. Rows that fill none wait for the next window.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor, distributed
+from torch.utils.data import IterableDataset, get_worker_info
+
+Rows = Mapping[str, Tensor]
+
+
+def shuffled(
+    read: Callable[[int], Rows],
+    n_files: int,
+    size: int,
+    draw: np.random.Generator | None,
+    window: int,
+    part: tuple[int, int],
+) -> Iterator[dict[str, Shaped[Tensor, "row ..."]]]:
+    """Each row of a part of the files once.
+
+    Args:
+        read: gives the tensors of a file.
+        n_files: how many there are.
+        size: how many rows a batch has; the last may have fewer.
+        draw: makes the order; None for that of the files.
+        window: how many files are mapped at a time.
+        part: of how many readers this is which one.
+    """
+    order = (np.arange(n_files) if draw is None else draw.permutation(n_files))[part[0] :: part[1]]
+    rest: dict[str, Tensor] = {}
+    for start in range(0, len(order), window):
+        files = [read(number) for number in order[start : start + window].tolist()]
+        ends = torch.tensor([_length(file) for file in files]).cumsum(0)
+        count = int(ends[-1])
+        rows = torch.from_numpy(np.arange(count) if draw is None else draw.permutation(count))
+        first = size - _length(rest) if rest else 0
+        for chunk in filter(len, [rows[:first], *rows[first:].split(size)]):
+            batch = _gathered(files, ends, chunk)
+            if rest:
+                batch = {name: torch.cat([rest[name], value]) for name, value in batch.items()}
+            rest = batch if _length(batch) < size else {}
+            if not rest:
+                yield batch
+    if rest:
+        yield rest
+
+
+def _length(rows: Rows) -> int:
+    return len(next(iter(rows.values())))
+
+
+def _gathered(
+    files: Sequence[Rows], ends: Int[Tensor, " file"], rows: Int[Tensor, " row"]
+) -> dict[str, Shaped[Tensor, "row ..."]]:
+    """Some rows of several files, which are counted through: file i has those from `ends[i - 1]` to `ends[i]`."""
+    numbers = torch.bucketize(rows, ends, right=True)
+    batch = {name: value.new_empty(len(rows), *value.shape[1:]) for name, value in files[0].items()}
+    for number in numbers.unique().tolist():
+        there = (numbers == number).nonzero()[:, 0]
+        inside = rows[there] - (int(ends[number - 1]) if number else 0)
+        for name, value in files[number].items():
+            batch[name].index_copy_(0, there, value.index_select(0, inside))
+    return batch
+
+
+class Shared(IterableDataset[tuple[Tensor, ...]]):
+    """Batches that the workers of loaders and the ranks of `torch.distributed` share.
+
+    Args:
+        batches: gives those of a part; see `shuffled`.
+    """
+
+    def __init__(self, batches: Callable[..., Iterator[Any]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        rank, ranks = 0, 1
+        if distributed.is_available() and distributed.is_initialized():
+            rank, ranks = distributed.get_rank(), distributed.get_world_size()
+        worker = get_worker_info()
+        here, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return self._batches(part=(rank * workers + here, ranks * workers))
