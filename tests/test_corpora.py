@@ -128,6 +128,8 @@ def test_packed_texts_are_read_one_after_another(tmp_path):
     runs = [HookedRunner(model).run_with_cache(torch.tensor([row]))[1][name][0] for row in joined]
     values = torch.cat([file[name] for file in held])
     torch.testing.assert_close(values, torch.cat(runs), atol=1e-12, rtol=0)
+    only = store.rows(1, 0)  # where the model read it at position 4
+    assert (only["tokens"].tolist(), only["pos"].tolist()) == ([5], [4])
 
 
 def test_a_long_text_is_cut_to_the_models_context(tmp_path):
@@ -220,6 +222,20 @@ def test_models_come_by_name_or_by_a_function(tmp_path):
     given = harvest(load("pydoc-4l"), LINES, "blocks.1.mlp_out", tmp_path / "given")
     assert named.checksums == made.checksums == given.checksums
     assert [*map(len, given.texts())] == [8, 0, 9, 20]
+
+
+def test_a_listing_that_is_kept_is_not_trusted(monkeypatch):
+    """Object stores keep listings, while other jobs write."""
+    kept, system = {}, type(fsspec.filesystem("memory"))
+    listed = system.ls
+    monkeypatch.setattr(
+        system, "ls", lambda self, path, **more: kept.setdefault(path, listed(self, path, **more))
+    )
+    monkeypatch.setattr(system, "invalidate_cache", lambda self, path=None: kept.clear())
+    model, out = variant("pre", n_layers=1), "memory://listed"
+    for job in (1, 0):
+        store = harvest(model, [[1], [2]], "*.mlp_out", out, per_file=1, shard=(job, 2))
+    assert len(store) == 2
 
 
 def test_stores_stand_in_object_stores(tmp_path):

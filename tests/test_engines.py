@@ -62,8 +62,9 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
             f"done-{n}-of-12.json" for n in range(12)
         )
         # A module is copied to each worker; the same error as here comes out.
-        with pytest.raises(ValueError, match="same texts; those of file 0 are others"):
+        with pytest.raises(ValueError, match="same texts; those of file 0 are others") as told:
             harvest(load("pydoc-4l"), TEXTS[1:], NAME, out, per_file=4, engine="ray")
+        assert type(told.value) is ValueError
     finally:
         ray.shutdown()
 

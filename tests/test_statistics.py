@@ -182,6 +182,22 @@ def test_the_largest_are_those_of_max_activating(tmp_path):
         ]
         np.testing.assert_allclose([p.value for p in places], [p.value for p in expected])
         assert repr(places) == repr(expected)
+    part = harvest(model, texts, NAME, tmp_path / "part", per_file=7, pos=slice(1, None))
+    best = part.top(part.statistics(), NAME, 5)[0]
+    assert best.tokens == tuple(texts[best.text][1:])
+    value = rows_of(model, texts)[0][sum(map(len, texts[: best.text])) + best.pos + 1, 5]
+    assert best.value == pytest.approx(value)
+
+
+def test_of_equal_values_the_earliest_are_kept():
+    values = torch.tensor([[1.0], [2.0], [1.0], [2.0], [2.0], [0.0]])
+    text, pos = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 1, 0, 1, 0, 1])
+    parts = [Statistics.of(values[s], text[s], pos[s], top=2) for s in (slice(0, 4), slice(4, 6))]
+    for one in (Statistics.of(values, text, pos, top=2), parts[0] + parts[1], parts[1] + parts[0]):
+        assert one.top_values[:, 0].tolist() == [2.0, 2.0]
+        assert one.top_places[:, 0].tolist() == [[0, 1], [1, 1]]
+    four = Statistics.of(values, text, pos, top=4)
+    assert four.top_places[:, 0].tolist() == [[0, 1], [1, 1], [2, 0], [0, 0]]
 
 
 def test_erasers_come_from_a_store(tmp_path):

@@ -56,12 +56,12 @@ print(store)
 # ## Reading
 
 # %%
+store = Activations(out / "store")  # in another process, or on another machine
 for x, y in store.batches(4096, seed=0):
     print(x.shape, y.shape)
 print(store.rows(text=7, pos=2, names=["tokens", "blocks.1.mlp_out"])["tokens"])
-loader_ready = store.dataset(
-    1024
-)  # for DataLoader(..., batch_size=None): workers and ranks share files
+# For a DataLoader with batch_size=None, whose workers and ranks share the files:
+dataset = store.dataset(1024)
 
 # %% [markdown]
 # Files are mapped into memory. The shuffle is bounded: files are drawn in any order, and the rows of `window` files (16) are mixed at a
@@ -129,6 +129,3 @@ print(leace(moments).right.shape)
 # 1.0 of the time of `capture` alone ([speed](speed.py)). What matters, in this order: how many points, and their width (a transcoder needs
 # two); the dtype; which tokens (`pos`, `without`, `pool`); the last layer asked for; `pack`, where texts are short; `per_file`, since a file is
 # what is lost by a kill, what a reader holds `window` times in memory, and what a request costs.
-
-# %%
-print(Activations(out / "store").manifest["files"][0]["rows"])
