@@ -74,12 +74,12 @@ dataset = store.dataset(1024)
 
 # %%
 half = [store.statistics(part=(n, 2), covariance=True) for n in range(2)]
-found = half[0] + half[1]
-one = found["blocks.1.mlp_out"]
+sums = half[0] + half[1]
+one = sums["blocks.1.mlp_out"]
 print(one, one.mean.norm(), one.covariance.shape)
 print(one.quantiles([0.01, 0.5, 0.99])[:, 0], "rank is sure to", one.rank_error)
 print(
-    store.top(found, "blocks.1.mlp_out", column=5, model=model)[:2]
+    store.top(sums, "blocks.1.mlp_out", column=5, model=model)[:2]
 )  # as `max_activating`, without a run
 streamed = statistics(
     model, texts[:50], "*.pattern", reading=lambda m, cache: head_scores(m, cache, "previous_token")
@@ -92,7 +92,7 @@ print(streamed["reading"].mean)  # [layer, head]
 
 # %%
 runner = HookedRunner(model)
-ablated = runner.run_with_hooks(texts[0], hooks={"blocks.1.mlp_out": edits.mean(found)})
+ablated = runner.run_with_hooks(texts[0], hooks={"blocks.1.mlp_out": edits.mean(sums)})
 moments = store.moments("blocks.1.mlp_out", lambda rows: (rows["pos"] == 0).double()[:, None])
 print(leace(moments).right.shape)
 
@@ -116,7 +116,7 @@ print(leace(moments).right.shape)
 #
 # `plan` gives bytes exactly and time from the rate of a batch. For one point of width 4,096 in bfloat16, at texts of 1,000 tokens:
 #
-# | what | how it is found | |
+# | what | how it is sums | |
 # | --- | --- | --- |
 # | bytes | tokens times (4,096 times 2, and 16 that say where a row is from) | 8.2 TB a point |
 # | files | 64 texts each | 15,625 of 525 MB |

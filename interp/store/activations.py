@@ -1,7 +1,6 @@
 """Reading of a store: its rows by text, and shuffled batches of them."""
 
 import bisect
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -60,11 +59,6 @@ class Activations:
     def checksums(self) -> list[dict[str, int]]:
         """A CRC of each tensor of each file: equal for equal stores, whoever wrote them."""
         return [file["checksums"] for file in self.files]
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all checksums: equal for equal stores."""
-        return hashlib.sha256(repr(self.checksums).encode()).hexdigest()
 
     def damaged(self) -> list[int]:
         """The numbers of files that are missing or not as they were written, by their checksums. `harvest` mends them."""
@@ -226,12 +220,12 @@ class Activations:
         return StatisticsByPoint.together(parts())
 
     def top(
-        self, found: StatisticsByPoint, name: str, column: int, model: nn.Module | None = None
+        self, sums: StatisticsByPoint, name: str, column: int, model: nn.Module | None = None
     ) -> Places:
         """The places where a column of a point is largest, as `max_activating` shows them, without a run.
 
         Args:
-            found: from `statistics` of this store.
+            sums: from `statistics` of this store.
             name: the point.
             column: of the point's last axes in a row, such as a neuron.
             model: with a tokenizer, for words.
@@ -240,7 +234,7 @@ class Activations:
             KeyError: if there are no statistics of the point.
             CacheError, UnknownNameError: as for `batches`.
         """
-        one, written = found[name], None if model is None else writer_of(model)
+        one, written = sums[name], None if model is None else writer_of(model)
         places = []
         for value, (text, offset) in zip(
             one.top_values[:, column].tolist(), one.top_places[:, column].tolist(), strict=True

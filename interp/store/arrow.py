@@ -61,9 +61,9 @@ def to_arrow(
         for number in files:
             held = store.file(number, [*columns, "tokens"])
             for start in full[number].tolist():
-                some = {name: value[start : start + context] for name, value in held.items()}
-                values = {column: _plain(some[name]).numpy() for name, column in columns.items()}
-                yield values | {TOKENS: some["tokens"].numpy()}
+                rows_of = {name: value[start : start + context] for name, value in held.items()}
+                values = {column: _plain(rows_of[name]).numpy() for name, column in columns.items()}
+                yield values | {TOKENS: rows_of["tokens"].numpy()}
 
     first = store.file(0, [*columns])
     types = {TOKENS: datasets.Sequence(datasets.Value("int32"), length=context)} | {
@@ -72,12 +72,7 @@ def to_arrow(
         if (value := _plain(first[name])) is not None
     }
     with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(folder))) as scratch:
-        made = datasets.Dataset.from_generator(
-            rows,
-            features=datasets.Features(types),
-            cache_dir=scratch,
-            fingerprint=store.fingerprint,
-        )
+        made = datasets.Dataset.from_generator(rows, datasets.Features(types), scratch)
         made.save_to_disk(os.fspath(folder))
     return n_full
 

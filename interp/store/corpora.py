@@ -100,7 +100,7 @@ def _rows_of_array(file: Any) -> Iterator[Any]:
 _READERS = {".txt": _lines, ".jsonl": _objects, ".npy": _rows_of_array}
 
 
-def pieces(
+def cut(
     model: nn.Module, texts: Sequence[Any], first: int, context: int | None, pack: bool
 ) -> list[Piece]:
     """Pieces that the model reads of some texts: each by itself, or one after another, cut to the context. An empty text is none.
@@ -118,5 +118,5 @@ def pieces(
         places = torch.arange(len(tokens))
         rows.append(torch.stack([tokens.long(), torch.full_like(places, number), places]))
     joined = [torch.cat(rows, 1)] if pack else rows
-    cut = [row.split(context or max(1, row.shape[1]), 1) for row in joined if row.shape[1]]
-    return [*itertools.chain.from_iterable(cut)]
+    pieces = [row.split(context or max(1, row.shape[1]), 1) for row in joined if row.shape[1]]
+    return [*itertools.chain.from_iterable(pieces)]

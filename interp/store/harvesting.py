@@ -85,11 +85,11 @@ def plan(
     """
     reader, first = Reader(loaded(model), names, Settings(**settings)), list[Piece]()
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
-    for some in _runs(texts, reader.settings):
-        read = reader.pieces(some, n_texts)
+    for run in _runs(texts, reader.settings):
+        read = reader.pieces(run, n_texts)
         first += read[: reader.settings.batch - len(first)]
         kept = [int(reader.rows(piece).sum()) for piece in read]
-        n_texts, n_files = n_texts + len(some), n_files + 1
+        n_texts, n_files = n_texts + len(run), n_files + 1
         n_tokens += sum(piece.shape[1] for piece in read)
         n_rows += sum(map(bool, kept)) if reader.settings.pool else sum(kept)
     start = time.perf_counter()
@@ -196,12 +196,12 @@ def harvest_shard(
     here: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
     with tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
-        for number, some in enumerate(_runs(texts, settings)):
-            first, n_files, n_texts = n_texts, number + 1, n_texts + len(some)
+        for number, run in enumerate(_runs(texts, settings)):
+            first, n_files, n_texts = n_texts, number + 1, n_texts + len(run)
             if number % jobs != job:
                 continue
-            pieces = reader.pieces(some, first)
-            facts = {"first": first, "texts": len(some), "sha256": _digest(pieces)}
+            pieces = reader.pieces(run, first)
+            facts = {"first": first, "texts": len(run), "sha256": _digest(pieces)}
             there = folder.facts(number)
             if there is None:
                 tensors = reader.tensors(pieces, bar.update)
@@ -220,8 +220,8 @@ def harvest_shard(
 def _runs(texts: Corpus, settings: Settings) -> Iterator[list[Any]]:
     """The texts of each file."""
     rest, nothing = each(texts, settings.column), True
-    while some := [*itertools.islice(rest, settings.per_file)]:
-        yield some
+    while run := [*itertools.islice(rest, settings.per_file)]:
+        yield run
         nothing = False
     if nothing:
         raise ValueError("texts must hold at least one text; got none")
@@ -264,10 +264,10 @@ def _finish(
     Raises:
         ValueError: if other jobs had other texts.
     """
-    own = f"done-{shard[0]}-of-{shard[1]}.json"
+    end_name = f"done-{shard[0]}-of-{shard[1]}.json"
     for name in folder.names("done-*.json"):
         other = folder.read_json(name)
-        if name != own and other["texts"] != end["texts"]:
+        if name != end_name and other["texts"] != end["texts"]:
             raise ValueError(
                 f"a store must go on with the same texts; other jobs had {other['texts']}, got {end['texts']}"
             )
@@ -277,7 +277,7 @@ def _finish(
         }
         if files != other["files"]:
             folder.write_json(name, other | {"files": files})
-    folder.write_json(own, end)
+    folder.write_json(end_name, end)
     try:
         everything = gathered(folder)
     except CacheError:  # other jobs are not done

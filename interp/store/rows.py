@@ -18,7 +18,7 @@ from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import padded
 from interp.inputs.token_positions import at_least_float32
 from interp.protocol import of, runner_of
-from interp.store.corpora import Piece, pieces
+from interp.store.corpora import Piece, cut
 from interp.store.files import ROWS
 
 FORMAT = "hookscope-store-2"
@@ -106,7 +106,7 @@ class Reader:
 
     def pieces(self, texts: Sequence[Any], first: int) -> list[Piece]:
         """The pieces that the model reads of some texts, of which `first` is the number of the first."""
-        return pieces(self.model, texts, first, self.settings.context, self.settings.pack)
+        return cut(self.model, texts, first, self.settings.context, self.settings.pack)
 
     def rows(self, piece: Piece) -> Bool[Tensor, " _pos"]:
         """A mask of the tokens of a piece that are kept."""
@@ -120,12 +120,12 @@ class Reader:
         return kept & inside
 
     def tensors(
-        self, some: Sequence[Piece], done: Callable[[int], Any] = lambda n_tokens: None
+        self, pieces: Sequence[Piece], done: Callable[[int], Any] = lambda n_tokens: None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """The values of some pieces at the chosen tokens, and where each row is from.
 
         Args:
-            some: the pieces, which are read in batches.
+            pieces: they are read in batches.
             done: is told after each batch how many tokens were read.
 
         Raises:
@@ -134,9 +134,9 @@ class Reader:
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
         nothing = torch.zeros(3, 1, dtype=torch.long)
         # Without any token, one is read for the sizes, and not kept.
-        for start in range(0, max(1, len(some)), self.settings.batch):
-            batch = some[start : start + self.settings.batch] or [nothing]
-            kept = [self.rows(piece) & bool(some) for piece in batch]
+        for start in range(0, max(1, len(pieces)), self.settings.batch):
+            batch = pieces[start : start + self.settings.batch] or [nothing]
+            kept = [self.rows(piece) & bool(pieces) for piece in batch]
             for name, value in self._values(batch, kept).items():
                 parts[name].append(value)
             for name, row in zip(ROWS, torch.cat([*map(_placed, batch)], 1), strict=True):

@@ -69,8 +69,8 @@ def speed(budget: float) -> None:
         with tempfile.TemporaryDirectory() as out:
             harvest(model, texts, NAME, out, batch=4, per_file=8)
 
-    found = timing.ratios({"capture": captured, "harvest": harvested}, "capture", budget)
-    print(f"harvest: {found['harvest'][0]:.2f} s, {found['harvest'][1]:.3f} of capture")
+    taken_by = timing.ratios({"capture": captured, "harvest": harvested}, "capture", budget)
+    print(f"harvest: {taken_by['harvest'][0]:.2f} s, {taken_by['harvest'][1]:.3f} of capture")
     with tempfile.TemporaryDirectory() as out:
         store = harvest(Table().eval(), torch.randint(0, 1000, (512, 512)), "point", out, batch=64)
         size = len(store) * 768 * 4
