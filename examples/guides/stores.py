@@ -116,7 +116,7 @@ print(leace(moments).right.shape)
 #
 # `plan` gives bytes exactly and time from the rate of a batch. For one point of width 4,096 in bfloat16, at texts of 1,000 tokens:
 #
-# | what | how it is sums | |
+# | what | how it is found | |
 # | --- | --- | --- |
 # | bytes | tokens times (4,096 times 2, and 16 that say where a row is from) | 8.2 TB a point |
 # | files | 64 texts each | 15,625 of 525 MB |
