@@ -55,7 +55,9 @@ def weights_hash(model: nn.Module, whole: bool = False) -> str:
     """
     hashed = hashlib.sha256()
     weights = model.state_dict() if whole else dict(model.named_parameters())
-    for name, weight in weights.items():
+    for name, part in weights.items():
+        # Of a model that is split over processes, what they hold together.
+        weight = part.full_tensor() if whole and hasattr(part, "full_tensor") else part
         numbers: Any = None
         if has_storage(weight) and not weight.is_meta:
             flat = weight.detach().flatten()

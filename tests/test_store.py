@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from hooks import CacheError, HookedRunner, UnknownNameError
+from hooks import CacheError, HookedRunner, UnknownNameError, storage
 from interp.store import Activations, harvest, plan, rows
 from models import load
 from tests.reference import variant
@@ -131,6 +131,29 @@ def test_a_file_made_again_with_other_bits_is_the_one_that_counts(tmp_path, monk
         True
     ] * 4 + [False]
     assert made(model, texts, tmp_path, shard=(0, 3)).checksums == store.checksums
+
+
+def test_two_processes_may_do_the_same_job(tmp_path, monkeypatch):
+    """As those do that a model is split over: one is done and tidies up while the other writes its last file."""
+    model, texts = model_and_texts()
+    whole = made(model, texts, tmp_path / "whole")
+    save = storage.save
+
+    def overtaken(path, *arguments):
+        if path.name == "values-000004.safetensors":
+            save(path, *arguments)
+            raise FileNotFoundError("the unfinished file is gone")
+        save(path, *arguments)
+
+    monkeypatch.setattr(storage, "save", overtaken)
+    assert made(model, texts, tmp_path / "both").checksums == whole.checksums
+
+    def gone(path, *arguments):
+        raise FileNotFoundError("the directory is gone")
+
+    monkeypatch.setattr(storage, "save", gone)
+    with pytest.raises(FileNotFoundError, match="directory is gone"):
+        made(model, texts, tmp_path / "gone")
 
 
 def test_another_model_text_or_setting_is_refused(tmp_path):

@@ -102,9 +102,17 @@ class Folder:
             alone, metadata = storage.packed(KIND, tensors, facts)
             self._system.pipe_file(self.path(name), safetensors.torch.save(alone, metadata))
             return
-        for unfinished in self.names(f"{name}.*.partial"):  # of a job that was killed
+        try:
+            storage.save(Path(self.path(name)), KIND, tensors, facts)
+        except FileNotFoundError:
+            if self.facts(number) is None:
+                raise
+            # Another process did the same job, was done, and tidied up.
+
+    def tidy(self) -> None:
+        """Take away what jobs that were killed have left, once all files are there."""
+        for unfinished in self.names("values-*.partial"):
             Path(self.path(unfinished)).unlink(missing_ok=True)
-        storage.save(Path(self.path(name)), KIND, tensors, facts)
 
     def read(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
         """Some tensors of a file of values: those of a disk mapped into memory, unchecked.

@@ -283,3 +283,4 @@ def _finish(
     except CacheError:  # other jobs are not done
         return
     folder.write_json(MANIFEST, manifest | everything)
+    folder.tidy()
