@@ -28,6 +28,7 @@ def test_a_data_set_of_saelens_is_read(tmp_path):
         assert [*store.texts()] == expected["token_ids"].tolist()
         assert store.rows(7, 3)["pos"].tolist() == [3]
         assert store.damaged() == []
+        store.require_weights_of(variant("pre"))  # it does not say of which model it is
 
 
 def test_what_is_written_is_what_saelens_reads(tmp_path):

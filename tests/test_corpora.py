@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 
 import datasets
 import fsspec
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hooks import HookedRunner, HookError, UnknownNameError
+from hooks import CacheError, HookedRunner, HookError, UnknownNameError
 from interp import edits, load_sae, splice
 from interp.store import Activations, harvest, plan
 from interp.store.corpora import each
@@ -66,6 +68,8 @@ def test_edits_are_refused_and_dictionaries_are_part_of_the_model(tmp_path):
         store = harvest(model, LINES, name, tmp_path / "features")
         alone = runner.capture(LINES[3], names=name)[name][0]
     torch.testing.assert_close(store.rows(3)[name], alone)
+    with pytest.raises(CacheError, match="must be of this model; its parts is"):
+        store.require_weights_of(model)
     dictionary.b_enc[5] += 0.01
     with splice(model, dictionary), pytest.raises(ValueError, match="same parts"):
         harvest(model, LINES, name, tmp_path / "features")
@@ -212,8 +216,26 @@ def test_unknown_settings_are_refused(tmp_path):
             harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, **wrong)
     with pytest.raises(ValueError, match="engine must be 'ray' or None; got 'dask'"):
         harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, engine="dask")
-    with pytest.raises(TypeError, match="got a str|must be a module"):
+    with pytest.raises(TypeError, match="model must be a module, a name or a function .* got str"):
         harvest(lambda: "gpt2", [[1]], "blocks.0.mlp_out", tmp_path)
+
+
+# In a process of its own, without the checks of annotations that would come before it.
+WORDED = """
+import sys
+from interp.store import harvest
+try:
+    harvest("pydoc-4l", ["a"], "blocks.0.mlp_out", sys.argv[1], dtype="float16")
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_a_dtype_in_words_is_refused_before_anything_is_made(tmp_path):
+    command = [sys.executable, "-c", WORDED, str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "dtype must be one of PyTorch, as torch.float16; got 'float16'\n"
+    assert not [*tmp_path.iterdir()]
 
 
 def test_models_come_by_name_or_by_a_function(tmp_path):

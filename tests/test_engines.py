@@ -43,7 +43,6 @@ def kill_one(out, killed):
 @pytest.mark.filterwarnings("default")  # Ray's own
 def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     ray = pytest.importorskip("ray")
     corpus, out, killed = tmp_path / "texts.txt", tmp_path / "ray", []
     corpus.write_text("".join(text + "\n" for text in TEXTS))

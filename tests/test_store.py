@@ -176,7 +176,8 @@ def test_another_model_text_or_setting_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one text"):
         made(model, [], tmp_path / "empty")
     with pytest.raises(
-        ValueError, match=r"must begin with \[batch pos\]; got blocks.0.attn.pattern"
+        ValueError,
+        match=r"must begin with \[batch pos\], a row for each token; got blocks.0.attn.pattern",
     ):
         harvest(model, texts, "blocks.0.attn.pattern", tmp_path / "pattern")
     with pytest.raises(UnknownNameError):
@@ -352,7 +353,7 @@ def test_rows_of_a_text(tmp_path):
     for wrong in (-1, 23):
         with pytest.raises(IndexError, match="text must be from 0 to 22"):
             store.rows(wrong)
-    with pytest.raises(IndexError, match="no row at 8"):
+    with pytest.raises(IndexError, match="no row of its token 8"):
         store.rows(3, 8)
 
 
@@ -433,7 +434,7 @@ def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
         made(model, texts, tmp_path)
     assert not contents(tmp_path)
     # One long text is one file, however it is given.
-    for n, one in enumerate(([1, 2, 3] * 2, torch.tensor([1, 2, 3] * 2))):
+    for n, one in enumerate(([1, 2, 3] * 5, torch.tensor([1, 2, 3] * 5))):
         harvest(model, one, NAMES, tmp_path / f"one {n}", per_file=1)
     # Half of them fit, and so do texts whose number nobody knows.
     made(model, texts, tmp_path / "half", shard=(1, 2))

@@ -45,8 +45,8 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #   attention, norms of sums, or heads that share keys inside a fused map.
 # - A model that a tensor-parallel plan splits (`tp_plan="auto"` under torchrun) is attached, run and edited by all processes alike. Each
 #   point has the heads and neurons of all of them, and edits count them so; weights are joined. Without `attach`, a module that holds a
-#   part is refused by name. All processes call `harvest` too, with one directory. 40 tiny
-#   architectures were tried, once, in two processes with gloo: each point equals that of one process to 1e-5.
+#   part is refused by name. All processes call `harvest` too, with one directory. 38 tiny
+#   architectures that have a plan were tried, once, in two processes with gloo: each point equals that of one process to 1e-5.
 # - Readings of weights alone (`ov_circuit` and its like) need a family of `from_hf`.
 # - Edits during generation count positions of the whole text. A generation is kept as one cache where its pieces follow one another;
 #   it is refused with beams, with an assistant, or without a cache of keys.

@@ -151,7 +151,7 @@ corpus, streams = [text, other, *no], ["*.resid_pre", "blocks.3.resid_post"]  # 
 plan(model, corpus, streams, folder)  # know what values of all tokens would take on disk
 store = harvest(model, corpus, streams, folder / "store")  # write them; killed, it goes on
 [len(x) for (x,) in store.batches(64, names=["blocks.3.resid_post"])]  # train on them
-store.rows(text=1, pos=0)["tokens"]  # look one up
+store.rows(text=1, offset=0)["tokens"]  # look one up
 found = store.statistics()  # means, quantiles, densities and largest values of each
 runner.run_with_hooks(text, hooks={"blocks.1.resid_pre": edits.mean(found)})  # ablate to a mean
 tuned_lens(model, store, steps=5)  # fit a lens without running the model

@@ -31,7 +31,7 @@
 # | `generate-small` | greedy generation, GPT-2-small shape, 64 tokens after 32 | 1.62 s, 23 MiB | 1.02 of `transformers`' `generate`; 8 prompts together 0.74 of it | 1.0; 0.75 |
 # | `generate-tiny` | greedy generation, 2 layers d=64, 64 tokens after 32 | **37 ms**, 7 MiB | 0.54 of `transformers`' `generate`; 8 prompts together 0.55 of it | 0.6 |
 # |  | an attribution graph, GPT-2-small shape, T=64, 12 transcoders of 4,096 features, 10 logits, 500 features (`tests/bench/tracing.py`) | **4.1 s**, 0.43 GiB | 0.17 of circuit-tracer 0.5 in batches of 16, its best of four sizes; 0.04 in its own of 512 | 0.5; 1.5 GiB |
-# |  | a harvest to disk of one point in the middle, GPT-2-small shape, 16 texts of 256 (`tests/bench/store.py`) | **2.8 s** | 1.05 to 1.07 of `capture` over the same batches, of which the hash of 500 MB of weights is 0.05 | 1.10 |
+# |  | a harvest to disk of one point in the middle, GPT-2-small shape, 16 texts of 256 (`tests/bench/store.py`) | **2.8 s** | 1.05 to 1.07 of `capture` over the same batches, of which the hash of 500 MB of weights is 0.06 | 1.10 |
 # |  | shuffled batches of a store, rows of 3 kB, from the page cache (`tests/bench/store.py`) | **4.8 to 5.5 GB/s** | by 16 to 2 files mixed at a time | at least 1 |
 # |  | statistics of the same rows; with covariances (same) | **0.16; 0.10 GB/s** | | |
 # |  | two workers of Ray, one core each, GPT-2-small shape, 240 texts of 256 (`tests/bench/store.py --ray`) | **41 s** | 1.01 of the rate of two processes | at least 0.8 |

@@ -59,7 +59,7 @@ print(store)
 store = Activations(out / "store")  # in another process, or on another machine
 for x, y in store.batches(4096, seed=0):
     print(x.shape, y.shape)
-print(store.rows(text=7, pos=2, names=["tokens", "blocks.1.mlp_out"])["tokens"])
+print(store.rows(text=7, offset=2, names=["tokens", "blocks.1.mlp_out"])["tokens"])
 # For a DataLoader with batch_size=None, whose workers and ranks share the files:
 dataset = store.dataset(1024)
 

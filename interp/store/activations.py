@@ -12,13 +12,14 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from hooks import CacheError, storage
+from hooks import CacheError
 from hooks.errors import unknown_name
 from interp.directions.erasing import Moments
 from interp.inputs.texts import writer_of
 from interp.reading.maxima import Activation
 from interp.reading.maxima import Activations as Places
 from interp.store.files import MANIFEST, ROWS, Folder, gathered
+from interp.store.rows import identity
 from interp.store.shuffling import Shared, shuffled
 from interp.store.summary import StatisticsByPoint
 
@@ -72,16 +73,12 @@ class Activations:
         """Refuse a model that the values are not of.
 
         Raises:
-            CacheError: if its config or a weight differs.
+            CacheError: if its config, a weight or a part differs. What a data set of others did not say is not known.
         """
-        hashes = {
-            "config": storage.config_hash(model),
-            "weights": storage.weights_hash(model, whole=True),
-        }
-        for what, hashed in hashes.items():
-            if self.manifest[what] != hashed:
+        for what, hashed in identity(model).items():
+            if self.manifest[what] not in ("", hashed):
                 raise CacheError(
-                    f"the store must be of this model; the hash of its {what} is {self.manifest[what]:.12}, got {hashed:.12}"
+                    f"the store must be of this model; its {what} is {self.manifest[what]!s:.12}, got {hashed!s:.12}"
                 )
 
     def __len__(self) -> int:
@@ -104,13 +101,13 @@ class Activations:
         return self._folder.read(number, names or [*self.names, *ROWS])
 
     def rows(
-        self, text: int, pos: int | None = None, names: Sequence[str] | None = None
+        self, text: int, offset: int | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """The rows of one text, or of one place in it.
 
         Args:
             text: its number.
-            pos: the token of the text, from its start; None for all that were kept.
+            offset: the token of the text, from its start; None for all that were kept.
             names: see `file`.
 
         Raises:
@@ -124,10 +121,10 @@ class Activations:
         wanted = [*(names or (*self.names, *ROWS))]
         held = self.file(bisect.bisect_right(firsts, text) - 1, [*{*wanted, "text", "offset"}])
         chosen = held["text"] == text
-        if pos is not None:
-            chosen &= held["offset"] == pos
+        if offset is not None:
+            chosen &= held["offset"] == offset
             if not chosen.any():
-                raise IndexError(f"text {text} has no row at {pos}")
+                raise IndexError(f"text {text} has no row of its token {offset}")
         return {name: held[name][chosen] for name in wanted}
 
     def texts(self) -> Iterator[list[int]]:

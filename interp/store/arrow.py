@@ -125,7 +125,7 @@ def from_arrow(
         "pool": None,
         "without": [],
     }
-    unknown = {"model": "", "config": "", "weights": ""}
+    unknown = dict.fromkeys(("model", "config", "weights", "parts"), "")
     points = {name: ["d_in"] for name in names.values()}
     about = {"format": FORMAT, "points": points, "texts": len(table), "files": files}
     target.write_json(MANIFEST, about | kept | unknown)

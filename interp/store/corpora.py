@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import PurePath
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks.errors import unknown_name
-from interp.inputs.texts import Texts, each_text, padded
+from interp.inputs.texts import Texts, Tokenized, each_text, padded
 
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 """The columns of tables that are read if no other is asked for, the first that is there."""
@@ -44,6 +44,16 @@ def each(corpus: Corpus, column: str | None = None) -> Iterator[Any]:
         whole = isinstance(corpus, str) or isinstance(part, os.PathLike)
         for text in _each_of_file(os.fspath(part)) if whole else [part]:
             yield _of_row(text, column) if isinstance(text, Mapping) else text
+
+
+def count(corpus: Corpus) -> int | None:
+    """The number of texts, or of paths, where that is known before all are read."""
+    is_one = getattr(corpus, "ndim", 2) == 1 or (
+        isinstance(corpus, list) and isinstance(corpus[0], int)
+    )
+    if isinstance(corpus, (str, Tokenized)) or not isinstance(corpus, Sized):
+        return None
+    return 1 if is_one else len(corpus)
 
 
 def _of_row(row: Mapping[str, Any], column: str | None) -> Any:

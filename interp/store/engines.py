@@ -23,9 +23,8 @@ def loaded(model: Model) -> nn.Module:
         TypeError: if it is none of these.
     """
     if isinstance(model, str):
-        from models import (
-            load,
-        )  # the one place of the library that loads by name: workers elsewhere have nothing else
+        # The one place of the library that loads by name: workers elsewhere have nothing else.
+        from models import load
 
         return load(model)
     made = model if isinstance(model, nn.Module) or not callable(model) else model()

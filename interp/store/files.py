@@ -48,9 +48,6 @@ class Folder:
         self._system, self._root = fsspec.core.url_to_fs(self.name)
         self._is_here = isinstance(self._system, LocalFileSystem)
 
-    def __reduce__(self) -> tuple[type["Folder"], tuple[str]]:
-        return Folder, (self.name,)
-
     def path(self, name: str) -> str:
         """The path of a file, as its file system has it."""
         return f"{self._root}/{name}"

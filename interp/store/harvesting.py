@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,8 @@ from tqdm import tqdm
 from hooks import CacheError, Selector
 from hooks._torch import without_gradients
 from interp.inputs.positions import Index
-from interp.inputs.texts import Tokenized
 from interp.store.activations import Activations
-from interp.store.corpora import Corpus, Piece, each
+from interp.store.corpora import Corpus, Piece, count, each
 from interp.store.engines import Model, loaded, on_ray
 from interp.store.files import MANIFEST, Folder, described, gathered, require_same
 from interp.store.rows import Reader, Settings
@@ -156,13 +155,24 @@ def harvest(
 
     Raises:
         ValueError: if the store there is of another model, texts or settings, a shard is none, or a value is not finite.
+        TypeError: if the model or the dtype is none.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
         HookError: if the model's values are edited at this time.
         OSError: if the disk is full or, as far as the first file tells, would be.
         ImportError: if Ray is not installed.
     """
-    settings = Settings(dtype, context, pack, pos, without, pool, column, batch, per_file)
+    settings = Settings(
+        dtype=dtype,
+        context=context,
+        pack=pack,
+        pos=pos,
+        without=without,
+        pool=pool,
+        column=column,
+        batch=batch,
+        per_file=per_file,
+    )
     job, jobs = shard
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
@@ -206,7 +216,9 @@ def harvest_shard(
             if there is None:
                 tensors = reader.tensors(pieces, bar.update)
                 size = sum(value.nbytes for value in tensors.values())
-                _require_room(folder, size, 1 if here else _count(texts, settings, shard))
+                n_known = None if here else count(texts)
+                last = number if n_known is None else (n_known - 1) // settings.per_file
+                _require_room(folder, size, len(range(number, last + 1, jobs)))
                 there = facts | {"rows": len(tensors["tokens"]), **described(tensors)}
                 folder.write(number, tensors, there)
             elif {key: there[key] for key in facts} != facts:
@@ -235,23 +247,15 @@ def _digest(pieces: Sequence[Piece]) -> str:
     return hashed.hexdigest()
 
 
-def _count(texts: Corpus, settings: Settings, shard: tuple[int, int]) -> int:
-    """The number of files of this job, where that is known before all texts are read; else 1."""
-    one = getattr(texts, "ndim", 2) == 1 or (isinstance(texts, list) and isinstance(texts[0], int))
-    if one or isinstance(texts, (str, Tokenized)) or not isinstance(texts, Sized):
-        return 1
-    return len(range(shard[0], -(-len(texts) // settings.per_file), shard[1]))
-
-
-def _require_room(folder: Folder, size: int, count: int) -> None:
-    """Refuses to begin what the disk cannot hold: `count` files of a size.
+def _require_room(folder: Folder, size: int, n_files: int) -> None:
+    """Refuses to begin what the disk cannot hold: `n_files` files of a size.
 
     Raises:
         OSError: if it cannot.
     """
-    if (free := folder.free) is not None and free < size * count:
+    if (free := folder.free) is not None and free < size * n_files:
         raise OSError(
-            f"the disk must have room for {size * count:,} bytes or so ({count} more like this file); "
+            f"the disk must have room for {size * n_files:,} bytes or so ({n_files} more like this file); "
             f"{folder.name} has {free:,}"
         )
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import HookError, Selector, storage
+from hooks import HookedRunner, HookError, Selector, storage
 from hooks.names import resolve
 from hooks.parts import parts_of
 from hooks.session import edits_in_force
@@ -43,6 +43,8 @@ class Settings:
     per_file: int = 64
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype | None):
+            raise TypeError(f"dtype must be one of PyTorch, as torch.float16; got {self.dtype!r}")
         sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
         for name, size in sizes.items():
             if size is not None and size < 1:
@@ -58,6 +60,33 @@ class Settings:
         dtype = None if self.dtype is None else str(self.dtype)
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return facts | {"pos": pos, "dtype": dtype, "without": sorted(self.without)}
+
+
+def by_token(runner: HookedRunner, names: Selector) -> list[str]:
+    """The names of points that have a row for each token.
+
+    Raises:
+        ValueError: if one has not.
+        UnknownNameError: if a name matches nothing.
+    """
+    points = [*resolve(names, runner.points, runner.points)]
+    for name in points:
+        if (axes := runner.points[name].axes)[:2] != ("batch", "pos"):
+            raise ValueError(
+                f"points must begin with [batch pos], a row for each token; got {name} [{' '.join(axes)}]"
+            )
+    return points
+
+
+def identity(model: nn.Module) -> dict[str, Any]:
+    """Hashes of a model, and of the dictionaries and other parts that it has at this time."""
+    parts = {name: storage.weights_hash(part, whole=True) for name, part in parts_of(model).items()}
+    return {
+        "model": type(model).__name__,
+        "config": storage.config_hash(model),
+        "weights": storage.weights_hash(model, whole=True),
+        "parts": parts,
+    }
 
 
 class Reader:
@@ -81,26 +110,14 @@ class Reader:
         n_ctx = getattr(getattr(of(model), "config", None), "n_ctx", None)
         sizes = [size for size in (settings.context, n_ctx) if size is not None]
         self.settings = dataclasses.replace(settings, context=min(sizes, default=None))
-        self.points = [*resolve(names, self.runner.points, self.runner.points)]
-        for name in self.points:
-            if (axes := self.runner.points[name].axes)[:2] != ("batch", "pos"):
-                raise ValueError(
-                    "a store has a row for each token, so points must begin with [batch pos]; "
-                    f"got {name} [{' '.join(axes)}]"
-                )
+        self.points = by_token(self.runner, names)
 
     def manifest(self) -> dict[str, Any]:
         """The facts that runs must share if they write to one store."""
         return {
             "format": FORMAT,
             "points": {name: [*self.runner.points[name].axes[2:]] for name in self.points},
-            "model": type(self.model).__name__,
-            "config": storage.config_hash(self.model),
-            "weights": storage.weights_hash(self.model, whole=True),
-            "parts": {
-                name: storage.weights_hash(part, whole=True)
-                for name, part in parts_of(self.model).items()
-            },
+            **identity(self.model),
             **self.settings.described(),
         }
 

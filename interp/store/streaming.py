@@ -8,11 +8,11 @@ from torch import nn
 
 from hooks import ActivationCache, Selector
 from hooks._torch import without_gradients
-from hooks.names import resolve
 from hooks.transfer import to_device
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of
 from interp.results.result import Result
+from interp.store.rows import by_token
 from interp.store.summary import StatisticsByPoint
 
 
@@ -47,17 +47,13 @@ def statistics(
     Statistics of 51 rows [128]
     """
     runner = runner_of(model)
-    points = [*resolve(names, runner.points, runner.points)]
-    bad = [name for name in points if runner.points[name].axes[:2] != ("batch", "pos")]
-    if bad and reading is None:
-        raise ValueError(f"points must begin with [batch pos], or need a reading=; got {bad[0]}")
+    points = by_token(runner, names) if reading is None else names
 
     def parts() -> Iterator[StatisticsByPoint]:
         for first, text in batches(texts, model, batch):
             cache = runner.capture(text.tokens, names=points, **text.arguments(model))
             if reading is None:
-                real = {name: to_device(text.real, cache[name].device) for name in points}
-                rows = {name: cache[name][real[name]] for name in points}
+                rows = {name: v[to_device(text.real, v.device)] for name, v in cache.items()}
                 number, pos = text.real.cpu().nonzero(as_tuple=True)
             else:
                 rows = {"reading": reading(model, cache).values.movedim(-1, 0)}

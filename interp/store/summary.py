@@ -30,12 +30,13 @@ class Statistics:
 
     Attributes:
         n: how many rows there were.
+        mean: [...], with the axes of the point after `pos`.
         products: of deviations from the mean: of each column with itself, or with all.
         low, high: the least and the largest value.
         positive: how many values are above 0.
         top_values, top_places: the largest values and where they were: the number of the text, and the place in it.
         sample, keys: the rows of the sample, and the hashes of their places.
-        mean: [...], with the axes of the point after `pos`.
+        room, top: how many rows the sample has room for, and how many of the largest are kept.
     """
 
     n: int
