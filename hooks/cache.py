@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
 from hooks import names, storage
@@ -17,13 +17,14 @@ from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.foreign import SaysOurs, unknown_point
 from hooks.modes import Options
 from hooks.origin import Origin
-from hooks.point import Index, index_by_axis
+from hooks.point import index_by_axis
+from hooks.positions import TEXT_AXES, Index, Selection, taken
 from hooks.replay import LazyValues
 from hooks.transfer import stacked
 
-_FORMAT = "hookscope-cache-4"
-# Before the name of a gradient or an input; no module's name starts with a dot.
-_GRAD, _INPUT = ".grad.", ".input."
+_FORMAT = "hookscope-cache-5"
+# Before the name of a gradient, an input or a mask; no module's name starts with a dot.
+_GRAD, _INPUT, _MASK = ".grad.", ".input.", ".mask."
 
 
 class ActivationCache(SaysOurs, Mapping[str, Tensor]):
@@ -39,6 +40,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         origin: the run and the model that the values came from. Short forms count the layers of its points.
         grads: gradients by name; None where the run did not ask for them.
         skipped: why chosen points have no value, by name.
+        masks: for axes of positions of texts with padding, which are real tokens: [batch, size].
 
     Attributes:
         skipped: the chosen points that have no value, each with the reason: in a model without
@@ -61,12 +63,14 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         origin: Origin | None = None,
         grads: Mapping[str, Tensor] | None = None,
         skipped: Mapping[str, str] | None = None,
+        masks: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._values = values
         self._axes = axes
         self._origin = origin or Origin()
         self._grads = grads
         self.skipped = dict(skipped or {})
+        self._masks = dict(masks or {})
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
         """The value under a full name, or under a (short name, layer) pair.
@@ -167,7 +171,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         if not self._grads:
             raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
-        return type(self)(arrived, self._axes, self._origin, None, self.skipped)
+        return type(self)(arrived, self._axes, self._origin, None, self.skipped, self._masks)
 
     def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
         """The values of all layers whose names end in `short`, stacked: [layer, ...].
@@ -196,28 +200,52 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         An integer drops the axis. A list or a mask makes copies. Values without the axis stay whole. Lazy
         values are computed first.
 
+        Along `pos`, `query` and `key` of texts with padding, negative places count real tokens of each text, so `pos=-1`
+        is the last one of each, a copy; `hooks.positions.Selection` has all forms.
+
         Raises:
             UnknownNameError: if no value has an axis of that name.
             CacheError: if nothing of a value is selected.
+            SelectionError: if a place along positions is padding, or texts would have other numbers of places.
         """
         known = {axis for name in self for axis in self.axes(name)}
         for axis in where:
             if axis not in known:
                 raise unknown_name(axis, sorted(known), "axis of any value in this cache")
-        index, axes = {}, {}
-        for name in self:
-            chosen = {axis: where[axis] for axis in where if axis in self.axes(name)}
-            index[name] = index_by_axis(self.axes(name), chosen, name)
-            pairs = zip(self.axes(name), index[name], strict=True)
-            axes[name] = tuple(axis for axis, part in pairs if not isinstance(part, int))
+        by_text = {axis: Selection(where[axis]) for axis in TEXT_AXES if axis in where}
+        masks = self._masks_at(where.get("batch", slice(None)))
+        by_text = {a: chosen for a, chosen in by_text.items() if not chosen.is_plain(masks.get(a))}
+        plain: dict[str, Any] = {axis: i for axis, i in where.items() if axis not in by_text}
 
         def cut(name: str, value: Tensor) -> Tensor:
-            part = value[index[name]]
+            axes = self.axes(name)
+            part = value[index_by_axis(axes, {a: plain[a] for a in plain if a in axes}, name)]
+            axes = _left(axes, plain)
+            for axis in [axis for axis in by_text if axis in axes]:
+                part, axes = _cut(part, axes, axis, by_text[axis], masks.get(axis), name)
             if value.numel() and not part.numel():
                 raise CacheError(f"nothing of {name} {list(value.shape)} is at {where}")
             return part
 
-        return self._mapped(cut, axes)
+        left = {axis: mask for axis, mask in masks.items() if axis not in where}
+        for axis in [axis for axis in masks if axis in where]:
+            if not (chosen := Selection(where[axis])).is_one:
+                mask, axes = masks[axis], ("batch", axis)
+                left[axis], _ = _cut(mask, axes, axis, chosen, mask, "the texts")
+        return self._mapped(cut, {name: _left(self.axes(name), where) for name in self}, left)
+
+    def _masks_at(self, batch: Any) -> dict[str, Tensor]:
+        """The masks of some of the texts."""
+        (index,) = index_by_axis(("batch",), {"batch": batch}, "the texts")
+        rows = [index] if isinstance(index, int) else index
+        return {axis: mask[rows] for axis, mask in self._masks.items()}
+
+    def real(self, axis: str = "pos") -> Bool[Tensor, "batch _size"] | None:
+        """The mask of the values' places along `pos`, `query` or `key`: True at real tokens, as far as `at` left them.
+
+        None if all are real, nobody knows, or the axis is gone.
+        """
+        return self._masks.get(axis)
 
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
         """A cache on another device, or in another floating dtype. Integers keep their dtype.
@@ -229,7 +257,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         """
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
         placement, copies = Options(**cast(Any, {kind: target})).placement, Copies()
-        moved = self._mapped(lambda name, value: copies(value, placement), self._axes)
+        moved = self._mapped(lambda name, value: copies(value, placement), self._axes, self._masks)
         placement.wait()
         return moved
 
@@ -260,6 +288,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         """
         inputs = {n: value for n, value in self.inputs.items() if isinstance(value, Tensor)}
         tensors = dict(self) | {_INPUT + name: value for name, value in inputs.items()}
+        tensors |= {_MASK + axis: mask for axis, mask in self._masks.items()}
         if self._grads:
             tensors |= {_GRAD + name: grad for name, grad in self.grads.items()}
         facts = {
@@ -288,23 +317,26 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         with storage.opened(Path(path), _FORMAT) as (tensors, facts):
             axes = {name: tuple(listed) for name, listed in facts["axes"].items()}
             values = {name: tensors[name] for name in axes}
-            grads, inputs = (
+            grads, inputs, masks = (
                 {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
-                for kind in (_GRAD, _INPUT)
+                for kind in (_GRAD, _INPUT, _MASK)
             )
             inputs |= facts["inputs"]
             origin = Origin(tuple(facts["known"]), facts["config_hash"], inputs, facts["hashed"])
-            cache = cls(values, axes, origin, grads or None, facts["skipped"])
+            cache = cls(values, axes, origin, grads or None, facts["skipped"], masks)
         if model is not None:
             cache.require_weights_of(model)
         return cache
 
     def _mapped(
-        self, change: Callable[[str, Tensor], Tensor], axes: Mapping[str, tuple[str, ...]]
+        self,
+        change: Callable[[str, Tensor], Tensor],
+        axes: Mapping[str, tuple[str, ...]],
+        masks: Mapping[str, Tensor],
     ) -> "ActivationCache":
         values = {name: change(name, value) for name, value in self.items()}
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
-        return type(self)(values, axes, self._origin, grads or None, self.skipped)
+        return type(self)(values, axes, self._origin, grads or None, self.skipped, masks)
 
     def _repr_html_(self) -> str:
         """The table of its values, as many as `repr` shows."""
@@ -326,3 +358,25 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         value = self._values[name]
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}  {' '.join(self.axes(name))}".rstrip()
+
+
+def _left(axes: tuple[str, ...], where: Mapping[str, Index]) -> tuple[str, ...]:
+    """The axes that no integer selects."""
+    return tuple(axis for axis in axes if not (axis in where and Selection(where[axis]).is_one))
+
+
+def _cut(
+    value: Tensor,
+    axes: tuple[str, ...],
+    axis: str,
+    chosen: Selection,
+    mask: Tensor | None,
+    what: str,
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The part of a value at places along an axis of positions, and its axes. The mask may have earlier columns too."""
+    at, batch = axes.index(axis), axes.index("batch") if "batch" in axes else None
+    size, n_texts = value.shape[at], 1 if batch is None else value.shape[batch]
+    fits = mask is not None and len(mask) == n_texts and mask.shape[1] >= size
+    real = mask[:, -size:] if mask is not None and fits else None
+    part = taken(value, chosen.columns(size, f"{axis} of {what}", n_texts, real), at, batch)
+    return (part.squeeze(at), axes[:at] + axes[at + 1 :]) if chosen.is_one else (part, axes)

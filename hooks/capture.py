@@ -14,7 +14,7 @@ from hooks import _torch
 from hooks.copies import Copies, private
 from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
 from hooks.modes import Options
-from hooks.pieces import piece_is_known, piece_read
+from hooks.pieces import Piece, piece_is_known, piece_read, reading
 from hooks.point import POSITION_AXES, Point, as_node, first_tensor, with_first_tensor
 from hooks.processes import require_whole
 from hooks.session import Session
@@ -40,6 +40,7 @@ class Recorder:
         fired: the names of the points that the run reached.
         skipped: why optional points have no value, by name.
         grads: the gradients from a later backward pass, without their graph.
+        piece: the piece of texts with padding that the run read; one of whole texts where there is none.
     """
 
     points: Mapping[str, Point]
@@ -53,6 +54,7 @@ class Recorder:
     fired: set[str] = dataclasses.field(init=False, default_factory=set)
     skipped: dict[str, str] = dataclasses.field(init=False, default_factory=dict)
     grads: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
+    piece: Piece = dataclasses.field(init=False, default_factory=Piece)
 
     def __post_init__(self) -> None:
         self._versions: dict[str, int] = {}
@@ -88,9 +90,16 @@ class Recorder:
         except HookError as error:
             self.skip(point, error)
         self.fired.add(name)
+        self.note(piece_read())
         if self.stops and len(self.fired) == len(self.points):
             raise Complete(self)
         return replaced
+
+    def note(self, piece: Piece) -> None:
+        """Keeps a piece of texts with padding; of several, where the first began and what the last one knows."""
+        if piece.real is not None and piece.real is not self.piece.real:
+            start = piece.start if self.piece.real is None else self.piece.start
+            self.piece = Piece(start, piece.real)
 
     def skip(self, point: Point, error: HookError) -> None:
         """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""
@@ -132,11 +141,12 @@ class Recorder:
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         value = as_node(value, point)
         # The hook lives as long as the graph, so it must not hold the recorder and its values.
-        grads, options = self.grads, self.options
+        grads, options, piece = self.grads, self.options, piece_read()
 
         def keep(grad: Tensor) -> None:
             # A copy, because PyTorch may use the same memory for the `grad` of a leaf.
-            grads[point.name] = options.kept(private(grad), point)
+            with reading(piece):
+                grads[point.name] = options.kept(private(grad), point)
 
         value.register_hook(keep)
         return value

@@ -1,18 +1,19 @@
 """Modes and options: what a run keeps, and how."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hooks.copies import private
 from hooks.errors import HookError
-from hooks.point import POSITION_AXES, Point, places, plain_index
+from hooks.pieces import Piece, piece_read, reading, real_columns
+from hooks.point import POSITION_AXES, Point
+from hooks.positions import Index, Selection, taken
 from hooks.transfer import Placement, to_device
-
-Positions = slice | Sequence[SupportsIndex]
 
 
 class Mode(StrEnum):
@@ -54,7 +55,8 @@ class Options:
     """Options for keeping values: keyword arguments of every method that makes or plans a cache.
 
     Attributes:
-        positions: keep only these positions of the axes `pos` and `query`. Booleans are a mask.
+        positions: keep only these positions of the axes `pos` and `query`, in any form of a `Selection`: also
+            others in each text. Of texts with padding, negative ones count real tokens.
         device, dtype: the device and floating dtype of kept values; integers keep their dtype. From
             CUDA to the CPU they are copied while the model runs, into pinned memory.
         placement: puts values on that device and in that dtype.
@@ -64,27 +66,27 @@ class Options:
     Raises:
         ValueError: if options contradict each other, if `dtype` is not a floating one, or if
             `grads=True` while gradients are off.
-        TypeError: if `positions` is not a slice, a list of integers or a mask.
+        TypeError: if `positions` has no form of a `Selection`, or is one integer.
 
     >>> Options(positions=range(2)).positions
     [0, 1]
     """
 
-    positions: Positions | None = None
+    positions: Index | Selection | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
     placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
-    # Chosen positions, by the sizes of axes and the devices that they were moved to.
-    _indices: dict[object, Tensor] = dataclasses.field(
+    # Chosen positions, by the sizes of axes and the piece of the texts.
+    _columns: dict[object, Tensor] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
         if self.positions is not None:
-            positions = plain_index(self.positions)
-            if isinstance(positions, int):
+            positions = Selection(self.positions)
+            if positions.is_one:
                 raise TypeError(f"positions must be a slice, list or mask; got {positions}")
             object.__setattr__(self, "positions", positions)
         if self.dtype is not None and not self.dtype.is_floating_point:
@@ -105,26 +107,43 @@ class Options:
     def kept(self, value: Tensor, point: Point) -> Tensor:
         """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and in the dtype.
 
-        It is `value` itself or a new tensor, never a view.
+        Padding is what `hooks.position_offset` says here. It is `value` itself or a new tensor, never a view.
 
         Raises:
-            HookError: if it has no named axes, or the positions select nothing.
-            SelectionError: if it does not have them.
+            HookError: if it has no named axes.
+            SelectionError: if it does not have these positions, or has not as many of each text.
         """
         if self.positions is None:
             return self.placement(value)
         if not point.axes:
             raise HookError(f"positions= needs named axes, and {point.name} declares none")
-        for axis, size in enumerate(value.shape):
-            if point.axes[axis] not in POSITION_AXES:
-                continue
-            key = size, value.device
-            if key not in self._indices:
-                chosen = places(self.positions, size, f"positions= of {point}")
-                index = torch.tensor(chosen, dtype=torch.int64)
-                self._indices[key] = to_device(index, value.device)
-            value = value.index_select(axis, self._indices[key])
-            if value.shape[axis] == 0:
-                rule = f"select some of the {size} of {point}"
-                raise HookError(f"positions must {rule}; got {self.positions}")
+        batch = point.axes.index("batch") if "batch" in point.axes else None
+        for at, axis in enumerate(point.axes):
+            if axis in POSITION_AXES:
+                n_texts = None if batch is None else value.shape[batch]
+                columns = self._chosen(value.shape[at], n_texts, value.device, str(point))
+                value = taken(value, columns, at, batch)
         return self.placement(value)
+
+    def _chosen(self, size: int, batch: int | None, device: torch.device, what: str) -> Tensor:
+        """The chosen positions, [1 or batch, n]."""
+        assert isinstance(self.positions, Selection)
+        piece = piece_read()
+        key = size, batch, device, piece
+        if key not in self._columns:
+            real = piece.mask_of(batch or 0, size)
+            columns = self.positions.columns(size, f"positions= of {what}", batch, real)
+            self._columns[key] = to_device(columns, device)
+        return self._columns[key]
+
+    def kept_masks(self, piece: Piece) -> dict[str, Tensor]:
+        """The mask [batch, column] of the kept values' columns, by axis, of a piece of texts with padding."""
+        real = piece.real
+        if real is None or real_columns(real) is None:
+            return {}
+        read = private(real[:, piece.start or 0 :].bool())
+        if self.positions is not None:
+            with reading(piece):
+                chosen = self._chosen(read.shape[1], len(read), read.device, "the texts")
+            read = taken(read, chosen, 1, 0)
+        return {**dict.fromkeys(POSITION_AXES, read), "key": private(real.bool())}

@@ -38,6 +38,11 @@ class Piece:
         fits = self.real is not None and self.real.shape == (rows, end)
         return self.columns if fits else None
 
+    def mask_of(self, rows: int, size: int) -> Mask | None:
+        """The mask of the `size` columns of the piece itself, if the batch has `rows` texts; otherwise None."""
+        fits = self.real is not None and self.real.shape == (rows, (self.start or 0) + size)
+        return self.real[:, -size:] if self.real is not None and fits else None
+
 
 def real_columns(mask: Mask) -> list[list[int]] | None:
     """The columns of each text's real tokens; None if there is no padding, or in a plan, without numbers."""

@@ -353,4 +353,7 @@ class HookedRunner(SaysOurs):
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values
         grads = recorder.grads if options.grads else None
         origin = Origin(tuple(self._known), self.config_hash, inputs, model=weakref.ref(self.model))
-        return output, ActivationCache(values, recorder.axes, origin, grads, recorder.skipped)
+        masks = options.kept_masks(recorder.piece)
+        return output, ActivationCache(
+            values, recorder.axes, origin, grads, recorder.skipped, masks
+        )

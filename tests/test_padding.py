@@ -7,7 +7,8 @@ import torch
 
 import interp
 import models
-from interp import Pairs, edits
+from hooks import ActivationCache, EditError, HookedRunner, SelectionError
+from interp import Pairs, edits, protocol
 from interp.measuring import measure
 from tests.streams import made
 
@@ -209,3 +210,107 @@ def test_the_loss_of_padded_texts_leaves_padding_out():
         for row, found in zip(ROWS, losses, strict=True):
             alone = -model(row)[0, :-1].log_softmax(-1)[range(len(row) - 1), row[1:]]
             torch.testing.assert_close(found[~found.isnan()], alone)
+
+
+# Where the values of a text's own columns are cut, and by what.
+CUTS = {
+    "at": lambda runner, batch, chosen: runner.run_with_cache(batch)[1].at(pos=chosen),
+    "at, lazily": lambda runner, batch, chosen: runner.run_with_cache(batch, lazy=True)[1].at(
+        pos=chosen
+    ),
+    "run": lambda runner, batch, chosen: runner.run_with_cache(batch, positions=chosen)[1],
+    "lazy run": lambda runner, batch, chosen: runner.run_with_cache(
+        batch, positions=chosen, lazy=True
+    )[1],
+    "capture": lambda runner, batch, chosen: runner.capture(
+        batch, names="blocks.1.*", positions=chosen
+    ),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["learned", "rotary", "attached gpt2"])
+def test_negative_positions_of_a_cache_count_real_tokens(kind, side, cut):
+    model = model_of(kind)
+    runner, batch = HookedRunner(model), protocol.of(model).to_tokens(ROWS, side=side)
+    alone = [runner.run_with_cache(torch.tensor([row]))[1] for row in ROWS]
+    one_each = [[-2, 1 - len(ROWS[0])], [-3, -1], [1 - len(ROWS[2]), -1]]
+    for chosen in ([-1], slice(-1, None), slice(-3, -1), [-1, -4], one_each):
+        cache = CUTS[cut](runner, batch, chosen)
+        for name in ("blocks.1.resid_post", "blocks.1.attn.z"):
+            for n, text in enumerate(alone):
+                row = chosen[n] if chosen is one_each else chosen
+                torch.testing.assert_close(cache[name][n], text[name][0][row])
+        assert cache.real().all()
+    if cut.startswith("at"):
+        last = CUTS[cut](runner, batch, -1)["resid_post", 1]
+        wanted = torch.stack([text["resid_post", 1][0, -1] for text in alone])
+        torch.testing.assert_close(last, wanted)
+    for chosen in (slice(2, -1), slice(None, -1), [[-2], [-1, -3], [-1]]):
+        with pytest.raises(SelectionError, match="as many in each text"):
+            CUTS[cut](runner, batch, chosen)
+    padding = [-5] if side == "right" else [0]
+    with pytest.raises(SelectionError, match="of example [02]"):
+        CUTS[cut](runner, batch, padding)
+
+
+def test_a_cache_knows_its_padding_after_it_was_cut(tmp_path):
+    model = model_of("learned")
+    runner, batch = HookedRunner(model), model.to_tokens(ROWS, side="left")
+    _, whole = runner.run_with_cache(batch)
+    whole.save(tmp_path / "cache")
+    alone = [runner.run_with_cache(torch.tensor([row]))[1]["resid_mid", 0][0] for row in ROWS]
+    for cache in (whole, ActivationCache.load(tmp_path / "cache"), whole.to("cpu")):
+        turned = cache.at(batch=[2, 0])
+        torch.testing.assert_close(turned.at(pos=-4)["resid_mid", 0][1], alone[0][-4])
+        torch.testing.assert_close(turned.at(pos=-4)["resid_mid", 0][0], alone[2][0])
+        torch.testing.assert_close(cache.at(batch=2, pos=-4)["resid_mid", 0], alone[2][0])
+        # Columns 1 to 3 of the longest text are padding of the shortest, and then its first token.
+        part = cache.at(pos=slice(1, 4))
+        assert part.real().int().tolist() == [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
+        torch.testing.assert_close(part.at(batch=2, pos=-1)["resid_mid", 0], alone[2][0])
+        turned = cache.at(pos=[6, 5, 4]).at(pos=-1)["resid_mid", 0]
+        torch.testing.assert_close(turned, torch.stack([row[-3] for row in alone]))
+        keys = cache.at(batch=[0, 2]).at(query=-1).at(key=-4)["pattern", 1]
+        torch.testing.assert_close(keys[1], whole["pattern", 1][2, :, -1, -4])
+        # Of unequal texts, the entropies of a cut and turned cache are those of each text.
+        found = interp.logit_lens(model, cache.at(batch=[1, 2])).entropy
+        assert found.isnan().any(0).int().sum(1).tolist() == [0, 3]
+
+
+def test_gradients_at_the_last_token_of_each_text():
+    model = model_of("rotary")
+    runner = HookedRunner(model)
+    batch = model.to_tokens(ROWS, side="right")
+    logits, cache = runner.run_with_cache(batch, names="embed", positions=[-1], grads=True)
+    logits[batch.attention_mask].square().sum().backward()
+    for n, row in enumerate(ROWS):
+        alone, whole = runner.run_with_cache(torch.tensor([row]), names="embed", grads=True)
+        alone.square().sum().backward()
+        torch.testing.assert_close(cache.grads["embed"][n, 0], whole.grads["embed"][0, -1])
+
+
+def test_places_from_the_end_of_a_tensor_beside_padding_are_refused():
+    model = model_of("learned")
+    runner, batch = HookedRunner(model), model.to_tokens(ROWS)
+    _, cache = runner.run_with_cache(batch)
+    values, name = cache["resid_post", 0], "blocks.0.resid_post"
+    for chosen in (-1, slice(-1, None), [-1], [[-1], [-2], [-1]]):
+        hooks = {name: edits.replace(values, source_pos=chosen, pos=1)}
+        with pytest.raises(EditError, match="its padding is not known"):
+            runner.run_with_hooks(batch, hooks=hooks)
+        unpadded = torch.tensor(ROWS[1:2] * 3)
+        runner.run_with_hooks(unpadded, hooks=hooks)  # nothing is padding there
+    hooks = {name: edits.replace(cache, source_pos=-1, pos=1)}
+    with runner.hooks(hooks):
+        _, edited = runner.run_with_cache(batch, names=name)
+    wanted = torch.stack([values[n, len(row) - 1] for n, row in enumerate(ROWS)])
+    assert torch.equal(edited[name][:, 1], wanted)
+    # The one text of a source goes into every row, and brings its own padding.
+    _, one = runner.run_with_cache(model.to_tokens(ROWS, side="left"))
+    one = one.at(batch=[2])
+    hooks = {name: edits.replace(one, source_pos=-4, pos=1)}
+    with runner.hooks(hooks):
+        _, edited = runner.run_with_cache(batch, names=name)
+    assert torch.equal(edited[name][:, 1], one["resid_post", 0][:, 3].expand(3, -1))

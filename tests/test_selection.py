@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hooks import HookedRunner, HookPoint, Point, SelectionError, position_offset
 from interp import Pairs, activation_patching, edits, log_prob, sweep
-from interp.inputs.positions import Selection
+from hooks.positions import Selection
 from models import KVCache, attach, generate
 from tests.reference import some_tokens, variant
 

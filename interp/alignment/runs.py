@@ -11,10 +11,10 @@ from torch.nn.functional import cross_entropy
 from hooks import Point
 from hooks.errors import unknown_name
 from hooks.pieces import real_columns
+from hooks.positions import Selection
 from hooks.transfer import to_device
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.pairs import Direction, Pairs
-from interp.inputs.positions import Selection
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import at_least_float32, last_real
 from interp.measuring import evaluate, last_of

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.names import layers
-from interp.inputs.positions import Index, Selection
+from hooks.positions import Index, Selection
 from interp.inputs.texts import Text, Texts, batches, text_of
 from interp.inputs.wording import named_spans
 from interp.protocol import runner_of

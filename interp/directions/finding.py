@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, EditError
 from hooks._torch import without_gradients
+from hooks.positions import Index
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, Moments, leace
 from interp.directions.examples import examples, points_of
 from interp.edits.edit import Edit
 from interp.edits.places import Place
-from interp.inputs.positions import Index
 from interp.inputs.texts import Texts
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from hooks import ActivationCache
 from hooks._torch import without_gradients
+from hooks.positions import Index
 from interp import pictures
 from interp.directions.direction import Direction
 from interp.directions.examples import examples, points_of
-from interp.inputs.positions import Index
 from interp.inputs.texts import Texts
 from interp.results.result import Result
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from hooks._torch import without_gradients
+from hooks.positions import Index
 from interp import edits, pictures
 from interp.directions.direction import Direction
 from interp.edits import Edit
-from interp.inputs.positions import Index
 from interp.inputs.texts import Texts, text_for
 from interp.inputs.wording import named_spans
 from interp.measuring import Metric

@@ -19,6 +19,7 @@ tensor([[[1., 1.],
          [1., 1.]]])
 """
 
+from hooks.positions import all_but
 from interp.edits.edit import Edit
 from interp.edits.kinds import (
     add,
@@ -32,7 +33,6 @@ from interp.edits.kinds import (
     scale,
     zero,
 )
-from interp.inputs.positions import all_but
 
 __all__ = [
     "Edit",

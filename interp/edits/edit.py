@@ -4,7 +4,6 @@ import difflib
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,12 +12,11 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.errors import unknown_name
-from hooks.pieces import real_columns
+from hooks.pieces import piece_read, real_columns
 from hooks.point import POSITION_AXES
+from hooks.positions import TEXT_AXES, Index, Rows, Selection
 from hooks.transfer import to_device
-from interp.edits.places import TEXT_AXES, Place, Where, axes_of, first_column, locate
-from interp.inputs.positions import Index, Selection
-from interp.inputs.texts import text_of
+from interp.edits.places import Place, Where, axes_of, first_column, locate
 
 
 @runtime_checkable
@@ -64,11 +62,31 @@ class Source:
                 f"values must be a tensor, a cache or a direction; got {self.values!r} (torch.tensor makes one number a tensor)"
             )
 
-    @cached_property
+    @property
     def mask(self) -> Tensor | None:
         """A mask of the real columns of a cached run, [batch, pos], on the CPU; None if all are, or nobody knows."""
-        text = text_of(self.values) if isinstance(self.values, ActivationCache) else None
-        return None if text is None or text.mask is None else text.mask.bool().cpu()
+        mask = self.values.real() if isinstance(self.values, ActivationCache) else None
+        return None if mask is None else mask.cpu()
+
+    def real(self, batch: int, n_pos: int, point: Point) -> Rows | None:
+        """The real columns among `n_pos` of a source with its own columns, for a batch; None if all are.
+
+        Raises:
+            EditError: if places count from the end of a tensor beside padding, as it has no mask.
+        """
+        if self.columns is None:
+            return None
+        if not isinstance(self.values, ActivationCache):
+            if self.columns.counts_back and piece_read().columns is not None:
+                raise EditError(
+                    f"source_pos must not count from the end of a tensor beside padding, as its padding is not known; "
+                    f"got {self.columns!r} at {point} (a cache knows its own)"
+                )
+            return None
+        mask = self.mask
+        fits = mask is not None and mask.shape[1] == n_pos and len(mask) in (1, batch)
+        rows = real_columns(mask) if mask is not None and fits else None
+        return rows and [*rows] * (batch // len(rows))
 
     def at(self, point: Point, sizes: Mapping[str, int], left: list[str]) -> tuple[Tensor, Axes]:
         """The value for a point, and its axes.
@@ -193,9 +211,7 @@ class Edit:
                 n for n, axis in zip(value.shape, source_axes, strict=True) if axis in POSITION_AXES
             ]
             columns, n_columns = self.source.columns, max(n_source, default=1)
-            mask = None if columns is None else self.source.mask
-            fits = mask is not None and mask.shape == (activation.shape[0], n_columns)
-            real = real_columns(mask) if mask is not None and fits else None
+            real = self.source.real(activation.shape[0], n_columns, point)
         place = locate(activation, point, self.where, columns, n_columns, real)
         if place is None:
             return activation

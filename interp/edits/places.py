@@ -11,14 +11,11 @@ from torch import Tensor
 from hooks import EditError, Point, SelectionError, start_of_piece
 from hooks.pieces import piece_read
 from hooks.point import require_axes
+from hooks.positions import TEXT_AXES, Rows, Selection, broadcast
 from hooks.transfer import to_device
-from interp.inputs.positions import Rows, Selection
 
 Where = Mapping[str, Selection]
 """The selection along each axis."""
-
-# These count columns of the text. `key` also covers cached positions.
-TEXT_AXES = ("pos", "query", "key")
 
 
 def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
@@ -169,7 +166,9 @@ def locate(
         box[at] = slice(inside[0], inside[-1] + 1)
         firsts[at] += inside[0]
         if len(chosen) > 1 or source is not None or len(inside) < inside[-1] + 1 - inside[0]:
-            columns = _broadcast([row[box[at]] for row in chosen], at, batch, len(axes))
+            columns = broadcast(
+                torch.tensor([row[box[at]] for row in chosen]), at, batch, len(axes)
+            )
             taken = taken if source is None else columns.clamp(min=0)
             mask = columns >= 0 if mask is None else mask & (columns >= 0)
     return Place(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
@@ -194,17 +193,6 @@ def _sizes(
         return list(held)
     end = start + held[along]
     return [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
-
-
-def _broadcast(rows: list[list[int]], at: int, batch: int, ndim: int) -> Shaped[Tensor, "..."]:
-    """Columns along one axis, and those of each example along the batch, with `ndim` axes."""
-    columns = torch.tensor(rows)
-    shape = [1] * ndim
-    shape[at] = columns.shape[1]
-    if len(rows) > 1:
-        shape[batch] = len(rows)
-    # Where the batch comes after the positions, so do the rows of its columns.
-    return (columns.T if len(rows) > 1 and batch > at else columns).reshape(shape)
 
 
 def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner
 from hooks.pieces import real_columns
+from hooks.positions import Index, Selection
 from hooks.transfer import to_device
 from interp.graph.graph import Graph
-from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import mask_of
 from interp.inputs.token_positions import at_least_float32, like
 from interp.linear.norms import LinearPart, is_identity, linear_part

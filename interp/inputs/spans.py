@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hooks.pieces import real_columns
-from interp.inputs.positions import Index, Selection
+from hooks.positions import Index, Selection
 
 Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""

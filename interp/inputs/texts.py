@@ -133,10 +133,11 @@ def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = Non
 
 
 def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
-    """The mask of a cache's run, True at real tokens; None without padding, or if values [batch, pos] have another shape."""
-    text = text_of(cache)
-    fits = text is not None and text.mask is not None and text.mask.shape == tuple(shape)
-    return None if text is None or not fits else text.mask
+    """The mask of a cache's values, True at real tokens; None without padding, or if values [batch, pos] have another shape."""
+    mask = cache.real()
+    if mask is None and (text := text_of(cache)) is not None:
+        mask = text.mask  # of a model that does not say which columns are padding
+    return mask if mask is not None and mask.shape == tuple(shape) else None
 
 
 def nan_at_padding(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
+from hooks.positions import Index, Selection
 from hooks.transfer import stacked
-from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import at_least_float32, like, real_of
 from interp.protocol import of

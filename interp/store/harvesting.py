@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from hooks import CacheError, Selector
 from hooks._torch import without_gradients
-from interp.inputs.positions import Index
+from hooks.positions import Index
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, Piece, count, each
 from interp.store.engines import Model, loaded, on_ray

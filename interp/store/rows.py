@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from hooks import HookedRunner, HookError, Selector, storage
 from hooks.names import resolve
 from hooks.parts import parts_of
+from hooks.positions import Index, Selection
 from hooks.session import edits_in_force
 from hooks.transfer import to_device
-from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import padded
 from interp.inputs.token_positions import at_least_float32
 from interp.protocol import of, runner_of

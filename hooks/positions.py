@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from hooks import SelectionError
-from hooks.pieces import real_columns
+from hooks.errors import SelectionError
+from hooks.pieces import Mask, real_columns
 from hooks.point import is_mask, places, plain_index
+from hooks.transfer import to_device
+
+TEXT_AXES = ("pos", "query", "key")
+"""The axes that count columns of the text. `key` also covers cached positions."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,40 @@ class Selection:
             raise SelectionError(f"{what} must be some of {size} places; got nothing")
         return rows
 
+    def is_plain(self, real: Mask | None) -> bool:
+        """Whether these are the same columns of each text, whatever its padding: a subscript of PyTorch selects them."""
+        if isinstance(self.index, AllBut) or self.parts is self.index:
+            return False
+        if real is None or real_columns(real) is None:
+            return True
+        return isinstance(self.index, slice) and not self.counts_back
+
+    @property
+    def counts_back(self) -> bool:
+        """Whether it counts places from the end."""
+        if isinstance(self.index, slice):
+            listed = [end for end in (self.index.start, self.index.stop) if end is not None]
+        else:
+            parts = [part.places if isinstance(part, AllBut) else part for part in self.parts]
+            listed = [n for part in parts for n in (part if isinstance(part, list) else [part])]
+        return any(place < 0 for place in listed)
+
+    def columns(
+        self, size: int, what: str, batch: int | None = None, real: Mask | None = None
+    ) -> Int[Tensor, "_batch n"]:
+        """The places of `rows`, of which each example must have as many. One row stands for all.
+
+        Raises:
+            SelectionError: as for `rows`, or if examples have other numbers of places.
+        """
+        rows = self.rows(size, what, batch, None if real is None else real_columns(real))
+        lengths = sorted({len(row) for row in rows})
+        if len(lengths) > 1:
+            raise SelectionError(
+                f"{what} must be as many in each text; {self!r} selects {lengths[0]} to {lengths[-1]}"
+            )
+        return torch.tensor(rows, dtype=torch.int64)
+
     def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
         """A mask of the places in texts whose real tokens are True in `real`. For errors see `rows`."""
         rows = self.rows(real.shape[1], what, len(real), real_columns(real))
@@ -194,3 +232,36 @@ def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
         end if end is None or end >= 0 else real[end] if end >= -len(real) else 0 for end in ends
     )
     return [n for n in range(size)[slice(start, stop, part.step)] if n in real]
+
+
+def taken(
+    value: Shaped[Tensor, "..."], columns: Int[Tensor, "_batch n"], at: int, batch: int | None
+) -> Shaped[Tensor, "..."]:
+    """The part of a value at some columns of one axis, which may be others in each example: a new tensor.
+
+    Args:
+        value: the value.
+        columns: a row for all examples, or one for each.
+        at, batch: the number of the axis, and that of the axis of examples.
+
+    Raises:
+        SelectionError: if the value has no axis of examples, and they have other columns.
+    """
+    columns = to_device(columns, value.device)
+    if len(columns) == 1:
+        return value.index_select(at, columns[0])
+    if batch is None:
+        raise SelectionError("positions of each text's own need an axis batch; this value has none")
+    return torch.take_along_dim(value, broadcast(columns, at, batch, value.ndim), at)
+
+
+def broadcast(
+    columns: Int[Tensor, "_batch n"], at: int, batch: int, ndim: int
+) -> Int[Tensor, "..."]:
+    """Columns along one axis, and those of each example along the batch, with `ndim` axes."""
+    shape = [1] * ndim
+    shape[at] = columns.shape[1]
+    if len(columns) > 1:
+        shape[batch] = len(columns)
+    # Where the batch comes after the positions, so do the rows of its columns.
+    return (columns.T if len(columns) > 1 and batch > at else columns).reshape(shape)
