@@ -1,9 +1,11 @@
 """Pieces of texts: the columns that a run reads, and the padding among them, for generation and sweeps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from typing import Any
 
+import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
@@ -50,6 +52,48 @@ def real_columns(mask: Mask) -> list[list[int]] | None:
         return None
     rows = [[n for n, real in enumerate(row) if real] for row in mask.tolist()]
     return None if all(len(row) == mask.shape[1] for row in rows) else rows
+
+
+def encoded(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
+    """The tokens and the mask of each text in what a tokenizer gave: a mapping with `input_ids`, perhaps of one text.
+
+    Raises:
+        ValueError: if it is another mapping or a table, its mask does not fit, or it holds more that a model reads.
+
+    >>> encoded({"input_ids": [[3, 1], [4, 0]], "attention_mask": [[1, 1], [1, 0]]})
+    ([[3, 1], [4, 0]], [[True, True], [True, False]])
+    """
+    if not isinstance(texts, Mapping) or "input_ids" not in texts:
+        raise ValueError(
+            f"texts in a mapping or a table must have input_ids, as a tokenizer gives them; got a {type(texts).__name__} "
+            f"of {', '.join(map(str, texts))} (of a column of texts, give a list)"
+        )
+    rows = _listed(texts["input_ids"])
+    mask = (
+        _listed(texts["attention_mask"])
+        if "attention_mask" in texts
+        else [[1] * len(row) for row in rows]
+    )
+    if [*map(len, mask)] != [*map(len, rows)] or set().union(*mask) - {0, 1}:
+        raise ValueError(
+            "attention_mask must have a 1 or a 0 for each token of input_ids; got others"
+        )
+    for name in _READ_BESIDE & {*texts}:
+        if bool(torch.as_tensor(texts[name]).any()):
+            raise ValueError(
+                f"texts must be tokens and their mask alone; got {name} too (model(**texts) takes it, if the model does)"
+            )
+    return rows, [[bool(real) for real in row] for row in mask]
+
+
+# What some models read beside tokens and mask. If it is all zeros it changes nothing.
+_READ_BESIDE = {"token_type_ids", "position_ids", "inputs_embeds", "pixel_values", "input_features"}
+
+
+def _listed(rows: Any) -> list[list[int]]:
+    rows = rows.tolist() if hasattr(rows, "tolist") else rows
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    return rows if rows and isinstance(rows[0], Sequence) else [rows]
 
 
 _WHOLE = Piece()

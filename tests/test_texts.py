@@ -3,6 +3,8 @@
 import copy
 import pickle
 
+import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -112,6 +114,125 @@ def test_every_form_of_a_text_gives_the_same_tokens():
     assert left.texts == tuple(TEXTS)
     tensor = torch.tensor([[3, 4]])
     assert model.to_tokens(tensor).tokens is tensor
+
+
+def encodings():
+    """What a tokenizer gives for the same two texts: tensors padded on either side, arrays, lists without padding."""
+    from transformers import BatchEncoding
+
+    model = reading()
+    ids = [*map(model.encoded, TEXTS)]
+    yield {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+    for side in ("left", "right"):
+        tokens, mask = model.to_tokens(ids, side=side)
+        padded = {"input_ids": tokens, "attention_mask": mask.long()}
+        yield padded
+        yield BatchEncoding(padded | {"token_type_ids": torch.zeros_like(tokens)})
+        yield {name: value.numpy() for name, value in padded.items()}
+        yield BatchEncoding({name: value.tolist() for name, value in padded.items()})
+
+
+@pytest.mark.parametrize("n", range(9))
+def test_what_a_tokenizer_gives_is_read_by_its_keys(n):
+    from interp.inputs.texts import each_text
+    from interp.store.corpora import each
+    from models import generate, generate_text
+
+    model, encoding = reading(), [*encodings()][n]
+    runner, alone = HookedRunner(model), [model(text)[0, -1] for text in TEXTS]
+    batch = model.to_tokens(encoding)
+    real = batch.attention_mask
+    assert real.sum(1).tolist() == [3, 6]
+    for logits in (model(encoding), runner.run_with_cache(encoding)[0]):
+        last = [row[mask][-1] for row, mask in zip(logits, real, strict=True)]
+        torch.testing.assert_close(torch.stack(last), torch.stack(alone))
+    embed = runner.capture(encoding, names="embed").at(pos=-1)["embed"]
+    assert torch.equal(embed, model.W_E[[18, 20]])
+    assert generate(model, encoding, max_new_tokens=2) == generate(model, TEXTS, max_new_tokens=2)
+    written = generate_text(model, TEXTS, max_new_tokens=2, stop=())
+    assert generate_text(model, encoding, max_new_tokens=2, stop=()) == written
+    assert model.to_text(encoding) == TEXTS
+    ids = [[3, 16, 18], [3, 17, 18, 19, 15, 20]]
+    assert [*map(list, each_text(encoding))] == [*map(list, each(encoding))] == ids
+    pairs = Pairs(encoding, encoding, torch.tensor([4, 5])).read_by(model)
+    assert len(Pairs(encoding, encoding)) == 2
+    assert torch.equal(pairs.attention_mask, real)
+
+
+def test_one_encoded_text_and_a_row_of_a_table_are_texts():
+    from interp.store.corpora import each
+    from models import generate_text
+
+    model = reading()
+    one = {"input_ids": [3, 16, 18], "attention_mask": [1, 1, 1]}
+    for text in (
+        one,
+        {"input_ids": np.array([3, 16, 18])},
+        {"input_ids": torch.tensor([[3, 16, 18]])},
+    ):
+        assert torch.equal(model(text), model("the cat sat"))
+        assert model.to_tokens(text).attention_mask is None
+    assert model.to_text(one) == "the cat sat"
+    assert generate_text(model, one, max_new_tokens=1, stop=()).startswith("the cat sat")
+    rows = [{"input_ids": [0, 3, 16], "attention_mask": [0, 1, 1]}, {"input_ids": [3], "label": 2}]
+    assert [*each(rows)] == [[3, 16], [3]]
+    assert [*each(rows, "input_ids")] == [[3, 16], [3]]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("texts", "match"),
+    [
+        ({"text": TEXTS}, "must have input_ids.*got a dict of text"),
+        (pandas.DataFrame({"text": TEXTS}), "got a DataFrame of text"),
+        (pandas.DataFrame({"input_ids": IDS}), "got a DataFrame of input_ids"),
+        ([{"input_ids": [3, 4]}], "string or a list.*got"),
+        ({"input_ids": [[3, 4]], "attention_mask": [[1]]}, "a 1 or a 0 for each token"),
+        ({"input_ids": [3, 4], "attention_mask": [1, 2]}, "a 1 or a 0 for each token"),
+        ({"input_ids": [[3, 4]], "token_type_ids": [[0, 1]]}, "got token_type_ids too"),
+        ({"input_ids": [[3, 4]], "position_ids": torch.tensor([[1, 2]])}, "position_ids too"),
+    ],
+)
+def test_other_mappings_and_tables_are_refused(texts, match):
+    from models import generate, generate_text
+
+    model = reading()
+    for read in (
+        model,
+        model.to_tokens,
+        HookedRunner(model).run_with_cache,
+        lambda texts: HookedRunner(model).capture(texts, names="embed"),
+        lambda texts: generate(model, texts, max_new_tokens=1),
+        lambda texts: generate_text(model, texts, max_new_tokens=1),
+        lambda texts: interp.max_activating(model, texts, "embed"),
+        lambda texts: Pairs(texts, texts, torch.tensor([4])).read_by(model),
+    ):
+        with pytest.raises(ValueError, match=match):
+            read(texts)
+
+
+def test_an_attached_model_reads_all_that_a_tokenizer_gives():
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=23, hidden_size=8, num_hidden_layers=2, intermediate_size=11)
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(**sizes, num_attention_heads=2)
+    ).eval()
+    encoding = transformers.BatchEncoding(
+        {
+            "input_ids": torch.tensor([[3, 4, 6, 0], [5, 7, 3, 8]]),
+            "token_type_ids": torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        }
+    )
+    wanted = model(**encoding).logits
+    with attach(model):
+        torch.testing.assert_close(model(encoding).logits, wanted)
+        output, cache = HookedRunner(model).run_with_cache(encoding)
+        torch.testing.assert_close(output.logits, wanted)
+        assert cache.real().sum(1).tolist() == [3, 4]
 
 
 def test_tokens_become_text_again():
@@ -555,6 +676,7 @@ def test_a_mask_by_query_reaches_every_analysis(site):
     assert (scores.values - interp.edge_attribution(model, causal).values).abs().max() > 1e-3
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_tokenizer_given_to_a_generation_says_where_it_goes():
     from models import generate_text, load
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from hooks.pieces import encoded
 from hooks.transfer import to_device
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
@@ -24,7 +25,7 @@ class Tokenized(Protocol):
 
 Texts = str | Iterable[Any] | Int[Tensor, " pos"] | Int[Tensor, "batch pos"] | Tokenized
 """One text, a string, a list of tokens or a tensor [pos]; or several, a list of these, a tensor [batch, pos], or what
-`model.to_tokens` gives. Strings need a model with a tokenizer."""
+`model.to_tokens` or a tokenizer of `transformers` gives. Strings need a model with a tokenizer."""
 
 
 class Text(NamedTuple):
@@ -149,7 +150,11 @@ def nan_at_padding(
 
 def each_text(texts: Texts) -> Iterator[Any]:
     """Each of some texts, without padding: strings, and lists or tensors of tokens."""
-    if isinstance(texts, Tokenized):
+    # First of all, because what a tokenizer of transformers gives has a method `tokens`.
+    if isinstance(texts, Mapping) or hasattr(texts, "columns"):  # a table
+        rows, real = encoded(texts)
+        yield from ([*itertools.compress(*pair)] for pair in zip(rows, real, strict=True))
+    elif isinstance(texts, Tokenized):
         yield from Text(texts.tokens, texts.attention_mask).listed()
     elif isinstance(texts, str) or (isinstance(texts, Tensor) and texts.ndim == 1):
         yield texts
@@ -177,6 +182,11 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
     >>> text.tokens.tolist(), text.mask.int().tolist()
     ([[3, 1, 4], [1, 5, 0]], [[1, 1, 1], [1, 1, 0]])
     """
+    for number, text in zip(numbers, texts, strict=True):
+        if isinstance(text, Mapping):
+            raise ValueError(
+                f"a text must be a string or a list of tokens; got a {type(text).__name__} as text {number}"
+            )
     rows = [
         text_for(model, text).tokens[0] if isinstance(text, str) else torch.as_tensor(text)
         for text in texts

@@ -51,12 +51,19 @@ def count(corpus: Corpus) -> int | None:
     is_one = getattr(corpus, "ndim", 2) == 1 or (
         isinstance(corpus, list) and isinstance(corpus[0], int)
     )
-    if isinstance(corpus, (str, Tokenized)) or not isinstance(corpus, Sized):
+    if isinstance(corpus, (str, Tokenized, Mapping)) or not isinstance(corpus, Sized):
         return None
     return 1 if is_one else len(corpus)
 
 
 def _of_row(row: Mapping[str, Any], column: str | None) -> Any:
+    if (
+        column in (None, "input_ids")
+        and "text" not in row
+        and {"input_ids", "attention_mask"} <= {*row}
+    ):
+        (text,) = each_text(row)  # without its padding
+        return text
     names = COLUMNS if column is None else (column,)
     for name in names:
         if name in row:

@@ -76,8 +76,8 @@ class AttachedLanguage(ReadsText):
         self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model, cap)
         self.blocks = nn.ModuleList(call.module for call in chain)
         self._model, self.layouts = model, layouts
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = model.can_generate() and "position_ids" in parameters
+        self._parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = model.can_generate() and "position_ids" in self._parameters
         if unembed is not None:
             self.unembed = unembed
 
@@ -91,6 +91,10 @@ class AttachedLanguage(ReadsText):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The arguments of `forward` with tokens, mask and positions in place of texts."""
         texts = args[0] if args else kwargs.get("input_ids")
+        if isinstance(texts, Mapping) and "attention_mask" not in kwargs:
+            others = {*self._parameters} - {"input_ids", "attention_mask"}
+            kwargs |= {name: texts[name] for name in texts if name in others}
+            texts = {name: texts[name] for name in texts if name not in others}
         if texts is None or is_tokens(texts):
             return args, kwargs
         cache = next((kwargs[name] for name in CACHES if name in kwargs), None)

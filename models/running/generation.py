@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import index
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -22,11 +22,10 @@ from hooks.transfer import to_device, trusted
 from models.checks import check_tokens, check_whole, require
 from models.running.kvcache import KVCache
 from models.running.sampling import Sampling, row_generator
-from models.text.texts import Texts
+from models.text.texts import Texts, is_columns, is_one_text
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
-Text = TypeVar("Text", str, list[str])
 IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
 
@@ -105,8 +104,8 @@ def generate(
 
 
 def generate_text(
-    model: Transformer, prompts: Text, *, max_new_tokens: int, **options: Unpack[Options]
-) -> Text:
+    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[Options]
+) -> Any:
     """Returns a text with its continuation, or a list of texts with theirs.
 
     The model also reads the tokens with which its tokenizer begins a text; they are not in the result.
@@ -115,7 +114,7 @@ def generate_text(
 
     Args:
         model: in evaluation mode, with a `tokenizer`.
-        prompts: a text, or a list of texts.
+        prompts: a text, or a batch of texts, in any form; see `Transformer.to_tokens`.
         max_new_tokens: how many tokens to add at most.
         options: see `stream`.
 
@@ -131,14 +130,19 @@ def generate_text(
         raise TypeError(
             "generate_text takes texts; a tokenizer is assigned: model.tokenizer = tokenizer"
         )
-    several = [prompts] if isinstance(prompts, str) else prompts
     tokenizer: Tokenizer = model.require_tokenizer()
     ends: set[int] = set()
     if options.get("stop") is None:
         known_ends = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
         # A tokenizer may be that of a larger model, with tokens that this one lacks.
         options["stop"] = ends = {token for token in known_ends if token < model.config.vocab_size}
-    read = [model.encoded(text, closed=False) for text in several]
+    is_one = is_one_text(prompts)
+    several: list[Any] = [prompts] if is_one else [*prompts]
+    if all(isinstance(text, str) for text in several) and not is_columns(prompts):
+        read = [model.encoded(text, closed=False) for text in several]
+    else:
+        read = _as_lists(model, prompts, options.pop("attention_mask", None))
+        several = [tokenizer.decode(row) for row in read]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
     # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
     # the prompt as it was given.
@@ -147,7 +151,7 @@ def generate_text(
         + tokenizer.decode(row[: -1 if row[-1] in ends else None])[len(tokenizer.decode(old)) :]
         for text, old, row in zip(several, read, rows, strict=True)
     ]
-    return texts[0] if isinstance(prompts, str) else texts
+    return texts[0] if is_one else texts
 
 
 def stream(

@@ -1,6 +1,6 @@
 """Texts in, texts out: what a model that has a tokenizer reads, and how its tokens are shown."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from hooks.pieces import encoded
 from models.checks import check_choice
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
@@ -47,15 +48,22 @@ Texts = (
     | Sequence[Tensor]
     | Int[Tensor, " pos"]
     | Int[Tensor, "batch pos"]
+    | Mapping[str, Any]
     | TokenBatch
 )
 """Texts in every form: a string, a list of tokens, or a tensor [pos] is one text; a list of these, a tensor
-[batch, pos], or what `to_tokens` gave is a batch."""
+[batch, pos], or what `to_tokens` gave is a batch. What a tokenizer of `transformers` gave, a mapping with `input_ids` and
+`attention_mask`, is the texts in it."""
 
 
 def is_tokens(texts: object) -> bool:
     """Whether texts are a tensor [batch, pos] already."""
     return isinstance(texts, Tensor) and texts.ndim == 2
+
+
+def is_columns(texts: object) -> bool:
+    """Whether texts are a mapping, such as a tokenizer gives, or a table: both hold columns by name."""
+    return isinstance(texts, Mapping) or hasattr(texts, "columns")
 
 
 class ReadsText:
@@ -126,8 +134,14 @@ class ReadsText:
             return texts
         if isinstance(texts, Tensor) and texts.ndim == 2:
             return TokenBatch(texts)
+        if is_columns(texts):
+            rows, real = encoded(texts)
+            tokens, padding = self.to_tokens(rows, side=side)
+            masked = self.to_tokens([[*map(int, row)] for row in real], side=side).tokens.bool()
+            is_whole = padding is None and all(map(all, real))
+            return TokenBatch(tokens, None if is_whole else masked)
         check_choice("side", side, ("left", "right"))
-        several = [texts] if _is_one_text(texts) else [*texts]
+        several = [texts] if is_one_text(texts) else [*texts]
         rows = [
             self.encoded(text, bos) if isinstance(text, str) else _integers(text)
             for text in several
@@ -188,7 +202,7 @@ class ReadsText:
                 for pair in zip(rows, real, strict=True)
             ]
         written = [self.require_tokenizer().decode(row) for row in rows]
-        return written[0] if _is_one_text(listed) else written
+        return written[0] if is_one_text(listed) else written
 
     def to_pieces(self, tokens: Any) -> Any:
         """The text of each token, for display: a string, or lists of them in the shape of the tokens.
@@ -252,8 +266,10 @@ def read(
     return batch.tokens, batch.attention_mask
 
 
-def _is_one_text(texts: Any) -> bool:
+def is_one_text(texts: Any) -> bool:
     """Whether texts are one text, not a batch."""
+    if isinstance(texts, Mapping):
+        texts = texts.get("input_ids", ())
     if isinstance(texts, str | Tensor):
         return isinstance(texts, str) or texts.ndim == 1
     if isinstance(texts, TokenBatch):
