@@ -98,9 +98,14 @@ class Options:
         object.__setattr__(self, "placement", placement)
 
     @classmethod
+    def names(cls) -> set[str]:
+        """The names of all options."""
+        return {field.name for field in dataclasses.fields(cls) if field.init}
+
+    @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
         """Splits keyword arguments into options and the model's own arguments."""
-        names = {field.name for field in dataclasses.fields(cls) if field.init}
+        names = cls.names()
         chosen = {name: value for name, value in kwargs.items() if name in names}
         return cls(**chosen), {name: kwargs[name] for name in kwargs if name not in names}
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +16,7 @@ from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
-from hooks.foreign import ARGUMENTS, SaysOurs
+from hooks.foreign import SaysOurs
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.origin import Origin, bound, prepared, signature_of
@@ -26,6 +26,7 @@ from hooks.point import HookPoint, Point, point_at
 from hooks.processes import mesh_of
 from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force, owners
+from hooks.words import Words
 
 
 class Points(dict[str, Point]):
@@ -119,7 +120,7 @@ class HookedRunner(SaysOurs):
                 modules that did not run exactly once or gave no tensor, unless nothing is left;
                 `cache.skipped` says which and why.
         """
-        options, kwargs = self._options(kwargs)
+        options, kwargs = self._options(kwargs, self.run_with_cache, run)
         if run is None:
             args, kwargs = prepared(self.model, args, kwargs)
         if run is not None and (lazy or options.grads or options.positions is not None):
@@ -142,7 +143,7 @@ class HookedRunner(SaysOurs):
             ValueError: if options contradict each other, or `grads=True`.
             NeverFiredError: if the forward pass ends without reaching a point; see `run_with_cache`.
         """
-        options, kwargs = self._options(kwargs)
+        options, kwargs = self._options(kwargs, self.capture)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
         args, kwargs = prepared(self.model, args, kwargs)
@@ -168,7 +169,7 @@ class HookedRunner(SaysOurs):
             EditError: if a function changes the shape, dtype or device of its value.
             NeverFiredError: if the forward pass did not reach an edited point.
         """
-        self._refuse_foreign(kwargs)
+        self._refuse_unknown(kwargs, self.run_with_hooks)
         with self.hooks(hooks, backward=backward):
             return self.model(*args, **kwargs)
 
@@ -257,7 +258,7 @@ class HookedRunner(SaysOurs):
         Raises:
             HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
-        options, kwargs = self._options(kwargs)
+        options, kwargs = self._options(kwargs, self.plan)
         args, kwargs = prepared(self.model, args, kwargs)
         points, optional = self._choose(names, mode, lazy)
 
@@ -285,15 +286,38 @@ class HookedRunner(SaysOurs):
         """A hash of the model's configuration; caches carry it."""
         return storage.config_hash(self.model)
 
-    def _options(self, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        self._refuse_foreign(kwargs)
-        return Options.taken_from(kwargs)
+    @functools.cached_property
+    def _words(self) -> Words:
+        return Words(self.model.forward)
 
-    def _refuse_foreign(self, kwargs: dict[str, Any]) -> None:
-        """Names our word for an argument that another library has and the model does not take."""
-        parameters = self._signature.parameters if self._signature else {}
-        for name in kwargs.keys() & ARGUMENTS.keys() - parameters:
-            raise TypeError(f"{name}= is another library's word: here it is {ARGUMENTS[name]}")
+    def _options(
+        self,
+        kwargs: dict[str, Any],
+        call: Callable[..., Any],
+        run: Callable[..., Any] | None = None,
+    ) -> tuple[Options, dict[str, Any]]:
+        """The options among the keywords of a call of ours, and the rest, which the model or `run` must know."""
+        options, others = Options.taken_from(kwargs)
+        self._refuse_unknown(others, call, run, Options.names())
+        return options, others
+
+    def _refuse_unknown(
+        self,
+        kwargs: dict[str, Any],
+        call: Callable[..., Any],
+        run: Callable[..., Any] | None = None,
+        options: Collection[str] = (),
+    ) -> None:
+        """Refuses keywords that neither a call of ours nor the model knows.
+
+        Raises:
+            TypeError: naming the first, with close matches.
+        """
+        words = self._words if run is None else Words(run)
+        if unknown := [name for name in kwargs if name not in words.known]:
+            what = type(self.model).__name__ if run is None else "run="
+            ours = {*Words(call).known, *options} - {"self", "args", "kwargs"}
+            words.require(unknown, ours, f"{call.__name__} of a {what}")
 
     def _choose(
         self, names: Selector | None, mode: Mode | str | None, lazy: bool = False

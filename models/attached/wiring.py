@@ -22,6 +22,7 @@ from hooks.pieces import Piece, reading
 from hooks.point import tensors_in, with_first_tensor
 from hooks.processes import Shards
 from hooks.session import Wire, is_listened_to
+from hooks.words import Words
 from models.attached.norms import Norm
 
 # Dataclasses, because a copy of the model must have hooks that know the copy's points.
@@ -188,8 +189,9 @@ class Forward:
     def __init__(self, model: nn.Module) -> None:
         self.replaced = vars(model).get("forward")
         self._inner = model.forward
-        self.__signature__ = inspect.signature(model.forward)
-        names = [*self.__signature__.parameters, "attention_mask"]
+        self.__wrapped__ = model.forward  # its signature is this one's
+        self._words, self._model = Words(self), type(model).__name__
+        names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
         self.embedded: Output | None = None
@@ -201,6 +203,7 @@ class Forward:
 
         Raises:
             HookError: if a module that a point listens to was replaced, as adapters do.
+            TypeError: if the model's forward does not know an argument.
         """
         for parent, name, module in self.places:
             if getattr(parent, name, None) is not module:
@@ -210,6 +213,7 @@ class Forward:
                 )
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
+        self._words.require(kwargs, (), f"the {self._model}")
         if self.prepare is not None:
             args, kwargs = self.prepare(*args, **kwargs)
         embeddings = kwargs.get("inputs_embeds")

@@ -1,0 +1,120 @@
+"""Words: a keyword that nothing reads is refused with close matches, on any model, also through wrappers."""
+
+import functools
+import typing
+
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookedRunner, HookPoint
+from hooks.words import Words
+
+
+class Kwargs(typing.TypedDict, total=False):
+    scale: float
+    shift: float
+
+
+def with_word(forward):
+    """A decorator that reads `mirrored` itself."""
+
+    @functools.wraps(forward)
+    def run(self, *args, **kwargs):
+        value = forward(self, *args, **{k: v for k, v in kwargs.items() if k != "mirrored"})
+        return value.flip(0) if kwargs.get("mirrored") else value
+
+    return run
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.point = HookPoint("batch pos")
+
+
+class Closed(Scaled):
+    def forward(self, x, *, weight=1.0):
+        return self.point(x) * weight
+
+
+class Typed(Scaled):
+    @with_word
+    def forward(self, x, *, weight=1.0, **kwargs: typing.Unpack[Kwargs]):
+        return self.point(x) * weight * kwargs.get("scale", 1.0)
+
+
+class Open(Scaled):
+    def forward(self, x, *, weight=1.0, **kwargs):
+        return self.point(x) * weight * kwargs.get("factor", 1.0)
+
+
+X = torch.arange(6.0).view(3, 2)
+MISSPELT = {
+    "run_with_cache": "name mod lasy position dtypes devise grad detatch runs",
+    "run_with_hooks": "hook backwards names positions mode",
+    "capture": "name detatch position lazy",
+    "plan": "name modes hooks",
+}
+
+
+@pytest.mark.parametrize("kind", [Closed, Typed, Open])
+@pytest.mark.parametrize("call", MISSPELT)
+def test_misspelt_words_are_refused(kind, call):
+    runner = HookedRunner(kind().eval())
+    right = {"names": "point"} if call == "capture" else {}
+    for word in MISSPELT[call].split():
+        with pytest.raises(
+            TypeError, match=f"{call} of a {kind.__name__} takes no argument {word}="
+        ):
+            getattr(runner, call)(X, **right, **{word: 1})
+    with pytest.raises(TypeError, match="close matches: weight"):
+        Words(Typed().forward).require(["weigth"], (), "the model")
+    with pytest.raises(TypeError, match=r"another library's word: here it is names="):
+        getattr(runner, call)(X, **right, names_filter="point")
+
+
+def test_close_matches_are_words_of_the_call():
+    runner = HookedRunner(Closed().eval())
+    for word, match in (("name", "names"), ("positon", "positions"), ("wieght", "weight")):
+        with pytest.raises(TypeError, match=f"close matches: {match}$"):
+            runner.run_with_cache(X, **{word: 1})
+
+
+def test_words_that_something_reads_are_passed_on():
+    typed, free = Typed().eval(), Open().eval()
+    assert torch.equal(HookedRunner(typed).run_with_hooks(X, weight=2.0, scale=3.0), X * 6)
+    output, _ = HookedRunner(typed).run_with_cache(X, mirrored=True)
+    assert torch.equal(output, X.flip(0))
+    with pytest.raises(TypeError, match="factor="):
+        HookedRunner(typed).run_with_hooks(X, factor=5.0)
+    assert torch.equal(HookedRunner(free).run_with_hooks(X, factor=5.0), X * 5)
+    output, _ = HookedRunner(free).run_with_cache(X, run=lambda x, gain: free(x) * gain, gain=7.0)
+    assert torch.equal(output, X * 7)
+    with pytest.raises(TypeError, match="run= takes no argument gian=; close matches: gain"):
+        HookedRunner(free).run_with_cache(X, run=lambda x, gain: free(x), gian=7.0)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:.past_key_values")  # of peft
+@pytest.mark.parametrize("adapter", [None, "lora", "prefix"])
+def test_misspelt_words_through_the_wrappers_of_adapters(adapter):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    peft = pytest.importorskip("peft", reason="needs peft")
+    from models import attach
+
+    sizes = dict(vocab_size=23, hidden_size=8, num_hidden_layers=2, intermediate_size=11)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    if adapter == "lora":
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM")).eval()
+    elif adapter == "prefix":
+        chosen = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        model = peft.get_peft_model(model, chosen).eval()
+    tokens = torch.tensor([[3, 5, 7]])
+    with attach(model):
+        runner = HookedRunner(model)
+        for word in ("hook", "prepend_bos", "positon_ids"):
+            for run in (model, runner.run_with_hooks, runner.run_with_cache):
+                with pytest.raises(TypeError, match=f"{word}="):
+                    run(tokens, **{word: 1})
+        runner.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), return_dict=True)
