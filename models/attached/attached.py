@@ -16,13 +16,13 @@ from hooks.session import Session, Wire
 from models.attached.attention import AttentionPoints, register
 from models.attached.checked import POINTS, problem_of
 from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
+from models.attached.forward import Forward
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Call, Probe, Watching, probed, tokens_for
 from models.attached.sums import agree, is_close, is_same
 from models.attached.traced import TracedPoints, restore_forwards
-from models.attached.wiring import Forward
 from models.checks import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
@@ -60,7 +60,7 @@ class Attached(ReadsText):
             self._put_points(probe, chain, layouts)
             language = AttachedLanguage(model, probe, chain, layouts)
             vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
-            self._forward.prepare = language.prepare_inputs
+            self._forward.prepare = language.with_positions
             self._join_shards()
             self._check_traced(probe)
             self._check_streams(layouts)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks.point import mapped, tensors_in
+from models.attached.forward import is_cache
 from models.attached.past import Past, layer_of
-from models.attached.wiring import is_cache
 
 # The arguments whose meaning is known, with their axis over queries.
 AXES = {"attention_mask": 2, "position_ids": 1, "position_embeddings": 1, "cache_position": 0}

@@ -4,26 +4,33 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from hooks._torch import FakeTensor, without_gradients
 from hooks.point import inside, tensors_in
+from hooks.scoped import Scoped
 from hooks.session import Session, hooks_disabled, is_listened_to
 from models.attached.configs import text_config
 from models.attached.context import CACHES, AttachedContext, context_of
 from models.attached.layout import BlockLayout
-from models.attached.probe import Call, Probe
-from models.attached.sums import factors_of, is_close, is_same
+from models.attached.probe import Call, Probe, tokens_for
+from models.attached.sums import agree, factors_of, is_close, is_same
 from models.attached.view import PlainView
 from models.checkpoints.huggingface import FAMILIES, from_memory
+from models.checks import mode
 from models.text.texts import ReadsText, is_tokens, read
 from models.transformer import Transformer
 from models.weights import BlockWeights
 
 Unembed = Callable[[Float[Tensor, "batch pos d_model"]], Float[Tensor, "batch pos vocab"]]
+
+# Whether a run is one that finds out how the model counts positions.
+_alone = Scoped("alone", False)
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
@@ -76,33 +83,98 @@ class AttachedLanguage(ReadsText):
         self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model, cap)
         self.blocks = nn.ModuleList(call.module for call in chain)
         self._model, self.layouts = model, layouts
-        self._parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = model.can_generate() and "position_ids" in self._parameters
+        # An adapter's wrapper hands its arguments on to this one.
+        self._runs = getattr(model, "get_base_model", lambda: model)()
+        self._parameters = inspect.signature(self._runs.forward).parameters
         if unembed is not None:
             self.unembed = unembed
 
     def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
-        """Positions for texts with padding before a token: a decoder that takes them counts columns without them."""
-        late = mask[:, 1:].bool() & ~mask[:, :-1].bool()
-        if not (self._takes_positions and bool(late.any())):
+        """Positions for texts with padding before a token, for a model that takes them: columns without padding.
+
+        Raises:
+            ValueError: if the model takes none, and counts padding.
+        """
+        if mask.is_meta or isinstance(mask, FakeTensor):
             return {}
-        return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
+        late = mask[:, 1:].bool() & ~mask[:, :-1].bool()
+        if not bool(late.any()):
+            return {}
+        if (first := self._first_position) is not None:
+            return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0) + first}
+        if self._counts_padding:
+            raise ValueError(
+                f"texts must be padded on the right for a {type(self._model).__name__}, which takes no positions and "
+                "counts padding; got padding before a token"
+            )
+        return {}
+
+    @cached_property
+    def _first_position(self) -> int | None:
+        """The position that the model gives the first token by itself; None if it takes no positions, or counts otherwise."""
+        if "position_ids" not in self._parameters:
+            return None
+        tokens, pad = tokens_for(self._model), getattr(self._model.config, "pad_token_id", None)
+        columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        alone = self._logits_alone(tokens)
+        for first in (0, pad + 1 if isinstance(pad, int) else 2):
+            if agree(self._logits_alone(tokens, position_ids=columns + first), alone, 1e-3):
+                return first
+        return None
+
+    @cached_property
+    def _counts_padding(self) -> bool:
+        """Whether a column of padding before a text changes its logits."""
+        tokens = tokens_for(self._model)
+        mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)
+        padded = self._logits_alone(tokens, attention_mask=mask)[:, 1:]
+        return not agree(padded, self._logits_alone(tokens[:, 1:]), 1e-3)
+
+    @without_gradients
+    def _logits_alone(self, tokens: Tensor, **arguments: Any) -> Tensor:
+        """Logits of a run that nobody sees, and that gets no positions but these."""
+        with mode(self._model, training=False), _alone.set(True):
+            output = hooks_disabled(self._runs, input_ids=tokens, use_cache=False, **arguments)
+        return next(tensors_in(output))
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens, mask and positions in place of texts."""
-        texts = args[0] if args else kwargs.get("input_ids")
-        if isinstance(texts, Mapping) and "attention_mask" not in kwargs:
+        """The arguments of `forward` with tokens and mask in place of texts."""
+        named = self._named(args, kwargs)
+        texts = named.get("input_ids")
+        if isinstance(texts, Mapping) and "attention_mask" not in named:
             others = {*self._parameters} - {"input_ids", "attention_mask"}
             kwargs |= {name: texts[name] for name in texts if name in others}
             texts = {name: texts[name] for name in texts if name not in others}
         if texts is None or is_tokens(texts):
             return args, kwargs
-        cache = next((kwargs[name] for name in CACHES if name in kwargs), None)
-        beside = kwargs.get("attention_mask"), cache
-        tokens, mask = read(self, texts, *beside)
+        cache = next((named[name] for name in CACHES if name in named), None)
+        tokens, mask = read(self, texts, named.get("attention_mask"), cache)
         if mask is not None:
-            kwargs = {**kwargs, "attention_mask": mask, **self.positions_of(mask)}
+            kwargs = {**kwargs, "attention_mask": mask}
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "input_ids": tokens})
+
+    def with_positions(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of `forward` with tokens, mask and positions; with a cache, those of the new tokens.
+
+        Positions that the caller gives stay.
+
+        Raises:
+            ValueError: as for `to_tokens` and `positions_of`.
+        """
+        args, kwargs = self.prepare_inputs(*args, **kwargs)
+        named = self._named(args, kwargs)
+        new = next(tensors_in([named.get(name) for name in ("input_ids", "inputs_embeds")]), None)
+        mask = named.get("attention_mask")
+        is_padded = (
+            isinstance(mask, Tensor) and mask.ndim == 2 and named.get("position_ids") is None
+        )
+        if mask is None or not is_padded or new is None or _alone.get():
+            return args, kwargs
+        positions = self.positions_of(mask)
+        return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
+
+    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._parameters, args, strict=False)) | kwargs
 
     def _text_device(self) -> torch.device | None:
         device = next(self._model.parameters()).device

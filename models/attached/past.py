@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hooks import HookError, HookPoint, start_of_piece
 from hooks._torch import memory_of
 from hooks.session import Wire, is_listened_to
-from models.attached.wiring import fire, is_cache
+from models.attached.forward import is_cache
+from models.attached.wiring import fire
 from models.running.context import joined
 
 # Values may be narrower than keys, and there may be copies of the rows.
@@ -69,9 +70,9 @@ def past_of(cache: Any, layer: int | None) -> Past | None:
     """
     if not is_cache(cache):
         raise HookError(f"lazy=True needs plain arguments; got a {type(cache).__name__}")
-    if not start_of_piece():
-        return None
     held = layer_of(cache, layer)
+    if held is not None and not held.get_seq_length():
+        return None
     if type(held).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
         got = type(cache if held is None else held).__name__
         raise HookError(f"lazy=True needs a DynamicCache of keys and values; got a {got}")

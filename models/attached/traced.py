@@ -21,9 +21,10 @@ from hooks.point import tensors_in
 from hooks.session import is_listened_to
 from models.attached.attention import AttentionPoints
 from models.attached.checked import slope_of
+from models.attached.forward import Forward
 from models.attached.past import first_new, layer_of, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
-from models.attached.wiring import Forward, fire
+from models.attached.wiring import fire
 
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 OPERANDS = ("batch1", "batch2", "mat2", "other", "tensor2")

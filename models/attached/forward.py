@@ -1,0 +1,178 @@
+"""The forward of an attached model: it makes tokens of texts, and says which piece of which texts a run reads.
+
+A run goes on from another if it is given what that one left. Where its piece starts, so that edits count positions from
+the start of the text, is known by the first of these that is there:
+
+1. a mask of more columns than there are new tokens;
+2. a cache of keys, which says how many positions it has seen;
+3. any other object, or list of tensors, that an earlier run was given or gave: the state of a model without keys.
+
+Virtual tokens, which an adapter puts before every text (prefix tuning), do not count.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hooks import HookError, start_of_piece
+from hooks._torch import memory_of
+from hooks.pieces import Piece, reading
+from hooks.point import tensors_in
+from hooks.words import Words
+from models.attached.wiring import Output, texts_read
+
+
+class Forward:
+    """A model's forward that tells points which piece of which texts they see.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        replaced: the forward that somebody else had put on the model, if any.
+        embedded: the hook of `embed`, for a run that is given embeddings instead of tokens.
+        places: the modules that points listen to, each with its parent and its name there.
+        prepare: makes tokens of texts among the arguments.
+        virtual: how many virtual tokens come before each text; None before the first run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.replaced = vars(model).get("forward")
+        self._inner = model.forward
+        self.__wrapped__ = model.forward  # its signature is this one's
+        self._words, self._model = Words(self), type(model).__name__
+        names = [*inspect.signature(self).parameters, "attention_mask"]
+        self._mask = names.index("attention_mask")
+        self._words.known.add(
+            "attention_mask"
+        )  # generation gives it to all, and it says what is padding
+        self.places: list[tuple[nn.Module, str, nn.Module]] = []
+        self.embedded: Output | None = None
+        self.prepare: Callable[..., tuple[Any, Any]] | None = None
+        self.virtual: int | None = None
+        self._left: tuple[int, ...] | None = None
+        # How many columns the runs have read that left a state, by the state.
+        self._ends: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._end_of_list: tuple[list[int], int] = ([], 0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model's own forward.
+
+        Raises:
+            HookError: if a module that a point listens to was replaced, as adapters do.
+            TypeError: if the model's forward does not know an argument.
+        """
+        for parent, name, module in self.places:
+            if getattr(parent, name, None) is not module:
+                raise HookError(
+                    f"the model's modules must be those that were there at attach; {name!r} of a "
+                    f"{type(parent).__name__} is another: attach after adapters are added"
+                )
+        if torch.compiler.is_compiling():
+            return self._inner(*args, **kwargs)
+        self._words.require(kwargs, (), f"the {self._model}")
+        if self.prepare is not None:
+            args, kwargs = self.prepare(*args, **kwargs)
+        embeddings = kwargs.get("inputs_embeds")
+        if self.embedded is not None and embeddings is not None:
+            new = self.embedded(self.embedded.point, (), embeddings)
+            kwargs["inputs_embeds"] = embeddings if new is None else new
+        named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
+        texts = next(tensors_in((args, named)), torch.empty(0, 0)).shape[:2]
+        token = texts_read.set(texts)
+        cache = next(filter(is_cache, (*args, *kwargs.values())), None)
+        moved = cache is not None and self._left not in (None, _mark(cache)) and bool(_held(cache))
+        try:
+            mask = kwargs.get(
+                "attention_mask", args[self._mask] if len(args) > self._mask else None
+            )
+            real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            start = self._start(texts[1], real, [*args, *kwargs.values()])
+            if self.virtual is None:
+                self.virtual = start or 0
+            if self.virtual and start is not None:
+                start, real = (
+                    start - self.virtual,
+                    None if real is None else real[:, self.virtual :],
+                )
+            # A model that is told to cache may make the cache itself, for the first piece of a text.
+            if start is None:
+                start = 0 if kwargs.get("use_cache") else start_of_piece()
+            with reading(Piece(start, real, moved)):
+                output = self._inner(*args, **kwargs)
+            self._left = None if cache is None else _mark(cache)
+            self._note_end([*args, *kwargs.values(), *_fields(output)], (start or 0) + texts[1])
+            return output
+        finally:
+            texts_read.reset(token)
+
+    def _start(self, n_pos: int, real: Tensor | None, given: list[Any]) -> int | None:
+        """The first column of the piece, virtual tokens included; None if the run goes on from no other."""
+        if real is not None and real.shape[1] > n_pos:
+            return real.shape[1] - n_pos
+        for state in _states(given):
+            if is_cache(state) and (held := _held(state)):
+                return held
+            if isinstance(state, list | tuple):
+                memory, end = self._end_of_list
+                if memory and memory == [*map(memory_of, tensors_in(state))]:
+                    return end
+            elif state in self._ends and not _is_fresh(state):
+                return self._ends[state] + (self.virtual or 0)
+            if is_cache(state):
+                return 0
+        return None
+
+    def _note_end(self, values: list[Any], end: int) -> None:
+        for state in _states(values):
+            if isinstance(state, list | tuple):
+                self._end_of_list = [*map(memory_of, tensors_in(state))], end
+            elif not _held(state):
+                self._ends[state] = end
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values of `transformers`."""
+    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
+
+
+def _states(values: list[Any]) -> Iterator[Any]:
+    """What a run may leave to another: objects, and lists of tensors that are in no other field of an output."""
+    for value in values:
+        is_object = hasattr(value, "__weakref__") and not isinstance(value, Tensor | Mapping)
+        is_list = isinstance(value, list) and all(isinstance(part, Tensor) for part in value)
+        if is_object or (is_list and value):
+            yield value
+
+
+def _fields(output: Any) -> list[Any]:
+    return (
+        [*output.values()]
+        if isinstance(output, Mapping)
+        else [*output]
+        if isinstance(output, tuple)
+        else []
+    )
+
+
+def _mark(cache: Any) -> tuple[int, ...]:
+    """The memory of a cache's keys. It is another after its rows were chosen anew, as in a beam search."""
+    keys = (getattr(layer, "keys", None) for layer in getattr(cache, "layers", ()))
+    return id(cache), *(memory_of(key) for key in keys if isinstance(key, Tensor))
+
+
+def _held(cache: Any) -> int:
+    """The number of positions that a cache has seen. Layers that keep no keys, as linear attention, do not count."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "get_seq_length")]
+    return max((int(layer.get_seq_length()) for layer in layers), default=0)
+
+
+def _is_fresh(state: Any) -> bool:
+    """Whether a state was reset: all its layers say that they have none before."""
+    before = [getattr(layer, "has_previous_state", None) for layer in getattr(state, "layers", ())]
+    known = [any(each.values()) if isinstance(each, dict) else each for each in before]
+    return bool(known) and not any(known)
