@@ -30,8 +30,6 @@ ARGUMENTS = {
     "past_kv_cache": "kv_cache=",
     "reset_hooks_end": "nothing: hooks end with the call",
     "return_cache_object": "nothing: dict(cache) is a plain dict",
-    "input_ids": "tokens, the first argument; that may also be all that a tokenizer gave",
-    "input": "tokens, the first argument",
 }
 """Arguments of TransformerLens, and what does the same here."""
 

@@ -288,7 +288,7 @@ class HookedRunner(SaysOurs):
 
     @functools.cached_property
     def _words(self) -> Words:
-        return Words(self.model.forward)
+        return Words(self.model.forward, *(part.forward for part in self.model.children()))
 
     def _options(
         self,

@@ -1,6 +1,7 @@
 """Words: which keywords a model takes, so that a misspelt one is an error and not lost in `**kwargs`.
 
 1. A function knows the names of its parameters. If its `**kwargs` are typed (`Unpack[...]`), it knows those of the type.
+   A model hands `**kwargs` on to its parts, so it knows theirs.
 2. A decorator may take out words of its own first. They stand in its code or in its closure.
 3. Any other word is refused. Where `**kwargs` have no type it may be the model's own, so only what is close to one of ours is.
 """
@@ -25,6 +26,7 @@ class Words:
 
     Args:
         function: the function.
+        parts: functions that its `**kwargs` are handed on to.
 
     Attributes:
         known: the keywords.
@@ -36,7 +38,7 @@ class Words:
     TypeError: the model takes no argument scales=; close matches: scale
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *parts: Callable[..., Any]) -> None:
         self.known: set[str] = set()
         self.is_open = True
         try:
@@ -52,7 +54,8 @@ class Words:
         for kind in typed:
             self.known |= kind.__optional_keys__ | kind.__required_keys__
         if rest is not None:
-            self.known |= _read_by_decorators(function)
+            inner = (Words(part).known for part in parts)
+            self.known = self.known.union(_read_by_decorators(function), *inner)
 
     def require(self, given: Iterable[str], options: Collection[str], what: str) -> None:
         """Refuses a keyword that is none.
@@ -74,6 +77,8 @@ class Words:
                 continue
             close = _close(name, {*options, *self.known} or OURS)
             hint = f"; close matches: {', '.join(close)}" if close else ""
+            if not close and not self.is_open and len(self.known) < 12:
+                hint = f"; it takes {', '.join(sorted(self.known))}"
             raise TypeError(f"{what} takes no argument {name}={hint}")
 
 

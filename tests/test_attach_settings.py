@@ -549,6 +549,8 @@ def test_settings_in_drawn_pairs(chosen):
     if chosen["positions"] == "given":
         inputs["position_ids"] = torch.arange(5)[None].repeat(3, 1) + 2
     real = inputs.get("attention_mask", torch.ones_like(TOKENS)).bool()
+    # Without padding, as attached models count them.
+    counted = dict(position_ids=(real.cumsum(1) - 1).clamp(min=0)) if not real[:, 0].all() else {}
 
     def cache():
         kind = chosen["cache"]
@@ -563,7 +565,7 @@ def test_settings_in_drawn_pairs(chosen):
         handles = [blocks[2].register_forward_hook(lambda m, a, out: kept.append(first(out)))]
         if edit:
             handles.append(blocks[0].register_forward_hook(lambda m, a, out: edit(first(out))))
-        logits = plain(**inputs, **cache()).logits
+        logits = plain(**counted | inputs, **cache()).logits
         for handle in handles:
             handle.remove()
         return logits, kept[0]
@@ -576,7 +578,7 @@ def test_settings_in_drawn_pairs(chosen):
         edited, _ = raw(zero)
         with attach(model):
             runner, zeroed = HookedRunner(model), {"blocks.0.resid_post": lambda s, point: zero(s)}
-            assert_same(model(**inputs, **cache()).logits, logits)
+            assert_same(model(**counted | inputs, **cache()).logits, logits)
             output, kept = runner.run_with_cache(**inputs, **cache(), names="blocks.2.resid_post")
             assert_same(output.logits, logits)
             assert_same(kept["resid_post", 2], value)
@@ -589,4 +591,4 @@ def test_settings_in_drawn_pairs(chosen):
             allowed = 16 * eps * float(logits[real].abs().max())
             if logits.isfinite().all():  # padded float64 rows are NaN in those kernels
                 torch.testing.assert_close(every, logits[real], rtol=0, atol=allowed)
-        assert_same(model(**inputs, **cache()).logits, logits)
+        assert_same(model(**counted | inputs, **cache()).logits, logits)

@@ -13,7 +13,6 @@ Virtual tokens, which an adapter puts before every text (prefix tuning), do not 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,8 @@ class Forward:
         self.replaced = vars(model).get("forward")
         self._inner = model.forward
         self.__wrapped__ = model.forward  # its signature is this one's
-        self._words, self._model = Words(self), type(model).__name__
+        parts = (part.forward for part in model.children())
+        self._words, self._model = Words(self, *parts), type(model).__name__
         names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
         self._words.known.add(
@@ -55,8 +55,7 @@ class Forward:
         self.prepare: Callable[..., tuple[Any, Any]] | None = None
         self.virtual: int | None = None
         self._left: tuple[int, ...] | None = None
-        # How many columns the runs have read that left a state, by the state.
-        self._ends: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # The memory of a list of tensors that the last run left, and how many columns it has read.
         self._end_of_list: tuple[list[int], int] = ([], 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +104,7 @@ class Forward:
             with reading(Piece(start, real, moved)):
                 output = self._inner(*args, **kwargs)
             self._left = None if cache is None else _mark(cache)
-            self._note_end([*args, *kwargs.values(), *_fields(output)], (start or 0) + texts[1])
+            self._note_end([cache, *_fields(output)], (start or 0) + texts[1])
             return output
         finally:
             texts_read.reset(token)
@@ -121,8 +120,8 @@ class Forward:
                 memory, end = self._end_of_list
                 if memory and memory == [*map(memory_of, tensors_in(state))]:
                     return end
-            elif state in self._ends and not _is_fresh(state):
-                return self._ends[state] + (self.virtual or 0)
+            elif _END in vars(state) and not _is_fresh(state):
+                return int(vars(state)[_END]) + (self.virtual or 0)
             if is_cache(state):
                 return 0
         return None
@@ -132,7 +131,11 @@ class Forward:
             if isinstance(state, list | tuple):
                 self._end_of_list = [*map(memory_of, tensors_in(state))], end
             elif not _held(state):
-                self._ends[state] = end
+                vars(state)[_END] = end  # so that a copy of it knows it too
+
+
+# The attribute of a state that says how many columns have been read.
+_END = "_columns_read"
 
 
 def is_cache(value: Any) -> bool:
@@ -143,7 +146,7 @@ def is_cache(value: Any) -> bool:
 def _states(values: list[Any]) -> Iterator[Any]:
     """What a run may leave to another: objects, and lists of tensors that are in no other field of an output."""
     for value in values:
-        is_object = hasattr(value, "__weakref__") and not isinstance(value, Tensor | Mapping)
+        is_object = hasattr(value, "__dict__") and not isinstance(value, Tensor | Mapping)
         is_list = isinstance(value, list) and all(isinstance(part, Tensor) for part in value)
         if is_object or (is_list and value):
             yield value

@@ -85,7 +85,7 @@ class AttachedLanguage(ReadsText):
         self._model, self.layouts = model, layouts
         # An adapter's wrapper hands its arguments on to this one.
         self._runs = getattr(model, "get_base_model", lambda: model)()
-        self._parameters = inspect.signature(self._runs.forward).parameters
+        self._parameters = [*inspect.signature(self._runs.forward).parameters]
         if unembed is not None:
             self.unembed = unembed
 

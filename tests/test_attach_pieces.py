@@ -1,0 +1,161 @@
+"""Pieces of texts that attached models read: positions beside padding, states without keys, virtual tokens."""
+
+import copy
+
+import pytest
+import torch
+
+from hooks import HookedRunner, start_of_piece
+from interp import edits
+from models import attach
+from tests import attachable
+from tests.attachable import CACHE, made
+
+transformers = attachable.transformers
+ROWS = [[3, 5, 7, 2, 9], [4, 6], [8, 3, 5]]
+# As decoders they take no positions, and count columns.
+WITHOUT_POSITIONS = {"bart", "blenderbot", "marian", "mbart", "plbart"}
+
+
+def padded(rows, width):
+    tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return tokens, mask
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", attachable.MODELS)
+@torch.no_grad()
+def test_left_padding_changes_no_number_of_any_architecture(name):
+    model = made(name)
+    alone = [model(torch.tensor([row]), use_cache=False).logits[0] for row in ROWS]
+    tokens, mask = padded(ROWS, 6)
+    with attach(model):
+        if name in WITHOUT_POSITIONS:
+            with pytest.raises(ValueError, match="must be padded on the right"):
+                model(tokens, attention_mask=mask, use_cache=False)
+            right = mask.flip(1)
+            model(tokens, attention_mask=right, use_cache=False)
+            return
+        forms = [dict(attention_mask=mask), dict(attention_mask=mask.bool())]
+        for form in forms:
+            logits = model(tokens, **form, use_cache=False).logits
+            for n, row in enumerate(ROWS):
+                allowed = 2e-5 * float(alone[n].abs().max())
+                torch.testing.assert_close(logits[n, -len(row) :], alone[n], rtol=0, atol=allowed)
+        assert torch.equal(
+            HookedRunner(model).run_with_hooks(tokens, **form, use_cache=False).logits, logits
+        )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "stablelm", "roberta"])
+@torch.no_grad()
+def test_positions_beside_padding_by_the_callers_way(name):
+    model = made(name)
+    tokens, mask = padded(ROWS, 6)
+    counted = (mask.cumsum(1) - 1).clamp(min=0) + (name == "roberta")
+    wanted = model(tokens, attention_mask=mask, position_ids=counted).logits
+    others = model(tokens, attention_mask=mask, position_ids=counted + 2).logits
+    with attach(model):
+        assert torch.equal(
+            model(tokens, attention_mask=mask, position_ids=counted + 2).logits, others
+        )
+        embeddings = model.get_input_embeddings()(tokens)
+        if name != "roberta":  # it adds its own to embeddings
+            found = model(inputs_embeds=embeddings, attention_mask=mask).logits
+            torch.testing.assert_close(found, wanted)
+        # With a cache, the positions of the new tokens.
+        first = model(tokens[:, :4], attention_mask=mask[:, :4], use_cache=True)
+        second = model(tokens[:, 4:], attention_mask=mask, **{CACHE: first[CACHE]})
+        found = torch.cat([first.logits, second.logits], 1)
+        torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()])
+
+
+STATES = {
+    "mamba": dict(state_size=5, time_step_rank=3),
+    "mamba2": dict(state_size=5, num_heads=4, head_dim=12, n_groups=1, expand=2),
+    "falcon_mamba": dict(state_size=5, time_step_rank=3),
+    "rwkv": dict(attention_hidden_size=24),
+    "recurrent_gemma": dict(lru_width=24, attention_window_size=4, num_hidden_layers=3),
+}
+
+
+@pytest.fixture(params=STATES)
+def stateful(request, monkeypatch):
+    """A model that keeps a state in place of keys, attached."""
+    monkeypatch.setitem(attachable.MODELS, request.param, STATES[request.param])
+    model = made(request.param)
+    with attach(model):
+        yield model
+
+
+@pytest.mark.filterwarnings("ignore")  # of slow paths
+@torch.no_grad()
+def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(stateful):
+    model, runner = stateful, HookedRunner(stateful)
+    prompt = torch.tensor([ROWS[0]])
+    new = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    plain = model.generate(prompt, **new)
+    seen = []
+    with runner.hooks({"blocks.0.resid_post": lambda v, point: seen.append(start_of_piece())}):
+        model.generate(prompt, **new)
+    assert seen == [0, 5, 6, 7]
+    # What an edit at one later column does to that column's logits, against a run of the whole text.
+    vector = torch.full((24,), 3.0)
+    for pos in (2, 6):
+        hooks = {"blocks.1.resid_post": edits.add(vector, pos=pos)}
+        with runner.hooks(hooks):
+            written = model.generate(prompt, **new)
+            whole = model(written[:, :-1], use_cache=False).logits
+        assert torch.equal(whole[0, 4:].argmax(-1), written[0, 5:])
+        assert torch.equal(written[:, : pos + 1], plain[:, : pos + 1])
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_states_of_several_texts_are_told_apart():
+    attachable_sizes = attachable.SIZES | STATES["mamba"]
+    torch.manual_seed(0)
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**attachable_sizes)).eval()
+    with attach(model):
+        starts = []
+        runner = HookedRunner(model)
+        with runner.hooks({"blocks.0.resid_post": lambda v, p: starts.append(start_of_piece())}):
+            one = model(torch.tensor([ROWS[0]]), use_cache=True)[CACHE]
+            two = model(torch.tensor([ROWS[1]]), use_cache=True)[CACHE]
+            copied = copy.deepcopy(one)
+            for cache in (one, two, one, copied):
+                model(torch.tensor([[7]]), **{CACHE: cache}, use_cache=True)
+            one.reset()
+            model(torch.tensor([ROWS[2]]), **{CACHE: one}, use_cache=True)
+        assert starts == [0, 0, 5, 2, 6, 5, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:.*past_key_values")  # of peft
+@torch.no_grad()
+def test_virtual_tokens_of_prefix_tuning_are_no_positions():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = made("llama")
+    chosen = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(model, chosen).eval()
+    tokens, mask = padded(ROWS[:2], 5)
+    with attach(model):
+        runner = HookedRunner(model)
+        for given in ({}, dict(attention_mask=mask)):
+            name, vector = "blocks.0.resid_post", torch.full((24,), 3.0)
+            _, cache = runner.run_with_cache(tokens, **given)
+            assert cache[name].shape[1] == 5
+            with runner.hooks({name: edits.add(vector, pos=4)}, receipts=True):
+                _, edited = runner.run_with_cache(tokens, **given)
+            wanted = cache[name].clone()
+            wanted[:, 4] += vector
+            torch.testing.assert_close(edited[name], wanted)
+            last = cache.at(pos=-2)[name]
+            torch.testing.assert_close(last, cache[name][:, 3])
+            _, lazy = runner.run_with_cache(tokens, **given, lazy=True)
+            for point in ("blocks.1.attn.pattern", "blocks.1.resid_post"):
+                torch.testing.assert_close(lazy[point], cache[point])
+        with runner.hooks({name: lambda v, p: seen.append(start_of_piece())}):
+            seen = []
+            model.generate(input_ids=tokens, max_new_tokens=3, do_sample=False)
+        assert seen == [0, 5, 6]
