@@ -195,7 +195,7 @@ PROBE = """
 const errors = [];
 addEventListener("error", event => errors.push(event.message));
 addEventListener("securitypolicyviolation", event => errors.push(event.violatedDirective));
-addEventListener("load", () => {
+addEventListener("message", () => {
   const find = text => document.querySelector(text), all = text => [...document.querySelectorAll(text)];
   const links = () => all(".side .link").map(node => node.innerText.replace("\\n", " "));
   const press = key => find(".traced svg").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
