@@ -40,10 +40,11 @@ function tell(x, y, title, rows = []) {
 const hush = () => { tip.hidden = true; };
 addEventListener("keydown", event => { if (event.key === "Escape") hush(); });
 
-// Colours are declared once, in the style sheet: from paper at 0 towards `more` above and `less` below.
+// Colours are declared once, in the first two rules of the style sheet: from paper at 0 towards `more` above and `less` below.
+const [light, dark] = document.getElementById("style").sheet.cssRules, isDark = matchMedia(dark.conditionText);
 let colours;
 function readColours() {
-  const style = getComputedStyle(document.documentElement);
+  const { style } = isDark.matches ? dark.cssRules[0] : light;
   colours = Object.fromEntries(["paper", "more", "less", "unknown"].map(name =>
     [name, style.getPropertyValue(`--${name}`).trim().split(" ").map(Number)]));
 }
@@ -375,8 +376,10 @@ function attribution(part, box) {
   const [inputs, outputs] = [1, 0].map(end => nodes.map(() => []).map((_, n) => range(links.length).filter(i => links[i][end] === n).sort((i, j) => Math.abs(weights[j]) - Math.abs(weights[i]))));
   const order = range(nodes.length).sort((i, j) => (nodes[i].influence ?? 0) - (nodes[j].influence ?? 0));
   const slider = Object.assign(make("input"), { type: "range", min: 1, max: nodes.length, value: nodes.length }), line = make("label", "legend", "nodes, the most influential first "), shown = make("output");
-  const frame = make("div", "box"), side = make("section", "side"), below = make("div", "box"), tools = make("p", "legend"), state = make("textarea"), all = make("div", "traced");
+  const frame = make("div", "box right"), side = make("section", "side"), below = make("div", "box"), tools = make("p", "legend"), state = make("textarea"), all = make("div", "traced");
   const pin = make("button", "swap"), name = Object.assign(make("input"), { placeholder: "name of a group" }), group = make("button", "swap", "group the pinned nodes");
+  // Later tokens act on no node, so the last column drawn has the logits.
+  const tokens = part.tokens.slice(0, 1 + Math.max(...nodes.map(node => node.pos)));
   let chosen = part.start, place = {}, drawn = [];
   slider.setAttribute("aria-label", "number of nodes");
   name.setAttribute("aria-label", "name of a group");
@@ -426,7 +429,7 @@ function attribution(part, box) {
       wide[pos] = Math.max(wide[pos] ?? 40, 14 * Math.min(across, cell.length) + 12);
       high[layer] = Math.max(high[layer] ?? 34, 14 * Math.ceil(cell.length / across) + 20);
     }
-    const left = part.tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 64;
+    const left = tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 64;
     let y = 10;
     const tops = {};
     for (const layer of [...levels].reverse()) { tops[layer] = y; y += high[layer]; }
@@ -441,7 +444,7 @@ function attribution(part, box) {
       const [under, named] = [tops[layer] + high[layer], layer < 0 ? "embed" : layer === part.layers ? "logits" : `layer ${layer}`];
       plot.append(shape("path", { d: `M0 ${under}H${width}`, class: "rule" }), ...[4, width - 52].map(x => shape("text", { x, y: under - 10 }, named)));
     }
-    part.tokens.forEach((token, pos) => plot.append(shape("text", { x: left[pos] + 6, y: y + 18 }, short(token, 6))));
+    tokens.forEach((token, pos) => plot.append(shape("text", { x: left[pos] + 6, y: y + 18 }, short(token, 6))));
     const near = [...inputs[chosen], ...outputs[chosen]].filter(i => links[i].every(n => place[n])).slice(0, 150), most = Math.max(...near.map(i => Math.abs(weights[i])), 1e-30);
     for (const i of near) {
       const [[x1, y1], [x2, y2]] = links[i].map(n => place[n]);
@@ -511,11 +514,6 @@ function attribution(part, box) {
     subgraph();
   };
   slider.oninput = draw;
-  let wide = 0;
-  new ResizeObserver(([{ contentRect: { width } }]) => {
-    if (width !== wide) frame.scrollTo({ left: place[chosen][0] - width / 2 });
-    wide = width;
-  }).observe(frame);
   return { redraw };
 }
 
@@ -530,4 +528,4 @@ function drawAll() {
   for (const part of parts) part.redraw();
 }
 drawAll();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+isDark.addEventListener("change", drawAll);
