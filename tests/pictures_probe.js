@@ -25,9 +25,9 @@ addEventListener("message", () => {
   const seen = { width: innerWidth, scroll: document.documentElement.scrollWidth };
   // The cell that the middle of each text is over, by the screen.
   const centre = ({ left, top, width, height }) => [left + width / 2, top + height / 2];
-  const places = n => {
+  const places = (n, texts = ".cells span") => {
     const { left, top, width, height } = map(n).getBoundingClientRect();
-    return [...part(n).querySelectorAll(".cells span")].map(span => {
+    return [...part(n).querySelectorAll(texts)].map(span => {
       const [x, y] = centre(span.getBoundingClientRect());
       return [(y - top) / height * map(n).height - .5, (x - left) / width * map(n).width - .5, span.textContent];
     });
@@ -57,6 +57,7 @@ addEventListener("message", () => {
   seen.tokens = [...part(1).querySelectorAll("span")].map(node => node.textContent).filter(text => text);
   seen.value = point(part(1).querySelectorAll(".text span")[1], .5, .5);
   seen.lens = point(map(2), 8.5 / 9, .5 / 5);
+  seen.cursor = places(2, ".cursor");
   seen.heat = point(map(3), 1.5 / 3, 1.5 / 2);
   seen.bar = press(part(4).querySelector("svg"), "ArrowDown");
   seen.line = press(part(5).querySelector("svg"), "ArrowLeft");

@@ -153,6 +153,7 @@ def test_texts_stand_over_their_cells_in_a_frame_below_the_fold(seen, bundled, c
     for places, rows in zip(seen["places"], (words[::-1], means), strict=True):
         shown = {(round(row, 1), round(column, 1)): text for row, column, text in places}
         assert shown == {(r, c): text for r, row in enumerate(rows) for c, text in enumerate(row)}
+    assert seen["cursor"] == [[0, 8, ""]]
     assert seen["measured"] == []
 
 

@@ -249,7 +249,7 @@ function svg(size, about, name = "") {
   return plot;
 }
 const sized = (width, height) => ({ viewBox: `0 0 ${width} ${height}`, width, height });
-// Marks from 0 to 1000, as wide as the plot; its texts are not stretched.
+// Holds marks from 0 to 1000, stretched to the width of the plot. Texts stand outside of it.
 const stretched = (height, y = 0) => shape("svg", { viewBox: `0 0 1000 ${height}`, y, height, preserveAspectRatio: "none", class: "stretched" });
 
 function bars(part, box) {
