@@ -2,7 +2,7 @@
 const errors = [];
 addEventListener("error", event => errors.push(event.message));
 addEventListener("securitypolicyviolation", event => errors.push(`blocked ${event.violatedDirective}`));
-addEventListener("load", () => {
+addEventListener("message", () => {
   const seen = { settings: document.querySelector("details").open, maps: document.querySelectorAll(".map").length };
   const map = title => document.querySelector(`canvas[aria-label^="${title}"]`);
   const point = (node, x, y) => {

@@ -195,11 +195,13 @@ PROBE = """
 const errors = [];
 addEventListener("error", event => errors.push(event.message));
 addEventListener("securitypolicyviolation", event => errors.push(event.violatedDirective));
-addEventListener("load", () => {
+addEventListener("message", () => {
   const find = text => document.querySelector(text), all = text => [...document.querySelectorAll(text)];
   const links = () => all(".side .link").map(node => node.innerText.replace("\\n", " "));
   const press = key => find(".traced svg").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
   const seen = { title: find(".side h2").textContent, inputs: links(), spots: all(".spot").length, width: document.documentElement.scrollWidth };
+  const [outer, inner] = [".traced .box", ".chosen"].map(text => find(text).getBoundingClientRect());
+  seen.from = inner.left - outer.left;
   find(".side .link").click();
   seen.chosen = [find(".side h2").textContent, find(".side dl").innerText, all(".side .text").length];
   find(".swap").click();
@@ -240,6 +242,7 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert seen["errors"] == []
     assert seen["foreign"] == 0
     assert seen["width"] <= 400
+    assert 0 < seen["from"] < 350  # the node chosen first is in view
     assert seen["title"] == logit.label
     assert len(seen["inputs"]) == 1
     assert seen["inputs"][0].startswith(f"+100 {feature.id}")

@@ -40,10 +40,11 @@ function tell(x, y, title, rows = []) {
 const hush = () => { tip.hidden = true; };
 addEventListener("keydown", event => { if (event.key === "Escape") hush(); });
 
-// Colours are declared once, in the style sheet: from paper at 0 towards `more` above and `less` below.
+// Colours are declared once, in the first two rules of the style sheet: from paper at 0 towards `more` above and `less` below.
+const [light, dark] = document.getElementById("style").sheet.cssRules, isDark = matchMedia(dark.conditionText);
 let colours;
 function readColours() {
-  const style = getComputedStyle(document.documentElement);
+  const { style } = isDark.matches ? dark.cssRules[0] : light;
   colours = Object.fromEntries(["paper", "more", "less", "unknown"].map(name =>
     [name, style.getPropertyValue(`--${name}`).trim().split(" ").map(Number)]));
 }
@@ -104,19 +105,18 @@ function grid(part, box) {
   let facet = part.start ?? 0, swapped = false, here = [part.from_end ? n - 1 : 0, part.from_end ? m - 1 : 0];
   const at = (r, c, f = facet) => (f * n + (swapped ? c : r)) * m + (swapped ? r : c);
   const axes = () => swapped ? [part.columns, part.rows] : [part.rows, part.columns];
-  const buttons = make("div", part.across ? "facets across" : "facets"), title = make("p", "facet"), frame = make("div", "box"), strip = make("div", "text");
+  const buttons = make("div", part.across ? "facets across" : "facets"), title = make("p", "facet"), frame = make("div", `box ${part.from_end ? part.square ? "right bottom" : "right" : ""}`), strip = make("div", "text");
   if (part.across) buttons.style.gridTemplateColumns = `repeat(${part.across}, 56px)`;
   const swap = make("button", "swap", "swap queries and keys");
 
   function visit(row, column, x, y) {
     here = [row, column];
-    const [rows, columns] = axes(), map = frame.firstChild, [body, cursor] = [map.querySelector("canvas"), map.querySelector(".cursor")];
-    const wide = body.clientWidth / columns.labels.length, high = body.clientHeight / rows.labels.length, i = at(row, column);
+    const [rows, columns] = axes(), cursor = frame.querySelector(".cursor"), i = at(row, column);
     cursor.hidden = false;
-    cursor.style.cssText = `left: ${body.offsetLeft + column * wide}px; top: ${body.offsetTop + row * high}px; width: ${wide}px; height: ${high}px`;
+    cursor.style.gridArea = `${row + 1} / ${column + 1} / ${row + 2} / ${column + 2}`;
     drawStrip();
-    const spot = body.getBoundingClientRect();
-    tell(x ?? spot.left + (column + 1) * wide, y ?? spot.top + (row + 1) * high, `${told(values[i])} ${part.unit}`, [
+    const spot = cursor.getBoundingClientRect();
+    tell(x ?? spot.right, y ?? spot.bottom, `${told(values[i])} ${part.unit}`, [
       ...(facets > 1 ? [[part.facets[facet], ""]] : []), [named(rows, row), ""], [named(columns, column), ""],
       ...more.map(([name, numbers]) => [name, told(numbers[i])]), ...(part.tips?.[i] ?? [])]);
   }
@@ -131,25 +131,24 @@ function grid(part, box) {
     }));
     strip.setAttribute("aria-label", `text coloured by what ${named(rows, here[0])} has with each token`);
   }
-  function cellTexts(rows, columns, wide, high) {
-    const cells = make("div", "cells");
-    Object.assign(cells.style, { gridTemplateColumns: `repeat(${columns}, ${wide}px)`, gridTemplateRows: `repeat(${rows}, ${high}px)` });
-    for (const i of range(rows * columns)) {
+  function cellTexts(rows, columns) {
+    return range(rows * columns).map(i => {
       const [r, c] = [Math.floor(i / columns), i % columns], span = make("span", "", part.cells?.[at(r, c)] ?? told(Math.abs(values[at(r, c)]) < limit / 500 ? 0 : +values[at(r, c)].toPrecision(2)));
       span.style.color = onto(paint(values[at(r, c)], limit));
-      cells.append(span);
-    }
-    return cells;
+      return span;
+    });
   }
   function draw() {
     const [rows, columns] = axes(), [down, over] = [rows.labels.length, columns.labels.length];
     const written = part.cells || (part.written && over <= 24 && down <= 60), high = clamp(Math.floor(420 / down), written ? 24 : 10, 30);
     const wide = part.square ? high : clamp(Math.floor(900 / over), part.cells ? 44 : written ? 52 : 10, 64);
-    const map = make("div", "map"), cursor = make("div", "cursor"), body = bitmap(down, over, (r, c) => paint(values[at(r, c)], limit));
+    const map = make("div", "map"), cells = make("div", "cells"), cursor = make("div", "cursor"), body = bitmap(down, over, (r, c) => paint(values[at(r, c)], limit));
     Object.assign(body, { tabIndex: 0 });
     body.setAttribute("role", "application");
     body.setAttribute("aria-label", `${part.title || "table"}, ${rows.name} by ${columns.name}; arrow keys move from cell to cell`);
     body.style.cssText = `width: ${over * wide}px; height: ${down * high}px`;
+    cells.style.cssText = `grid-template: repeat(${down}, ${high}px) / repeat(${over}, ${wide}px)`;
+    cells.append(...(written ? cellTexts(down, over) : []), cursor);
     const spotOf = event => {
       const spot = body.getBoundingClientRect();
       return [clamp(Math.floor((event.clientY - spot.top) / high), 0, down - 1), clamp(Math.floor((event.clientX - spot.left) / wide), 0, over - 1)];
@@ -169,15 +168,8 @@ function grid(part, box) {
       cursor.scrollIntoView({ block: "nearest", inline: "nearest" });
     };
     cursor.hidden = true;
-    map.append(make("div", "corner", `${rows.name} \\ ${columns.name}`), edgeLabels(columns, "columns", wide, part.marked), edgeLabels(rows, "rows", high), body, cursor);
+    map.append(make("div", "corner", `${rows.name} \\ ${columns.name}`), edgeLabels(columns, "columns", wide, part.marked), edgeLabels(rows, "rows", high), body, cells);
     frame.replaceChildren(map);
-    if (written) {
-      const cells = cellTexts(down, over, wide, high);
-      cells.style.left = `${body.offsetLeft}px`;
-      cells.style.top = `${body.offsetTop}px`;
-      map.append(cells);
-    }
-    if (part.from_end) { frame.scrollLeft = frame.scrollWidth; frame.scrollTop = part.square ? frame.scrollHeight : 0; }
     title.textContent = facets > 1 ? part.facets[facet] : "";
     title.hidden = facets === 1;
     drawStrip();
@@ -235,46 +227,48 @@ function spots(container, nodes, tellOf) {
 }
 
 function text(part, box) {
-  const values = numbers(part.values), strip = make("div", "text");
+  const values = numbers(part.values), strip = make("div", "text bottom"), flow = strip.appendChild(make("div"));
   strip.setAttribute("role", "application");
   strip.setAttribute("aria-label", `${part.title || "text"}; arrow keys move from token to token`);
   box.append(...(part.title ? [legend(part)] : []), strip);
   const redraw = () => {
-    strip.replaceChildren(...part.tokens.map((token, i) => {
+    flow.replaceChildren(...part.tokens.map((token, i) => {
       const span = make("span", part.marked?.includes(i) ? "changed" : "", token), colour = Number.isNaN(values[i]) ? colours.paper : paint(values[i], part.limit);
       span.style.background = css(colour);
       span.style.color = onto(colour);
       return span;
     }));
-    spots(strip, [...strip.children], i => [`${told(values[i])} ${part.unit}`, [["token", part.tokens[i]], ["position", part.first + i], ...(part.tips?.[i] ?? [])]]);
-    strip.scrollTop = strip.scrollHeight;
+    spots(strip, [...flow.children], i => [`${told(values[i])} ${part.unit}`, [["token", part.tokens[i]], ["position", part.first + i], ...(part.tips?.[i] ?? [])]]);
   };
   return { redraw };
 }
 
-function svg(width, height, about) {
-  const plot = shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "plot", role: "application", "aria-label": `${about}; arrow keys move` });
+function svg(size, about, name = "") {
+  const plot = shape("svg", { ...size, class: `plot ${name}`, role: "application", "aria-label": `${about}; arrow keys move` });
   plot.tabIndex = 0;
   return plot;
 }
+const sized = (width, height) => ({ viewBox: `0 0 ${width} ${height}`, width, height });
+// Holds marks from 0 to 1000, stretched to the width of the plot. Texts stand outside of it.
+const stretched = (height, y = 0) => shape("svg", { viewBox: `0 0 1000 ${height}`, y, height, preserveAspectRatio: "none", class: "stretched" });
 
 function bars(part, box) {
   const [values, low, high] = [part.values, part.low, part.high].map(numbers), count = values.length;
   const redraw = () => {
     const seen = [...values, ...low, ...high].filter(Number.isFinite), [least, most] = [Math.min(0, ...seen), Math.max(0, ...seen)];
-    const width = Math.min(760, Math.max(320, innerWidth - 40)), left = 130, plot = svg(width, 20 * count + 24, part.title);
-    const x = value => left + (clamp(value, least, most) - least) / (most - least || 1) * (width - left - 12);
+    const plot = svg({ height: 20 * count + 24 }, part.title, "bars"), axis = stretched(20 * count);
+    const x = value => 1000 * (clamp(value, least, most) - least) / (most - least || 1);
     const rows = range(count).map(i => {
-      const row = shape("g", {}), y = 20 * i, value = Number.isNaN(values[i]) ? 0 : values[i];
-      row.append(shape("rect", { x: 0, y, width, height: 20, fill: "transparent" }),
-        shape("text", { x: left - 6, y: y + 14, "text-anchor": "end" }, short(label(part.axis, i), 18)),
-        shape("rect", { x: Math.min(x(0), x(value)), y: y + 3, width: Math.abs(x(value) - x(0)), height: 14, fill: css(value < 0 ? colours.less : colours.more) }));
-      const interval = `M${x(low[i])} ${y + 10}H${x(high[i])}M${x(low[i])} ${y + 6}v8M${x(high[i])} ${y + 6}v8`;
-      if (!Number.isNaN(low[i])) row.append(shape("path", { d: interval, class: "rim" }), shape("path", { d: interval, class: "interval" }));
+      const row = shape("g", {}), y = 20 * i, marks = stretched(20, y), value = Number.isNaN(values[i]) ? 0 : values[i];
+      marks.append(shape("rect", { x: Math.min(x(0), x(value)), y: 3, width: Math.abs(x(value) - x(0)), height: 14, fill: css(value < 0 ? colours.less : colours.more) }));
+      const interval = `M${x(low[i])} 10H${x(high[i])}M${x(low[i])} 6v8M${x(high[i])} 6v8`;
+      if (!Number.isNaN(low[i])) marks.append(shape("path", { d: interval, class: "rim" }), shape("path", { d: interval, class: "interval" }));
+      row.append(shape("rect", { y, height: 20, class: "row" }), shape("text", { x: -6, y: y + 14, "text-anchor": "end" }, short(label(part.axis, i), 18)), marks);
       return row;
     });
-    plot.append(...rows, shape("path", { d: `M${x(0)} 0V${20 * count}`, class: "axis" }), ...[least, 0, most].filter((v, i, all) => all.indexOf(v) === i).map(v =>
-      shape("text", { x: x(v), y: 20 * count + 16, "text-anchor": v === most && most ? "end" : v === least && least ? "start" : "middle" }, told(+v.toPrecision(3)))));
+    axis.append(shape("path", { d: `M${x(0)} 0V${20 * count}`, class: "axis" }));
+    plot.append(...rows, axis, ...[least, 0, most].filter((v, i, all) => all.indexOf(v) === i).map(v =>
+      shape("text", { x: `${x(v) / 10}%`, y: 20 * count + 16, "text-anchor": v === most && most ? "end" : v === least && least ? "start" : "middle" }, told(+v.toPrecision(3)))));
     spots(plot, rows, i => [`${told(values[i])} ${part.unit}`, [[named(part.axis, i), ""], ...(Number.isNaN(low[i]) ? [] : [["95 % interval", `${told(low[i])} to ${told(high[i])}`]])]]);
     box.lastElementChild?.matches("svg") && box.lastElementChild.remove();
     box.append(plot);
@@ -286,33 +280,33 @@ function lines(part, box) {
   const xs = numbers(part.x), series = Object.entries(part.series).map(([name, packed]) => [name, numbers(packed)]);
   const dashes = ["", "7 3", "2 3", "9 3 2 3"];
   const redraw = () => {
-    const width = Math.min(760, Math.max(320, innerWidth - 40)), height = 300, [left, bottom] = [60, 262], plot = svg(width, height, part.title);
+    const height = 300, bottom = 262, plot = svg({ height }, part.title, "lines"), marks = stretched(height), names = shape("svg", { x: "100%", overflow: "visible" });
     const seen = series.flatMap(([, ys]) => [...ys]).filter(Number.isFinite);
     const bounds = all => all.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
     const [[x0, x1], [y0, y1]] = [bounds([...xs]), bounds([0, ...seen])];
-    const x = v => left + (v - x0) / (x1 - x0 || 1) * (width - left - 14), y = v => bottom - (v - y0) / (y1 - y0 || 1) * (bottom - 14);
-    const colour = s => css(s % 2 ? colours.less : colours.more), mark = shape("path", { class: "axis" });
-    plot.append(shape("path", { d: `M${left} 14V${bottom}H${width - 14}`, class: "axis", fill: "none" }), mark,
-      ...[y0, y1].map(v => shape("text", { x: left - 6, y: y(v) + 4, "text-anchor": "end" }, told(+v.toPrecision(3)))),
-      ...[x0, x1].map((v, i) => shape("text", { x: x(v), y: bottom + 16, "text-anchor": i ? "end" : "start" }, told(v))),
-      shape("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, part.xname));
+    const x = v => 1000 * (v - x0) / (x1 - x0 || 1), y = v => bottom - (v - y0) / (y1 - y0 || 1) * (bottom - 14);
+    const colour = s => css(s % 2 ? colours.less : colours.more), axes = shape("path", { d: `M0 14V${bottom}H1000`, class: "axis", fill: "none" }), mark = shape("path", { class: "axis" });
+    marks.append(axes, mark);
+    plot.append(marks, names, ...[y0, y1].map(v => shape("text", { x: -6, y: y(v) + 4, "text-anchor": "end" }, told(+v.toPrecision(3)))),
+      ...[x0, x1].map((v, i) => shape("text", { x: i && "100%", y: bottom + 16, "text-anchor": i ? "end" : "start" }, told(v))),
+      shape("text", { x: "50%", y: height - 6, "text-anchor": "middle" }, part.xname));
     series.forEach(([name, ys], s) => {
       const points = [...ys].flatMap((v, i) => Number.isFinite(v) ? [`${x(xs[i]).toFixed(1)} ${y(v).toFixed(1)}`] : []);
       if (points.length === 1) points.push(points[0]);
-      if (points.length) plot.append(shape("path", { d: `M${points.join("L")}`, fill: "none", stroke: colour(s), "stroke-width": 2, "stroke-linecap": "round", "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
+      if (points.length) marks.append(shape("path", { d: `M${points.join("L")}`, fill: "none", stroke: colour(s), "stroke-width": 2, "stroke-linecap": "round", "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
       const high = 26 + 15 * s;
-      if (series.length <= 8) plot.append(shape("text", { x: width - 48, y: high, "text-anchor": "end" }, short(name, 30)),
-        shape("path", { d: `M${width - 42} ${high - 4}h26`, stroke: colour(s), "stroke-width": 2, "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
+      if (series.length <= 8) names.append(shape("text", { x: -34, y: high, "text-anchor": "end" }, short(name, 30)),
+        shape("path", { d: `M-28 ${high - 4}h26`, stroke: colour(s), "stroke-width": 2, "stroke-dasharray": dashes[Math.floor(s / 2) % 4] }));
     });
     let now = xs.length - 1;
     const go = (i, px, py) => {
       now = i;
       mark.setAttribute("d", `M${x(xs[i])} 14V${bottom}`);
-      const spot = plot.getBoundingClientRect();
-      tell(px ?? spot.left + x(xs[i]), py ?? spot.top + 40, `${part.xname} ${told(xs[i])}`, series.filter(([, ys]) => !Number.isNaN(ys[i])).slice(0, 12).map(([name, ys]) => [name, `${told(ys[i])} ${part.unit}`]));
+      const spot = axes.getBoundingClientRect();
+      tell(px ?? spot.left + x(xs[i]) * spot.width / 1000, py ?? spot.top + 26, `${part.xname} ${told(xs[i])}`, series.filter(([, ys]) => !Number.isNaN(ys[i])).slice(0, 12).map(([name, ys]) => [name, `${told(ys[i])} ${part.unit}`]));
     };
     plot.onpointermove = event => {
-      const spot = plot.getBoundingClientRect(), px = (event.clientX - spot.left) * width / spot.width;
+      const spot = axes.getBoundingClientRect(), px = 1000 * (event.clientX - spot.left) / spot.width;
       go(range(xs.length).reduce((best, i) => Math.abs(x(xs[i]) - px) < Math.abs(x(xs[best]) - px) ? i : best, 0), event.clientX, event.clientY);
     };
     plot.onpointerleave = plot.onblur = hush;
@@ -348,7 +342,7 @@ function network(part, box) {
     const ahead = reached(part.rows[0], chosen, 0, 1), back = reached(part.rows.at(-1), chosen, 1, 0);
     const kept = chosen.filter(([from, to]) => ahead.has(from) && back.has(to)), alive = new Set(kept.flatMap(([from, to]) => [from, to]));
     const rows = part.rows.map(row => row.filter(node => alive.has(node))).filter(row => row.length);
-    const width = Math.max(320, 86 * Math.max(1, ...rows.map(row => row.length))), height = 64 * rows.length, plot = svg(width, height, part.title), place = {};
+    const width = Math.max(320, 86 * Math.max(1, ...rows.map(row => row.length))), height = 64 * rows.length, plot = svg(sized(width, height), part.title), place = {};
     plot.style.maxWidth = "none";
     rows.forEach((row, r) => row.forEach((node, i) => { place[node] = [width * (i + 0.5) / row.length, height - 32 - 64 * r]; }));
     const most = Math.max(...scores.map(Math.abs).filter(Number.isFinite), 0) || 1, ports = { q: -22, k: 0, v: 22 };
@@ -382,8 +376,10 @@ function attribution(part, box) {
   const [inputs, outputs] = [1, 0].map(end => nodes.map(() => []).map((_, n) => range(links.length).filter(i => links[i][end] === n).sort((i, j) => Math.abs(weights[j]) - Math.abs(weights[i]))));
   const order = range(nodes.length).sort((i, j) => (nodes[i].influence ?? 0) - (nodes[j].influence ?? 0));
   const slider = Object.assign(make("input"), { type: "range", min: 1, max: nodes.length, value: nodes.length }), line = make("label", "legend", "nodes, the most influential first "), shown = make("output");
-  const frame = make("div", "box"), side = make("section", "side"), below = make("div", "box"), tools = make("p", "legend"), state = make("textarea"), all = make("div", "traced");
+  const frame = make("div", "box right"), side = make("section", "side"), below = make("div", "box"), tools = make("p", "legend"), state = make("textarea"), all = make("div", "traced");
   const pin = make("button", "swap"), name = Object.assign(make("input"), { placeholder: "name of a group" }), group = make("button", "swap", "group the pinned nodes");
+  // Later tokens act on no node, so the last column drawn has the logits.
+  const tokens = part.tokens.slice(0, 1 + Math.max(...nodes.map(node => node.pos)));
   let chosen = part.start, place = {}, drawn = [];
   slider.setAttribute("aria-label", "number of nodes");
   name.setAttribute("aria-label", "name of a group");
@@ -433,11 +429,11 @@ function attribution(part, box) {
       wide[pos] = Math.max(wide[pos] ?? 40, 14 * Math.min(across, cell.length) + 12);
       high[layer] = Math.max(high[layer] ?? 34, 14 * Math.ceil(cell.length / across) + 20);
     }
-    const left = part.tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 64;
+    const left = tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 64;
     let y = 10;
     const tops = {};
     for (const layer of [...levels].reverse()) { tops[layer] = y; y += high[layer]; }
-    const plot = svg(width, y + 30, part.title);
+    const plot = svg(sized(width, y + 30), part.title);
     plot.style.maxWidth = "none";
     place = {};
     for (const [key, cell] of Object.entries(cells)) {
@@ -448,7 +444,7 @@ function attribution(part, box) {
       const [under, named] = [tops[layer] + high[layer], layer < 0 ? "embed" : layer === part.layers ? "logits" : `layer ${layer}`];
       plot.append(shape("path", { d: `M0 ${under}H${width}`, class: "rule" }), ...[4, width - 52].map(x => shape("text", { x, y: under - 10 }, named)));
     }
-    part.tokens.forEach((token, pos) => plot.append(shape("text", { x: left[pos] + 6, y: y + 18 }, short(token, 6))));
+    tokens.forEach((token, pos) => plot.append(shape("text", { x: left[pos] + 6, y: y + 18 }, short(token, 6))));
     const near = [...inputs[chosen], ...outputs[chosen]].filter(i => links[i].every(n => place[n])).slice(0, 150), most = Math.max(...near.map(i => Math.abs(weights[i])), 1e-30);
     for (const i of near) {
       const [[x1, y1], [x2, y2]] = links[i].map(n => place[n]);
@@ -478,7 +474,7 @@ function attribution(part, box) {
     const grouped = new Set(groups.flatMap(([, ids]) => ids)), boxes = [...groups, ...[...pins].filter(n => !grouped.has(n)).map(n => [title(n), [n]])];
     const levels = [...new Set(boxes.map(([, ids]) => Math.max(...ids.map(n => nodes[n].layer))))].sort((a, b) => a - b);
     const rows = levels.map(layer => boxes.filter(([, ids]) => Math.max(...ids.map(n => nodes[n].layer)) === layer)), where = new Map();
-    const width = Math.max(320, 150 * Math.max(0, ...rows.map(row => row.length))), plot = svg(width, 64 * rows.length, "pinned nodes");
+    const width = Math.max(320, 150 * Math.max(0, ...rows.map(row => row.length))), plot = svg(sized(width, 64 * rows.length), "pinned nodes");
     rows.forEach((row, r) => row.forEach((one, i) => where.set(one, [width * (i + 0.5) / row.length, 64 * (rows.length - r) - 32])));
     const sums = boxes.flatMap(from => boxes.filter(to => to !== from).map(to => [from, to, links.reduce((sum, [a, b], i) => sum + (from[1].includes(a) && to[1].includes(b) ? weights[i] : 0), 0)])).filter(([, , sum]) => sum);
     const most = Math.max(...sums.map(([, , sum]) => Math.abs(sum)), 1e-30);
@@ -518,12 +514,7 @@ function attribution(part, box) {
     subgraph();
   };
   slider.oninput = draw;
-  let isNew = true;
-  return { redraw: () => {
-    redraw();
-    if (isNew) frame.scrollLeft = place[chosen][0] - frame.clientWidth / 2;
-    isNew = false;
-  } };
+  return { redraw };
 }
 
 const kinds = { grid, text, bars, lines, network, attribution };
@@ -537,4 +528,4 @@ function drawAll() {
   for (const part of parts) part.redraw();
 }
 drawAll();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+isDark.addEventListener("change", drawAll);

@@ -161,7 +161,7 @@ def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <link rel="icon" href="data:,">
 <title>{html.escape(visible_title(title))}</title>
-<style>{style}</style>
+<style id="style">{style}</style>
 </head>
 <body>
 {body}
