@@ -33,7 +33,7 @@ def to_arrow(
 
     Args:
         store: of whole contexts: `harvest(..., context=128, pack=True)` makes some.
-        folder: a directory.
+        folder: a directory that is empty, or not there.
         columns: by the names of points, those of columns, such as `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens
             finds them by its `hook_name`. Arrow has no bfloat16: such values become float32.
         drop_short: whether to leave out contexts that are not full, such as the last of each file.
@@ -89,6 +89,8 @@ def from_arrow(
 ) -> Activations:
     """Make a store of a data set that SAELens' CacheActivationsRunner wrote. Its contexts are the texts.
 
+    It may be called again after anything, as `harvest`, and makes what is missing or damaged.
+
     Args:
         folder: the data set.
         out: a directory, or its address.
@@ -100,6 +102,7 @@ def from_arrow(
 
     Raises:
         FileNotFoundError: if there is no data set.
+        ValueError: if another store is there, or one of another data set.
         UnknownNameError: if it has no such column or no tokens, or we know no point for a column's name.
         ImportError: if `datasets` is not installed.
     """

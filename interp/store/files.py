@@ -34,6 +34,7 @@ MANIFEST = "manifest.json"
 ROWS = ("tokens", "text", "offset", "pos")
 """Facts of each row: its token, the number of its text, its place there, and the position where the model read it."""
 
+FOREIGN = "is of another store, or of an older form"
 GROWS = ("texts", "files", "overflow")
 """Facts of a manifest that come later."""
 
@@ -156,7 +157,7 @@ class Folder:
     def tidy(self) -> None:
         """Take away what jobs that were killed have left, once all files are there."""
         for unfinished in self.names("values-*.partial"):
-            Path(self.path(unfinished)).unlink(missing_ok=True)
+            self.remove(unfinished)
 
     def owners(self) -> dict[str, str]:
         """By the names of files of values that are whole, the hash of the store that each is of; empty of older forms."""
@@ -221,7 +222,7 @@ def _require_own(
 ) -> None:
     facts = json.loads(metadata["facts"])
     if facts.get("store") != store:
-        raise ValueError("it is of another store, or of an older form")
+        raise ValueError(f"it {FOREIGN}")
     if listed and facts != listed[0]:
         raise ValueError("it is not the file that the manifest lists")
 
@@ -249,7 +250,7 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
             )
     for name, owner in ({} if there else folder.owners()).items():
         if owner != store:
-            raise ValueError(f"a store must have its own files; {folder.path(name)} is another's")
+            raise ValueError(f"a store must have its own files; {folder.path(name)} {FOREIGN}")
     return there
 
 

@@ -1,8 +1,8 @@
 """Harvesting: values of points over many texts, written to disk.
 
 1. Cut the texts into runs of `per_file`, by their order alone. Run n is file n, and belongs to job n mod the number of jobs.
-2. Leave out files that are there and whole, with the same texts. Read the others in batches, stop each forward pass at the
-   last point, and keep the values at the chosen tokens.
+2. Leave out files that are there and whole, of the same store and texts. Read the others in batches, stop each forward pass at
+   the last point, and keep the values at the chosen tokens.
 3. Write each file whole, with its checksums. At the end write which files there are; the last job puts that into the manifest.
 
 So a job may be killed at any moment and started again, and any number of jobs write the same files.
@@ -24,6 +24,7 @@ from interp.store.activations import Activations
 from interp.store.corpora import Corpus, Piece, count, runs
 from interp.store.engines import Model, loaded, on_ray
 from interp.store.files import (
+    FOREIGN,
     MANIFEST,
     Folder,
     claim,
@@ -61,7 +62,8 @@ def harvest(
     """Write values of points at every token of many texts.
 
     It may be called again after anything, also a full disk, and makes what is missing or damaged. Values are the same bits
-    whichever job makes them, on processors of one kind with one number of threads.
+    whichever job makes them, on processors of one kind with one number of threads. With more texts a store grows; fewer are
+    refused. If `dtype` could not hold a value, the same call with another one begins again, and takes the old files away.
 
     Args:
         model: any model with hook points, in evaluation mode; or the name of one for `models.load`, or a function that makes
@@ -74,7 +76,7 @@ def harvest(
         engine: `ray` runs the jobs on a Ray cluster, or on this machine where none is connected; None runs this one here.
         workers: how many processes Ray has, each with a model of its own.
         resources: what Ray gives each of them, such as `{"num_gpus": 1}`; one core by default.
-        dtype: what values are written in; None for the model's.
+        dtype: what values are written in, a float of 16 bits or more; None for the model's.
         context: texts are cut into pieces of at most so many tokens. None, or a larger number, stands for the model's `n_ctx`.
         pack: whether a piece holds several texts, one after another, so that all but the last of a file are of full length.
             Tokens then attend to earlier texts of the piece.
@@ -92,7 +94,8 @@ def harvest(
         The store, which can be read once all jobs are done.
 
     Raises:
-        ValueError: if the store there is of another model, texts or settings, a shard is none, or a value is not finite.
+        ValueError: if the store there, or a file, is of another model, texts or settings, also if it began at the same time; or
+            if a shard or a dtype is none, or a value is not finite.
         TypeError: if the model or the dtype is none.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
@@ -139,7 +142,8 @@ def harvest_shard(
     job, jobs = shard
     reader, folder = Reader(model, names, settings), Folder(out)
     manifest = reader.manifest()
-    store, _ = store_of(manifest), require_same(manifest, folder)
+    require_same(manifest, folder)
+    store = store_of(manifest)
     here: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
     with tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
@@ -222,7 +226,7 @@ def _require_facts(
 ) -> None:
     if there.get("store") != facts["store"]:
         path = folder.path(file_of(number))
-        raise ValueError(f"a store must have its own files; {path} is another's")
+        raise ValueError(f"a store must have its own files; {path} {FOREIGN}")
     if {key: there[key] for key in facts} != facts:
         raise ValueError(
             f"a store must go on with the same texts; those of file {number} are others"
