@@ -593,6 +593,26 @@ def test_the_same_harvest_at_once_is_one_and_other_texts_are_refused(tmp_path, m
     assert [*store.texts()] == (texts, changed)[refused.index(False)]
 
 
+@pytest.mark.parametrize("place", ["disk", "memory://between"])
+def test_a_file_that_came_in_between_is_not_replaced(place, tmp_path, monkeypatch):
+    model, texts = model_and_texts(7)
+    out, tensors = str(tmp_path) if place == "disk" else place, rows.Reader.tensors
+    changed = [*texts[:3], [1, 2], *texts[4:]]
+
+    def slow(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(rows.Reader, "tensors", tensors)
+            made(model, changed, out)
+        return tensors(*arguments)
+
+    monkeypatch.setattr(rows.Reader, "tensors", slow)
+    with pytest.raises(ValueError, match="same texts; those of file 0 are others"):
+        made(model, texts, out)
+    store = Activations(out)
+    assert [*store.texts()] == changed
+    assert store.damaged() == []
+
+
 def test_what_two_file_systems_lack(tmp_path, monkeypatch):
     """Hard links, and an error of its own for what is there."""
     model, texts = model_and_texts(7)
@@ -624,7 +644,9 @@ def test_what_two_file_systems_lack(tmp_path, monkeypatch):
     assert Activations("memory://conditional").checksums == first.checksums
 
     def full(self, path, value, mode="overwrite"):
-        raise OSError(errno.ENOSPC, "no room")
+        if mode == "create":
+            raise OSError(errno.ENOSPC, "no room")
+        return pipe_file(self, path, value, mode)
 
     monkeypatch.setattr(system, "pipe_file", full)
     with pytest.raises(OSError, match="no room"):
