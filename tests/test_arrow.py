@@ -147,6 +147,10 @@ def test_a_data_set_is_read_again_and_no_other(tmp_path, monkeypatch):
     assert files_of(out) == before
     torn = out / "values-000002.safetensors"
     torn.write_bytes(torn.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="file 2 are others"):
+        from_arrow(tmp_path / "cut", out, per_file=5)
+    assert Activations(out).damaged() == [2]
+    assert len(torn.read_bytes()) == len(before[torn.name]) - 3
     assert from_arrow(HERE / "cached", out, per_file=5).damaged() == []
     # A longer one goes on where a shorter one ended.
     assert len(from_arrow(tmp_path / "fewer", tmp_path / "grows", per_file=5)) == 80
