@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,14 @@ def nbytes(tensors: Collection[Tensor]) -> int:
     return sum(shared.values()) + sum(others)
 
 
-def save(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Writes tensors, and facts as JSON, to one file of a kind, completely or not at all.
+def save(
+    path: Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    place: Callable[[Path, Path], object] = os.replace,
+) -> None:
+    """Writes tensors, and facts as JSON, to one file of a kind, completely or not at all; for `place` see `replacing`.
 
     Raises:
         FileNotFoundError: if there is no such directory.
@@ -84,7 +90,7 @@ def save(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[st
         OSError: if the disk is full.
     """
     alone, metadata = packed(kind, tensors, facts)
-    with replacing(path) as partial:
+    with replacing(path, place) as partial:
         try:
             save_file(alone, partial, metadata=metadata)
         except SafetensorError as error:  # the disk is full
@@ -155,9 +161,27 @@ def one_error(path: str | os.PathLike[str], rule: str) -> Iterator[None]:
         raise CacheError(f"{path} must {rule}: {error!r}") from None
 
 
+def create(partial: Path, path: Path) -> None:
+    """Move a file to a path where none is, in one step. Where a file system has no links, in two.
+
+    Raises:
+        FileExistsError: if one is there.
+    """
+    try:
+        os.link(partial, path)
+    except OSError:
+        if path.exists():
+            raise FileExistsError(f"no file must be at {path}") from None
+        os.replace(partial, path)
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, place: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
     """A path to write to. That file takes the place of `path` at the end, unless something was raised.
+
+    Args:
+        path: the file.
+        place: moves a file to it: `create` refuses to replace one.
 
     Raises:
         FileNotFoundError: if there is no such directory.
@@ -168,7 +192,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial
-        partial.replace(path)
+        place(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

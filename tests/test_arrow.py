@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hooks import HookedRunner, UnknownNameError
-from interp.store import from_arrow, harvest, to_arrow
+from hooks import CacheError, HookedRunner, UnknownNameError, storage
+from interp.store import Activations, from_arrow, harvest, to_arrow
 from tests.reference import variant
 
 HERE = Path(__file__).parent / "stores"
@@ -88,3 +88,81 @@ def test_what_does_not_fit_is_refused(tmp_path):
     table.save_to_disk(tmp_path / "tokenless")
     with pytest.raises(UnknownNameError, match="token_ids"):
         from_arrow(tmp_path / "tokenless", tmp_path / "new")
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_no_store_is_replaced(tmp_path):
+    model, out = variant("pre", n_layers=2), tmp_path / "out"
+    harvest(model, [[1, 2, 3]] * 2, POINT, out, per_file=5)
+    before = files_of(out)
+    with pytest.raises(ValueError, match="a store must go on with the same points; "):
+        from_arrow(HERE / "cached", out, {HOOK: POINT}, per_file=5)
+    (out / "manifest.json").rename(tmp_path / "manifest.json")
+    with pytest.raises(
+        ValueError, match="its own files; .*values-000000.safetensors is of another"
+    ):
+        from_arrow(HERE / "cached", out, per_file=5)
+    (tmp_path / "manifest.json").rename(out / "manifest.json")
+    assert files_of(out) == before
+
+
+def test_a_data_set_is_read_again_and_no_other(tmp_path, monkeypatch):
+    """Also after a kill: files that are there are left alone, and those that are missing or damaged are made."""
+    out, whole = tmp_path / "out", from_arrow(HERE / "cached", tmp_path / "whole", per_file=5)
+    save = storage.save
+
+    def killed(path, *arguments):
+        if path.name == "values-000001.safetensors":
+            raise KeyboardInterrupt
+        save(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            from_arrow(HERE / "cached", out, per_file=5)
+    with pytest.raises(CacheError, match="must be complete"):
+        len(Activations(out))
+    assert from_arrow(HERE / "cached", out, per_file=5).checksums == whole.checksums
+    before = files_of(out)
+    assert len(from_arrow(HERE / "cached", out, per_file=5)) == 96
+    assert files_of(out) == before
+    table = datasets.load_from_disk(HERE / "cached")
+    others = {
+        "values": table.map(lambda row, n: {HOOK: [[x + (n == 7) for x in xs] for xs in row[HOOK]]}, with_indices=True, features=table.features),
+        "tokens": table.map(lambda row, n: {"token_ids": [token + (n == 7) for token in row["token_ids"]]}, with_indices=True, features=table.features),
+        "fewer": table.select(range(10)),
+        "cut": table.select(range(11)),
+    }  # fmt: skip
+    messages = ("those of file 1 are others",) * 2 + ("had 12, got 10", "file 2 are others")
+    for (name, other), message in zip(others.items(), messages, strict=True):
+        other.save_to_disk(tmp_path / name)
+        with pytest.raises(ValueError, match=f"same texts; .*{message}"):
+            from_arrow(tmp_path / name, out, per_file=5)
+    for wrong in ({"columns": {HOOK: "mine"}}, {"per_file": 4}):
+        with pytest.raises(ValueError, match="a store must go on with the same p"):
+            from_arrow(HERE / "cached", out, **{"per_file": 5} | wrong)
+    assert files_of(out) == before
+    torn = out / "values-000002.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="file 2 are others"):
+        from_arrow(tmp_path / "cut", out, per_file=5)
+    assert Activations(out).damaged() == [2]
+    assert len(torn.read_bytes()) == len(before[torn.name]) - 3
+    assert from_arrow(HERE / "cached", out, per_file=5).damaged() == []
+    # A longer one goes on where a shorter one ended.
+    assert len(from_arrow(tmp_path / "fewer", tmp_path / "grows", per_file=5)) == 80
+    assert from_arrow(HERE / "cached", tmp_path / "grows", per_file=5).checksums == whole.checksums
+
+
+def test_no_data_set_is_replaced(tmp_path):
+    store = harvest(variant("pre", n_layers=2), [[1, 2]], POINT, tmp_path / "store", context=2)
+    (tmp_path / "empty").mkdir()
+    assert to_arrow(store, tmp_path / "empty", {POINT: HOOK}) == 1
+    for folder in (tmp_path / "empty", tmp_path / "store"):
+        before = files_of(folder)
+        with pytest.raises(FileExistsError, match="a directory of its own; got"):
+            to_arrow(store, folder, {POINT: HOOK})
+        assert files_of(folder) == before

@@ -238,6 +238,24 @@ def test_a_dtype_in_words_is_refused_before_anything_is_made(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+DTYPES = sorted(
+    {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str
+)
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def test_a_dtype_that_would_cut_numbers_off_is_refused_before_anything_runs(tmp_path):
+    def model():
+        raise AssertionError("the model was made")
+
+    assert {torch.int8, torch.bool, torch.complex64, torch.float8_e8m0fnu} <= {*DTYPES} - FLOATS
+    for dtype in {*DTYPES} - FLOATS:
+        for call in (harvest, plan):
+            with pytest.raises(ValueError, match=f"a float of 16 bits or more; got {dtype}$"):
+                call(model, [[1]], "*.mlp_out", tmp_path / "new", dtype=dtype)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_models_come_by_name_or_by_a_function(tmp_path):
     named = harvest("pydoc-4l", LINES, "blocks.1.mlp_out", tmp_path / "named")
     made = harvest(lambda: load("pydoc-4l"), LINES, "blocks.1.mlp_out", tmp_path / "made")

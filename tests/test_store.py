@@ -1,14 +1,20 @@
 """Stores: values are those of each text alone, and files are the same whoever writes them and however often they are killed."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import safetensors
@@ -476,3 +482,384 @@ def test_a_killed_job_goes_on(tmp_path):
         load("pydoc-4l").to_text(Activations(tmp_path / "killed").file(0)["tokens"].tolist()[:10])
         == texts[0]
     )
+
+
+def other_model():
+    """Of the same form; one weight differs."""
+    model, _ = model_and_texts()
+    with torch.no_grad():
+        model.blocks[0].mlp.output.bias[1] += 0.5
+    return model
+
+
+OTHERS = [
+    {"model": other_model},
+    {"names": NAMES[:2]},
+    {"names": [*NAMES[:2], "blocks.0.attn.z"]},
+    {"dtype": torch.float32},
+    {"pos": slice(1, None)},
+    {"pool": "mean"},
+    {"context": 3},
+    {"pack": True},
+    {"without": [4]},
+    {"batch": 4},
+]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=lambda change: "-".join(change))
+@pytest.mark.parametrize("place", ["disk", "memory://lost"])
+def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
+    model, texts = model_and_texts()
+    out = str(tmp_path) if place == "disk" else f"{place}/{tmp_path.name}"
+    call = {"model": model, "texts": texts, "names": NAMES, "out": out, "batch": 3, "per_file": 5}
+    whole = harvest(**call).checksums
+    system, root = fsspec.core.url_to_fs(out)
+    system.rm_file(f"{root}/manifest.json")
+    system.rm_file(f"{root}/values-000000.safetensors")  # the first that it would make
+    changed = {name: value() if name == "model" else value for name, value in change.items()}
+    before = {name: system.cat_file(name) for name in system.ls(root, detail=False)}
+    with pytest.raises(ValueError, match="must have its own files; .*values-000001"):
+        harvest(**call | changed)
+    assert {name: system.cat_file(name) for name in system.ls(root, detail=False)} == before
+    assert harvest(**call).checksums == whole
+    # Ends of jobs count for their own store only.
+    for name in [name for name in system.ls(root, detail=False) if "done" not in name]:
+        system.rm_file(name)
+    alone = harvest(**call | changed | {"out": str(tmp_path / "alone")})
+    half = harvest(**call | changed, shard=(1, 2))
+    with pytest.raises(CacheError, match="lacks 3 of 5 files"):
+        len(half)
+    assert harvest(**call | changed, shard=(0, 2)).checksums == alone.checksums
+    assert half.damaged() == []
+
+
+def at_once(*jobs):
+    """What each of some calls gives, or its error. They run in threads."""
+
+    def result(job):
+        try:
+            return job()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [*pool.map(result, jobs)]
+
+
+def meet(monkeypatch, name):
+    """Two threads wait for each other before a file first takes its place."""
+    replacing, barrier, met = storage.replacing, threading.Barrier(2, timeout=30), threading.local()
+
+    @contextmanager
+    def together(path, *place):
+        with replacing(path, *place) as partial:
+            yield partial
+            if path.name == name and not hasattr(met, "once"):
+                met.once = barrier.wait()
+
+    monkeypatch.setattr(storage, "replacing", together)
+
+
+@pytest.mark.parametrize("change", OTHERS[:4], ids=lambda change: "-".join(change))
+def test_of_two_that_begin_at_once_one_is_refused(change, tmp_path, monkeypatch):
+    model, texts = model_and_texts()
+    one = {"model": model, "texts": texts, "names": NAMES, "batch": 3, "per_file": 5}
+    other = one | {name: value() if name == "model" else value for name, value in change.items()}
+    alone = [harvest(**call, out=tmp_path / str(n)) for n, call in enumerate((one, other))]
+    meet(monkeypatch, "manifest.json")
+    results = at_once(*(partial(harvest, **call, out=tmp_path / "both") for call in (one, other)))
+    refused = [isinstance(result, ValueError) for result in results]
+    assert sorted(refused) == [False, True]
+    winner = refused.index(False)
+    assert results[winner].checksums == alone[winner].checksums
+    assert results[winner].damaged() == []
+    assert "must go on with the same" in str(results[1 - winner])
+
+
+def test_the_same_harvest_at_once_is_one_and_other_texts_are_refused(tmp_path, monkeypatch):
+    model, texts = model_and_texts()
+    whole = made(model, texts, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        meet(patch, "values-000001.safetensors")
+        both = at_once(*[partial(made, model, texts, tmp_path / "same")] * 2)
+    assert [store.checksums for store in both] == [whole.checksums] * 2
+    assert both[0].damaged() == []
+    changed = [*texts[:7], [1, 2], *texts[8:]]
+    meet(monkeypatch, "values-000001.safetensors")
+    results = at_once(
+        *(partial(made, model, given, tmp_path / "other") for given in (texts, changed))
+    )
+    refused = [isinstance(result, ValueError) for result in results]
+    assert sorted(refused) == [False, True]
+    assert "same texts; those of file 1 are others" in str(results[refused.index(True)])
+    store = results[refused.index(False)]
+    assert [*store.texts()] == (texts, changed)[refused.index(False)]
+
+
+@pytest.mark.parametrize("place", ["disk", "memory://between"])
+def test_a_file_that_came_in_between_is_not_replaced(place, tmp_path, monkeypatch):
+    model, texts = model_and_texts(7)
+    out, tensors = str(tmp_path) if place == "disk" else place, rows.Reader.tensors
+    changed = [*texts[:3], [1, 2], *texts[4:]]
+
+    def slow(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(rows.Reader, "tensors", tensors)
+            made(model, changed, out)
+        return tensors(*arguments)
+
+    monkeypatch.setattr(rows.Reader, "tensors", slow)
+    with pytest.raises(ValueError, match="same texts; those of file 0 are others"):
+        made(model, texts, out)
+    store = Activations(out)
+    assert [*store.texts()] == changed
+    assert store.damaged() == []
+
+
+def test_what_two_file_systems_lack(tmp_path, monkeypatch):
+    """Hard links, and an error of its own for what is there."""
+    model, texts = model_and_texts(7)
+
+    def refused(*arguments):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    assert made(model, texts, tmp_path).damaged() == []
+    with pytest.raises(FileExistsError, match="no file must be at"):
+        storage.create(tmp_path / "done-0-of-1.json", tmp_path / "manifest.json")
+    system = type(fsspec.filesystem("memory"))
+    pipe_file = system.pipe_file
+
+    first = made(other_model(), texts, tmp_path / "first")
+    began = []
+
+    def overtaken(self, path, value, mode="overwrite"):
+        if mode == "create" and not began:
+            began.append(path)
+            made(other_model(), texts, "memory://conditional")
+        if mode == "create" and self.exists(path):
+            raise OSError(errno.EINVAL, "precondition failed")
+        return pipe_file(self, path, value, mode)
+
+    monkeypatch.setattr(system, "pipe_file", overtaken)
+    with pytest.raises(ValueError, match="same weights"):
+        made(model, texts, "memory://conditional")
+    assert Activations("memory://conditional").checksums == first.checksums
+
+    def full(self, path, value, mode="overwrite"):
+        if mode == "create":
+            raise OSError(errno.ENOSPC, "no room")
+        return pipe_file(self, path, value, mode)
+
+    monkeypatch.setattr(system, "pipe_file", full)
+    with pytest.raises(OSError, match="no room"):
+        made(model, texts, "memory://full")
+
+
+def test_a_job_whose_store_was_taken_over_writes_no_more(tmp_path):
+    """Where a file system creates nothing on condition, the later manifest stays."""
+    model, texts = model_and_texts(25)
+    other = made(other_model(), texts, tmp_path / "other")
+    for number, n_files in ((5, 1), (25, 5)):  # before a file, and before the end
+        out = tmp_path / str(number)
+
+        def given(number=number, out=out):
+            yield from texts[:number]
+            shutil.copy(tmp_path / "other" / "manifest.json", out)
+            yield from texts[number:]
+
+        with pytest.raises(ValueError, match="same weights"):
+            made(model, given(), out)
+        assert len(contents(out)) == n_files
+        assert not [*out.glob("done-*")]
+        assert Activations(out).checksums == other.checksums
+        with pytest.raises(
+            CacheError, match="values-000000.safetensors must be .* of another store"
+        ):
+            Activations(out).file(0)
+
+
+@pytest.mark.parametrize("place", ["disk", "memory://mixed"])
+def test_files_of_another_store_are_refused_by_name(place, tmp_path):
+    model, texts = model_and_texts()
+    out = str(tmp_path / "one") if place == "disk" else place
+    store = made(model, texts, out)
+    made(other_model(), texts, tmp_path / "other")
+    made(model, [[5, 6, 7], *texts[1:5], [3], *texts[6:]], tmp_path / "texts")
+    system, root = fsspec.core.url_to_fs(out)
+    path = f"{root}/values-000001.safetensors"
+    own, next_one = system.cat_file(path), system.cat_file(path.replace("1.", "2."))
+    made(model, texts, tmp_path / "setting", column="of no table")  # the same numbers
+    foreign, of_texts, of_setting = (
+        (tmp_path / name / "values-000001.safetensors").read_bytes()
+        for name in ("other", "texts", "setting")
+    )
+    storage.save(tmp_path / "old.safetensors", "store", {"tokens": torch.arange(3)}, {"rows": 3})
+    older = (tmp_path / "old.safetensors").read_bytes()
+    reads = {
+        "file": lambda: store.file(1),
+        "rows": lambda: store.rows(6),
+        "texts": lambda: [*store.texts()],
+        "batches": lambda: [*store.batches(4)],
+        "statistics": store.statistics,
+        "moments": lambda: store.moments(NAMES[1]),
+    }
+    cases = {
+        "its own files": foreign,
+        "its own files;": older,
+        "its own files; .*values-000001": of_setting,
+        "same texts; those of file 1 are others": of_texts,
+        "same texts; those of file 1": next_one,
+    }
+    for message, data in cases.items():
+        system.pipe_file(path, data)
+        assert store.damaged() == [1]
+        for read in reads.values():
+            with pytest.raises(
+                CacheError, match="values-000001.safetensors must be a whole file of"
+            ):
+                read()
+        with pytest.raises(ValueError, match=message):
+            made(model, texts, out)
+        assert system.cat_file(path) == data
+    system.pipe_file(path, own)
+    assert made(model, texts, out).damaged() == []
+    # While jobs are not done, its manifest lists nothing.
+    some = made(model, texts, tmp_path / "some", shard=(1, 2))
+    torch.testing.assert_close(some.file(1), store.file(1))
+    (tmp_path / "some" / "values-000001.safetensors").write_bytes(foreign)
+    with pytest.raises(CacheError, match="of another store"):
+        some.file(1)
+
+
+def test_a_store_of_the_older_form_is_refused_in_a_line(tmp_path):
+    model, texts = model_and_texts(7)
+    made(model, texts, tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"format": "hookscope-store-2"}))
+    with pytest.raises(CacheError, match="format hookscope-store-3; .* has 'hookscope-store-2'$"):
+        Activations(tmp_path)
+    with pytest.raises(ValueError, match="same format; .* has 'hookscope-store-2', got"):
+        made(model, texts, tmp_path)
+    # A manifest that was changed by hand is not that of the files.
+    path.write_text(json.dumps(manifest | {"weights": "0" * 64}))
+    with pytest.raises(CacheError, match="of another store"):
+        Activations(tmp_path).file(0)
+
+
+@pytest.mark.parametrize("lost", [[], ["done-0-of-1.json"], ["values-000004.safetensors"]])
+def test_a_store_never_shrinks(lost, tmp_path):
+    model, texts = model_and_texts()
+    rows = [sum(map(len, texts[:n])) for n in range(24)]
+    made(model, texts[:10], tmp_path)
+    assert len(made(model, texts, tmp_path)) == rows[23]  # it grows
+    for name in lost:
+        (tmp_path / name).unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for n, message in ((10, "other jobs had 23, got 10"), (22, "those of file 4 are others")):
+        for given in (texts[:n], iter(texts[:n])):
+            with pytest.raises(ValueError, match=f"same texts; {message}"):
+                made(model, given, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert len(Activations(tmp_path)) == rows[23]
+    assert made(model, texts, tmp_path).damaged() == []
+
+
+def test_the_end_of_a_job_never_shrinks(tmp_path):
+    model, texts = model_and_texts()
+    made(model, texts, tmp_path, shard=(0, 2))
+    with pytest.raises(ValueError, match="other jobs had 23, got 10"):
+        made(model, texts[:10], tmp_path, shard=(0, 2))
+    assert len(made(model, texts, tmp_path, shard=(1, 2))) == sum(map(len, texts))
+
+
+def test_what_fails_before_its_first_value_leaves_nothing(tmp_path, monkeypatch):
+    model, texts = model_and_texts(7)
+    with pytest.raises(ValueError, match="at least one text"):
+        made(model, [], tmp_path / "new")
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5))
+        with pytest.raises(OSError, match="room for"):
+            made(model, texts, tmp_path / "new")
+    assert not [*tmp_path.iterdir()]
+    assert made(model, texts, tmp_path / "new", dtype=torch.float16).damaged() == []
+
+
+def large(texts, number):
+    """A model that has values of 1e5 in one text, and the texts."""
+    model, _ = model_and_texts()
+    texts = [[token % 22 for token in text] for text in texts]
+    texts[number][-1] = 22
+    with torch.no_grad():
+        model.token_embedding.weight[22] = 1e5
+    return model.float(), texts
+
+
+@pytest.mark.parametrize("place", ["disk", "memory://large"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_path):
+    """As the error says: only with that change, in the same folder."""
+    model, texts = large(model_and_texts()[1], 12)  # in file 2
+    out = str(tmp_path / "one") if place == "disk" else f"{place}/{tmp_path.name}"
+    call = {"texts": texts, "names": ["embed", NAMES[1]], "batch": 3, "per_file": 5}
+    alone = harvest(model, **call, out=tmp_path / "alone", dtype=dtype)
+
+    def job(n, dtype, model=model):
+        return harvest(model, **call, out=out, dtype=dtype, shard=(n, jobs))
+
+    for n in reversed(range(1, jobs)):
+        job(n, torch.float16)
+    stamps = []
+    for _ in range(2):  # it may be tried again, and keeps what it has
+        with pytest.raises(
+            ValueError, match=r"finite; got others in torch.float16 at embed .*dtype="
+        ):
+            job(0, torch.float16)
+        with pytest.raises(CacheError, match="must be complete"):
+            len(Activations(out))
+        stamps.append(
+            {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("one/values-*")}
+        )
+    assert stamps[0] == stamps[1]
+    with pytest.raises(ValueError, match="same weights"):
+        job(0, dtype, other_model().float())
+    for n in range(jobs):
+        store = job(n, dtype)
+    assert store.checksums == alone.checksums
+    assert store.damaged() == []
+    with pytest.raises(ValueError, match="same dtype"):
+        job(0, torch.float16)
+    assert store.damaged() == []
+
+
+def test_no_overflow_lets_a_store_begin_again(tmp_path, monkeypatch):
+    model, texts = large(model_and_texts()[1], 22)
+    call = {"names": "embed", "out": tmp_path / "one", "per_file": 5}
+    # Of a complete one, that grows.
+    half = harvest(model, texts[:10], **call, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"a complete store needs another folder"):
+        harvest(model, texts, **call, dtype=torch.float16)
+    with pytest.raises(ValueError, match="same dtype"):
+        harvest(model, texts, **call, dtype=torch.bfloat16)
+    assert half.damaged() == []
+    # Of one that is under way.
+    call["out"] = tmp_path / "two"
+    harvest(model, texts, **call, shard=(1, 2))
+    with pytest.raises(ValueError, match="same dtype"):
+        harvest(model, texts, **call, dtype=torch.float16)
+    # Where the model has such values itself, whatever the dtype.
+    with torch.no_grad():
+        model.token_embedding.weight[22] = torch.inf
+    with pytest.raises(ValueError, match="finite; .* as the model has them$"):
+        harvest(model, texts, **call | {"out": tmp_path / "three"}, dtype=torch.float16)
+    with pytest.raises(ValueError, match="same dtype"):
+        harvest(model, texts, **call | {"out": tmp_path / "three"})
+
+
+def test_points_are_in_the_order_of_the_model(tmp_path):
+    model = variant("pre", n_layers=12)
+    store = harvest(model, [[1, 2]], "*.mlp_out", tmp_path)
+    assert Activations(tmp_path).names == store.names == [f"blocks.{n}.mlp_out" for n in range(12)]

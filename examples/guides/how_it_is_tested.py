@@ -49,7 +49,8 @@
 # an error, where a model keeps other keys in its cache than attention reads.
 #
 # Stores were tried, once and by scripts that are not here, with three jobs that got 50 SIGKILLs at random moments, and of which every tenth
-# came with a file torn in half: the manifest was that of one undisturbed job. On a disk of 6 MB, which was full, the same harvest went on
+# came with a file torn in half: the manifest was that of one undisturbed job. Forty pairs of processes began at once with different models
+# in one empty folder: one of each was refused, and the store was the other's. On a disk of 6 MB, which was full, the same harvest went on
 # after the disk had grown. 10⁷ tokens of a model of 2 layers took 84 s of one core at a peak of 297 MiB. `tests/stores/try_saelens.py` has
 # SAELens 6.54 train on a store, and read what `to_arrow` writes. The bundled dictionaries were made again from one harvest: four of five
 # are the same bytes. The transcoder of block 0 begins with a least-squares fit to values without full rank, which rounds another way

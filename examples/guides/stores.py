@@ -28,12 +28,17 @@ print(store)
 # - **What is read together.** A text that is longer than `context`, or than the model's, is cut into pieces. `pack=True` puts several texts
 #   into one piece, so that no place is padding.
 # - **What is kept.** `pos=slice(1, None)` leaves out the first position, `without=[bos]` a token wherever it stands, `pool="mean"` keeps a
-#   row for each piece. `dtype=torch.bfloat16` halves the bytes; a value that a dtype cannot hold is an error.
+#   row for each piece. `dtype=torch.bfloat16` halves the bytes; a value that a dtype cannot hold is an error, and the same call with
+#   another dtype begins again.
 # - **Files.** File n has the values of texts 64 n to 64 n + 63 (`per_file=64`), whichever job wrote it. It is plain safetensors: a tensor
 #   [row, ...] for each point, and of each row `tokens`, the number of its `text`, its `offset` in it, and the `pos` where the
 #   model read it. `manifest.json` says of what model they are, and has a CRC of each tensor.
 # - **Going on.** Files that are there and whole are left alone; those that are missing or damaged are made. Another model (all of its weights
-#   are hashed), other texts or other settings are refused by name. `store.damaged()` reads all files and lists the bad ones.
+#   are hashed), other texts or other settings are refused by name. With more texts a store grows, and fewer are refused.
+#   `store.damaged()` reads all files and lists the bad ones.
+# - **Whose a file is.** Each has a hash of the manifest (without what grows), so no other harvest takes it for its own after the manifest was
+#   lost, and a file that was copied from elsewhere is refused when it is read. Of two harvests that begin at once in an empty folder one is
+#   refused. In object stores that takes a write on condition (S3, GCS); without it, one is refused at its next file.
 # - **The same bits** come from one job and from many, if processors are of one kind and use as many threads: PyTorch adds in another
 #   order with more. Ray gives each worker one thread for each of its cores.
 #
@@ -107,7 +112,7 @@ print(leace(moments).right.shape)
 # SAETrainer(cfg=SAETrainerConfig(..., lr_end=1e-5), sae=sae, data_provider=rows).fit()
 # ```
 #
-# Its data sets of cached activations are read and written: `from_arrow(folder, out)` makes a store of one, and
+# Its data sets of cached activations are read and written: `from_arrow(folder, out)` makes a store of one, never over another, and
 # `to_arrow(store, folder, {"blocks.2.resid_post": "blocks.2.hook_resid_post"})` writes what its `cached_activations_path` takes
 # (`pip install datasets`). Read such a folder with `dtype="float32"`: SAELens reads the tokens in the same dtype, and bfloat16 has
 # no 50,256.

@@ -18,8 +18,8 @@ from interp.directions.erasing import Moments
 from interp.inputs.texts import writer_of
 from interp.reading.maxima import Activation
 from interp.reading.maxima import Activations as Places
-from interp.store.files import MANIFEST, ROWS, Folder, gathered
-from interp.store.rows import identity
+from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
+from interp.store.rows import FORMAT, identity
 from interp.store.shuffling import Shared, shuffled
 from interp.store.summary import StatisticsByPoint
 
@@ -36,14 +36,19 @@ class Activations:
 
     Raises:
         FileNotFoundError: if there is no store.
-        CacheError: if its manifest is damaged.
+        CacheError: if its manifest is damaged, or of an older form.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._folder = Folder(out)
-        if not self._folder.names(MANIFEST):
+        self.manifest: Mapping[str, Any] = self._folder.manifest()
+        if not self.manifest:
             raise FileNotFoundError(f"no store is at {self._folder.name!r}: it has no {MANIFEST}")
-        self.manifest: Mapping[str, Any] = self._folder.read_json(MANIFEST)
+        if (form := self.manifest.get("format")) != FORMAT:
+            raise CacheError(
+                f"a store must have the format {FORMAT}; {self._folder.name!r} has {form!r}"
+            )
+        self._store = store_of(self.manifest)
         self.names: list[str] = [*self.manifest["points"]]
 
     @cached_property
@@ -53,8 +58,9 @@ class Activations:
         Raises:
             CacheError: if jobs are not done; it says how many files are missing.
         """
-        manifest = self._folder.read_json(MANIFEST)
-        return list((manifest if "files" in manifest else gathered(self._folder))["files"])
+        manifest = self._folder.manifest()
+        files = manifest if "files" in manifest else gathered(self._folder, self._store)
+        return list(files["files"])
 
     @property
     def checksums(self) -> list[dict[str, int]]:
@@ -62,12 +68,12 @@ class Activations:
         return [file["checksums"] for file in self.files]
 
     def damaged(self) -> list[int]:
-        """The numbers of files that are missing or not as they were written, by their checksums. `harvest` mends them."""
-        return [
-            number
-            for number, file in enumerate(self.files)
-            if (self._folder.facts(number) or {}).get("checksums") != file["checksums"]
-        ]
+        """The numbers of files that are missing or not as they were written, by their checksums.
+
+        `harvest` mends them, but refuses by name a whole file that is of another store or of other texts.
+        """
+        facts = [self._folder.facts(file_of(number)) for number in range(len(self.files))]
+        return [number for number, file in enumerate(self.files) if facts[number] != file]
 
     def require_weights_of(self, model: nn.Module) -> None:
         """Refuse a model that the values are not of.
@@ -93,12 +99,16 @@ class Activations:
         Raises:
             UnknownNameError: if there is no such point; it has close matches.
             FileNotFoundError: if the file is gone.
-            CacheError: if it is torn.
+            CacheError: if it is torn, or of another store.
         """
         for name in names or ():
             if name not in (*self.names, *ROWS):
                 raise unknown_name(name, [*self.names, *ROWS], "point of this store")
-        return self._folder.read(number, names or [*self.names, *ROWS])
+        try:
+            listed = self.files[number : number + 1]
+        except CacheError:  # jobs are not done
+            listed = []
+        return self._folder.read(number, names or [*self.names, *ROWS], self._store, listed)
 
     def rows(
         self, text: int, offset: int | None = None, names: Sequence[str] | None = None

@@ -15,8 +15,9 @@ from hooks import hooks_name
 from hooks.errors import unknown_name
 from interp.inputs.token_positions import at_least_float32
 from interp.store.activations import Activations
-from interp.store.files import MANIFEST, Folder, described
-from interp.store.rows import FORMAT
+from interp.store.files import Folder, described, require_same, store_of
+from interp.store.harvesting import finish, known, write
+from interp.store.rows import FORMAT, Settings
 
 TOKENS = "token_ids"
 
@@ -32,7 +33,7 @@ def to_arrow(
 
     Args:
         store: of whole contexts: `harvest(..., context=128, pack=True)` makes some.
-        folder: a directory.
+        folder: a directory that is empty, or not there.
         columns: by the names of points, those of columns, such as `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens
             finds them by its `hook_name`. Arrow has no bfloat16: such values become float32.
         drop_short: whether to leave out contexts that are not full, such as the last of each file.
@@ -42,10 +43,13 @@ def to_arrow(
 
     Raises:
         ValueError: if tokens of contexts were not kept, or a context is not full.
+        FileExistsError: if something is in the directory.
         CacheError, UnknownNameError: as for `Activations.batches`.
         ImportError: if `datasets` is not installed.
     """
     datasets, context = _datasets(), store.manifest["context"]
+    if os.path.exists(folder) and os.listdir(folder):
+        raise FileExistsError(f"a data set must have a directory of its own; got {folder!s}")
     if context is None or any(store.manifest[key] for key in ("pos", "pool", "without")):
         raise ValueError("contexts need all their tokens; got a store with pos=, pool= or without=")
     files = range(len(store.files))
@@ -85,6 +89,8 @@ def from_arrow(
 ) -> Activations:
     """Make a store of a data set that SAELens' CacheActivationsRunner wrote. Its contexts are the texts.
 
+    It may be called again after anything, as `harvest`, and makes what is missing or damaged.
+
     Args:
         folder: the data set.
         out: a directory, or its address.
@@ -96,6 +102,7 @@ def from_arrow(
 
     Raises:
         FileNotFoundError: if there is no data set.
+        ValueError: if another store is there, or one of another data set.
         UnknownNameError: if it has no such column or no tokens, or we know no point for a column's name.
         ImportError: if `datasets` is not installed.
     """
@@ -104,8 +111,15 @@ def from_arrow(
     for column in (TOKENS, *names):
         if column not in table.column_names:
             raise unknown_name(column, table.column_names, f"column of {os.fspath(folder)}")
-    target, files, context = Folder(out), list[dict[str, Any]](), 0
-    target.make()
+    kept = Settings(context=len(table[0][TOKENS]) if len(table) else None, per_file=per_file)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "points": {name: ["d_in"] for name in names.values()},
+        **dict.fromkeys(("model", "config", "weights", "parts"), ""),
+        **kept.described(),
+    }
+    target, store, files = Folder(out), store_of(manifest), dict[str, dict[str, Any]]()
+    require_same(manifest, target)
     for number, batch in enumerate(table.iter(per_file)):
         (n, context), first = batch[TOKENS].shape, number * per_file
         places = torch.arange(context).repeat(n).int()
@@ -115,20 +129,10 @@ def from_arrow(
             "offset": places,
             "pos": places,
         }
-        facts = {"first": first, "texts": n, "rows": n * context, **described(tensors)}
-        target.write(number, tensors, facts)
-        files.append(facts)
-    kept: dict[str, Any] = {
-        "context": context,
-        "per_file": per_file,
-        "pos": None,
-        "pool": None,
-        "without": [],
-    }
-    unknown = dict.fromkeys(("model", "config", "weights", "parts"), "")
-    points = {name: ["d_in"] for name in names.values()}
-    about = {"format": FORMAT, "points": points, "texts": len(table), "files": files}
-    target.write_json(MANIFEST, about | kept | unknown)
+        facts = {"store": store, "first": first, "texts": n, **described(tensors)}
+        there = known(manifest, target, number, facts)
+        files[str(number)] = there or write(manifest, target, number, facts, tensors)
+    finish(manifest, target, (0, 1), {"of": len(files), "texts": len(table), "files": files})
     return Activations(out)
 
 

@@ -56,6 +56,20 @@ def count(corpus: Corpus) -> int | None:
     return 1 if is_one else len(corpus)
 
 
+def runs(corpus: Corpus, column: str | None, per_file: int) -> Iterator[list[Any]]:
+    """The texts of each file of a store.
+
+    Raises:
+        ValueError: if there is no text; for other errors see `each`.
+    """
+    rest, nothing = each(corpus, column), True
+    while run := [*itertools.islice(rest, per_file)]:
+        yield run
+        nothing = False
+    if nothing:
+        raise ValueError("texts must hold at least one text; got none")
+
+
 def _of_row(row: Mapping[str, Any], column: str | None) -> Any:
     if (
         column in (None, "input_ids")

@@ -1,102 +1,41 @@
 """Harvesting: values of points over many texts, written to disk.
 
 1. Cut the texts into runs of `per_file`, by their order alone. Run n is file n, and belongs to job n mod the number of jobs.
-2. Leave out files that are there and whole, with the same texts. Read the others in batches, stop each forward pass at the
-   last point, and keep the values at the chosen tokens.
+2. Leave out files that are there and whole, of the same store and texts. Read the others in batches, stop each forward pass at
+   the last point, and keep the values at the chosen tokens.
 3. Write each file whole, with its checksums. At the end write which files there are; the last job puts that into the manifest.
 
 So a job may be killed at any moment and started again, and any number of jobs write the same files.
 """
 
 import hashlib
-import itertools
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from hooks import CacheError, Selector
 from hooks._torch import without_gradients
 from hooks.positions import Index
 from interp.store.activations import Activations
-from interp.store.corpora import Corpus, Piece, count, each
+from interp.store.corpora import Corpus, Piece, count, runs
 from interp.store.engines import Model, loaded, on_ray
-from interp.store.files import MANIFEST, Folder, described, gathered, require_same
-from interp.store.rows import Reader, Settings
-
-
-class Planned(NamedTuple):
-    """The size of a harvest, before it is made.
-
-    Attributes:
-        texts, tokens, rows, files: how many there are.
-        bytes: what the files take, but for some kilobytes each.
-        seconds: how long it takes here in one job, at the rate of its first batch.
-        free: the bytes that the disk has; None where nobody knows.
-    """
-
-    texts: int
-    tokens: int
-    rows: int
-    files: int
-    bytes: int
-    seconds: float
-    free: int | None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the disk has room for it."""
-        return self.free is None or self.bytes < self.free
-
-    def __repr__(self) -> str:
-        room = "for which there is room"
-        if not self.fits:
-            room = f"but there is room for {(self.free or 0) / 1e9:.3g} GB"
-        return (
-            f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB in {self.files:,} "
-            f"file{'s' * (self.files != 1)}, {room}; about {self.seconds:.3g} s"
-        )
-
-
-@without_gradients
-def plan(
-    model: Model,
-    texts: Corpus,
-    names: Selector,
-    out: str | os.PathLike[str] = ".",
-    **settings: Any,
-) -> Planned:
-    """Count what `harvest` would write, and time its first batch.
-
-    The texts are all read, so a generator is used up.
-
-    Args:
-        model, texts, names, out, settings: as for `harvest`, with the same errors.
-
-    >>> from models import load
-    >>> planned = plan(load("pydoc-4l"), ["part KV8"] * 100, "blocks.1.mlp_out")
-    >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and four of 4
-    (800, 422400, True)
-    """
-    reader, first = Reader(loaded(model), names, Settings(**settings)), list[Piece]()
-    n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
-    for run in _runs(texts, reader.settings):
-        read = reader.pieces(run, n_texts)
-        first += read[: reader.settings.batch - len(first)]
-        kept = [int(reader.rows(piece).sum()) for piece in read]
-        n_texts, n_files = n_texts + len(run), n_files + 1
-        n_tokens += sum(piece.shape[1] for piece in read)
-        n_rows += sum(map(bool, kept)) if reader.settings.pool else sum(kept)
-    start = time.perf_counter()
-    tensors = reader.tensors(first).values()
-    rate = sum(piece.shape[1] for piece in first) / (time.perf_counter() - start)
-    of_row = sum(value.shape[1:].numel() * value.element_size() for value in tensors)
-    size, seconds = n_rows * of_row, n_tokens / max(1e-9, rate)
-    return Planned(n_texts, n_tokens, n_rows, n_files, size, seconds, Folder(out).free)
+from interp.store.files import (
+    FOREIGN,
+    MANIFEST,
+    Folder,
+    claim,
+    described,
+    ends,
+    file_of,
+    gathered,
+    require_same,
+    store_of,
+)
+from interp.store.rows import Overflow, Reader, Settings
 
 
 def harvest(
@@ -123,7 +62,8 @@ def harvest(
     """Write values of points at every token of many texts.
 
     It may be called again after anything, also a full disk, and makes what is missing or damaged. Values are the same bits
-    whichever job makes them, on processors of one kind with one number of threads.
+    whichever job makes them, on processors of one kind with one number of threads. With more texts a store grows; fewer are
+    refused. If `dtype` could not hold a value, the same call with another one begins again, and takes the old files away.
 
     Args:
         model: any model with hook points, in evaluation mode; or the name of one for `models.load`, or a function that makes
@@ -136,7 +76,7 @@ def harvest(
         engine: `ray` runs the jobs on a Ray cluster, or on this machine where none is connected; None runs this one here.
         workers: how many processes Ray has, each with a model of its own.
         resources: what Ray gives each of them, such as `{"num_gpus": 1}`; one core by default.
-        dtype: what values are written in; None for the model's.
+        dtype: what values are written in, a float of 16 bits or more; None for the model's.
         context: texts are cut into pieces of at most so many tokens. None, or a larger number, stands for the model's `n_ctx`.
         pack: whether a piece holds several texts, one after another, so that all but the last of a file are of full length.
             Tokens then attend to earlier texts of the piece.
@@ -154,7 +94,8 @@ def harvest(
         The store, which can be read once all jobs are done.
 
     Raises:
-        ValueError: if the store there is of another model, texts or settings, a shard is none, or a value is not finite.
+        ValueError: if the store there, or a file, is of another model, texts or settings, also if it began at the same time; or
+            if a shard or a dtype is none, or a value is not finite.
         TypeError: if the model or the dtype is none.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
@@ -200,43 +141,33 @@ def harvest_shard(
     """Do one job of a harvest; for arguments and errors see there."""
     job, jobs = shard
     reader, folder = Reader(model, names, settings), Folder(out)
-    folder.make()
     manifest = reader.manifest()
     require_same(manifest, folder)
+    store = store_of(manifest)
     here: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
     with tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
-        for number, run in enumerate(_runs(texts, settings)):
+        for number, run in enumerate(runs(texts, settings.column, settings.per_file)):
             first, n_files, n_texts = n_texts, number + 1, n_texts + len(run)
             if number % jobs != job:
                 continue
             pieces = reader.pieces(run, first)
-            facts = {"first": first, "texts": len(run), "sha256": _digest(pieces)}
-            there = folder.facts(number)
+            facts = {"store": store, "first": first, "texts": len(run), "sha256": _digest(pieces)}
+            there = known(manifest, folder, number, facts)
             if there is None:
-                tensors = reader.tensors(pieces, bar.update)
+                try:
+                    tensors = reader.tensors(pieces, bar.update)
+                except Overflow:
+                    if "files" not in claim(manifest, folder):
+                        folder.write_json(MANIFEST, manifest | {"overflow": True})
+                    raise
                 size = sum(value.nbytes for value in tensors.values())
                 n_known = None if here else count(texts)
                 last = number if n_known is None else (n_known - 1) // settings.per_file
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
-                there = facts | {"rows": len(tensors["tokens"]), **described(tensors)}
-                folder.write(number, tensors, there)
-            elif {key: there[key] for key in facts} != facts:
-                raise ValueError(
-                    f"a store must go on with the same texts; those of file {number} are others"
-                )
+                there = write(manifest, folder, number, facts, tensors)
             here[str(number)] = there
-    _finish(folder, manifest, shard, {"of": n_files, "texts": n_texts, "files": here})
-
-
-def _runs(texts: Corpus, settings: Settings) -> Iterator[list[Any]]:
-    """The texts of each file."""
-    rest, nothing = each(texts, settings.column), True
-    while run := [*itertools.islice(rest, settings.per_file)]:
-        yield run
-        nothing = False
-    if nothing:
-        raise ValueError("texts must hold at least one text; got none")
+    finish(manifest, folder, shard, {"of": n_files, "texts": n_texts, "files": here})
 
 
 def _digest(pieces: Sequence[Piece]) -> str:
@@ -260,31 +191,75 @@ def _require_room(folder: Folder, size: int, n_files: int) -> None:
         )
 
 
-def _finish(
-    folder: Folder, manifest: dict[str, Any], shard: tuple[int, int], end: dict[str, Any]
-) -> None:
-    """Writes the end of a job and, if it is the last, the manifest with all files.
+def known(
+    manifest: Mapping[str, Any], folder: Folder, number: int, facts: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The facts of a file of values that is there; None if it must be made.
 
     Raises:
-        ValueError: if other jobs had other texts.
+        ValueError: if it, or what the manifest lists in its place, is of another store, or has others of these facts.
     """
-    end_name = f"done-{shard[0]}-of-{shard[1]}.json"
-    for name in folder.names("done-*.json"):
-        other = folder.read_json(name)
-        if name != end_name and other["texts"] != end["texts"]:
+    there = folder.facts(file_of(number))
+    listed = [there] if there else require_same(manifest, folder).get("files", [])[number:][:1]
+    for one in listed:
+        _require_facts(folder, number, one, facts)
+    return there
+
+
+def write(
+    manifest: Mapping[str, Any],
+    folder: Folder,
+    number: int,
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """Write a file of values, and give its facts; for errors see `known`, which the file may not be any more."""
+    claim(manifest, folder)
+    all_facts = {**facts, "rows": len(tensors["tokens"]), **described(tensors)}
+    there = folder.write(number, tensors, all_facts)
+    _require_facts(folder, number, there, facts)
+    return {**there}
+
+
+def _require_facts(
+    folder: Folder, number: int, there: Mapping[str, Any], facts: Mapping[str, Any]
+) -> None:
+    if there.get("store") != facts["store"]:
+        path = folder.path(file_of(number))
+        raise ValueError(f"a store must have its own files; {path} {FOREIGN}")
+    if {key: there[key] for key in facts} != facts:
+        raise ValueError(
+            f"a store must go on with the same texts; those of file {number} are others"
+        )
+
+
+def finish(
+    manifest: Mapping[str, Any], folder: Folder, shard: tuple[int, int], end: Mapping[str, Any]
+) -> None:
+    """Write the end of a job and, if it is the last, the manifest with all files.
+
+    Raises:
+        ValueError: if other jobs had other texts, or the store has more.
+    """
+    store, end_name = store_of(manifest), f"done-{shard[0]}-of-{shard[1]}.json"
+    there, others = claim(manifest, folder), ends(folder, store)
+    for name, other in {MANIFEST: there, **others}.items():
+        had, may_grow = other.get("texts", 0), name in (MANIFEST, end_name)
+        if had > end["texts"] or (had < end["texts"] and not may_grow):
             raise ValueError(
-                f"a store must go on with the same texts; other jobs had {other['texts']}, got {end['texts']}"
+                f"a store must go on with the same texts; other jobs had {had}, got {end['texts']}"
             )
+    for name, other in others.items():
         # A file that was made again elsewhere may have other bits.
         files = {
             n: facts for n, facts in other["files"].items() if end["files"].get(n, facts) == facts
         }
         if files != other["files"]:
             folder.write_json(name, other | {"files": files})
-    folder.write_json(end_name, end)
+    folder.write_json(end_name, {"store": store, **end})
     try:
-        everything = gathered(folder)
+        everything = gathered(folder, store)
     except CacheError:  # other jobs are not done
         return
-    folder.write_json(MANIFEST, manifest | everything)
+    folder.write_json(MANIFEST, {**manifest, **everything})
     folder.tidy()

@@ -21,7 +21,7 @@ from interp.protocol import of, runner_of
 from interp.store.corpora import Piece, cut
 from interp.store.files import ROWS
 
-FORMAT = "hookscope-store-2"
+FORMAT = "hookscope-store-3"
 _POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: at_least_float32(rows).mean(0),
     "max": lambda rows: rows.amax(0),
@@ -45,6 +45,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype | None):
             raise TypeError(f"dtype must be one of PyTorch, as torch.float16; got {self.dtype!r}")
+        if self.dtype and not (self.dtype.is_floating_point and self.dtype.itemsize > 1):
+            raise ValueError(f"dtype must be a float of 16 bits or more; got {self.dtype}")
         sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
         for name, size in sizes.items():
             if size is not None and size < 1:
@@ -60,6 +62,10 @@ class Settings:
         dtype = None if self.dtype is None else str(self.dtype)
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return facts | {"pos": pos, "dtype": dtype, "without": sorted(self.without)}
+
+
+class Overflow(ValueError):
+    """Values that the dtype of a store cannot hold, but the model's can."""
 
 
 def by_token(runner: HookedRunner, names: Selector) -> list[str]:
@@ -146,7 +152,7 @@ class Reader:
             done: is told after each batch how many tokens were read.
 
         Raises:
-            ValueError: if a value is not finite.
+            ValueError: if a value is not finite, as an `Overflow` if only the dtype is at fault.
         """
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
         nothing = torch.zeros(3, 1, dtype=torch.long)
@@ -179,13 +185,16 @@ class Reader:
                 each = rows.split([n for n in chosen.sum(1).tolist() if n] or [0])
                 pooled = [_POOLS[self.settings.pool](part) for part in each if len(part)]
                 rows = torch.stack(pooled) if pooled else rows
-            rows = rows.to(self.settings.dtype or value.dtype).cpu()
-            if not bool(rows.isfinite().all()):
-                raise ValueError(
-                    f"values must be finite; got others in {rows.dtype} at {name} in the texts from "
-                    f"{int(batch[0][1, 0])} on (dtype= may name one with a larger range)"
-                )
-            values[name] = rows
+            kept_rows = rows.to(self.settings.dtype or value.dtype).cpu()
+            if not bool(kept_rows.isfinite().all()):
+                where = f"{kept_rows.dtype} at {name} in the texts from {int(batch[0][1, 0])} on"
+                message = f"values must be finite; got others in {where}"
+                if bool(rows.isfinite().all()):
+                    raise Overflow(
+                        f"{message}; dtype= may name one with a larger range (a complete store needs another folder)"
+                    )
+                raise ValueError(f"{message}, as the model has them")
+            values[name] = kept_rows
         return values
 
 

@@ -1,7 +1,9 @@
-"""Statistics of a model's values over texts that stream through it, without a store."""
+"""Texts that stream through a model without a store: statistics of its values, and the size of a harvest."""
 
+import os
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +14,10 @@ from hooks.transfer import to_device
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.store.rows import by_token
+from interp.store.corpora import Corpus, Piece, runs
+from interp.store.engines import Model, loaded
+from interp.store.files import Folder
+from interp.store.rows import Reader, Settings, by_token
 from interp.store.summary import StatisticsByPoint
 
 
@@ -62,3 +67,74 @@ def statistics(
             yield StatisticsByPoint.of(rows, number + first, pos, **options)
 
     return StatisticsByPoint.together(parts())
+
+
+class Planned(NamedTuple):
+    """The size of a harvest, before it is made.
+
+    Attributes:
+        texts, tokens, rows, files: how many there are.
+        bytes: what the files take, but for some kilobytes each.
+        seconds: how long it takes here in one job, at the rate of its first batch.
+        free: the bytes that the disk has; None where nobody knows.
+    """
+
+    texts: int
+    tokens: int
+    rows: int
+    files: int
+    bytes: int
+    seconds: float
+    free: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the disk has room for it."""
+        return self.free is None or self.bytes < self.free
+
+    def __repr__(self) -> str:
+        room = "for which there is room"
+        if not self.fits:
+            room = f"but there is room for {(self.free or 0) / 1e9:.3g} GB"
+        return (
+            f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB in {self.files:,} "
+            f"file{'s' * (self.files != 1)}, {room}; about {self.seconds:.3g} s"
+        )
+
+
+@without_gradients
+def plan(
+    model: Model,
+    texts: Corpus,
+    names: Selector,
+    out: str | os.PathLike[str] = ".",
+    **settings: Any,
+) -> Planned:
+    """Count what `harvest` would write, and time its first batch.
+
+    The texts are all read, so a generator is used up.
+
+    Args:
+        model, texts, names, out, settings: as for `harvest`, with the same errors.
+
+    >>> from models import load
+    >>> planned = plan(load("pydoc-4l"), ["part KV8"] * 100, "blocks.1.mlp_out")
+    >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and four of 4
+    (800, 422400, True)
+    """
+    kept, first = Settings(**settings), list[Piece]()
+    reader = Reader(loaded(model), names, kept)
+    n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
+    for run in runs(texts, kept.column, kept.per_file):
+        read = reader.pieces(run, n_texts)
+        first += read[: kept.batch - len(first)]
+        counts = [int(reader.rows(piece).sum()) for piece in read]
+        n_texts, n_files = n_texts + len(run), n_files + 1
+        n_tokens += sum(piece.shape[1] for piece in read)
+        n_rows += sum(map(bool, counts)) if kept.pool else sum(counts)
+    start = time.perf_counter()
+    tensors = reader.tensors(first).values()
+    rate = sum(piece.shape[1] for piece in first) / (time.perf_counter() - start)
+    of_row = sum(value.shape[1:].numel() * value.element_size() for value in tensors)
+    size, seconds = n_rows * of_row, n_tokens / max(1e-9, rate)
+    return Planned(n_texts, n_tokens, n_rows, n_files, size, seconds, Folder(out).free)
