@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hooks import Point
 from hooks._torch import without_gradients
-from interp.inputs.token_positions import at_least_float32, like
+from interp.inputs.token_positions import at_least_float32, finite, like
 from interp.tracing.frozen import FrozenRun
 
 
@@ -94,13 +94,13 @@ def predicted(
         is_set: which features are set; no change passes through their rows.
     """
     per_unit = rows[:, : len(activation)] / activation
-    direct = per_unit @ change
+    direct = finite(per_unit @ change, "predicted changes")
     total, step = direct, direct
     passes = (column >= 0) & ~is_set[column]
-    # Each step goes up by at least one layer, so it ends.
+    # Each step goes up by at least one layer, so it ends; with NaN it would not.
     while step[passes].any():
         passed = torch.zeros_like(change).index_put((column[passes],), step[passes])
-        step = per_unit @ passed
+        step = finite(per_unit @ passed, "predicted changes")
         total = total + step
     return direct, total
 
