@@ -19,6 +19,7 @@ from interp.directions import (
     probe,
     steering_curve,
 )
+from interp.inputs.positions import all_but
 from models import Transformer, TransformerConfig, load
 
 YES = ["part KV8 is", "part QX3", "see part ZQXJ-K", "a part ABC-7 of"]
@@ -66,6 +67,95 @@ def test_values_may_come_from_caches(model):
     )[1]
     with pytest.raises(ValueError, match="must be of a run that was given tokens"):
         difference_of_means(model, without, caches[1], name)
+
+
+def chosen_of(lengths, pos):
+    """The tokens that an index selects of texts by themselves, with Python's own rules."""
+    each = pos if isinstance(pos, list) and isinstance(pos[0], list) else [pos] * len(lengths)
+    for length, index in zip(lengths, each, strict=True):
+        numbers = [*range(length)]
+        if index is None or isinstance(index, slice):
+            yield numbers[index or slice(None)]
+        elif type(index).__name__ == "AllBut":
+            out = {numbers[place] for place in index.places}
+            yield [n for n in numbers if n not in out]
+        elif all(isinstance(place, bool) for place in index):
+            yield [n for n in numbers if index[n]]
+        else:
+            yield [numbers[place] for place in index]
+
+
+OWN = [[0, -1], [2], [-3, 1, 4], [3]]
+POSITIONS = {
+    "all": None, "after the first": slice(1, None), "two": slice(0, 2), "every third": slice(2, 40, 3), "backward": slice(4, 0, -1),
+    "negative ends": slice(-3, -1), "both ends": slice(1, -1), "listed": [2, 0, -1], "all but": all_but(0, -2),
+    "a mask": [False, True, True] + 20 * [False], "of each": OWN, "of both": [*OWN, [1], [0, 2], [5, 3], [-1], [4]],
+    "masks of each": [[n == 1 or n == k for n in range(15)] for k in (2, 3, 5, 7)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pos", POSITIONS.values(), ids=POSITIONS)
+def test_padding_is_no_example_in_any_form_of_positions(model, pos):
+    name, runner = "blocks.1.resid_post", HookedRunner(model)
+    kinds = [YES, NO if pos is POSITIONS["of both"] else NO[:4]]
+    lengths = [[len(text) for text in texts] for texts in kinds]
+    of_both = pos is POSITIONS["of both"]
+    indices = [pos[:4], pos[4:]] if of_both else [pos, pos]
+    means, counts = [], []
+    for texts, sizes, index in zip(kinds, lengths, indices, strict=True):
+        values = [runner.run_with_cache(text)[1][name][0].numpy() for text in texts]
+        rows = [v[n] for v, n in zip(values, chosen_of(sizes, index), strict=True)]
+        means.append(np.concatenate(rows).mean(0))
+        counts.append(sum(map(len, rows)))
+    caches = [runner.run_with_cache(texts)[1] for texts in kinds]
+    for batch, given in ((1, kinds), (2, kinds), (4, kinds), (16, kinds), (16, caches)):
+        v = difference_of_means(model, *given, name, pos=pos, batch=batch)
+        assert (v.about["yes"], v.about["rows"]) == (counts[0], sum(counts))
+        np.testing.assert_allclose(v[name].numpy(), means[0] - means[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pos", [None, slice(1, None), slice(3, 40), slice(-2, None), all_but(-1)])
+def test_columns_of_padding_on_the_left_are_no_examples(model, pos):
+    """A position from 0 on is a column there; a reader takes those that hold tokens."""
+    name, runner = "blocks.1.resid_post", HookedRunner(model)
+    caches, means, count = [], [], 0
+    for texts in (YES, NO):
+        width = max(map(len, texts))
+        mask = torch.tensor([[n >= width - len(text) for n in range(width)] for text in texts])
+        tokens = torch.zeros(mask.shape, dtype=torch.long)
+        tokens[mask] = torch.cat([model.to_tokens(text).tokens[0] for text in texts])
+        caches.append(runner.run_with_cache(tokens, attention_mask=mask)[1])
+        rows = []
+        for text in texts:
+            columns = [*range(width - len(text), width)]
+            if isinstance(pos, slice):
+                kept = [n for n in columns if n >= pos.start] if pos.start > 0 else columns[pos]
+            else:
+                kept = columns if pos is None else columns[:-1]
+            value = runner.run_with_cache(text)[1][name][0]
+            rows.append(value[[n - columns[0] for n in kept]].numpy())
+        means.append(np.concatenate(rows).mean(0))
+        count += sum(map(len, rows))
+    v = difference_of_means(model, *caches, name, pos=pos)
+    assert v.about["rows"] == count
+    np.testing.assert_allclose(v[name].numpy(), means[0] - means[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16])
+def test_a_text_without_its_positions_is_refused_in_any_batch(model, batch):
+    name = "blocks.1.resid_post"
+    short = next(n for n, text in enumerate(YES) if len(text) == min(map(len, YES)))
+    wrong = {
+        f"pos of yes, text {short} must be": slice(9, None), "pos of yes, text 1 must be": [[0], [], [0], [0]],
+        "pos of yes, text 2 must be": [[0], [1], [99], [0]], "pos of yes must be given for each": [[0], [1]],
+        "pos of no must be given for each text; got 4": [[0]] * 4, "for each text; got 2": [[0]] * 6,
+        "for each of 5 texts of no; got 6": [[0]] * 10,
+        "pos of yes, text 3 must be a mask of": [[True] * len(text) for text in YES[:3]] + [[True]],
+        "pos of yes, text 0 must be": [False, False, True] + [False] * 40 + [True],
+    }  # fmt: skip
+    for message, pos in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            difference_of_means(model, YES, NO, name, pos=pos, batch=batch)
 
 
 def planted(size=3.0):
@@ -331,6 +421,11 @@ def test_positions_are_scored_apart_in_one_pass():
     together = probe(embedded(values), yes, no, "1", pos=[0, 1, 2])
     assert torch.equal(found.direction["1"], together.direction["1"])
     assert "  1 1  1.000 [1.000, 1.000]" in repr(found)
+    # A mask, and lists of each text's own, have no label of each position.
+    of_each = [[0, 1], [2, 0]] * 20
+    for other in ([True, True, False], of_each):
+        labels = probe(embedded(values), yes, no, "1", pos=other, over="pos", draws=1).auroc.labels
+        assert labels["pos"] == (0, 1)
     texts = [[21, 1, 22], [23, 2], [21, 3], [24, 4]], [[21, 22], [23, 24]]
     with pytest.raises(ValueError, match="each text must have as many positions"):
         probe(embedded(values), *texts, "1", pos=None, over="pos", folds=2, batch=1)

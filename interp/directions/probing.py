@@ -128,7 +128,10 @@ def probe(
                 f"{groups[-1].sum()} have {len(groups)}"
             )
         axes.append("pos")
-        places["pos"] = pos if isinstance(pos, list) else [*range(len(groups))]
+        if isinstance(pos, list) and all(type(place) is int for place in pos):
+            places["pos"] = pos
+        else:
+            places["pos"] = [*range(len(groups))]
     scores, vectors, offsets = [], {}, {}
     for name in points:
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()

@@ -91,11 +91,12 @@ def steering_curve(
         strengths: what the direction is multiplied by.
         score: see `interp.metrics`.
         others: texts whose predictions should stay: KL(unsteered || steered), the mean over their tokens.
-        pos: the positions where it is added; None for all. Of chats (`models.chat`) also the name of a span.
+        pos: the positions where it is added, in prompts and others alike; None for all. Of chats (`models.chat`) also the
+            name of a span.
         max_bytes: see `sweep`.
 
     Raises:
-        ValueError: as for `sweep`.
+        ValueError: as for `sweep`; or if a chat lacks the span.
         EditError: if a vector does not fit.
         UnknownNameError: if chats have no such span.
         ModeError: if the model is in training mode.
