@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import scipy.optimize
+import scipy.stats
 import torch
 from torch import nn
 
@@ -420,7 +421,10 @@ def test_positions_are_scored_apart_in_one_pass():
     torch.testing.assert_close(found.control.values[:, 1], alone.control.values)
     together = probe(embedded(values), yes, no, "1", pos=[0, 1, 2])
     assert torch.equal(found.direction["1"], together.direction["1"])
-    assert "  1 1  1.000 [1.000, 1.000]" in repr(found)
+    ends = found.auroc.interval()
+    assert 0.6 < float(ends.low[0, 1]) < 0.95
+    assert float(ends.high[0, 1]) == 1
+    assert f"  1 1  1.000 [{float(ends.low[0, 1]):.3f}, 1.000]" in repr(found)
     # A mask, and lists of each text's own, have no label of each position.
     of_each = [[0, 1], [2, 0]] * 20
     for other in ([True, True, False], of_each):
@@ -488,6 +492,84 @@ def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
             metrics.roc_auc_score(labels[~kept], made.decision_function((x[~kept] - mean) / spread))
         )
     np.testing.assert_allclose(found.auroc.values[0].numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constant_columns_have_no_coefficient(kind, dtype):
+    """The classifier is that of scikit-learn's own pipeline, which leaves constant columns as they are."""
+    linear = pytest.importorskip("sklearn.linear_model", reason="needs the extra probes")
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    torch.manual_seed(0)
+    values = torch.randn(46, 5).double() * torch.tensor([1.0, 1e-4, 30.0, 1.0, 1e-9]).double()
+    values[:23, 2] += 40
+    constants = torch.tensor([0.1, -1e6, 0.0, 1 / 3]).double().expand(46, 4).clone()
+    constants[:, 3] += 1e-8 * torch.randn(46).double()  # only float64 knows that it varies
+    model = embedded(torch.cat([values, constants], 1)).to(dtype)
+    model[0].weight.data = torch.cat([values, constants], 1).to(dtype)
+    yes, no = torch.arange(23)[:, None], torch.arange(23, 46)[:, None]
+    found = probe(model, yes, no, "1", kind=kind, C=0.5, draws=1)
+    vector = found.direction["1"].double()
+    assert vector[5:].tolist() == [0, 0, 0, 0]
+    classifier = (
+        linear.LogisticRegression(C=0.5, max_iter=1000) if kind == "logistic" else linear.Ridge(2)
+    )
+    fitted = make_pipeline(StandardScaler(), classifier)
+    labels = np.arange(46) < 23
+    fitted.fit(
+        torch.cat([values, constants[:, :3]], 1), labels if kind == "logistic" else 2.0 * labels - 1
+    )
+    expected = np.ravel(fitted[1].coef_)[:5] / values.numpy().std(0)
+    np.testing.assert_allclose(vector[:5].numpy(), expected, rtol=2e-3)
+
+
+def test_what_varies_by_rounding_alone_is_not_erased():
+    """Of float32 numbers and of the same in float64, and where later values vary in that direction."""
+    torch.manual_seed(3)
+    labels = (torch.arange(60) < 30).double()[:, None]
+    x = torch.randn(60, 3).double() + torch.tensor([2.0, 0.0, 0.0]).double() * labels
+    x[:, 2] = 1 + 1e-7 * torch.randn(60).double()
+    erasers = [leace(Moments.of(rows, labels)) for rows in (x, x.float().double())]
+    others = torch.randn(11, 3).double()
+    torch.testing.assert_close(erasers[0](others), erasers[1](others), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(erasers[0](others)[:, 2], others[:, 2], rtol=0, atol=1e-6)
+    left = erasers[0](x)
+    assert (left[:30].mean(0) - left[30:].mean(0)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("per", "shift", "least"), [(6, 2.0, 0.86), (12, 2.0, 0.86), (12, 0.0, 0.75)]
+)
+def test_intervals_of_probes_hold_the_auroc_of_their_directions(per, shift, least):
+    """Each probe's mean AUROC is that of its folds' own classifiers on all texts that there might be."""
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    from interp.directions import probing
+
+    draw, held = np.random.default_rng(per), []
+    yes, no = torch.arange(per)[:, None], torch.arange(per, 2 * per)[:, None]
+    for _ in range(60):
+        values = (
+            draw.normal(size=(2 * per, 2)) + shift * (np.arange(2 * per) < per)[:, None] / 2**0.5
+        )
+        true, fitted = [], probing._fitted
+
+        def seen(x, y, kind, C, true=true, fitted=fitted):
+            vector, offset = fitted(x, y, kind, C)
+            true.append(vector.sum() * shift / 2**0.5 / np.linalg.norm(vector) / 2**0.5)
+            return vector, offset
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(probing, "_fitted", seen)
+            found = probe(
+                embedded(torch.tensor(values)), yes, no, "1", kind="linear", folds=3, draws=0
+            )
+        truth = scipy.stats.norm.cdf(true[:3]).mean()
+        low, high = (float(end) for end in found.auroc.interval())
+        assert 0 <= low < high <= 1
+        held.append(low <= truth <= high)
+    assert np.mean(held) >= least
 
 
 def test_probes_that_cannot_be_fitted_are_refused():
