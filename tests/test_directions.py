@@ -359,6 +359,9 @@ def test_a_score_may_be_a_metric_of_words(model):
     v = difference_of_means(model, YES, NO).at(2)
     curve = steering_curve(model, v, YES, [0.0, 1.0], log_prob("8"), others=NO)
     assert curve.score.unit == "nats"
+    assert curve.kl.bounds == (0, math.inf)
+    few = steering_curve(model, v, YES[:1], [1.0], log_prob("8"), others=NO[:1])
+    assert "nan" not in repr(few)
     assert float(curve.kl.mean()[0]) == pytest.approx(0, abs=1e-9)
     assert float(curve.kl.mean()[1]) > 0
 

@@ -628,6 +628,10 @@ def test_the_correlation_is_of_nodes_that_were_predicted_to_change():
     # Fisher's z has a standard error of 1 / √(n - 3), here of n = 5.
     ends = [math.tanh(math.atanh(r) + sign * 1.96 / math.sqrt(2)) for sign in (-1, 1)]
     assert result.interval == pytest.approx(ends)
+    # All change as much, so there is no correlation, and none to be sure of.
+    none = Intervention({}, [*"abcdef"], predicted, predicted, torch.ones(6))
+    assert all(map(math.isnan, (none.correlation, *none.interval)))
+    assert "correlation nan\n" in repr(none)
 
 
 def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypatch):
