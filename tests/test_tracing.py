@@ -670,10 +670,10 @@ def within_seconds(seconds):
 @pytest.mark.parametrize(
     ("part", "named"),
     [
-        ("position_embedding.weight", r"position_embedding\.weight|logits"),
-        ("blocks.1.attn.output.weight", r"blocks\.1\.attn\.output\.weight|logits"),
+        ("position_embedding.weight", r"position_embedding\.weight"),
+        ("blocks.1.attn.output.weight", r"blocks\.1\.attn\.output\.weight"),
         ("W_enc", "the features of layer 2"),
-        ("W_dec", "the decoder of layer 2 to layer 2|layer 2's output"),
+        ("W_dec", "the decoder of layer 2 to layer 2"),
         ("b_dec", "layer 2's output"),
     ],
 )
@@ -691,7 +691,7 @@ def test_a_graph_of_numbers_that_are_not_finite_is_refused(part, named, number):
             attribution_graph(model, TEXT, dictionaries)
 
 
-def test_values_and_changes_that_are_not_finite_are_refused():
+def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
     graph = attribution_graph(model_of("plain"), TEXT, transcoders("layer", "ln2.normalized"))
     name = next(node.id for node in graph.nodes if node.kind == "feature")
     for value, what in (
@@ -709,6 +709,12 @@ def test_values_and_changes_that_are_not_finite_are_refused():
             influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
             predicted(rows, column, one, one, torch.zeros(1).bool())
+        with pytest.raises(ValueError, match="must be finite"):  # also where nothing is passed on
+            predicted(rows, column, one, one, torch.ones(1).bool())
+    rows = FrozenRun.rows
+    monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: math.inf * rows(*arguments))
+    with pytest.raises(ValueError, match="effects must be finite"):
+        attribution_graph(model_of("plain"), TEXT, {}, targets=[2])
     # The sum of a row may be infinite where no number in it is.
     with pytest.raises(ValueError, match="must be finite"):
         influence.shares(torch.full((1, 2), 3e38))
