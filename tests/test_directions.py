@@ -575,6 +575,20 @@ def test_intervals_of_probes_hold_the_auroc_of_their_directions(per, shift, leas
     assert np.mean(held) >= least
 
 
+def test_values_that_are_not_finite_are_refused():
+    values, texts = torch.randn(6, 3), torch.arange(6)[:, None]
+    values[4, 1] = math.inf
+    for function in (difference_of_means, erasure, probe):
+        with pytest.raises(ValueError, match="values at 1 must be finite; got inf at"):
+            function(
+                embedded(values),
+                texts[:3],
+                texts[3:],
+                "1",
+                **{"folds": 2} if function is probe else {},
+            )
+
+
 def test_probes_that_cannot_be_fitted_are_refused():
     model, texts = embedded(torch.randn(5, 3)), torch.arange(3)[:, None]
     with pytest.raises(

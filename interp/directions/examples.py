@@ -11,6 +11,7 @@ from hooks import ActivationCache, SelectionError
 from hooks.names import layers
 from interp.inputs.positions import Index, Selection
 from interp.inputs.texts import Text, Texts, batches, text_of
+from interp.inputs.token_positions import finite
 from interp.inputs.wording import named_spans
 from interp.protocol import runner_of
 
@@ -71,7 +72,10 @@ def examples(
                 label,
                 torch.tensor(rows) + first + n_texts,
                 torch.tensor(ranks),
-                {name: cache[name][[*rows], [*places]].flatten(1) for name in points},
+                {
+                    name: finite(cache[name][[*rows], [*places]].flatten(1), f"values at {name}")
+                    for name in points
+                },
             )
             n_texts = stop
         first += n_texts

@@ -45,7 +45,8 @@ def difference_of_means(
 
     Raises:
         UnknownNameError: if there is no such point or span; it has close matches.
-        ValueError: if a kind has no text, a text no such position, or a cache's run was given no tokens.
+        ValueError: if a kind has no text, a text no such position, a value is not finite, or a cache's run was given no
+            tokens.
         ModeError: if the model is in training mode.
 
     >>> from models import load
