@@ -106,7 +106,7 @@ def tuned_lens(
 
     Raises:
         ValueError: if there is no text or one is empty, `steps` or `batch` is below 1, the rate is negative,
-            or PyTorch's inference mode is on.
+            PyTorch's inference mode is on, or a loss is not finite.
         CacheError: if a store is not complete, or of another model.
         TypeError: if the model has no `unembed` or no `config`.
         UnknownNameError: if the model has no such points.
