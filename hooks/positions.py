@@ -58,7 +58,7 @@ class Selection:
     """Places along an axis. Negative ones count from its end: along positions from a text's last real token.
 
     From 0 on positions count columns, padding included, and one that is padding is an error. A slice with a
-    negative end has the real tokens between its ends.
+    negative end has the real tokens between its ends. Whoever reads takes real tokens only, of any slice.
 
     Attributes:
         index: the places, in Python's own integers, slices and lists.
@@ -100,10 +100,14 @@ class Selection:
         return isinstance(self.index, int)
 
     @property
+    def is_by_example(self) -> bool:
+        """Whether each example has an index of its own."""
+        return isinstance(self.index, list) and any(isinstance(part, list) for part in self.index)
+
+    @property
     def parts(self) -> list[Any]:
         """The index of each example, or one for all."""
-        one_each = isinstance(self.index, list) and self.index and isinstance(self.index[0], list)
-        return self.index if one_each else [self.index]
+        return self.index if self.is_by_example else [self.index]
 
     def rows(
         self,
@@ -146,7 +150,7 @@ class Selection:
 
     def is_plain(self, real: Mask | None) -> bool:
         """Whether these are the same columns of each text, whatever its padding: a subscript of PyTorch selects them."""
-        if isinstance(self.index, AllBut) or self.parts is self.index:
+        if isinstance(self.index, AllBut) or self.is_by_example:
             return False
         if real is None or real_columns(real) is None:
             return True
@@ -178,13 +182,43 @@ class Selection:
             )
         return torch.tensor(rows, dtype=torch.int64)
 
+    def read(self, real: Bool[Tensor, "batch pos"], what: str, first: int = 0) -> list[list[int]]:
+        """The columns that are read of each text of a batch: real tokens, at least one.
+
+        Args:
+            real: True at real tokens.
+            what: the positions, for errors.
+            first: the number of the first text among all. An index of each text's own is taken by number, and a mask
+                need not be longer than its text.
+
+        Raises:
+            SelectionError: as for `rows`; if there is no index for a text, or it selects nothing.
+        """
+        read = []
+        for number, row in enumerate(real, first):
+            columns, name = row.nonzero()[:, 0].tolist(), f"{what}, text {number}"
+            if self.is_by_example and number >= len(self.parts):
+                raise SelectionError(f"{what} must be given for each text; got {len(self.parts)}")
+            part = self.parts[number] if self.is_by_example else self.index
+            if is_mask(part):
+                if columns and len(part) <= columns[-1]:
+                    raise SelectionError(
+                        f"{name} must be a mask of {columns[-1] + 1}; got {len(part)}"
+                    )
+                part = [column for column, inside in enumerate(part) if inside]
+            kept = {*columns}
+            read.append([n for n in _real(part, len(row), name, columns, True) if n in kept])
+            if not read[-1]:
+                raise SelectionError(f"{name} must be at least one real token; got none")
+        return read
+
     def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
-        """A mask of the places in texts whose real tokens are True in `real`. For errors see `rows`."""
+        """A mask of the places in texts whose real tokens are True in `real`, without padding. For errors see `rows`."""
         rows = self.rows(real.shape[1], what, len(real), real_columns(real))
         chosen = torch.zeros_like(real)
         for row, columns in zip(chosen, itertools.cycle(rows)):  # one row may be for all
             row[columns] = True
-        return chosen
+        return chosen & real
 
     def __repr__(self) -> str:
         if isinstance(self.index, slice):

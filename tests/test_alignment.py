@@ -98,7 +98,10 @@ def test_a_planted_variable_is_found_and_controls_fail():
     assert losses[-1] < losses[0] / 10
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.rotation.grad is None
-    assert "aligned           1.000" in repr(found)
+    # Wilson's interval where all n are right is from n / (n + z²) to 1.
+    low, n = float(found.accuracy.interval().low[0, 0, 0]), len(test)
+    assert low == pytest.approx(n / (n + 1.959964**2), rel=1e-5)
+    assert f"aligned           1.000 [{low:.3f}, 1.000]" in repr(found)
     assert "<iframe" in found._repr_html_()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hooks import HookedRunner, UnknownNameError
 from interp import Pairs, activation_patching, edits, log_prob, sweep
-from interp.directions import difference_of_means, steering_curve
+from interp.directions import Direction, difference_of_means, steering_curve
 from models import ChatTemplate, attach, chat, load, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -166,6 +166,27 @@ def test_spans_are_named_in_directions_and_pairs():
         difference_of_means(model, yes, no, pos="asistant")
     with pytest.raises(UnknownNameError):
         Pairs(yes, no, spans=["tool"]).read_by(model)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_a_chat_without_the_span_is_refused_beside_others_too(batch):
+    model, name = load("pydoc-4l"), "blocks.1.resid_post"
+    whole, alone = chats(("def f", "KV8"), ("i", "QX31")), [[{"role": "user", "content": "of"}]]
+    several = [[*alone[0], {"role": "assistant", "content": text}] for text in ("Z", "is")]
+    without = chat(model, [*several, *alone], template=ENDED)
+    empty = chats(("def f", "KV8"), ("i", "QX31"), ("of", ""))
+    direction = Direction({name: torch.ones(128)})
+    for wrong in (without, empty):
+        refused = pytest.raises(
+            ValueError, match="each text must have the span 'assistant'; text 2"
+        )
+        for texts in ((whole, wrong), (wrong, whole)):
+            with refused:
+                difference_of_means(model, *texts, name, pos="assistant", batch=batch)
+        with refused:
+            steering_curve(model, direction, wrong, [1.0], log_prob("e"), pos="assistant")
+        with refused:
+            Pairs(wrong, answers="e", spans=["assistant"]).read_by(model)
 
 
 def test_attached_models_read_chats():

@@ -171,6 +171,9 @@ def test_tokens_and_positions_are_left_out(pack, tmp_path):
         )
         for key, value in store.file(0).items():
             torch.testing.assert_close(value, whole[key][kept], msg=f"{case}, {key}")
+    for own in ([[1], [0], [2]], [[1]]):
+        with pytest.raises(ValueError, match="pos must be the same in each piece"):
+            harvest(model, texts, name, tmp_path / "own", pos=own, **options)
 
 
 @pytest.mark.parametrize("pool", ["mean", "max"])

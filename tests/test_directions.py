@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import scipy.optimize
+import scipy.stats
 import torch
 from torch import nn
 
 from hooks import CacheError, HookedRunner, HookPoint, UnknownNameError
+from hooks.positions import all_but
 from interp import edits, log_prob
 from interp.directions import (
     Direction,
@@ -66,6 +68,95 @@ def test_values_may_come_from_caches(model):
     )[1]
     with pytest.raises(ValueError, match="must be of a run that was given tokens"):
         difference_of_means(model, without, caches[1], name)
+
+
+def chosen_of(lengths, pos):
+    """The tokens that an index selects of texts by themselves, with Python's own rules."""
+    each = pos if isinstance(pos, list) and isinstance(pos[0], list) else [pos] * len(lengths)
+    for length, index in zip(lengths, each, strict=True):
+        numbers = [*range(length)]
+        if index is None or isinstance(index, slice):
+            yield numbers[index or slice(None)]
+        elif type(index).__name__ == "AllBut":
+            out = {numbers[place] for place in index.places}
+            yield [n for n in numbers if n not in out]
+        elif all(isinstance(place, bool) for place in index):
+            yield [n for n in numbers if index[n]]
+        else:
+            yield [numbers[place] for place in index]
+
+
+OWN = [[0, -1], [2], [-3, 1, 4], [3]]
+POSITIONS = {
+    "all": None, "after the first": slice(1, None), "two": slice(0, 2), "every third": slice(2, 40, 3), "backward": slice(4, 0, -1),
+    "negative ends": slice(-3, -1), "both ends": slice(1, -1), "listed": [2, 0, -1], "all but": all_but(0, -2),
+    "a mask": [False, True, True] + 20 * [False], "of each": OWN, "of both": [*OWN, [1], [0, 2], [5, 3], [-1], [4]],
+    "masks of each": [[n == 1 or n == k for n in range(15)] for k in (2, 3, 5, 7)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pos", POSITIONS.values(), ids=POSITIONS)
+def test_padding_is_no_example_in_any_form_of_positions(model, pos):
+    name, runner = "blocks.1.resid_post", HookedRunner(model)
+    kinds = [YES, NO if pos is POSITIONS["of both"] else NO[:4]]
+    lengths = [[len(text) for text in texts] for texts in kinds]
+    of_both = pos is POSITIONS["of both"]
+    indices = [pos[:4], pos[4:]] if of_both else [pos, pos]
+    means, counts = [], []
+    for texts, sizes, index in zip(kinds, lengths, indices, strict=True):
+        values = [runner.run_with_cache(text)[1][name][0].numpy() for text in texts]
+        rows = [v[n] for v, n in zip(values, chosen_of(sizes, index), strict=True)]
+        means.append(np.concatenate(rows).mean(0))
+        counts.append(sum(map(len, rows)))
+    caches = [runner.run_with_cache(texts)[1] for texts in kinds]
+    for batch, given in ((1, kinds), (2, kinds), (4, kinds), (16, kinds), (16, caches)):
+        v = difference_of_means(model, *given, name, pos=pos, batch=batch)
+        assert (v.about["yes"], v.about["rows"]) == (counts[0], sum(counts))
+        np.testing.assert_allclose(v[name].numpy(), means[0] - means[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pos", [None, slice(1, None), slice(3, 40), slice(-2, None), all_but(-1)])
+def test_columns_of_padding_on_the_left_are_no_examples(model, pos):
+    """A position from 0 on is a column there; a reader takes those that hold tokens."""
+    name, runner = "blocks.1.resid_post", HookedRunner(model)
+    caches, means, count = [], [], 0
+    for texts in (YES, NO):
+        width = max(map(len, texts))
+        mask = torch.tensor([[n >= width - len(text) for n in range(width)] for text in texts])
+        tokens = torch.zeros(mask.shape, dtype=torch.long)
+        tokens[mask] = torch.cat([model.to_tokens(text).tokens[0] for text in texts])
+        caches.append(runner.run_with_cache(tokens, attention_mask=mask)[1])
+        rows = []
+        for text in texts:
+            columns = [*range(width - len(text), width)]
+            if isinstance(pos, slice):
+                kept = [n for n in columns if n >= pos.start] if pos.start > 0 else columns[pos]
+            else:
+                kept = columns if pos is None else columns[:-1]
+            value = runner.run_with_cache(text)[1][name][0]
+            rows.append(value[[n - columns[0] for n in kept]].numpy())
+        means.append(np.concatenate(rows).mean(0))
+        count += sum(map(len, rows))
+    v = difference_of_means(model, *caches, name, pos=pos)
+    assert v.about["rows"] == count
+    np.testing.assert_allclose(v[name].numpy(), means[0] - means[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16])
+def test_a_text_without_its_positions_is_refused_in_any_batch(model, batch):
+    name = "blocks.1.resid_post"
+    short = next(n for n, text in enumerate(YES) if len(text) == min(map(len, YES)))
+    wrong = {
+        f"pos of yes, text {short} must be": slice(9, None), "pos of yes, text 1 must be": [[0], [], [0], [0]],
+        "pos of yes, text 2 must be": [[0], [1], [99], [0]], "pos of yes must be given for each": [[0], [1]],
+        "pos of no must be given for each text; got 4": [[0]] * 4, "for each text; got 2": [[0]] * 6,
+        "for each of 5 texts of no; got 6": [[0]] * 10,
+        "pos of yes, text 3 must be a mask of": [[True] * len(text) for text in YES[:3]] + [[True]],
+        "pos of yes, text 0 must be": [False, False, True] + [False] * 40 + [True],
+    }  # fmt: skip
+    for message, pos in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            difference_of_means(model, YES, NO, name, pos=pos, batch=batch)
 
 
 def planted(size=3.0):
@@ -268,6 +359,9 @@ def test_a_score_may_be_a_metric_of_words(model):
     v = difference_of_means(model, YES, NO).at(2)
     curve = steering_curve(model, v, YES, [0.0, 1.0], log_prob("8"), others=NO)
     assert curve.score.unit == "nats"
+    assert curve.kl.bounds == (0, math.inf)
+    few = steering_curve(model, v, YES[:1], [1.0], log_prob("8"), others=NO[:1])
+    assert "nan" not in repr(few)
     assert float(curve.kl.mean()[0]) == pytest.approx(0, abs=1e-9)
     assert float(curve.kl.mean()[1]) > 0
 
@@ -330,7 +424,15 @@ def test_positions_are_scored_apart_in_one_pass():
     torch.testing.assert_close(found.control.values[:, 1], alone.control.values)
     together = probe(embedded(values), yes, no, "1", pos=[0, 1, 2])
     assert torch.equal(found.direction["1"], together.direction["1"])
-    assert "  1 1  1.000 [1.000, 1.000]" in repr(found)
+    ends = found.auroc.interval()
+    assert 0.6 < float(ends.low[0, 1]) < 0.95
+    assert float(ends.high[0, 1]) == 1
+    assert f"  1 1  1.000 [{float(ends.low[0, 1]):.3f}, 1.000]" in repr(found)
+    # A mask, and lists of each text's own, have no label of each position.
+    of_each = [[0, 1], [2, 0]] * 20
+    for other in ([True, True, False], of_each):
+        labels = probe(embedded(values), yes, no, "1", pos=other, over="pos", draws=1).auroc.labels
+        assert labels["pos"] == (0, 1)
     texts = [[21, 1, 22], [23, 2], [21, 3], [24, 4]], [[21, 22], [23, 24]]
     with pytest.raises(ValueError, match="each text must have as many positions"):
         probe(embedded(values), *texts, "1", pos=None, over="pos", folds=2, batch=1)
@@ -393,6 +495,98 @@ def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
             metrics.roc_auc_score(labels[~kept], made.decision_function((x[~kept] - mean) / spread))
         )
     np.testing.assert_allclose(found.auroc.values[0].numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constant_columns_have_no_coefficient(kind, dtype):
+    """The classifier is that of scikit-learn's own pipeline, which leaves constant columns as they are."""
+    linear = pytest.importorskip("sklearn.linear_model", reason="needs the extra probes")
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    torch.manual_seed(0)
+    values = torch.randn(46, 5).double() * torch.tensor([1.0, 1e-4, 30.0, 1.0, 1e-9]).double()
+    values[:23, 2] += 40
+    constants = torch.tensor([0.1, -1e6, 0.0, 1 / 3]).double().expand(46, 4).clone()
+    constants[:, 3] += 1e-8 * torch.randn(46).double()  # only float64 knows that it varies
+    model = embedded(torch.cat([values, constants], 1)).to(dtype)
+    model[0].weight.data = torch.cat([values, constants], 1).to(dtype)
+    yes, no = torch.arange(23)[:, None], torch.arange(23, 46)[:, None]
+    found = probe(model, yes, no, "1", kind=kind, C=0.5, draws=1)
+    vector = found.direction["1"].double()
+    assert vector[5:].tolist() == [0, 0, 0, 0]
+    classifier = (
+        linear.LogisticRegression(C=0.5, max_iter=1000) if kind == "logistic" else linear.Ridge(2)
+    )
+    fitted = make_pipeline(StandardScaler(), classifier)
+    labels = np.arange(46) < 23
+    fitted.fit(
+        torch.cat([values, constants[:, :3]], 1), labels if kind == "logistic" else 2.0 * labels - 1
+    )
+    expected = np.ravel(fitted[1].coef_)[:5] / values.numpy().std(0)
+    np.testing.assert_allclose(vector[:5].numpy(), expected, rtol=2e-3)
+
+
+def test_what_varies_by_rounding_alone_is_not_erased():
+    """Of float32 numbers and of the same in float64, and where later values vary in that direction."""
+    torch.manual_seed(3)
+    labels = (torch.arange(60) < 30).double()[:, None]
+    x = torch.randn(60, 3).double() + torch.tensor([2.0, 0.0, 0.0]).double() * labels
+    x[:, 2] = 1 + 1e-7 * torch.randn(60).double()
+    erasers = [leace(Moments.of(rows, labels)) for rows in (x, x.float().double())]
+    others = torch.randn(11, 3).double()
+    torch.testing.assert_close(erasers[0](others), erasers[1](others), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(erasers[0](others)[:, 2], others[:, 2], rtol=0, atol=1e-6)
+    left = erasers[0](x)
+    assert (left[:30].mean(0) - left[30:].mean(0)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("per", "shift", "least"), [(6, 2.0, 0.86), (12, 2.0, 0.86), (12, 0.0, 0.75)]
+)
+def test_intervals_of_probes_hold_the_auroc_of_their_directions(per, shift, least):
+    """Each probe's mean AUROC is that of its folds' own classifiers on all texts that there might be."""
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    from interp.directions import probing
+
+    draw, held = np.random.default_rng(per), []
+    yes, no = torch.arange(per)[:, None], torch.arange(per, 2 * per)[:, None]
+    for _ in range(60):
+        values = (
+            draw.normal(size=(2 * per, 2)) + shift * (np.arange(2 * per) < per)[:, None] / 2**0.5
+        )
+        true, fitted = [], probing._fitted
+
+        def seen(x, y, kind, C, true=true, fitted=fitted):
+            vector, offset = fitted(x, y, kind, C)
+            true.append(vector.sum() * shift / 2**0.5 / np.linalg.norm(vector) / 2**0.5)
+            return vector, offset
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(probing, "_fitted", seen)
+            found = probe(
+                embedded(torch.tensor(values)), yes, no, "1", kind="linear", folds=3, draws=0
+            )
+        truth = scipy.stats.norm.cdf(true[:3]).mean()
+        low, high = (float(end) for end in found.auroc.interval())
+        assert 0 <= low < high <= 1
+        held.append(low <= truth <= high)
+    assert np.mean(held) >= least
+
+
+def test_values_that_are_not_finite_are_refused():
+    values, texts = torch.randn(6, 3), torch.arange(6)[:, None]
+    values[4, 1] = math.inf
+    for function in (difference_of_means, erasure, probe):
+        with pytest.raises(ValueError, match="values at 1 must be finite; got inf at"):
+            function(
+                embedded(values),
+                texts[:3],
+                texts[3:],
+                "1",
+                **{"folds": 2} if function is probe else {},
+            )
 
 
 def test_probes_that_cannot_be_fitted_are_refused():

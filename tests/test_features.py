@@ -152,6 +152,13 @@ def test_transcoders_are_scored_at_what_they_write(model):
     assert math.isclose(got, 1 - error.item(), rel_tol=1e-9)
 
 
+def test_what_is_constant_has_no_explained_variance(model):
+    with HookedRunner(model).hooks({PLACE: lambda value, point: torch.full_like(value, 0.1)}):
+        scores = evaluate_sae(model, {PLACE: random()}, TEXTS)
+    assert math.isnan(scores.points[PLACE].explained_variance)
+    assert scores.points[PLACE].l0 > 0
+
+
 def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
     d = random(k=3)
     chosen = [28, 4]

@@ -74,6 +74,7 @@ def test_planted_heads_are_found_and_no_other(planted):
         assert found.values[place].min() > 0.99
         others = [head for head in PLANTED.values() if head != place]
         assert max(found.values[other].max() for other in others) < 0.05
+        assert found.bounds == (0, 1)
 
 
 def test_entropy_and_distance_of_planted_heads(planted):
@@ -83,6 +84,7 @@ def test_entropy_and_distance_of_planted_heads(planted):
         head_scores(planted, cache, kind=kind).mean() for kind in ("entropy", "distance")
     )
     queries = range(1, N)
+    assert head_scores(planted, cache, "entropy").bounds == (0, math.inf)
     assert entropy[EVEN] == pytest.approx(statistics.mean(math.log(q + 1) for q in queries))
     assert distance[EVEN] == pytest.approx(statistics.mean(q / 2 for q in queries))
     assert entropy[PLANTED["first_token"]] == pytest.approx(0, abs=1e-9)

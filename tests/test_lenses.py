@@ -1,5 +1,6 @@
 """Fitted lenses, against closed forms, autograd's own Jacobians and gradients taken another way."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +154,10 @@ def test_fits_refuse_what_they_cannot_read():
             tuned_lens(model, TEXTS, **{wrong: value})
     with pytest.raises(ValueError, match=r"list of tokens.*text 1"):
         tuned_lens(model, [[3], []], steps=2, batch=1)
+    wrong = copy.deepcopy(model)
+    wrong.blocks[0].mlp.output.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="losses must be finite"):
+        tuned_lens(wrong, TEXTS, steps=1)
 
 
 def mean_kl(model, weights, biases):

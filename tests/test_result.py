@@ -1,7 +1,7 @@
 """Results: means and intervals against NumPy and SciPy, parts, figures, tables and files."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +70,68 @@ def test_intervals_cover_as_often_as_they_say(n, kind):
         assert least <= ((low <= truth) & (truth <= high)).double().mean() <= most
 
 
+@pytest.mark.parametrize(("right", "n"), [(0, 3), (7, 7), (13, 17), (19, 20), (1, 41)])
+@pytest.mark.parametrize("confidence", [0.95, 0.6])
+def test_shares_of_examples_have_the_interval_of_wilson(right, n, confidence):
+    """As SciPy has it, between bounds of any size."""
+    stats = pytest.importorskip("scipy.stats", reason="an independent interval of Wilson")
+    expected = stats.binomtest(right, n).proportion_ci(confidence, method="wilson")
+    values = (torch.arange(n) < right).double()[None]
+    for low, width in ((0.0, 1.0), (-1.0, 2.0), (3.0, 7.0)):
+        result = Result(low + width * values, ("head", "example"), bounds=(low, low + width))
+        ends = [(float(end) - low) / width for end in result.interval(confidence)]
+        assert ends == pytest.approx([*expected], abs=1e-9)
+
+
+@pytest.mark.parametrize("n", [3, 8, 20])
+@pytest.mark.parametrize(("a", "b"), [(0.5, 0.5), (2, 2), (8, 1), (0.3, 3)])
+def test_intervals_of_shares_stay_inside_and_cover(n, a, b):
+    draws = torch.tensor(np.random.default_rng(n).beta(a, b, (8_000, n)))
+    low, high = Result(draws, ("place", "example"), bounds=(0.0, 1.0)).interval()
+    assert low.min() >= 0
+    assert high.max() <= 1
+    truth = a / (a + b)
+    assert 0.86 <= ((low <= truth) & (truth <= high)).double().mean() <= 0.98
+
+
+def test_an_interval_above_a_bound_begins_there():
+    values = torch.tensor([[0.0, 0.1, 4.0]])
+    low, high = Result(values, ("head", "example"), bounds=(0.0, math.inf)).interval()
+    assert low == 0
+    assert torch.equal(high, Result(values, ("head", "example")).interval().high)
+
+
+@pytest.mark.parametrize(("mean", "counts", "folds"), [(1.0, (4, 4), 5), (0.9, (1.0, 2.4), 5), (0.5, (10, 7), 3), (0.0, (2, 3), 2)])  # fmt: skip
+def test_an_auroc_has_the_interval_of_newcombe(mean, counts, folds):
+    """Both ends solve his equation, with the variance of Hanley and McNeil written out by its parts."""
+    optimize = pytest.importorskip("scipy.optimize")
+    a, b = map(float, counts)
+    values = torch.full((1, folds), mean, dtype=torch.float64)
+    result = Result(values, ("point", "example"), bounds=(0.0, 1.0), counts=(a, b))
+    low, high = map(float, result.interval())
+
+    def missed(m):
+        q1, q2, n = m / (2 - m), 2 * m**2 / (1 + m), (a + b) / 2 - 1
+        variance = (m * (1 - m) + n * (q1 - m**2) + n * (q2 - m**2)) / (a * b * folds)
+        return (mean - m) ** 2 - 1.959963985**2 * variance
+
+    inside = (1e-9, mean - 1e-9), (mean + 1e-9, 1 - 1e-9)
+    for end, bound, (start, stop) in zip((low, high), (0, 1), inside, strict=True):
+        expected = bound if mean == bound else optimize.brentq(missed, start, stop)
+        assert end == pytest.approx(expected, abs=1e-7)
+    assert 0 <= low < high <= 1
+
+
+def test_an_auroc_of_few_texts_has_no_interval_and_parts_keep_its_kind():
+    values = torch.tensor([[1.0, 0.5], [0.75, 1.0]])
+    few = Result(values, ("point", "example"), bounds=(0.0, 1.0), counts=(1.0, 2.0), unit="AUROC")
+    assert all(end.isnan().all() for end in few.interval())
+    more = replace(few, counts=(2.0, 2.0))
+    torch.testing.assert_close(more.select(point=1).interval().low, more.interval().low[1])
+    lost = more - replace(more, values=1 - values)
+    assert (lost.bounds, lost.counts) == ((-1, 1), None)
+
+
 def test_too_few_examples_have_no_interval(result):
     for n, normal in ((1, False), (2, False), (3, True)):
         few = result.select(example=list(range(n)))
@@ -99,7 +161,7 @@ def test_shares_of_each_example(result):
 def test_nothing_is_divided_where_base_and_target_agree(result):
     target = result.target.clone()
     target[2] = result.base[2] * (1 + 1e-7)
-    close = dataclasses.replace(result, target=target)
+    close = replace(result, target=target)
     left = [n for n in range(EXAMPLES) if n != 2]
     for _ in range(2):
         with pytest.warns(UserWarning, match="1 of 13"):
@@ -110,7 +172,7 @@ def test_nothing_is_divided_where_base_and_target_agree(result):
         assert torch.equal(shares.target, torch.ones(12))
         target[2] = result.base[2] = 0
     assert not close.normalized().mean().isnan().any()
-    same = dataclasses.replace(result, target=result.base)
+    same = replace(result, target=result.base)
     with (
         pytest.warns(UserWarning, match="13 of 13"),
         pytest.raises(ValueError, match="example"),
@@ -119,7 +181,7 @@ def test_nothing_is_divided_where_base_and_target_agree(result):
     # One half up, one half down: each example differs, the means agree.
     target = result.base + torch.tensor([1.0] * 6 + [-1.0] * 6 + [0.0])
     with pytest.warns(UserWarning, match="agree"):
-        same = dataclasses.replace(result, target=target).normalized()
+        same = replace(result, target=target).normalized()
     assert same.mean().isnan().all()
     assert same.interval().high.isnan().all()
 
@@ -192,8 +254,8 @@ def test_plots(result):
     np.testing.assert_allclose(axes.images[0].get_array(), result.mean())
     # Colours reach the difference of the runs, and have no range below 0 for what is never below.
     whole = (result.target - result.base).mean().abs()
-    tiny = dataclasses.replace(result, values=result.values * 1e-3)
-    shares = dataclasses.replace(result.normalized(), values=result.values.abs() * 1e-3)
+    tiny = replace(result, values=result.values * 1e-3)
+    shares = replace(result.normalized(), values=result.values.abs() * 1e-3)
     for drawn, low, high in (
         *((result, -1, max(whole, result.mean().abs().max())), (tiny, -1, whole)),
         (tiny.normalized(), -1, 1),
@@ -217,9 +279,7 @@ def test_plots(result):
     assert [text.get_text() for text in axes.get_xticklabels()] == ["a", "name"]
     assert len(axes.get_yticks()) <= 40
     with pytest.raises(ValueError, match="head"):
-        dataclasses.replace(
-            many, values=torch.zeros(3, 300, 2, 5), axes=("layer", *many.axes)
-        ).plot()
+        replace(many, values=torch.zeros(3, 300, 2, 5), axes=("layer", *many.axes)).plot()
 
 
 def test_a_table_for_pandas(result):
@@ -235,13 +295,14 @@ def test_a_table_for_pandas(result):
 
 @pytest.mark.parametrize("normal", [False, True])
 def test_saved_and_loaded(result, tmp_path, normal):
-    given = result.normalized() if normal else dataclasses.replace(result, target=None)
+    limits = {"bounds": (0.0, math.inf), "counts": (2.0, 3.5)}
+    given = result.normalized() if normal else replace(result, target=None, **limits)
     given.save(tmp_path / "r.safetensors")
     found = Result.load(tmp_path / "r.safetensors")
     for name in ("values", "base", "target"):
         one, two = getattr(given, name), getattr(found, name)
         assert (one is two is None) or torch.equal(one, two)
-    for name in ("axes", "labels", "unit", "about", "is_ratio"):
+    for name in ("axes", "labels", "unit", "about", "is_ratio", "bounds", "counts"):
         assert getattr(given, name) == getattr(found, name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]
 
@@ -265,7 +326,7 @@ def test_saved_and_loaded(result, tmp_path, normal):
 )
 def test_parts_that_do_not_fit(result, change, match):
     with pytest.raises(ValueError, match=match):
-        dataclasses.replace(result, **change(result))
+        replace(result, **change(result))
 
 
 def test_questions_that_make_no_sense(result):
@@ -274,7 +335,7 @@ def test_questions_that_make_no_sense(result):
     with pytest.raises(UnknownNameError, match="layer"):
         result.select(layers=4)
     with pytest.raises(ValueError, match="unique"):
-        dataclasses.replace(result, labels={"head": ["a", "a"]}).select(head="a")
+        replace(result, labels={"head": ["a", "a"]}).select(head="a")
     for k in (0, -1):
         with pytest.raises(ValueError, match=f"got {k}"):
             result.top(k)
@@ -283,7 +344,7 @@ def test_questions_that_make_no_sense(result):
     with pytest.raises(ValueError, match="confidence"):
         result.interval(95.0)
     with pytest.raises(ValueError, match="target"):
-        dataclasses.replace(result, target=None).normalized()
+        replace(result, target=None).normalized()
 
 
 def test_labels_by_pattern():
@@ -326,7 +387,7 @@ def test_nodes_as_axes():
 
 
 def test_differences(result):
-    other = dataclasses.replace(
+    other = replace(
         result,
         values=result.values.flip(0) * 2,
         about={"metric": "log_prob(3)", "direction": "denoising"},
@@ -336,13 +397,13 @@ def test_differences(result):
     assert (apart.axes, apart.labels, apart.unit) == (result.axes, result.labels, "logits")
     assert torch.equal(apart.base, result.base)
     assert apart.about == {"direction": "denoising"}
-    moved = dataclasses.replace(other, base=result.base + 1)
+    moved = replace(other, base=result.base + 1)
     assert (result - moved).base is None
     torch.testing.assert_close((result - moved).target, result.target)
     shares = result.normalized() - other.normalized()
     torch.testing.assert_close(shares.values, apart.normalized().values)
-    gap = dataclasses.replace(other, target=other.target * 3).normalized()
-    relabelled = dataclasses.replace(result, labels={"layer": [4, 5, 6]})
+    gap = replace(other, target=other.target * 3).normalized()
+    relabelled = replace(result, labels={"layer": [4, 5, 6]})
     for wrong, match in (
         (relabelled, "labels"),
         (result.normalized(), "unit"),
@@ -352,7 +413,7 @@ def test_differences(result):
             result - wrong
     with pytest.raises(ValueError, match="same runs"):
         result.normalized() - gap
-    one, two = (dataclasses.replace(result, about={"texts": [text] * 13}) for text in "ab")
+    one, two = (replace(result, about={"texts": [text] * 13}) for text in "ab")
     with pytest.raises(ValueError, match="same texts"):
         one - two
     with pytest.raises(TypeError):
@@ -380,5 +441,5 @@ def test_a_heat_map_for_each_label_of_a_facet():
 
 
 def test_a_result_prints_at_most_40_lines(result):
-    long = dataclasses.replace(result, about={f"fact {n}": list(range(99)) for n in range(99)})
+    long = replace(result, about={f"fact {n}": list(range(99)) for n in range(99)})
     assert len(repr(long).splitlines()) <= 40

@@ -67,6 +67,20 @@ def test_negative_positions_count_from_the_last_real_token(mask, form):
     assert [np.flatnonzero(row).tolist() for row in queries] == [sorted(row) for row in own]
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_who_reads_takes_no_padding_of_a_slice(mask):
+    real = mask.bool()
+    for form in (slice(None), slice(2, None), slice(1, 5, 2), slice(-4, None)):
+        rows = Selection(form).rows(
+            POS, "pos", BATCH, [np.flatnonzero(row).tolist() for row in real]
+        )
+        rows = rows * (BATCH // len(rows))
+        kept = [[n for n in row if real[at, n]] for at, row in enumerate(rows)]
+        assert Selection(form).read(real, "pos") == kept
+        inside = Selection(form).inside(real, "pos")
+        assert [np.flatnonzero(row).tolist() for row in inside] == kept
+
+
 class Foreign(nn.Module):
     """A user's own model, which takes a mask and says nothing of it."""
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import signal
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from interp.features import (
 )
 from interp.tracing import attribution_graph, influence
 from interp.tracing.frozen import FrozenRun
-from interp.tracing.intervention import Intervention
+from interp.tracing.intervention import Intervention, predicted
 from models import Transformer, TransformerConfig, attach, from_transformer_lens
 from tests.attachable import made
 from tests.test_attach_graphs import FOREIGN, KINDS, KNOWN
@@ -626,6 +628,10 @@ def test_the_correlation_is_of_nodes_that_were_predicted_to_change():
     # Fisher's z has a standard error of 1 / √(n - 3), here of n = 5.
     ends = [math.tanh(math.atanh(r) + sign * 1.96 / math.sqrt(2)) for sign in (-1, 1)]
     assert result.interval == pytest.approx(ends)
+    # All change as much, so there is no correlation, and none to be sure of.
+    none = Intervention({}, [*"abcdef"], predicted, predicted, torch.ones(6))
+    assert all(map(math.isnan, (none.correlation, *none.interval)))
+    assert "correlation nan\n" in repr(none)
 
 
 def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypatch):
@@ -642,3 +648,73 @@ def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypat
     monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: 0.9 * rows(*arguments))
     with pytest.raises(ValueError, match="must add up to what they explain; they miss"):
         attribution_graph(model, TEXT, dictionaries)
+
+
+@contextmanager
+def within_seconds(seconds):
+    """Fails in place of running for ever."""
+
+    def stop(number, frame):
+        pytest.fail(f"it still runs after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("position_embedding.weight", r"position_embedding\.weight"),
+        ("blocks.1.attn.output.weight", r"blocks\.1\.attn\.output\.weight"),
+        ("W_enc", "the features of layer 2"),
+        ("W_dec", "the decoder of layer 2 to layer 2"),
+        ("b_dec", "layer 2's output"),
+    ],
+)
+def test_a_graph_of_numbers_that_are_not_finite_is_refused(part, named, number):
+    model = model_of("plain")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    weights = dict(model.named_parameters())
+    weight = weights[part] if part in weights else getattr(dictionaries["blocks.2.mlp_out"], part)
+    weight.data[..., 3] = number
+    with within_seconds(60), pytest.raises(ValueError, match=f"({named}) must be finite; got"):
+        attribution_graph(model, TEXT, dictionaries)
+    if part != "b_dec":  # finite, but too large to be multiplied or added up
+        weight.data[..., 3] = 1e308
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite; got"):
+            attribution_graph(model, TEXT, dictionaries)
+
+
+def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
+    graph = attribution_graph(model_of("plain"), TEXT, transcoders("layer", "ln2.normalized"))
+    name = next(node.id for node in graph.nodes if node.kind == "feature")
+    for value, what in (
+        (math.nan, f"values of {name}"), (-math.inf, f"values of {name}"),
+        (1e308, "predicted changes"), (1e200, "changes in the model"),
+    ):  # fmt: skip
+        with within_seconds(60), pytest.raises(ValueError, match=f"{what} must be finite"):
+            graph.intervene({name: value})
+    column, one = torch.tensor([-1, 0]), torch.ones(1).double()
+    for wrong in (math.nan, math.inf):
+        rows = torch.tensor([[2.0, 1.0], [wrong, 0.0]]).double()
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
+            influence.shares(rows)
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
+            influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
+            predicted(rows, column, one, one, torch.zeros(1).bool())
+        with pytest.raises(ValueError, match="must be finite"):  # also where nothing is passed on
+            predicted(rows, column, one, one, torch.ones(1).bool())
+    rows = FrozenRun.rows
+    monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: math.inf * rows(*arguments))
+    with pytest.raises(ValueError, match="effects must be finite"):
+        attribution_graph(model_of("plain"), TEXT, {}, targets=[2])
+    # The sum of a row may be infinite where no number in it is.
+    with pytest.raises(ValueError, match="must be finite"):
+        influence.shares(torch.full((1, 2), 3e38))

@@ -42,8 +42,9 @@ print(v)
 # %% [markdown]
 # ## Is it there, and does that mean anything?
 #
-# A probe is fitted on some texts and scored on others, with an interval over five folds. Its control has labels drawn by chance for
-# each text: what it scores there is no property of the values. It needs scikit-learn (`pip install -e ".[probes]"`).
+# A probe is fitted on some texts and scored on others, in five folds, with an interval that counts texts and stays between 0 and 1.
+# Its control has labels drawn by chance for each text: what it scores there is no property of the values. It needs scikit-learn
+# (`pip install -e ".[probes]"`).
 
 # %%
 found = probe(model, yes, no)
@@ -56,6 +57,8 @@ print(
 )  # each position by itself
 
 # %% [markdown]
+# Padding is never an example, in whatever form positions are. Lists of each text's own are those of `yes`, then of `no`.
+#
 # `yes` and `no` may be caches of runs in place of texts. Chats (`models.chat`) have named spans: `pos="assistant"` takes the answers alone,
 # here, in `difference_of_means` and `steering_curve`, and `Pairs(one, other, spans=["user", "assistant"])` patches them.
 #

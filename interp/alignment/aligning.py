@@ -28,6 +28,7 @@ from interp.alignment.runs import Runs
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.token_positions import at_least_float32
 from interp.protocol import runner_of
+from interp.results.places import written
 from interp.results.result import Result
 from interp.running.sites import Choice, named
 
@@ -82,9 +83,7 @@ class Alignment:
                 *(x.flatten(1)[:, n].tolist() for x in (ends.low, ends.high, mean)),
                 strict=True,
             ):
-                lines.append(
-                    f"    {control:<17} {value:.3f} [{max(low, 0):.3f}, {min(high, 1):.3f}]"
-                )
+                lines.append(f"    {control:<17} {value:.3f}{written(low, high, '.3f')}")
         return "\n".join(lines)
 
 
@@ -170,14 +169,17 @@ def align(
     labels = {"control": CONTROLS, "point": points, "pos": places}
     about = {"site": site, "direction": direction, "metric": repr(tested.metric), "k": k}
 
-    def result(values: Tensor, unit: str, base: Tensor | None = None) -> Result:
+    def result(values: Tensor, unit: str, base: Tensor | None = None, **more: Any) -> Result:
         axes = ("control", "point", "pos", "example")
         moved = values.movedim(2, 0)
-        return Result(moved, axes, base, labels=labels, unit=unit, about=about)
+        return Result(moved, axes, base, labels=labels, unit=unit, about=about, **more)
 
     unit = getattr(tested.metric, "unit", "")
     return Alignment(
-        learned, result(accuracy, "accuracy"), result(metric, unit, bases[held]), losses
+        learned,
+        result(accuracy, "accuracy", bounds=(0.0, 1.0)),
+        result(metric, unit, bases[held]),
+        losses,
     )
 
 

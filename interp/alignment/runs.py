@@ -150,5 +150,5 @@ def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
             raise unknown_name(pos, text.spans, "span of the pairs")
         return text.spans[pos].cpu()
     n_texts, n_pos = text.tokens.shape
-    rows = Selection(pos).rows(n_pos, "pos", n_texts, real_columns(text.real))
+    rows = Selection.one_each(pos).rows(n_pos, "pos", n_texts, real_columns(text.real))
     return torch.tensor(rows).expand(n_texts, -1)

@@ -5,7 +5,8 @@ cross-covariance Σxz with labels z, W = Σ^(-1/2) whitens, and P projects on th
 x - W⁺ P W (x - E[x]) has no covariance with z, and no smaller change has none.
 
 All is computed in float64 from exact sums. Nothing is shrunk. Directions without variance, such as the mean that a norm
-removes, are left out of Σ by their eigenvalues.
+removes, are left out of Σ by their eigenvalues. So are those that vary by no more than rounding in float32, beside the one
+that varies most: there Σ^(-1/2) would make numbers of 1e7 from it.
 """
 
 from dataclasses import dataclass
@@ -105,8 +106,8 @@ def leace(moments: Moments) -> Eraser:
     if moments.n < 2:
         raise ValueError(f"a concept is erased from at least 2 rows; got {moments.n}")
     sizes, vectors = torch.linalg.eigh(moments.covariance)
-    cut = torch.finfo(torch.float64).eps * len(sizes) * sizes.max()
-    kept = sizes > cut
+    deviation = 10 * torch.finfo(torch.float32).eps
+    kept = sizes > deviation**2 * sizes.max()
     roots, vectors = sizes[kept].sqrt(), vectors[:, kept]
     whiten, colour = (vectors / roots) @ vectors.mT, (vectors * roots) @ vectors.mT
     seen = whiten @ (moments.label_products / moments.n)

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import ActivationCache
+from hooks import ActivationCache, SelectionError
 from hooks.names import layers
 from hooks.positions import Index, Selection
 from interp.inputs.texts import Text, Texts, batches, text_of
+from interp.inputs.token_positions import finite
 from interp.inputs.wording import named_spans
 from interp.protocol import runner_of
 
@@ -51,27 +52,37 @@ def examples(
     pos: Index | str | None,
     batch: int,
 ) -> Iterator[Examples]:
-    """Values at the positions of each text, by a name of spans or an index; None for all its real tokens."""
-    first = 0
-    for label, texts in ((1, yes), (0, no)):
-        named = named_spans(texts, [pos])[pos] if isinstance(pos, str) else None
+    """Values at the positions of each text, by a name of spans or an index; None for all its real tokens.
+
+    Lists of each text's own are those of `yes` and then of `no`; or those of `yes`, which `no` shares.
+    """
+    first, n_texts = 0, 0
+    where = Selection([] if isinstance(pos, str) else slice(None) if pos is None else pos)
+    for label, kind, texts in ((1, "yes", yes), (0, "no", no)):
+        if isinstance(pos, str):
+            where = Selection(named_spans(texts, [pos])[pos])
+        elif where.is_by_example and first and len(where.parts) != first:
+            where = Selection(where.parts[first:])
         n_texts = 0
         for text, cache in _runs(model, texts, points, batch):
             stop = n_texts + len(text.tokens)
-            columns = [row.nonzero()[:, 0].tolist() for row in text.real]
-            if pos is not None:
-                where = Selection(pos if named is None else named[n_texts:stop])
-                columns = where.rows(text.tokens.shape[1], "pos", len(columns), columns)
-                columns = columns * len(text.tokens) if len(columns) == 1 else columns
+            columns = where.read(text.real, f"pos of {kind}", n_texts)
             rows, places, ranks = zip(*_each(columns), strict=True)
             yield Examples(
                 label,
                 torch.tensor(rows) + first + n_texts,
                 torch.tensor(ranks),
-                {name: cache[name][[*rows], [*places]].flatten(1) for name in points},
+                {
+                    name: finite(cache[name][[*rows], [*places]].flatten(1), f"values at {name}")
+                    for name in points
+                },
             )
             n_texts = stop
         first += n_texts
+    if where.is_by_example and len(where.parts) != n_texts:
+        raise SelectionError(
+            f"pos must be given for each of {n_texts} texts of no; got {len(where.parts)}"
+        )
 
 
 def _runs(

@@ -36,8 +36,8 @@ def difference_of_means(
         model: any model in evaluation mode with hook points.
         yes, no: the texts, read once, so they may stream; or a cache of a run of them.
         site: the last part of points of all layers, or the name of one point. Axes after `pos` are put in a row.
-        pos: the positions of each text that count as examples; None for all its tokens. Of chats (`models.chat`) also the
-            name of a span, such as `assistant`.
+        pos: the positions of each text that count as examples, never padding; None for all its tokens. Lists of each text's
+            own are those of `yes`, then of `no`, or of `yes` for both. Of chats (`models.chat`) also the name of a span.
         batch: how many texts are read together.
 
     Returns:
@@ -45,7 +45,8 @@ def difference_of_means(
 
     Raises:
         UnknownNameError: if there is no such point or span; it has close matches.
-        ValueError: if a kind has no text, a text no such position, or a cache's run was given no tokens.
+        ValueError: if a kind has no text, a text no such position, a value is not finite, or a cache's run was given no
+            tokens.
         ModeError: if the model is in training mode.
 
     >>> from models import load

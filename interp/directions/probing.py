@@ -6,7 +6,7 @@
    Tasks"). What the probe scores there it owes to itself and not to the values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, Literal
 
@@ -21,7 +21,10 @@ from interp import pictures
 from interp.directions.direction import Direction
 from interp.directions.examples import examples, points_of
 from interp.inputs.texts import Texts
+from interp.results.places import written
 from interp.results.result import Result
+
+_ROUNDING = 10 * np.finfo(np.float32).eps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,7 +33,8 @@ class Probe:
 
     Attributes:
         direction: what they read, fitted on all examples: `value @ vector + offset`, for `logistic` in log odds.
-        auroc: on held-out texts, [point, example], or [point, pos, example]; the examples are folds.
+        auroc: on held-out texts, [point, example], or [point, pos, example]; the examples are folds. For its intervals,
+            which count texts, see `interp.results.intervals.auroc`.
         control: the same with labels drawn for each text, the mean of some draws.
     """
 
@@ -41,13 +45,13 @@ class Probe:
     @property
     def selectivity(self) -> Result:
         """`auroc` less `control`."""
-        values = self.auroc.values - self.control.values
-        return Result(values, self.auroc.axes, labels=self.auroc.labels, unit="AUROC")
+        return self.auroc - self.control
 
     def _repr_html_(self) -> str:
         values = torch.stack([self.auroc.values, self.control.values])
         labels = {"labels": ["true", "drawn"], **self.auroc.labels}
-        both = Result(values, ("labels", *self.auroc.axes), labels=labels, unit="AUROC")
+        axes = ("labels", *self.auroc.axes)
+        both = replace(self.auroc, values=values, axes=axes, labels=labels)
         return pictures.effects(both)._repr_html_()
 
     def __repr__(self) -> str:
@@ -60,7 +64,7 @@ class Probe:
         rows = zip(places, *(each.flatten().tolist() for each in columns), strict=True)
         head = f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with drawn labels"
         lines = [
-            f"  {place}  {mean:.3f} [{low:.3f}, {high:.3f}]  {control:.3f}"
+            f"  {place}  {mean:.3f}{written(low, high, '.3f')}  {control:.3f}"
             for place, mean, low, high, control in islice(rows, 38)
         ]
         return "\n".join([head, *lines])
@@ -84,7 +88,8 @@ def probe(
 ) -> Probe:
     """Fit a classifier of two kinds of texts at a site in every layer. It needs the extra `probes` (scikit-learn).
 
-    Values are standardised first; the direction is in their own units.
+    Values are standardised first; the direction is in their own units. Columns that are constant up to rounding have
+    coefficient 0.
 
     Args:
         model, yes, no, site, pos, batch: see `difference_of_means`. All examples are kept in memory.
@@ -128,7 +133,10 @@ def probe(
                 f"{groups[-1].sum()} have {len(groups)}"
             )
         axes.append("pos")
-        places["pos"] = pos if isinstance(pos, list) else [*range(len(groups))]
+        if isinstance(pos, list) and all(type(place) is int for place in pos):
+            places["pos"] = pos
+        else:
+            places["pos"] = [*range(len(groups))]
     scores, vectors, offsets = [], {}, {}
     for name in points:
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
@@ -142,12 +150,13 @@ def probe(
     table = torch.tensor(scores)
     about = {"by": f"{kind} probe", "site": site, "rows": len(labels), "yes": int(labels.sum())}
     shape = [len(each) for each in places.values()]
+    of_no, of_yes = (len(kind) / folds for kind in kinds)
+    half = (of_no + of_yes) / 2  # drawn labels are of both kinds, half each
     results = (
-        Result(
-            each.view(*shape, folds), (*axes, "example"), labels=places, unit="AUROC", about=about
-        )
-        for each in (table[:, 0], table[:, 1:].mean(1))
-    )
+        Result(values.view(*shape, folds), (*axes, "example"), labels=places, unit="AUROC", about=about,
+               bounds=(0.0, 1.0), counts=counts)
+        for values, counts in ((table[:, 0], (of_yes, of_no)), (table[:, 1:].mean(1), (half, half)))
+    )  # fmt: skip
     return Probe(Direction(vectors, offsets, about), *results)
 
 
@@ -166,7 +175,8 @@ def _fitted(values: Any, labels: Any, kind: str, C: float) -> tuple[Any, float]:
     except ModuleNotFoundError:
         raise ImportError('probes need scikit-learn: pip install "hookscope[probes]"') from None
     mean, spread = values.mean(0), values.std(0)
-    spread = np.where(spread > 0, spread, 1.0)
+    # A column that differs by no more than rounding in float32, in any dtype, counts as constant, with coefficient 0.
+    spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
     scaled = (values - mean) / spread
     if kind == "logistic":
         made = LogisticRegression(C=C, max_iter=1000).fit(scaled, labels)

@@ -1,7 +1,8 @@
 """Steering: what adding a direction does to a score, beside what it does to other texts."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from interp.inputs.wording import named_spans
 from interp.measuring import Metric
 from interp.metrics import kl_divergence
 from interp.protocol import logits_of, runner_of
+from interp.results.places import written
 from interp.results.result import Result
 from interp.running.sweep import sweep, sweep_text
 
@@ -63,7 +65,7 @@ class SteeringCurve:
         ]
         for n, strength in enumerate(self.strengths[:38]):
             parts = (
-                f"{name} {float(each.mean()[n]):+.4g} [{float(ends[name].low[n]):+.3g}, {float(ends[name].high[n]):+.3g}]"
+                f"{name} {float(each.mean()[n]):+.4g}{written(float(ends[name].low[n]), float(ends[name].high[n]), '+.3g')}"
                 for name, each in shown
             )
             lines.append(f"  {strength:<8g} {'  '.join(parts)}")
@@ -91,11 +93,12 @@ def steering_curve(
         strengths: what the direction is multiplied by.
         score: see `interp.metrics`.
         others: texts whose predictions should stay: KL(unsteered || steered), the mean over their tokens.
-        pos: the positions where it is added; None for all. Of chats (`models.chat`) also the name of a span.
+        pos: the positions where it is added, in prompts and others alike; None for all. Of chats (`models.chat`) also the
+            name of a span.
         max_bytes: see `sweep`.
 
     Raises:
-        ValueError: as for `sweep`.
+        ValueError: as for `sweep`; or if a chat lacks the span.
         EditError: if a vector does not fit.
         UnknownNameError: if chats have no such span.
         ModeError: if the model is in training mode.
@@ -123,9 +126,8 @@ def steering_curve(
         text = text_for(model, others)
         reference = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
         metric = kl_divergence(reference, None, attention_mask=text.mask)
-        kl = _by_strength(
-            sweep_text(model, text, changes(others), metric, max_bytes, False, stacklevel=4), labels
-        )
+        lost = sweep_text(model, text, changes(others), metric, max_bytes, False, stacklevel=4)
+        kl = replace(_by_strength(lost, labels), bounds=(0.0, math.inf))
     return SteeringCurve(tuple(strengths), _by_strength(found, labels), kl)
 
 

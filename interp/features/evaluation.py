@@ -8,6 +8,7 @@ A high share is no evidence that features mean something: a dictionary can have 
 start. Compare two seeds (`stability`), and what activates features with what activates neurons (`purity`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,7 @@ from interp.inputs.token_positions import real_of
 from interp.measuring import measure
 from interp.metrics import cross_entropy, kl_divergence
 from interp.protocol import logits_of, runner_of
+from interp.results.places import written
 from interp.results.result import Result
 
 Ablation = Literal["zero", "mean"]
@@ -39,7 +41,7 @@ class PointScores:
     """Scores of one dictionary.
 
     Attributes:
-        explained_variance: 1 less the squared error over the variance of what it stands for.
+        explained_variance: 1 less the squared error over the variance of what it stands for; NaN if that is constant.
         l0: the mean number of features that are not 0 at a position.
         density: for each feature, the share of positions where it is not 0.
     """
@@ -111,9 +113,8 @@ class DictionaryScores:
                 rows.append(f"recovered  {error}")
                 continue
             low, high = (end.item() for end in share.interval())
-            rows.append(
-                f"recovered of {ablation}: {share.mean().item():.4f}  [{low:.4f}, {high:.4f}]"
-            )
+            mean = share.mean().item()
+            rows.append(f"recovered of {ablation}: {mean:.4f} {written(low, high, '.4f')}")
         rows.append(f"KL {self.kl.mean():.4f} nats")
         rows += [
             f"{name}: explained variance {score.explained_variance:.4f}, {score.l0:.1f} features at a position, "
@@ -239,5 +240,7 @@ class _Sums:
 
     def scores(self) -> PointScores:
         variance = self.squares - self.total.square().sum().item() / self.n
+        is_constant = variance <= 1e-12 * self.squares  # what the difference may be by rounding
+        explained = math.nan if is_constant else 1 - self.error / variance
         density = self.active / self.n
-        return PointScores(1 - self.error / variance, density.sum().item(), density.float())
+        return PointScores(explained, density.sum().item(), density.float())

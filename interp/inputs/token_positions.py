@@ -163,6 +163,19 @@ def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"]:
+    """The values, after a check that none is NaN or infinite.
+
+    Raises:
+        ValueError: if one is; the error gives the name, the value and its place.
+    """
+    wrong = ~values.isfinite()
+    if wrong.any():
+        where = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name} must be finite; got {values[tuple(where)].item()} at {where}")
+    return values
+
+
 def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axes"]:
     """Values on the device and in the dtype of another tensor."""
     return to_device(values, other.device).to(other.dtype)

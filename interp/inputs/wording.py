@@ -56,10 +56,14 @@ def named_spans(texts: Texts | None, names: Sequence[str]) -> dict[str, list[lis
 
     Raises:
         UnknownNameError: if they have none of that name; it has close matches.
+        ValueError: if a text has none, as a chat without a message of a role.
     """
     known: Mapping[str, Any] = getattr(texts, "spans", {})
     if missing := [name for name in names if name not in known]:
         raise unknown_name(missing[0], known, "span of these texts")
+    for name in names:
+        if without := [n for n, places in enumerate(known[name]) if not len(places)]:
+            raise ValueError(f"each text must have the span {name!r}; text {without[0]} has none")
     return {name: known[name] for name in names}
 
 

@@ -1,5 +1,7 @@
 """Scores of attention heads: what each of them attends to, in every text."""
 
+import math
+
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Int, Shaped
@@ -112,7 +114,9 @@ def head_scores(
         factors = rearrange(like(weights, values), "batch query key -> batch (query key) 1")
         scores.append(rearrange(rows @ factors, "batch head 1 -> head batch"))
     unit, about = _UNITS.get(name, ""), {"kind": name}
-    return Result(stacked(scores), ("layer", "head", "example"), unit=unit, about=about)
+    bounds = {_SHARE: (0.0, 1.0), "nats": (0.0, math.inf)}.get(unit)
+    axes = ("layer", "head", "example")
+    return Result(stacked(scores), axes, unit=unit, about=about, bounds=bounds)
 
 
 def repeated_tokens(

@@ -21,7 +21,7 @@ from hooks import HookedRunner, storage
 from hooks._torch import without_gradients
 from hooks.transfer import stacked, to_device
 from interp.inputs.texts import Texts, each_text, padded
-from interp.inputs.token_positions import divergence
+from interp.inputs.token_positions import divergence, finite
 from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
 from interp.protocol import of
 
@@ -106,7 +106,7 @@ def tuned_lens(
 
     Raises:
         ValueError: if there is no text or one is empty, `steps` or `batch` is below 1, the rate is negative,
-            or PyTorch's inference mode is on.
+            PyTorch's inference mode is on, or a loss is not finite.
         CacheError: if a store is not complete, or of another model.
         TypeError: if the model has no `unembed` or no `config`.
         UnknownNameError: if the model has no such points.
@@ -143,7 +143,8 @@ def tuned_lens(
         optimizer.step()
     identity = torch.eye(size, dtype=dtype, device=parameter.device)
     translators = identity + weight.detach(), bias.detach()
-    return TunedLens(*translators, storage.config_hash(model), torch.stack(losses))
+    measured = finite(torch.stack(losses), "losses")
+    return TunedLens(*translators, storage.config_hash(model), measured)
 
 
 def _of_runs(

@@ -6,9 +6,12 @@
 3. Few skewed numbers have too short an interval towards their long tail (of log-normal ones 0.82 of the 95 %
    intervals hold the mean at n = 4). On that side, t is 1 + 2.5 g / √(n - 2) times as large, where g is the
    skewness of x - r y; its direction is Johnson's (1978), its size is chosen by simulation (`tests/test_result.py`).
+4. Means of numbers between two bounds, and AUROCs, have score intervals, which never leave the bounds: both ends m solve
+   |estimate - m| = q √V(m), where V(m) is what the variance would be if m were the truth (`share`, `auroc`).
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,8 +49,7 @@ def interval(
     Raises:
         ValueError: if confidence is not between 0 and 1.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must be between 0 and 1; got {confidence}")
+    _checked(confidence)
     x, n = values.detach().cpu().double(), values.shape[1]
     if n < (3 if gap is None else 4):
         return Interval(*torch.full((2, len(x)), math.nan, dtype=torch.float64))
@@ -72,6 +74,91 @@ def interval(
         return torch.where(a <= 0, sign * math.inf, root)
 
     return Interval(end(-1), end(1))
+
+
+def share(
+    values: Float[Tensor, "place example"], bounds: tuple[float, float], confidence: float = 0.95
+) -> Interval:
+    """Intervals of the means of numbers between two bounds, in float64; NaN below three examples.
+
+    From 0 to 1, V(m) = φ m (1 - m) / n. Of zeros and ones φ is 1 and q normal: the interval of Wilson (1927, "Probable
+    Inference, the Law of Succession, and Statistical Inference"). Of other numbers φ is estimated, the variance over
+    m (1 - m), and q is Student's. Of shares of the beta distribution, and 3 to 20 of them, between 0.87 and 0.96 of the 95%
+    intervals hold the mean.
+
+    Raises:
+        ValueError: if confidence is not between 0 and 1.
+
+    >>> share(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), (0.0, 1.0)).low.round(decimals=4)
+    tensor([0.3006], dtype=torch.float64)
+    """
+    low, width, n = bounds[0], bounds[1] - bounds[0], values.shape[1]
+    if n < 3 or math.isinf(width):
+        ends = interval(values, None, confidence)
+        return Interval(*(end.clamp(*bounds) for end in ends))
+    x = ((values.detach().cpu().double() - low) / width).clamp(0, 1)  # rounding may pass a bound
+    mean, normal, t = x.mean(1), _normal(confidence), student(confidence, n - 1)
+    spread = x.var(1, unbiased=False) / (mean * (1 - mean)) / (n - 1)
+    is_extreme = ((x == 0) | (x == 1)).all(1)
+    per = torch.where(is_extreme, normal**2 / n, t**2 * spread)
+    return Interval(*(low + width * end for end in _score(mean, lambda m: per * m * (1 - m))))
+
+
+def auroc(
+    values: Float[Tensor, "place fold"], counts: tuple[float, float], confidence: float = 0.95
+) -> Interval:
+    """Intervals of the mean AUROC of folds, in float64; NaN below three texts of a kind.
+
+    Of k folds, each of a and b texts, V(m) = m (1 - m) (1 + ((a + b) / 2 - 1) ((1 - m) / (2 - m) + m / (1 + m))) / (a b k),
+    the variance of Hanley & McNeil (1982) as Newcombe has it (2006, "Confidence intervals for an effect size measure based
+    on the Mann-Whitney statistic", part 2, method 5). Positions of one text count as one.
+
+    Folds share the texts that they are trained on. In simulations (5 to 50 texts of a kind, 2 to 10 folds) 0.82 to 1 of the
+    95% intervals hold the AUROC where there is something to find, and 0.80 to 0.98 where there is nothing.
+
+    Args:
+        values: the AUROC of each fold.
+        counts: how many texts of each kind a fold has, the mean.
+
+    Raises:
+        ValueError: if confidence is not between 0 and 1.
+    """
+    (a, b), k = counts, values.shape[1]
+    mean, normal = values.detach().cpu().double().mean(1), _normal(confidence)
+    if k * min(counts) < 3:
+        return Interval(*torch.full((2, len(mean)), math.nan, dtype=torch.float64))
+
+    def variance(m: Tensor) -> Tensor:
+        pairs = (1 - m) / (2 - m) + m / (1 + m)
+        return normal**2 * m * (1 - m) * (1 + ((a + b) / 2 - 1) * pairs) / (a * b * k)
+
+    return _score(mean, variance)
+
+
+def _score(mean: Float[Tensor, " place"], variance: Callable[[Tensor], Tensor]) -> Interval:
+    """Both solutions of (mean - m)² = variance(m) between 0 and 1, by halving."""
+
+    def end(bound: float) -> Float[Tensor, " place"]:
+        inside, outside = mean, torch.full_like(mean, bound)
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            holds = (middle - mean).square() <= variance(middle)
+            inside, outside = middle.where(holds, inside), outside.where(holds, middle)
+        return inside.where(~mean.isnan(), math.nan)
+
+    return Interval(end(0.0), end(1.0))
+
+
+def _normal(confidence: float) -> float:
+    """The number of standard deviations within which a normal number stays with this probability."""
+    level = torch.tensor((1 + _checked(confidence)) / 2, dtype=torch.float64)
+    return float(torch.special.ndtri(level))
+
+
+def _checked(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1; got {confidence}")
+    return confidence
 
 
 def student(confidence: float, df: int) -> float:

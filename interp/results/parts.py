@@ -165,4 +165,13 @@ def difference(one: "Result", other: "Result") -> "Result":
         raise ValueError("shares must be of the same runs: subtract effects, and then normalize")
     about = {name: fact for name, fact in one.about.items() if other.about.get(name) == fact}
     words = {axis: texts for axis, texts in one.words.items() if other.words.get(axis) == texts}
-    return replace(one, values=one.values - other.values, **runs, about=about, words=words)
+    ends = None if one.bounds is None or other.bounds is None else (*one.bounds, *other.bounds)
+    return replace(
+        one,
+        values=one.values - other.values,
+        **runs,
+        about=about,
+        words=words,
+        bounds=None if ends is None else (ends[0] - ends[3], ends[1] - ends[2]),
+        counts=None,
+    )

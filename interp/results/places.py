@@ -23,6 +23,11 @@ class Place(NamedTuple):
         )
 
 
+def written(low: float, high: float, form: str = "+.4g") -> str:
+    """An interval as text, such as ` [-0.5, +1.5]`; nothing where there is none."""
+    return "" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]"
+
+
 class Places(tuple[Place, ...]):
     """Entries of a result. They print one a line."""
 
@@ -31,6 +36,6 @@ class Places(tuple[Place, ...]):
     def __repr__(self) -> str:
         names = [place.name for place in self]
         width = max(map(len, names), default=0)
-        spreads = ["" if math.isnan(p.low) else f"  [{p.low:+.4g}, {p.high:+.4g}]" for p in self]
-        rows = zip(names, self, spreads, strict=True)
+        ends = [written(place.low, place.high) for place in self]
+        rows = zip(names, self, [end and f" {end}" for end in ends], strict=True)
         return "\n".join(f"{name:<{width}}  {p.effect:+.4g}{spread}" for name, p, spread in rows)

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from hooks import storage
 from interp.results import parts
-from interp.results.intervals import Interval, interval
+from interp.results.intervals import Interval, auroc, interval, share
 from interp.results.places import Place, Places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORMAT = "hookscope-result-2"
+_TUPLES = ("axes", "bounds", "counts")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,6 +43,8 @@ class Result:
         unit: the unit of the metric, such as `logits`; values, base and target are in it.
         about: other facts that fit JSON, such as the metric, the direction and the site.
         is_ratio: whether the unit is the mean of target - base over these same examples; see `normalized`.
+        bounds: the least and the largest number that a value may be, where there are such.
+        counts: where values are AUROCs of folds, how many texts of each kind a fold has, the mean.
 
     Raises:
         ValueError: if axes, labels, base or target do not fit the values, or there are none.
@@ -67,6 +70,8 @@ class Result:
     about: Mapping[str, Any] = field(default_factory=dict)
     is_ratio: bool = False
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    bounds: tuple[float, float] | None = None
+    counts: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
@@ -84,6 +89,7 @@ class Result:
     def interval(self, confidence: float = 0.95) -> Interval:
         """The confidence interval of `mean()`: Student's, or Fieller's of a ratio, widened for skewed examples.
 
+        Shares, AUROCs and other numbers with bounds have intervals that stay between these, such as Wilson's.
         The ends are NaN below three examples, of `normalized()` below four, where nothing can be said. They are
         infinite where target - base is so uncertain that a ratio has no bound. See `interp.results.intervals`.
 
@@ -98,6 +104,10 @@ class Result:
 
     def _interval(self, rows: Float[Tensor, "place example"], confidence: float = 0.95) -> Interval:
         gap = None
+        if self.counts is not None:
+            return auroc(rows, self.counts, confidence)
+        if self.bounds is not None:
+            return share(rows, self.bounds, confidence)
         if self.is_ratio:
             base, target = self._runs()
             gap = target - base
@@ -136,6 +146,8 @@ class Result:
             target=gap / scale,
             unit="shares of target - base",
             is_ratio=not per_example,
+            bounds=None,
+            counts=None,
         )
         if not agree.any():
             return shares
@@ -265,7 +277,7 @@ class Result:
         """
         tensors = {name: getattr(self, name) for name in ("values", "base", "target")}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
-        names = ("axes", "labels", "unit", "about", "is_ratio", "words")
+        names = ("axes", "labels", "unit", "about", "is_ratio", "words", "bounds", "counts")
         facts = {name: getattr(self, name) for name in names}
         storage.save(Path(path), _FORMAT, held, facts)
 
@@ -278,7 +290,8 @@ class Result:
             CacheError: if the file is damaged, or `save` did not write it.
         """
         with storage.opened(Path(path), _FORMAT) as (tensors, facts):
-            return cls(**tensors, **facts | {"axes": tuple(facts["axes"])})
+            tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
+            return cls(**tensors, **facts | tuples)
 
     def _repr_html_(self) -> str:
         from interp import pictures

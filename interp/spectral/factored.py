@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from interp.spectral.singular import SVD, finite, svd
+from interp.inputs.token_positions import finite
+from interp.spectral.singular import SVD, svd
 
 _ENTRIES_AT_ONCE = 2**22  # 16 MiB in float32
 
@@ -144,7 +145,8 @@ class FactoredMatrix:
             ValueError: if a number is not finite.
         """
         left, right = map(
-            torch.linalg.qr, (finite(self.left, "left"), finite(self.right, "right").mT)
+            torch.linalg.qr,
+            (finite(self.left, "left").double(), finite(self.right, "right").double().mT),
         )
         small = svd(left.R @ right.R.mT)
         # In float64 the small matrix does not show the rounding of the factors.
@@ -159,7 +161,7 @@ class FactoredMatrix:
             ValueError: if the matrix is not square, or a number is not finite.
         """
         self._require_square("eigenvalues")
-        left, right = finite(self.left, "left"), finite(self.right, "right")
+        left, right = finite(self.left, "left").double(), finite(self.right, "right").double()
         # AB and BA have the same eigenvalues, apart from zeros.
         smaller = right @ left if left.shape[-1] <= left.shape[-2] else left @ right
         values = torch.linalg.eigvals(smaller)

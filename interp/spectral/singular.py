@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from interp.inputs.token_positions import finite
+
 
 @dataclass(frozen=True, repr=False)
 class SVD:
@@ -90,7 +92,7 @@ def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") 
     >>> svd(torch.tensor([[0.0, 3.0], [-4.0, 0.0], [0.0, 0.0]])).s
     tensor([4., 3.], dtype=torch.float64)
     """
-    u, s, vh = torch.linalg.svd(finite(matrices, name), full_matrices=False)
+    u, s, vh = torch.linalg.svd(finite(matrices, name).double(), full_matrices=False)
     return SVD(u, s, vh, torch.zeros_like(s[..., 0]), _tolerance(matrices, s))
 
 
@@ -130,7 +132,7 @@ def randomized_svd(
     >>> randomized_svd(torch.diag(torch.tensor([4.0, 3.0, 2.0])), k=2).s
     tensor([4., 3.], dtype=torch.float64)
     """
-    float64 = finite(matrices, name)
+    float64 = finite(matrices, name).double()
     check_k(k, min(float64.shape[-2:]))
     if oversample < 2:
         raise ValueError(f"oversample must be at least 2; got {oversample}")
@@ -229,15 +231,6 @@ def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
     return max(matrices.shape[-2:]) * torch.finfo(matrices.dtype).eps * s[..., 0]
-
-
-def finite(matrices: Tensor, name: str) -> Tensor:
-    """The matrices in float64, after a check that they are finite."""
-    wrong = ~matrices.isfinite()
-    if wrong.any():
-        where = wrong.nonzero()[0].tolist()
-        raise ValueError(f"{name} must be finite; got {matrices[tuple(where)]} at {where}")
-    return matrices.double()
 
 
 def _checked_values(s: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1; got {size}")
         if self.pool not in (None, *_POOLS):
             raise ValueError(f"pool must be one of {', '.join(_POOLS)}; got {self.pool!r}")
+        if self.pos is not None and Selection(self.pos).is_by_example:
+            raise ValueError(f"pos must be the same in each piece; got {Selection(self.pos)}")
         if self.pool and self.pack:
             raise ValueError("pool= needs texts that are read each by itself; got pack=True")
 

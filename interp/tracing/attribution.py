@@ -18,6 +18,7 @@ from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from hooks.progress import progress_bar
 from interp.inputs.texts import Texts
+from interp.inputs.token_positions import finite
 from interp.results.result import Result
 from interp.tracing import influence, intervention
 from interp.tracing.encoders import Transcoders
@@ -238,7 +239,7 @@ class AttributionGraph:
 
         Raises:
             UnknownNameError: if there is no such node; it has close matches.
-            ValueError: if a node is no feature, or none is given.
+            ValueError: if a node is no feature, none is given, or a value or a change is not finite.
         """
         groups, n_features = dict(supernodes or {}), len(self.run.layer)
         wanted: dict[int, float] = {}
@@ -248,15 +249,15 @@ class AttributionGraph:
             raise ValueError("values must name at least one feature; got none")
         change, old = torch.zeros_like(self.run.activation), self.run.activation
         numbers = torch.tensor([*wanted], device=change.device)
-        change[numbers] = change.new_tensor([*wanted.values()]) - old[numbers]
+        new = change.new_tensor([*wanted.values()])  # too large a number is infinite there
+        change[numbers] = finite(new, f"values of {', '.join(values)}") - old[numbers]
         is_set = torch.zeros_like(change, dtype=torch.bool)
         is_set[numbers] = True
         direct, predicted = intervention.predicted(self.rows, self.column, old, change, is_set)
         pos = self.logits[0].pos if self.logits else -1
         features, logits = intervention.true_values(self.run, wanted, self.directions, pos)
-        true = torch.cat(
-            [logits - self.totals[: len(logits)], (features - old)[self.column[len(logits) :]]]
-        )
+        changed = logits - self.totals[: len(logits)], (features - old)[self.column[len(logits) :]]
+        true = finite(torch.cat(changed), "changes in the model")
         kept = [
             row
             for row, place in enumerate(self._explained)
@@ -332,7 +333,7 @@ def attribution_graph(
 
     Raises:
         ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, there is no target or no such position,
-            or effects do not add up.
+            a number is not finite, or effects do not add up.
         TypeError: as for `Graph`.
 
     >>> from interp.features import load_sae
@@ -377,13 +378,13 @@ def attribution_graph(
                 made, is_done[now] = run.of_features(now), True
                 column[done : done + len(now)] = now
             place = slice(done, done + len(made.pos))
-            rows[place], totals[place] = run.rows(made), made.total
+            rows[place], totals[place] = finite(run.rows(made), "effects"), made.total
             done = place.stop
             bar.update(len(made.pos))
     graph = AttributionGraph(
         run, rows, column, weights, logits, directions, totals, run.write(run.tokens.tolist())
     )
-    if graph.gap > _LARGEST_GAP:
+    if not graph.gap <= _LARGEST_GAP:
         raise ValueError(
             f"effects must add up to what they explain; they miss {graph.gap:.0%}: a part of the model does something else"
         )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from interp.graph import Graph
 from interp.inputs.texts import Texts, text_for, writer_of
-from interp.inputs.token_positions import at_least_float32, like
+from interp.inputs.token_positions import at_least_float32, finite, like
 from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.protocol import logits_of, of
 from interp.tracing.encoders import Encoder, Transcoders, encoders_of
@@ -84,7 +84,7 @@ class FrozenRun:
         write: gives the text of tokens, or their numbers where the model has no tokenizer.
 
     Raises:
-        ValueError: if there are several texts, if `first` is negative, or if a transcoder stands or reads elsewhere, has another
+        ValueError: if there are several texts, a number of the run or of a transcoder in it is not finite, if `first` is negative, or if a transcoder stands or reads elsewhere, has another
             size, or has a norm or a gate of its own, as its features are then no linear readings.
         TypeError, ValueError: as for `Graph`.
 
@@ -114,6 +114,10 @@ class FrozenRun:
         names = [*graph.needed, *(graph.names[point] for point in self._points())]
         output, self._cache = graph.runner().run_with_cache(given.tokens, names=names)
         self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits_of(output)[0].detach())
+        if not self.logits.isfinite().all():  # a weight's name says more than a place among logits
+            for name, weight in model.named_parameters():
+                finite(weight, name)
+        finite(self.logits, "logits")
         patterns = (self._at(layer.attention.sublayer.pattern) for layer in graph.layers)
         self._is_causal = not any(pattern.triu(1).any() for pattern in patterns)
         self._inputs = graph.inputs(lambda point: self._at(point)[None])[:, 0]
@@ -141,14 +145,17 @@ class FrozenRun:
             self.errors[n] = self.errors[n] - explained
             features = encoder.encode(reading.value)
             features[:first] = 0
-            used = features.any(0).nonzero()[:, 0]
+            used = finite(features, f"the features of layer {n}").any(0).nonzero()[:, 0]
             for later, decoder in enumerate(encoder.decoders, n):
+                finite(decoder[used], f"the decoder of layer {n} to layer {later}")
                 made = self._like(features[:, used]) @ self._like(decoder[used])
                 self.errors[later] = self.errors[later] - made
             pos, feature = features.nonzero().T
             active.append(
                 (torch.full_like(pos, n), pos, feature, self._like(features[pos, feature]))
             )
+        for n, error in self.errors.items():
+            finite(error, f"what features and constants leave of layer {n}'s output")
         self.layer, self.pos, self.feature, self.activation = map(
             torch.cat, zip(*active, strict=True)
         )

@@ -9,13 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from interp.inputs.token_positions import finite
+
 Rows = Float[Tensor, "row source"]
 
 
 def shares(rows: Rows) -> Rows:
     """The sizes of effects as shares of their row."""
     sizes = rows.abs()
-    return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
+    return sizes / finite(sizes.sum(1, keepdim=True), "summed effects").clamp(min=1e-10)
 
 
 def influence(
@@ -29,9 +31,9 @@ def influence(
         column: which source each row explains; -1 for a logit.
     """
     total = shares.new_zeros(shares.shape[1])
-    # Each step goes down by at least one layer, so it ends.
+    # Each step goes down by at least one layer, so it ends; with NaN it would not.
     while weights.any():
-        step = weights @ shares
+        step = finite(weights @ shares, "influence")
         total += step
         weights = torch.where(column >= 0, step[column], 0)
     return total

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hooks import Point
 from hooks._torch import without_gradients
-from interp.inputs.token_positions import at_least_float32, like
+from interp.inputs.token_positions import at_least_float32, finite, like
+from interp.results.places import written
 from interp.tracing.frozen import FrozenRun
 
 
@@ -43,9 +44,9 @@ class Intervention:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Fisher's 95 % interval of the correlation; NaN below four nodes."""
+        """Fisher's 95 % interval of the correlation; NaN below four nodes, or without one."""
         n = self._pairs.shape[1]
-        if n < 4:
+        if n < 4 or math.isnan(self.correlation):
             return math.nan, math.nan
         middle, half = (
             math.atanh(max(-1 + 1e-15, min(1 - 1e-15, self.correlation))),
@@ -68,7 +69,7 @@ class Intervention:
         width = max(map(len, self.nodes), default=4)
         return "\n".join([
             f"Intervention on {len(self.changed)} features, {len(self.nodes)} others; "
-            f"correlation {self.correlation:.3f} [{low:.3f}, {high:.3f}]",
+            f"correlation {self.correlation:.3f}{written(low, high, '.3f')}",
             *lines[:10],
             f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'true':>10}",
             *(
@@ -94,13 +95,13 @@ def predicted(
         is_set: which features are set; no change passes through their rows.
     """
     per_unit = rows[:, : len(activation)] / activation
-    direct = per_unit @ change
+    direct = finite(per_unit @ change, "predicted changes")
     total, step = direct, direct
     passes = (column >= 0) & ~is_set[column]
-    # Each step goes up by at least one layer, so it ends.
+    # Each step goes up by at least one layer, so it ends; with NaN it would not.
     while step[passes].any():
         passed = torch.zeros_like(change).index_put((column[passes],), step[passes])
-        step = per_unit @ passed
+        step = finite(per_unit @ passed, "predicted changes")
         total = total + step
     return direct, total
 
