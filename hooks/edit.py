@@ -11,9 +11,18 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks._torch import is_checkpointed
+from hooks.beside import Watch
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import resolve
-from hooks.point import Hook, Point, as_node, first_tensor, with_first_tensor
+from hooks.point import (
+    Hook,
+    HookPoint,
+    Point,
+    as_node,
+    first_tensor,
+    tensors_in,
+    with_first_tensor,
+)
 from hooks.processes import require_whole
 from hooks.receipts import Receipt, Receipts
 from hooks.session import OutputHook, Session, hooks_disabled, is_open
@@ -120,10 +129,14 @@ class HookContext:
         try:
             session.__enter__()
             for edited, noted in zip_longest(self._edits, self._receipts):
-                again = first = edit_at(edited, self._fired)
+                again = edit_at(edited, self._fired)
+                noting, watch = edited, None
                 if noted:
                     noting = EditedPoint(edited.point, tuple(receipt.noting for receipt in noted))
-                    first = edit_at(noting, self._fired)
+                if not isinstance(edited.point.module, HookPoint):  # which gives one tensor
+                    watch = Watch(edited.point, self._model)
+                    session.after(watch.parent, watch.end, first=True)
+                first = edit_at(noting, self._fired, watch=watch, receipts=noted or ())
                 session.after(edited.point.module, first, again)
             for edited in self._backward:
                 listener = edit_at(edited, self._fired, backward=True)
@@ -220,11 +233,25 @@ def _require_two_arguments(hook: Hook, selector: object) -> None:
         ) from None
 
 
-def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> OutputHook:
+def edit_at(
+    edited: EditedPoint,
+    fired: set[str],
+    backward: bool = False,
+    watch: Watch | None = None,
+    receipts: Sequence[Receipt] = (),
+) -> OutputHook:
     """A forward hook that edits the value at a point, or its gradient in the backward pass.
 
+    Args:
+        edited: the point, and its hooks.
+        fired: takes the point's name when it fires.
+        backward: whether the hooks are for the gradient.
+        watch: refuses edits that the other tensors of an output pass by.
+        receipts: take the number of those.
+
     Raises:
-        HookError: from the returned function, if no gradient can reach the point, or a process holds a part of its value.
+        HookError: from the returned function, if no gradient can reach the point, or a process holds a part of its value;
+            or in the model, if it reads another tensor of an edited output.
         EditError: from there or in the backward pass, as for `EditedPoint.apply`.
     """
     point = edited.point
@@ -238,7 +265,15 @@ def edit_at(edited: EditedPoint, fired: set[str], backward: bool = False) -> Out
         fired.add(point.name)
         require_whole(value, point)
         if not backward:
-            return with_first_tensor(output, edited.apply(value))
+            new = edited.apply(value)
+            edited_output = with_first_tensor(output, new)
+            if watch is None or isinstance(output, Tensor) or torch.compiler.is_compiling():
+                return edited_output
+            for receipt in receipts:
+                receipt.beside = sum(1 for _ in tensors_in(output)) - 1
+            # A hook may only look. NaN is as it was, too.
+            is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
+            return edited_output if is_same else watch.handed_on(edited_output, new)
         value = as_node(value, point)
         value.register_hook(edited.apply)
         return with_first_tensor(output, value)

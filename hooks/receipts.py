@@ -17,6 +17,7 @@ class Receipt:
         hook: the hook.
         point: where it acts.
         calls: how often it was called.
+        beside: how many other tensors the module returns, which the hook does not change.
 
     >>> Receipt(lambda value, point: value * 2, Point("embed"))
     <lambda> at embed: 0 calls changed 0 rows by at most 0
@@ -25,6 +26,7 @@ class Receipt:
     hook: Hook
     point: Point
     calls: int = 0
+    beside: int = 0
     # Tensors where there was a call: to read one stops the host until its device is done.
     _rows: Tensor | int = 0
     _largest: Tensor | float = 0.0
@@ -41,7 +43,8 @@ class Receipt:
 
     def __repr__(self) -> str:
         did = f"{self.calls} calls changed {self.rows} rows by at most {self.largest:.4g}"
-        return f"{getattr(self.hook, '__name__', self.hook)} at {self.point.name}: {did}"
+        beside = f" of the first of {self.beside + 1} tensors" if self.beside else ""
+        return f"{getattr(self.hook, '__name__', self.hook)} at {self.point.name}: {did}{beside}"
 
     def noting(self, activation: Tensor, point: Point) -> Tensor | None:
         """Calls the hook, and notes what it changes."""

@@ -108,17 +108,24 @@ class Session:
             remove_hook(module, key)
         self._registered.clear()
 
-    def after(self, module: nn.Module, hook: OutputHook, again: OutputHook | None = None) -> None:
+    def after(
+        self,
+        module: nn.Module,
+        hook: OutputHook,
+        again: OutputHook | None = None,
+        first: bool = False,
+    ) -> None:
         """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
 
         Args:
             module: where to listen.
             hook: what to call.
             again: what to call instead when a block runs again; None if the hook changes no values.
+            first: whether to call it before all other hooks.
         """
         if again is not None:
             self.edits.append((module, again))
-        self._register(module, _After(hook, self.acts))
+        self._register(module, _After(hook, self.acts), first)
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
         """Calls `hook(args, kwargs)` before `module` runs."""
@@ -138,11 +145,13 @@ class Session:
         noted = _Note(lambda output: acted.add(acts()), traced_as_constant(counts))
         self._register(module, noted)
 
-    def _register(self, module: nn.Module, listener: "_After | _Before") -> None:
+    def _register(
+        self, module: nn.Module, listener: "_After | _Before", first: bool = False
+    ) -> None:
         key = next(keys)
         # Noted before it is inserted: an interrupt may come between the two.
         self._registered.append((module, key))
-        insert_hook(module, key, listener, before=isinstance(listener, _Before))
+        insert_hook(module, key, listener, isinstance(listener, _Before), first)
 
 
 @dataclasses.dataclass(eq=False)

@@ -277,6 +277,36 @@ def test_generation_padding_and_threads(model):
         assert not torch.equal(made[0], model(TOKENS))
 
 
+@pytest.mark.parametrize("norm", ["constant_norm_rescale", "layer_norm"])
+@pytest.mark.parametrize("place", ["attn.z", "resid_post"])
+def test_listening_and_editing_leave_real_tokens_as_they_are_beside_values_of_zero(
+    model, norm, place
+):
+    """Attention gives 0 at padding, whose length no norm can make another."""
+    name = f"blocks.1.{place}"
+    made = dictionary(norm=norm)
+    batch = model.to_tokens(TEXT, side="left")
+    plain, real = model(batch), batch.attention_mask
+    with splice(model, {name: made}) as runner:
+        logits, cache = runner.run_with_cache(batch, names="*.features")
+        assert torch.equal(logits[real], plain[real])
+        assert cache[f"{name}.features"].isfinite().all()
+        hooks = {f"{name}.features": edits.scale(0.5, batch=0)}
+        edited = runner.run_with_hooks(batch, hooks=hooks)
+        assert torch.equal(edited[1][real[1]], plain[1][real[1]])
+        assert not torch.equal(edited[0], plain[0])
+    zeros = torch.zeros(2, D, dtype=torch.float64)
+    assert torch.equal(made.encode(zeros), made.activation((zeros @ made.W_enc) + made.b_enc))
+
+
+def test_listening_changes_nothing_where_features_overflow(model):
+    made = dictionary(activation=torch.nn.ReLU())
+    made.W_enc.data[:, 3] = torch.inf
+    with splice(model, {"blocks.1.resid_post": made}) as runner:
+        logits, _ = runner.run_with_cache(TOKENS, names="*.features")
+    assert torch.equal(logits, model(TOKENS))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("error", ["live", "frozen", None])
 def test_a_model_of_another_dtype(model, dtype, error):

@@ -32,7 +32,7 @@ class Dictionary(nn.Module):
         W_skip: the skip connection of a transcoder, [d_in d_out].
         subtracts_b_dec: whether `b_dec` is subtracted from what is read.
         norm: what is done to x first, and undone at the output of an autoencoder: `constant_norm_rescale` makes its
-            length √d_in, `layer_norm` its mean 0 and its standard deviation 1.
+            length √d_in, but that of zeros, and `layer_norm` its mean 0 and its standard deviation 1.
         reads, writes: names of the points that it was trained on; None if unknown.
         head: the head whose values it reads; None for all.
         transcodes: whether it is a transcoder; None if its points or sizes say so.
@@ -228,7 +228,10 @@ class Dictionary(nn.Module):
     def _normed(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_in"]:
         if self.norm == "layer_norm":
             return (x - x.mean(-1, keepdim=True)) / (self._scale(x) + 1e-5)
-        return x / self._scale(x) if self.norm == "constant_norm_rescale" else x
+        if self.norm == "none":
+            return x
+        scale = self._scale(x)
+        return x / scale.where(scale > 0, 1.0)  # zeros, as values at padding may be, stay zeros
 
     def _constant(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "..."]:
         """What is written whatever the features are."""

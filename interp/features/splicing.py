@@ -60,6 +60,8 @@ class SplicedDictionary(Part):
         dictionary, x = self.dictionary, self.vector(read)
         features = dictionary.encode(x)
         edited = self.features(features)
+        if edited is features and self.error == "live":
+            return value  # even where features are no numbers
         if self.error is None:
             return self.put(value, dictionary.decode(edited, x))
         before = self.vector(value)

@@ -54,6 +54,8 @@ class BlockLayout:
 def blocks_of(probe: Probe, model: nn.Module) -> list[Call]:
     """The calls of the blocks: of a `ModuleList` outside all others, each on what the last one returned.
 
+    Attention is in it, if any list has some; otherwise it is the largest that ran.
+
     Raises:
         ValueError: if there is no such list.
     """
@@ -61,12 +63,13 @@ def blocks_of(probe: Probe, model: nn.Module) -> list[Call]:
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     outermost = [lists[n] for n in lists if not any(n.startswith(f"{o}.") for o in lists if o != n)]
 
-    def weight(blocks: nn.ModuleList) -> tuple[bool, int]:
-        # A list of heads may be longer.
-        attends = any(probe.attention[module] for module in blocks.modules())
-        return attends, sum(parameter.numel() for parameter in blocks.parameters())
+    def weight(blocks: nn.ModuleList) -> int:
+        return sum(parameter.numel() for parameter in blocks.parameters())
 
-    for listed in sorted(outermost, key=weight, reverse=True):
+    ran = [blocks for blocks in outermost if any(block in calls for block in blocks)]
+    ran.sort(key=weight, reverse=True)
+    attend = [blocks for blocks in ran if any(probe.attention[m] for m in blocks.modules())]
+    for listed in attend or ran[:1]:
         chain = [calls[block] for block in listed if block in calls]
         once = all(sum(c.module is block for c in probe.calls) == 1 for block in listed)
         if len(chain) == len(listed) > 0 and once and _is_chain(chain):
