@@ -14,6 +14,7 @@ from hooks import storage
 from hooks._torch import is_fully_sharded, without_gradients
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder
+from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
 from hooks.foreign import SaysOurs
@@ -79,6 +80,7 @@ class HookedRunner(SaysOurs):
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self._is_marked = any(not isinstance(p.module, PartPoint) for p in marked.values())
         self.points: Mapping[str, Point] = Points(marked if self._is_marked else called)
+        self._has_warned = False
         self._modules = [model, *(point.module for point in self._known.values())]
 
     def run_with_cache(
@@ -170,8 +172,11 @@ class HookedRunner(SaysOurs):
             NeverFiredError: if the forward pass did not reach an edited point.
         """
         self._refuse_unknown(kwargs, self.run_with_hooks)
+        draws = self._draws()
         with self.hooks(hooks, backward=backward):
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
+        self._has_warned |= draws.warn(f"the {type(self.model).__name__}", 3)
+        return output
 
     def hooks(
         self,
@@ -319,6 +324,10 @@ class HookedRunner(SaysOurs):
             ours = {*Words(call).known, *options} - {"self", "args", "kwargs"}
             words.require(unknown, ours, f"{call.__name__} of a {what}")
 
+    def _draws(self) -> Draws:
+        """What warns, once for this runner, if dropout acts in a run."""
+        return Draws(() if self._has_warned else self._modules)
+
     def _choose(
         self, names: Selector | None, mode: Mode | str | None, lazy: bool = False
     ) -> tuple[dict[str, Point], set[str]]:
@@ -356,6 +365,7 @@ class HookedRunner(SaysOurs):
         edits = edits_in_force()
         # Before the run, which may write into its arguments.
         inputs = bound(self._signature, args, kwargs) if run is None else {}
+        draws = self._draws()
         with Session() as session:
             recorder.listen(session)
             for call in calls:
@@ -369,6 +379,7 @@ class HookedRunner(SaysOurs):
             except Complete as stopped:
                 if stopped.args[0] is not recorder:
                     raise
+        self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         for call in calls:
             call.report(recorder)
         recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED)

@@ -382,3 +382,51 @@ def test_capture_lets_a_fully_sharded_model_finish():
         assert len(reached) == 2
     finally:
         distributed.destroy_process_group()
+
+
+class Dropping(nn.Module):
+    """A model that draws by a module or a function."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by, self.linear = by, nn.Linear(3, 5)
+        self.dropout, self.point = nn.Dropout(0.5), HookPoint("batch d_model")
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.by == "module":
+            x = self.dropout(x)
+        elif self.by == "function":
+            x = nn.functional.dropout(x, 0.5, self.training)
+        return self.point(x)
+
+
+CALLS = {
+    "run_with_cache": lambda runner, x: runner.run_with_cache(x, names="point"),
+    "capture": lambda runner, x: runner.capture(x, names="point"),
+    "run_with_hooks": lambda runner, x: runner.run_with_hooks(x, hooks={"point": lambda v, p: v}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("by", ["module", "function"])
+@pytest.mark.parametrize("part", ["", "dropout"])
+def test_a_run_that_draws_in_training_mode_warns_once(call, by, part):
+    model, x = Dropping(by).eval(), torch.ones(2, 3)
+    runner = HookedRunner(model)
+    CALLS[call](runner, x)
+    model.get_submodule(part).train()
+    if part and by == "function":
+        CALLS[call](runner, x)  # the part that is in training mode draws nothing
+        return
+    with pytest.warns(UserWarning, match=r"the Dropping drew random numbers.*model.eval\(\)") as all_:
+        CALLS[call](runner, x)
+        CALLS[call](runner, x)
+    assert len(all_) == 1
+    assert all_[0].filename == __file__
+
+
+def test_training_mode_without_draws_is_silent():
+    runner = HookedRunner(Dropping("nothing").train())
+    for call in CALLS.values():
+        call(runner, torch.ones(2, 3))

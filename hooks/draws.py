@@ -1,0 +1,47 @@
+"""Draws: whether a run drew random numbers, as dropout does in training mode."""
+
+import warnings
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from hooks._torch import state_of
+
+
+class Draws:
+    """The states of PyTorch's generators before a run of modules of which some are in training mode.
+
+    Args:
+        modules: those that may run, the model first; none for no warning.
+
+    >>> import pytest
+    >>> draws = Draws([nn.Dropout(0.5)])
+    >>> _ = torch.rand(1)
+    >>> with pytest.warns(UserWarning, match="drew random numbers"):
+    ...     draws.warn("a Dropout")
+    True
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._devices: set[torch.device] = set()
+        if any(map(attrgetter("training"), modules)):
+            self._devices = {torch.device("cpu"), *(t.device for t in state_of(modules[0]))}
+        self._before = [*map(_state, self._devices)]
+
+    def warn(self, what: str, level: int = 4) -> bool:
+        """Warns if numbers were drawn since, and says whether they were. The caller is `level` calls up."""
+        states = map(_state, self._devices)
+        drew = any(not torch.equal(*pair) for pair in zip(self._before, states, strict=True))
+        if drew:
+            warnings.warn(
+                f"{what} drew random numbers in this run, as dropout does in training mode, so each run gives others: "
+                "call model.eval() first",
+                stacklevel=level,
+            )
+        return drew
+
+
+def _state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
