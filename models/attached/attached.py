@@ -14,7 +14,7 @@ from hooks.point import tensors_in
 from hooks.processes import Shards, is_whole, mesh_of
 from hooks.session import Session, Wire
 from models.attached.attention import AttentionPoints, register
-from models.attached.checked import POINTS, problem_of
+from models.attached.checked import HALF, has_other_terms, problem_of
 from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
 from models.attached.forward import Forward
 from models.attached.language import AttachedLanguage
@@ -62,7 +62,7 @@ class Attached(ReadsText):
             vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
             self._forward.prepare = language.with_positions
             self._join_shards()
-            self._check_traced(probe)
+            self._check_traced()
             self._check_streams(layouts)
             self._check_attention(reference)
         except BaseException:
@@ -171,29 +171,31 @@ class Attached(ReadsText):
                     f"them; got only {float(group[0][2].min())}"
                 )
 
-    def _check_traced(self, probe: Probe) -> None:
+    def _check_traced(self) -> None:
         """Leaves out the points of attention by code of its own where they would not hold what they promise."""
         attention = {n: getattr(block, "attn", None) for n, block in enumerate(self.model.blocks)}
         traced = {n: points for n, points in attention.items() if isinstance(points, TracedPoints)}
         if not traced:
             return
-        names = [f"blocks.{n}.attn.{name}" for n in traced for name in POINTS]
-        rolled = {name: _rolled for name in names if not name.endswith(("scores", "z"))}
-        problems: dict[int, str | None] = {}
-        try:
-            with torch.inference_mode(False):
-                _, plain = self._run(names)
-                with HookedRunner(self.model).hooks(rolled):
-                    _, edited = self._run(names)
-            for n, points in traced.items():
-                read = probe.read_after(points.module)
-                problems[n] = problem_of(plain, n, read) or problem_of(edited, n)
-        except Exception as error:  # whatever another layout of its tensors leads to
-            problems = dict.fromkeys(traced, str(error))
-        for n, problem in problems.items():
+        calls = self._calls([points.module for points in traced.values()])
+        for n, points in traced.items():
+            try:
+                with torch.inference_mode(False):
+                    problem = problem_of(points.module, *calls[points.module])
+            except Exception as error:  # whatever another layout of its tensors leads to
+                problem = str(error)
             if problem:
                 self._wiring.drop_attention(self.model.blocks[n])
-                self.left_out["attn"] = f"{type(traced[n].module).__name__}: {problem}"
+                self.left_out["attn"] = f"{type(points.module).__name__}: {problem}"
+
+    def _calls(self, modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
+        """The arguments of modules in a run of a few tokens."""
+        calls: dict[nn.Module, tuple[Any, Any]] = {}
+        with Session() as session, torch.inference_mode(False):
+            for module in modules:
+                session.before(module, partial(_note, calls, module))
+            _logits(self.model)
+        return calls
 
     def _check_streams(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
@@ -217,14 +219,19 @@ class Attached(ReadsText):
         Raises:
             ValueError: if the logits differ without these points too.
         """
-        if agree(self._run()[0], reference, 1e-3):
-            return
-        for module in self.model.modules():
-            if isinstance(module, AttentionPoints):
-                self._wiring.drop(module, "scores")
-                self._wiring.drop(module, "pattern")
-        self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
-        if not agree(self._run()[0], reference, 1e-3):
+        attention = [p for p in self.model.modules() if isinstance(p, AttentionPoints)]
+        attention = [points for points in attention if hasattr(points, "scores")]
+        calls = self._calls([points.module for points in attention])
+        wrong = [points for points in attention if _has_other_terms(points, calls)]
+        if reference.dtype not in HALF and not wrong and not agree(self._run()[0], reference, 1e-3):
+            wrong = attention
+        for points in wrong:
+            self._wiring.drop(points, "scores")
+            self._wiring.drop(points, "pattern")
+            self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
+        others = [*HookedRunner(self.model).points]
+        others = [name for name in others if not name.endswith(("scores", "pattern"))]
+        if not agree(self._run(others)[0], reference, 1e-3):
             raise ValueError(
                 f"hooks must not change the logits; got others from {type(self.model).__name__}"
             )
@@ -346,6 +353,18 @@ def _logits(model: nn.Module) -> Tensor:
                 f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
             ) from error
     return next(tensors_in(output))
+
+
+def _note(calls: dict[nn.Module, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
+    calls[module] = args, kwargs
+
+
+def _has_other_terms(points: AttentionPoints, calls: Any) -> bool:
+    """See `has_other_terms`. Of a module that cannot be copied, or did not run, nothing is known."""
+    try:
+        return has_other_terms(points.module, *calls[points.module])
+    except Exception:  # weights of a kind that is no number, for instance
+        return False
 
 
 def _rolled(value: Tensor, point: object) -> Tensor:

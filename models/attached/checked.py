@@ -1,18 +1,22 @@
-"""Attention by code of its own: the scale of its product, and whether its points hold what they promise."""
+"""Whether the points of attention hold what they promise, one module at a time; the scale of its product."""
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks import ActivationCache
+from hooks._torch import without_gradients
+from hooks.point import mapped, tensors_in
+from hooks.session import Session
 from models.attached.probe import kind_of
 from models.attached.sums import agree
 
+HALF = (torch.bfloat16, torch.float16)
 POINTS = ("q", "k", "v", "scores", "pattern", "z")
 
 
@@ -62,28 +66,82 @@ class _Slope(TorchFunctionMode):
         raise _Found(float(slopes[0]) if same else math.nan)
 
 
-def problem_of(
-    cache: ActivationCache, layer: int, read: Sequence[Tensor] | None = None
-) -> str | None:
-    """The first promise of a layer's points that their values break; None if there is none.
+def in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
+    """A copy of a module in half precision, with its arguments, in float32; themselves where they are precise.
+
+    In half precision rounding may hide a term of attention, or look like one.
+    """
+    held = [*module.parameters(), *tensors_in((args, kwargs))]
+    if not any(tensor.dtype in HALF for tensor in held):
+        return module, args, kwargs
+
+    def widened(leaf: Any) -> Any:
+        is_half = isinstance(leaf, Tensor) and leaf.dtype in HALF
+        return leaf.float() if is_half else leaf
+
+    return copy.deepcopy(module).float(), mapped(args, widened), mapped(kwargs, widened)
+
+
+@without_gradients
+def has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether attention gives something else where its scores and its pattern are listened to."""
+    module, args, kwargs = in_float32(module, args, kwargs)
+    points: Any = vars(module)["hook_points"]
+    output = next(tensors_in(module(*args, **kwargs)))
+    with Session() as session:
+        session.after(points.pattern, lambda pattern: None)
+        explicit = next(tensors_in(module(*args, **kwargs)))
+    return not agree(explicit, output, 1e-4)
+
+
+@without_gradients
+def problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """The first promise that the points of attention by code of its own break; None if there is none.
 
     Args:
-        cache: the values of all its points in one run.
-        layer: the layer.
-        read: what modules read after that in the same run. One must read z.
+        module: the attention module, with `TracedPoints`.
+        args, kwargs: its arguments in some run.
     """
-    values = [cache[f"blocks.{layer}.attn.{name}"] for name in POINTS]
-    eps = torch.finfo(values[-1].dtype).eps
-    q, k, v, scores, pattern, z = (value.float().cpu() for value in values)
+    traced: Any = vars(module)["hook_points"]
+    module, args, kwargs = in_float32(module, args, kwargs)
+    values, read = _values_of(module, args, kwargs, edits=False)
+    traced.scale = vars(module)["hook_points"].scale
+    edited, _ = _values_of(module, args, kwargs, edits=True)
+    return _broken(values, read) or _broken(edited)
+
+
+def _values_of(
+    module: nn.Module, args: Any, kwargs: Any, edits: bool
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The values at the points of one run, and what modules read, or may read, of it. Edits turn what can be edited."""
+    points: Any = vars(module)["hook_points"]
+    values: dict[str, Tensor] = {}
+    read: list[Tensor] = []
+    with Session() as session:
+        for name in POINTS:
+            if edits and name not in ("scores", "z"):
+                session.after(getattr(points, name), lambda value: value.roll(1, -1))
+            session.after(getattr(points, name), partial(values.__setitem__, name))
+        for part in module.modules():
+            session.before(part, lambda *arguments: read.extend(tensors_in(arguments)))
+        read += tensors_in(module(*args, **kwargs))
+    return values, read
+
+
+def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) -> str | None:
+    """The first promise that values break. One of the tensors that are `read` must be z."""
+    eps = torch.finfo(values["z"].dtype).eps
+    q, k, v, scores, pattern, z = (values[name].float().cpu() for name in POINTS)
     k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     scale = (products * scores).sum() / products.square().sum()
     equal = partial(agree, tolerance=max(1e-4, 16 * eps))
     sums, joined = pattern.sum(-1), z.flatten(2)
+    flat = [part.reshape(joined.shape) for part in read or () if part.numel() == joined.numel()]
     checks = {
         "scores are no multiple of q·k": equal(products * scale, scores),
         "rows of pattern do not sum to 1": equal(sums, torch.ones_like(sums)),
         "z is not pattern·v": equal(torch.einsum("bhqk,bkhd->bqhd", pattern, v), z),
-        "no map reads z": read is None or any(equal(part.float(), joined) for part in read),
+        "no map reads z": read is None or any(equal(part.float().cpu(), joined) for part in flat),
     }
     return next((problem for problem, holds in checks.items() if not holds), None)

@@ -127,8 +127,9 @@ def _name(layout: BlockLayout, name: str, call: Call) -> None:
 
 
 def _stream_of(call: Call, like: Tensor) -> Tensor | None:
-    """The first input with the shape of the stream."""
-    return next((t for t in call.inputs if t.shape == like.shape and t.dtype == like.dtype), None)
+    """The first input with the shape of the stream; of another precision, only if it is the stream itself."""
+    streams = [t for t in call.inputs if t.shape == like.shape and t.is_floating_point()]
+    return next((t for t in streams if t.dtype == like.dtype or is_same(t, like.to(t.dtype))), None)
 
 
 def _sublayers(
@@ -139,7 +140,7 @@ def _sublayers(
     assert post is not None
     for reader in calls:
         mid = _stream_of(reader, pre)
-        if mid is None or is_same(mid, pre):
+        if mid is None or is_same(mid, pre.to(mid.dtype)):
             continue
         first = summand(pre, mid, [c for c in calls if c.ended < reader.began], factors)
         if first is None:
@@ -182,7 +183,7 @@ def _name_readers(layout: BlockLayout, streams: Sequence[Tensor], calls: Sequenc
         taken = {norm.module for norm in layout.norms.values()}
         for call in calls:
             reads = _stream_of(call, stream)
-            if reads is None or call.module in taken or not is_same(reads, stream):
+            if reads is None or call.module in taken or not is_same(reads, stream.to(reads.dtype)):
                 continue
             if norm := norm_of(call):
                 layout.norms[name] = norm

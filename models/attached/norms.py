@@ -1,11 +1,14 @@
 """Norms of an attached model: what they divide by, found from their numbers."""
 
+import contextlib
+import copy
 import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from hooks.session import hooks_disabled
 from models.attached.probe import Call
 from models.attached.sums import is_same
 from models.norm import widened
@@ -49,7 +52,7 @@ def norm_of(call: Call) -> Norm | None:
         return None
     if any(True for _ in module.children()):
         return None  # a sublayer and its norm, of which half precision may hide the first
-    x = call.inputs[0]
+    x, output = _in_float32(call)
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     for part in (weight, bias):
         # On `meta` if it is kept elsewhere until the module runs.
@@ -71,6 +74,18 @@ def norm_of(call: Call) -> Norm | None:
             if error < best:
                 best, norm = float(error.detach()), candidate
     return norm
+
+
+def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
+    """What a module read and gave. Of half precision it is what a copy in float32 gives, as rounding hides what a norm does."""
+    x, output = call.inputs[0], call.output
+    assert output is not None
+    if output.dtype in (torch.bfloat16, torch.float16):
+        with contextlib.suppress(Exception):  # weights of a kind that is no number, for instance
+            made = hooks_disabled(copy.deepcopy(call.module).float(), x.float())
+            if isinstance(made, Tensor) and made.dtype == torch.float32:
+                return x.float(), made.detach().cpu()
+    return x, output
 
 
 def _epsilons(module: nn.Module) -> list[float]:
