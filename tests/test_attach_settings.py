@@ -13,6 +13,7 @@ from hooks import HookedRunner, HookError, HookPoint, start_of_piece
 from interp import Pairs, activation_patching, edits, log_prob, logit_lens, run_with_cache, sweep
 from interp.protocol import of
 from models import Sampling, attach, detach, from_hf, generate
+from tests import attachable
 from tests.attachable import CACHE
 from tests.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
 
@@ -57,6 +58,57 @@ def test_half_precision_has_the_points_and_embeddings_of_single(kind, dtype):
         assert {*HookedRunner(half).points} == points
         _, cache = run_with_cache(half, TOKENS, names="embed")
     torch.testing.assert_close(cache["embed"].float(), wanted["embed"], rtol=0.02, atol=0.002)
+
+
+def in_half(name, dtype):
+    """A model of the table of architectures in half precision, whose experts have sizes that kernels take."""
+    sizes = attachable.SIZES | dict(intermediate_size=24) | attachable.MODELS.get(name, {})
+    if "moe_intermediate_size" in sizes:
+        sizes |= dict(moe_intermediate_size=16)
+    if name == "falcon":
+        del sizes["head_dim"]
+    return attachable.made(name, config=transformers.CONFIG_MAPPING[name](**sizes)).to(dtype)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", attachable.MODELS)
+def test_every_architecture_has_the_points_of_single_precision_in_half(name, dtype):
+    points = []
+    for precision in (torch.float32, dtype):
+        model = in_half(name, precision)
+        with attach(model):
+            points.append({*HookedRunner(model).points})
+    assert points[0] == points[1]
+
+
+@pytest.mark.filterwarnings("ignore")  # of slow paths
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_beside_a_stream_of_another_precision_are_found_in_half(dtype):
+    sizes = attachable.SIZES | dict(state_size=5, time_step_rank=3)
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval().to(dtype)
+    with attach(model):
+        _, cache = HookedRunner(model).run_with_cache(TOKENS % 29, use_cache=False)
+    x = cache["resid_pre", 1].to(dtype).double()
+    scale = (x.square().mean(-1, keepdim=True) + model.config.layer_norm_epsilon).sqrt()
+    torch.testing.assert_close(cache["ln1.scale", 1].double(), scale, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.skipif("inkling_text" not in transformers.CONFIG_MAPPING, reason="needs Inkling")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_term_of_attention_that_rounding_hides_is_found(dtype):
+    """Inkling adds a bias by distance, which changes the logits by two roundings of bfloat16."""
+    config = transformers.CONFIG_MAPPING["inkling_text"](
+        **attachable.SIZES | dict(intermediate_size=24)
+    )
+    torch.manual_seed(1)
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    for name, weight in model.named_parameters():
+        if "rel_logits_proj" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    with attach(model.to(dtype)) as attached:
+        assert attached.left_out["pattern"] == "attention has terms of its own"
+        assert not [n for n in HookedRunner(model).points if n.endswith(("scores", "pattern"))]
 
 
 WIDE = {

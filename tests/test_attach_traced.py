@@ -226,6 +226,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the .* drew random numbers")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_everywhere_change_nothing(kind, setting):
