@@ -339,6 +339,19 @@ def test_a_list_of_heads_longer_than_the_blocks():
         assert len(of(model).blocks) == SIZES["num_hidden_layers"]
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_list_that_is_no_blocks_is_not_taken_for_them(n):
+    """The streams of Gemma 3n, of which its blocks read several at once, are projected by a list of one map less."""
+    layers = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
+    sizes = attachable.SIZES | layers | dict(num_kv_shared_layers=0, laurel_rank=5)
+    sizes |= dict(vocab_size_per_layer_input=29, hidden_size_per_layer_input=7)
+    sizes |= dict(altup_num_inputs=n, sliding_window=3, activation_sparsity_pattern=[0.0] * 3)
+    model = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes)).eval()
+    with pytest.raises(ValueError, match="a ModuleList of blocks that run once each"):
+        attach(model)
+    assert not any(isinstance(part, HookPoint) for part in model.modules())
+
+
 def test_a_copy_is_refused_where_it_would_compute_something_else():
     class Doubled(transformers.LlamaForCausalLM):
         def forward(self, *args, **kwargs):

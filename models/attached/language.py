@@ -15,6 +15,7 @@ from hooks._torch import FakeTensor, without_gradients
 from hooks.point import inside, tensors_in
 from hooks.scoped import Scoped
 from hooks.session import Session, hooks_disabled, is_listened_to
+from models.attached.checked import HALF
 from models.attached.configs import text_config
 from models.attached.context import CACHES, AttachedContext, context_of
 from models.attached.layout import BlockLayout
@@ -118,15 +119,28 @@ class AttachedLanguage(ReadsText):
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         alone = self._logits_alone(tokens)
         for first in (0, pad + 1 if isinstance(pad, int) else 2):
-            if agree(self._logits_alone(tokens, position_ids=columns + first), alone, 1e-3):
+            given = self._logits_alone(tokens, position_ids=columns + first)
+            # In half precision other positions may give almost the same, but these the same bits.
+            if is_same(given, alone) or (alone.dtype not in HALF and agree(given, alone, 1e-3)):
                 return first
         return None
 
     @cached_property
+    @without_gradients
     def _counts_padding(self) -> bool:
         """Whether a column of padding before a text changes its logits."""
         tokens = tokens_for(self._model)
         mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)
+        with mode(self._model, training=False), _alone.set(True):
+            given = AttachedContext({"attention_mask": mask, "use_cache": False})
+            late, stream = (
+                hooks_disabled(self.input_resid, part, context)
+                for part, context in ((tokens, given), (tokens[:, 1:], None))
+            )
+        if not is_same(
+            late[:, 1:], stream
+        ):  # vectors of positions, which half precision may hide in the logits
+            return True
         padded = self._logits_alone(tokens, attention_mask=mask)[:, 1:]
         return not agree(padded, self._logits_alone(tokens[:, 1:]), 1e-3)
 
