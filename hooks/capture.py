@@ -90,14 +90,15 @@ class Recorder:
         except HookError as error:
             self.skip(point, error)
         self.fired.add(name)
-        self.note(piece_read())
+        if (piece := piece_read()).real is not None:
+            self.note(piece)
         if self.stops and len(self.fired) == len(self.points):
             raise Complete(self)
         return replaced
 
     def note(self, piece: Piece) -> None:
         """Keeps a piece of texts with padding; of several, where the first began and what the last one knows."""
-        if piece.real is not None and piece.real is not self.piece.real:
+        if piece.real is not self.piece.real:
             start = piece.start if self.piece.real is None else self.piece.start
             self.piece = Piece(start, piece.real)
 

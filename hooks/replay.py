@@ -143,7 +143,8 @@ class BlockCall:
             HookError: if the block ran twice and a point is not optional.
         """
         if self.fired:
-            recorder.note(self._piece)
+            if self._piece.real is not None:
+                recorder.note(self._piece)
             names, optional = self.points.keys(), recorder.optional
             recorder.fired.update(names - optional if optional else names)
         for name in self.points if self.repeated else ():

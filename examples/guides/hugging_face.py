@@ -32,7 +32,10 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 # - Some models have attention by code of their own (bloom, codegen, falcon, gpt_neo, gptj, mpt, openai-gpt, xglm and others). They get
 #   the same points where that code is two products with a softmax between them, or PyTorch's fused function. `scores` are scale·q·k
 #   there too, and ALiBi's slopes come after them.
-# - Where points belong is found from a run on fourteen tokens, and checked by a few more. `attached.left_out` says which points are
+# - Texts may be padded on either side, as strings or as tensors with a mask: where a model takes positions and the caller gives none,
+#   it gets those without padding. bart, blenderbot, marian, mbart and plbart take none as decoders, so there padding must be on the right.
+# - Where points belong is found from a run on fourteen tokens, and checked by a few more, in half precision on copies in float32 of one
+#   module at a time. `attached.left_out` says which points are
 #   missing, and why. A model without a head has no `unembed`; diffllama, which calls attention twice a layer, has no `attn.*`.
 #
 # ## What analyses take
@@ -48,7 +51,9 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #   part is refused by name. All processes call `harvest` too, with one directory. 38 tiny
 #   architectures that have a plan were tried, once, in two processes with gloo: each point equals that of one process to 1e-5.
 # - Readings of weights alone (`ov_circuit` and its like) need a family of `from_hf`.
-# - Edits during generation count positions of the whole text. A generation is kept as one cache where its pieces follow one another;
+# - A keyword that the model's forward does not know is refused, where `transformers` would drop it in its `**kwargs`.
+# - Edits during generation count positions of the whole text, also where a state takes the place of keys (mamba, rwkv). The virtual
+#   tokens of prefix tuning are no positions. A generation is kept as one cache where its pieces follow one another;
 #   it is refused with beams, with an assistant, or without a cache of keys.
 #
 # ## How it was tested

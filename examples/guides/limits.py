@@ -39,6 +39,9 @@ def refused(call):
 
 # %%
 refused(lambda: runner.capture(text, names="blocks.1.attn.patern"))
+refused(lambda: runner.run_with_cache(text, name="*.attn.pattern"))
+refused(lambda: runner.run_with_cache([text, text[:9]], positions=slice(2, -1)))
+refused(lambda: runner.run_with_cache({"text": [text]}))
 refused(
     lambda: runner.run_with_hooks(
         text, hooks={"blocks.0.mlp_out": lambda value, point: value[:1, :2]}
@@ -62,6 +65,8 @@ refused(lambda: logit_lens(model, part))
 #   causal decoder of `transformers`. What reads and writes its stream is found from a run, and what is not found is named.
 # - Encoders with decoders, models of images and sound, and state-space models have no table. `HookedRunner` lists the values of any
 #   `nn.Module` by the names of its modules, but analyses that need a stream refuse them.
+# - In half precision, attention with its `scores` or `pattern` listened to rounds otherwise than the fused kernel does. Where that sends a
+#   token to other experts, logits of a mixture of experts change by more than rounding: by up to their own size in tiny random ones.
 # - Norms of the stream itself (`norm_place="post"`) have no graph, no circuits and no attribution graphs, because their stream is no sum.
 
 # %%

@@ -40,7 +40,7 @@ added = Attention(small.config)(torch.randn(1, 5, 96))
 # %% [markdown]
 # | what | how |
 # | --- | --- |
-# | texts | `model.to_tokens(texts, bos=None, side="right")` gives tokens and mask in one value, which every function takes; `to_text`, `to_pieces` (of any shape), `to_id(" cat")`, an error if that is several tokens |
+# | texts | `model.to_tokens(texts, bos=None, side="right")` gives tokens and mask in one value, which every function takes, as they take what a tokenizer of `transformers` gives; `to_text`, `to_pieces` (of any shape), `to_id(" cat")`, an error if that is several tokens |
 # | a model's tokenizer | `model.tokenizer`: that of the files, or assigned, also one of `transformers`; texts begin as its configuration says, `bos=True` or `False` says otherwise |
 # | families | gpt2, gpt_bigcode, gpt_neo, gpt_neox, opt (not OPT-350m, whose embeddings are projected), llama, mistral, qwen2, qwen3, olmo2, gemma2: one table of keys each |
 # | files | safetensors and `.bin`, whole or in shards (damage is noticed where a file has checksums: what `save` writes, and `.bin` since PyTorch 1.6; other safetensors files have none); GGUF of gpt2, starcoder, gptneox, llama (also Mistral), qwen2, qwen3, olmo2 and gemma2, in every type that the library `gguf` can dequantise |

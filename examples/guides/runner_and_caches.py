@@ -27,8 +27,8 @@ print(context.receipts)
 # - **Real models.** `load("gpt2")`, `load("path")`: Hugging Face directories and GGUF files of eleven families, as one
 #   `Transformer` with one config. Logits equal the reference's. If a file asks for what the config cannot express, loading
 #   fails, names it, and says how to go on (`ignore=["key"]`).
-# - **Words in, words out.** Wherever tokens are taken, a string, a list of strings or of tokens, or a tensor is taken too; padding
-#   changes no number; results and lenses print words.
+# - **Words in, words out.** Wherever tokens are taken, a string, a list of strings or of tokens, a tensor, or what a tokenizer of
+#   `transformers` gave (`input_ids` and `attention_mask`) is taken too; padding changes no number; results and lenses print words.
 # - **Generation** from a KV cache that hooks see into, from text to text or token by token. It stops at the end of the text.
 # - **A runner that listens.** `HookedRunner(model)` keeps what you ask for by name, glob, predicate or mode, and edits
 #   it, with ordinary PyTorch forward hooks. It works on any `nn.Module`: a submodule's name is its output.
@@ -40,13 +40,14 @@ print(context.receipts)
 # - **Copies where they matter.** A hook function is given its own copy of the value: it may write into it, or return
 #   another. If it runs a model itself, hooks are off during that run. A cache's values are its own: later writes into inputs,
 #   outputs, weights or buffers do not reach them (with `detach=False` they belong to the graph). `plan` runs a copy.
-# - **Loud.** An unknown name lists close matches; a point that never fired, an edit of the wrong shape, an edit inside
-#   activation checkpointing: each is one clear error.
+# - **Loud.** An unknown name or keyword lists close matches; a point that never fired, an edit of the wrong shape, an edit inside
+#   activation checkpointing: each is one clear error. A run that draws random numbers in training mode warns once.
 # - **Confined.** Hooks act in the thread that entered their `with`, and in asyncio tasks that start inside it. They are gone
 #   when it ends, whatever was raised inside. In a notebook, `handle = runner.add(changes)` edits every run of this thread until
 #   `handle.remove()`; `print(runner)` and `runner.handles` show what was added.
 # - **Any module.** Without `HookPoint`s, `full`, globs and predicates leave out modules that did not run, ran twice or gave no
-#   tensor; `cache.skipped` says why. An exact name still raises.
+#   tensor; `cache.skipped` says why. An exact name still raises. Of a module that returns several tensors an edit changes the first;
+#   its receipt says so, and where the model reads another, as of a router, it is refused.
 # - **Any causal model of `transformers`** under the same names: `attach(model)` puts the points into that instance, and takes
 #   them out without a trace.
 # - **Analyses**: lenses, scores of heads, the stream and the logits as sums of parts, singular values and subspaces, read from
@@ -59,12 +60,14 @@ print(context.receipts)
 # | scores, patterns and values; also the residual stream | `mode="svd_targets"`; `mode="residual"` |
 # | some points | `names="blocks.*.attn.pattern"`, a predicate, or a list of these |
 # | and nothing after the last of them is computed | `capture(tokens, names=...)` |
-# | some positions; on another device; in another dtype | `positions=[-1]` or a mask; `device="cpu"`; `dtype=torch.bfloat16` |
+# | some positions; on another device; in another dtype | `positions=[-1]`, a mask, or a list for each text; `device="cpu"`; `dtype=torch.bfloat16` |
 # | gradients, after your `backward()`; the autograd graph. Other cached runs are without gradients | `grads=True`, then `cache.grads`; `detach=False` |
 # | sizes only, exact to the byte, before running (a lazy plan of a `transformers` model also counts masks that a run omits) | `plan(tokens, names=...)` |
 #
 # `cache["pattern", 3]` is `cache["blocks.3.attn.pattern"]`; `cache.stack("resid_post")` is `[layer, batch, pos, d_model]`;
-# `cache.at(pos=slice(5, None), batch=0)` slices by axis name; `cache.save(path)` and `ActivationCache.load(path)` keep names,
+# `cache.at(pos=slice(5, None), batch=0)` slices by axis name. Positions are those of edits: from 0 on they count columns, and negative
+# ones the real tokens of each text, so `positions=[-1]` and `cache.at(pos=-1)` of unequal texts are the last token of each; a slice
+# that takes more of one text than of another, such as `slice(2, -1)`, is refused. `cache.save(path)` and `ActivationCache.load(path)` keep names,
 # axes and gradients. `cache.inputs` is what the run was given, masks included. Readings refuse a model of other weights than the
 # cache's.
 #
