@@ -1,5 +1,6 @@
 """The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -173,8 +174,10 @@ def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
 
 def hooks_last(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
     """Moves some forward hooks of `module` behind its others."""
-    for key in [key for key, hook in module._forward_hooks.items() if chosen(hook)]:
-        module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
+    # Of a copy, which is one step: another thread may add or remove a hook meanwhile.
+    for key in [key for key, hook in [*module._forward_hooks.items()] if chosen(hook)]:
+        with contextlib.suppress(KeyError):
+            module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
 
 def state_of(module: nn.Module) -> list[Tensor]:

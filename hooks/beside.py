@@ -58,9 +58,8 @@ class Watch:
     def end(self, output: Any) -> Any:
         """Ends at the parent's output, which then holds plain tensors."""
         self.is_open = False
-        if not any(isinstance(tensor, Beside) for tensor in tensors_in(output)):
-            return None
-        return mapped(output, _plain)
+        new = unwatched(output)
+        return None if new is output else new
 
 
 class Beside(Tensor):
@@ -88,6 +87,12 @@ class Beside(Tensor):
                     "edit a value that is read"
                 )
         return func(*mapped(args, _plain), **mapped(kwargs or {}, _plain))
+
+
+def unwatched(output: Any) -> Any:
+    """An output with plain tensors, which may be read."""
+    is_watched = any(isinstance(tensor, Beside) for tensor in tensors_in(output))
+    return mapped(output, _plain) if is_watched else output
 
 
 def _plain(leaf: Any) -> Any:

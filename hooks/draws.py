@@ -7,7 +7,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import state_of
+from hooks._torch import state_of, unset_fake_temporarily
 
 
 class Draws:
@@ -28,12 +28,13 @@ class Draws:
         self._devices: set[torch.device] = set()
         if any(map(attrgetter("training"), modules)):
             self._devices = {torch.device("cpu"), *(t.device for t in state_of(modules[0]))}
-        self._before = [*map(_state, self._devices)]
+        self._before = self._states()
 
     def warn(self, what: str, level: int = 4) -> bool:
         """Warns if numbers were drawn since, and says whether they were. The caller is `level` calls up."""
-        states = map(_state, self._devices)
-        drew = any(not torch.equal(*pair) for pair in zip(self._before, states, strict=True))
+        with unset_fake_temporarily():  # a plan draws nothing
+            pairs = zip(self._before, self._states(), strict=True)
+            drew = any(not torch.equal(*pair) for pair in pairs)
         if drew:
             warnings.warn(
                 f"{what} drew random numbers in this run, as dropout does in training mode, so each run gives others: "
@@ -41,6 +42,10 @@ class Draws:
                 stacklevel=level,
             )
         return drew
+
+    def _states(self) -> list[Tensor]:
+        with unset_fake_temporarily():
+            return [*map(_state, self._devices)]
 
 
 def _state(device: torch.device) -> Tensor:

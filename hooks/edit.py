@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks._torch import is_checkpointed
+from hooks._torch import FakeTensor, is_checkpointed
 from hooks.beside import Watch
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import resolve
@@ -267,7 +267,9 @@ def edit_at(
         if not backward:
             new = edited.apply(value)
             edited_output = with_first_tensor(output, new)
-            if watch is None or isinstance(output, Tensor) or torch.compiler.is_compiling():
+            is_planned = new.is_meta or isinstance(new, FakeTensor)
+            has_numbers = not (torch.compiler.is_compiling() or is_planned)
+            if watch is None or isinstance(output, Tensor) or not has_numbers:
                 return edited_output
             for receipt in receipts:
                 receipt.beside = sum(1 for _ in tensors_in(output)) - 1

@@ -26,10 +26,10 @@ class Receipt:
     hook: Hook
     point: Point
     calls: int = 0
-    beside: int = 0
     # Tensors where there was a call: to read one stops the host until its device is done.
     _rows: Tensor | int = 0
     _largest: Tensor | float = 0.0
+    beside: int = 0
 
     @property
     def rows(self) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import _torch
+from hooks.beside import unwatched
 from hooks.capture import Recorder
 from hooks.copies import Copies
 from hooks.errors import CacheError, HookError
@@ -134,7 +135,7 @@ class BlockCall:
         return self._inputs[-1]
 
     def _sample(self, output: Any) -> None:
-        self._output = sampled(output)
+        self._output = sampled(unwatched(output))
 
     def report(self, recorder: Recorder) -> None:
         """Tells the recorder which points the block's run reached, and skips them if it ran twice.

@@ -64,7 +64,12 @@ def world(name):
         modules=modules,
         given=given,
         blocks=[path for path in modules if path.rpartition(".")[0] in lists],
-        linears=[path for path, module in modules.items() if hasattr(module, "weight")][2:-1:3],
+        # Not a router, of which experts read other tensors than the first.
+        linears=[
+            path
+            for path, module in modules.items()
+            if hasattr(module, "weight") and not path.endswith(".gate")
+        ][2:-1:3],
     )
 
 

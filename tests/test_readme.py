@@ -105,7 +105,7 @@ def test_the_study_of_induction(capsys):
 def test_the_guide_of_limits_shows_errors_of_one_line(capsys):
     guide("limits")
     errors = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(errors) == 13
+    assert len(errors) == 16
     assert all(re.match(r"\w+Error: ", line) for line in errors)
 
 
