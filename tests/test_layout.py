@@ -163,7 +163,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 23_440, 235), (("tests",), 29_000, 142)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 23_450, 235), (("tests",), 29_000, 142)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)
