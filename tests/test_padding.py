@@ -314,3 +314,37 @@ def test_places_from_the_end_of_a_tensor_beside_padding_are_refused():
     with runner.hooks(hooks):
         _, edited = runner.run_with_cache(batch, names=name)
     assert torch.equal(edited[name][:, 1], one["resid_post", 0][:, 3].expand(3, -1))
+
+
+def test_positions_of_a_later_piece_and_of_a_generation():
+    model = model_of("learned")
+    runner = HookedRunner(model)
+    tokens, mask = model.to_tokens(ROWS, side="left")
+    # The padding of the first columns, and not of the last, is cut off with them.
+    mask = mask & (torch.arange(7) < torch.tensor([[7], [6], [7]]))
+    alone = [runner.run_with_cache(t[real][None])[1] for t, real in zip(tokens, mask, strict=True)]
+    wanted = torch.stack([text["resid_post", 1][0, -1] for text in alone])
+    with torch.no_grad():
+        held = models.KVCache(max_context=9)
+        model(tokens[:, :2], attention_mask=mask[:, :2], kv_cache=held)
+        given = dict(attention_mask=mask, kv_cache=held)
+        _, whole = runner.run_with_cache(tokens[:, 2:], **given)
+        held = models.KVCache(max_context=9)
+        model(tokens[:, :2], attention_mask=mask[:, :2], kv_cache=held)
+        given = dict(attention_mask=mask, kv_cache=held)
+        _, cut = runner.run_with_cache(tokens[:, 2:], **given, positions=[-1])
+    assert whole.real().tolist() == mask[:, 2:].tolist()
+    torch.testing.assert_close(whole.at(pos=-1)["resid_post", 1], wanted)
+    torch.testing.assert_close(cut["resid_post", 1][:, 0], wanted)
+    run = functools.partial(models.generate, model, max_new_tokens=3)
+    _, joined = runner.run_with_cache(ROWS, run=run, names="embed")
+    assert joined.real().int().sum(1).tolist() == [7, 9, 6]
+
+
+def test_gradients_are_cut_as_values_are():
+    model = model_of("learned")
+    logits, cache = HookedRunner(model).run_with_cache(ROWS, names="embed", grads=True)
+    logits.square().sum().backward()
+    grads = cache.grads["embed"]
+    wanted = torch.stack([grads[n, len(row) - 1] for n, row in enumerate(ROWS)])
+    assert torch.equal(cache.grads.at(pos=-1)["embed"], wanted)

@@ -89,6 +89,8 @@ def test_words_that_something_reads_are_passed_on():
     with pytest.raises(TypeError, match="factor="):
         HookedRunner(typed).run_with_hooks(X, factor=5.0)
     assert torch.equal(HookedRunner(free).run_with_hooks(X, factor=5.0), X * 5)
+    # Near to `positions`, but a word of many models.
+    assert torch.equal(HookedRunner(free).run_with_hooks(X, position_ids=5.0), X)
     output, _ = HookedRunner(free).run_with_cache(X, run=lambda x, gain: free(x) * gain, gain=7.0)
     assert torch.equal(output, X * 7)
     with pytest.raises(TypeError, match="run= takes no argument gian=; close matches: gain"):
