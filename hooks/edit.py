@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor, is_checkpointed
+from hooks._torch import FakeTensor, has_storage, is_checkpointed
 from hooks.beside import Watch
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import resolve
@@ -268,7 +268,9 @@ def edit_at(
             new = edited.apply(value)
             edited_output = with_first_tensor(output, new)
             is_planned = new.is_meta or isinstance(new, FakeTensor)
-            has_numbers = not (torch.compiler.is_compiling() or is_planned)
+            has_numbers = (
+                has_storage(new) and not is_planned
+            )  # not so inside vmap, or while compiling
             if watch is None or isinstance(output, Tensor) or not has_numbers:
                 return edited_output
             for receipt in receipts:

@@ -74,9 +74,13 @@ def encoded(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
         if "attention_mask" in texts
         else [[1] * len(row) for row in rows]
     )
-    if [*map(len, mask)] != [*map(len, rows)] or set().union(*mask) - {0, 1}:
+    lengths = [*map(len, mask)]
+    if lengths != [*map(len, rows)] or (others := set().union(*mask) - {0, 1}):
+        got = (
+            f"{lengths} for {[*map(len, rows)]} tokens" if lengths != [*map(len, rows)] else others
+        )
         raise ValueError(
-            "attention_mask must have a 1 or a 0 for each token of input_ids; got others"
+            f"attention_mask must have a 1 or a 0 for each token of input_ids; got {got!s:.80}"
         )
     for name in _READ_BESIDE & {*texts}:
         if bool(torch.as_tensor(texts[name]).any()):

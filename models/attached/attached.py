@@ -14,14 +14,21 @@ from hooks.point import tensors_in
 from hooks.processes import Shards, is_whole, mesh_of
 from hooks.session import Session, Wire
 from models.attached.attention import AttentionPoints, register
-from models.attached.checked import HALF, has_other_terms, problem_of
-from models.attached.configs import carry_changes, configs_of, kernel_name, own_configs, text_config
+from models.attached.checked import has_other_terms, problem_of
+from models.attached.configs import (
+    base_of,
+    carry_changes,
+    configs_of,
+    kernel_name,
+    own_configs,
+    text_config,
+)
 from models.attached.forward import Forward
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Call, Probe, Watching, probed, tokens_for
-from models.attached.sums import agree, is_close, is_same
+from models.attached.sums import HALF, agree, is_close, is_same
 from models.attached.traced import TracedPoints, restore_forwards
 from models.checks import mode
 from models.text.texts import ReadsText
@@ -50,7 +57,7 @@ class Attached(ReadsText):
         if reference.is_meta or reference.isnan().any():
             raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
         self._configs = own_configs(model)
-        self._runs = _runs(model)
+        self._runs = base_of(model)
         self._forward = Forward(self._runs)
         try:
             probe = self._probed(reference, watching.functions)
@@ -306,13 +313,8 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
     return attached
 
 
-def _runs(model: Any) -> Any:
-    """The model inside an adapter's wrapper, which may call that alone, as in generation."""
-    return getattr(model, "get_base_model", lambda: model)()
-
-
 def _parameters(model: Any) -> list[str]:
-    return [*inspect.signature(_runs(model).forward).parameters]
+    return [*inspect.signature(base_of(model).forward).parameters]
 
 
 def detach(model: nn.Module) -> None:

@@ -14,9 +14,8 @@ from hooks._torch import without_gradients
 from hooks.point import mapped, tensors_in
 from hooks.session import Session
 from models.attached.probe import kind_of
-from models.attached.sums import agree
+from models.attached.sums import HALF, agree
 
-HALF = (torch.bfloat16, torch.float16)
 POINTS = ("q", "k", "v", "scores", "pattern", "z")
 
 

@@ -58,6 +58,11 @@ def kernel_name(config: Any) -> str:
     return str(config._attn_implementation or "sdpa").removeprefix(HOOKED)
 
 
+def base_of(model: Any) -> Any:
+    """The model inside an adapter's wrapper, which hands its arguments on to it, or calls it alone, as in generation."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
 def text_config(model: Any) -> Any:
     """The part of a model's config that is about its text blocks; the whole one where there is no other."""
     return model.config.get_text_config()

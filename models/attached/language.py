@@ -15,12 +15,11 @@ from hooks._torch import FakeTensor, without_gradients
 from hooks.point import inside, tensors_in
 from hooks.scoped import Scoped
 from hooks.session import Session, hooks_disabled, is_listened_to
-from models.attached.checked import HALF
-from models.attached.configs import text_config
+from models.attached.configs import base_of, text_config
 from models.attached.context import CACHES, AttachedContext, context_of
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call, Probe, tokens_for
-from models.attached.sums import agree, factors_of, is_close, is_same
+from models.attached.sums import HALF, agree, factors_of, is_close, is_same
 from models.attached.view import PlainView
 from models.checkpoints.huggingface import FAMILIES, from_memory
 from models.checks import mode
@@ -84,8 +83,7 @@ class AttachedLanguage(ReadsText):
         self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model, cap)
         self.blocks = nn.ModuleList(call.module for call in chain)
         self._model, self.layouts = model, layouts
-        # An adapter's wrapper hands its arguments on to this one.
-        self._runs = getattr(model, "get_base_model", lambda: model)()
+        self._runs = base_of(model)
         self._parameters = [*inspect.signature(self._runs.forward).parameters]
         if unembed is not None:
             self.unembed = unembed
@@ -137,9 +135,8 @@ class AttachedLanguage(ReadsText):
                 hooks_disabled(self.input_resid, part, context)
                 for part, context in ((tokens, given), (tokens[:, 1:], None))
             )
-        if not is_same(
-            late[:, 1:], stream
-        ):  # vectors of positions, which half precision may hide in the logits
+        # Vectors of positions, which half precision may hide in the logits.
+        if not is_same(late[:, 1:], stream):
             return True
         padded = self._logits_alone(tokens, attention_mask=mask)[:, 1:]
         return not agree(padded, self._logits_alone(tokens[:, 1:]), 1e-3)

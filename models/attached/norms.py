@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks.session import hooks_disabled
 from models.attached.probe import Call
-from models.attached.sums import is_same
+from models.attached.sums import HALF, is_same
 from models.norm import widened
 
 
@@ -80,11 +80,11 @@ def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
     """What a module read and gave. Of half precision it is what a copy in float32 gives, as rounding hides what a norm does."""
     x, output = call.inputs[0], call.output
     assert output is not None
-    if output.dtype in (torch.bfloat16, torch.float16):
+    if output.dtype in HALF:
         with contextlib.suppress(Exception):  # weights of a kind that is no number, for instance
-            made = hooks_disabled(copy.deepcopy(call.module).float(), x.float())
+            made = hooks_disabled(copy.deepcopy(call.module).cpu().float(), x.float())
             if isinstance(made, Tensor) and made.dtype == torch.float32:
-                return x.float(), made.detach().cpu()
+                return x.float(), made.detach()
     return x, output
 
 

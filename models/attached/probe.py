@@ -106,11 +106,6 @@ class Probe:
             lending.setdefault(memory_of(keys), []).append(module)
         return {modules[0] for modules in lending.values() if len(modules) > 1}
 
-    def read_after(self, module: nn.Module) -> list[Tensor]:
-        """The inputs of the modules that ran after a module began."""
-        began = next(call.began for call in self.calls if call.module is module)
-        return [part for call in self.calls if call.began > began for part in call.inputs]
-
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
         inputs = [_by_text(_copy(tensor)) for tensor in tensors]

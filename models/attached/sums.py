@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from models.attached.probe import Call
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Summand:
