@@ -1,40 +1,16 @@
 """Dictionaries from files: the format is recognised by what lies in a folder."""
 
+import inspect
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from hooks.errors import unknown_name
-from interp.features import formats
 from interp.features.bundled import NAMES, bundled
-from interp.features.dictionary import CrossLayerTranscoder, Dictionary
-
-Loaded = Dictionary | dict[str, Dictionary] | CrossLayerTranscoder
-
-_READERS: dict[str, tuple[tuple[str, ...], Callable[[Path, float | None], Loaded]]] = {
-    "sae_lens": (("cfg.json", "sae_weights.safetensors"), formats.sae_lens),
-    "sparsify": (("cfg.json", "sae.safetensors"), formats.sparsify),
-    "dictionary_learning": (("config.json", "ae.pt"), formats.dictionary_learning),
-    "gemma_scope": (("params.npz",), formats.gemma_scope),
-    "gemma_scope_2": (("config.json", "params.safetensors"), formats.gemma_scope_2),
-    "circuit_tracer": (("layer_0.safetensors",), formats.circuit_tracer),
-    "cross_layer": (("W_enc_0.safetensors", "W_dec_0.safetensors"), formats.cross_layer),
-}
-Format = Literal[
-    "auto",
-    "sae_lens",
-    "sparsify",
-    "dictionary_learning",
-    "gemma_scope",
-    "gemma_scope_2",
-    "circuit_tracer",
-    "cross_layer",
-]
+from interp.features.forms import FORMS, Form, Loaded
 
 
 def load_sae(
-    path: str | os.PathLike[str], format: Format = "auto", *, norm_factor: float | None = None
+    path: str | os.PathLike[str], format: str = "auto", *, norm_factor: float | None = None
 ) -> Loaded:
     """Load a sparse autoencoder or transcoders from the files of any of these libraries.
 
@@ -65,22 +41,47 @@ def load_sae(
     if str(path) in NAMES and not Path(path).exists():
         made = bundled(str(path))
         return made if len(made) > 1 else next(iter(made.values()))
-    folder = Path(path)
-    folder = folder.parent if folder.is_file() else folder
-    if format != "auto" and format not in _READERS:
-        raise unknown_name(format, _READERS, "format of dictionaries")
-    fitting = [
-        name
-        for name, (files, _) in _READERS.items()
-        if all((folder / file).is_file() for file in files)
-    ]
-    if format == "auto" and len(fitting) > 1:
+    given = Path(path)
+    folder = given.parent if given.is_file() else given
+    if format != "auto" and format not in FORMS:
+        raise unknown_name(format, FORMS, "format of dictionaries")
+    wanted = FORMS if format == "auto" else {format: FORMS[format]}
+    fitting = {name: form for name, form in wanted.items() if _fits(form, given)}
+    if len(fitting) > 1:
         raise ValueError(
             f"format= must say which of the files in {folder} to read; it has those of {' and '.join(fitting)}"
         )
-    if not fitting or format not in ("auto", *fitting):
-        wanted = _READERS if format == "auto" else {format: _READERS[format]}
-        listed = "; ".join(f"{' and '.join(files)} ({name})" for name, (files, _) in wanted.items())
+    if not fitting:
+        listed = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in wanted.items())
         bundled_too = f"; bundled ones are {' and '.join(NAMES)}" if format == "auto" else ""
         raise FileNotFoundError(f"{folder} must have {listed}{bundled_too}")
-    return _READERS[fitting[0] if format == "auto" else format][1](folder, norm_factor)
+    ((name, form),) = fitting.items()
+    known = inspect.signature(form.read).parameters
+    options = {key: value for key, value in (("norm_factor", norm_factor),) if value is not None}
+    if idle := sorted(options.keys() - known):
+        raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
+    return form.read(_file(form, given) if form.single else folder, **options)
+
+
+def _fits(form: Form, given: Path) -> bool:
+    """Whether a file or folder has the files of a form."""
+    if form.single and given.is_file():
+        return any(given.match(pattern) for pattern in form.files)
+    folder = given.parent if given.is_file() else given
+    return all(any(folder.glob(pattern)) for pattern in form.files)
+
+
+def _file(form: Form, given: Path) -> Path:
+    """The file of a form whose dictionaries are single files.
+
+    Raises:
+        ValueError: if a folder has several.
+    """
+    if given.is_file():
+        return given
+    files = sorted(file for pattern in form.files for file in given.glob(pattern))
+    if len(files) > 1:
+        raise ValueError(
+            f"the path must be of one file, not of a folder of {len(files)}, such as {files[0]}"
+        )
+    return files[0]

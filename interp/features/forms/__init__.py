@@ -1,0 +1,48 @@
+"""Forms in which libraries and releases publish dictionaries: what lies in the folder, and who reads it.
+
+A reader takes the folder, or the file where a form is a single file, and gives our form of what is in it. Its other
+arguments are what a caller of `load_sae` may have to add, as the files do not say it. Weights keep their dtype. A field of a
+config is known and honoured, known to change nothing, or refused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from interp.features.dictionary import CrossLayerTranscoder, Dictionary
+from interp.features.forms import (
+    circuit_tracer,
+    dictionary_learning,
+    gemma_scope,
+    sae_lens,
+    sparsify,
+)
+
+Loaded = Dictionary | dict[str, Dictionary] | CrossLayerTranscoder
+
+
+@dataclass(frozen=True)
+class Form:
+    """The files by which a form is recognised, as patterns, and its reader.
+
+    Attributes:
+        files: patterns of files, each of which must be in the folder.
+        read: the reader.
+        single: whether one file is a whole dictionary, and the reader takes its path.
+    """
+
+    files: tuple[str, ...]
+    read: Callable[..., Loaded]
+    single: bool = False
+
+
+FORMS: Mapping[str, Form] = {
+    "sae_lens": Form(("cfg.json", "sae_weights.safetensors"), sae_lens.read),
+    "sparsify": Form(("cfg.json", "sae.safetensors"), sparsify.read),
+    "dictionary_learning": Form(("config.json", "ae.pt"), dictionary_learning.read),
+    "gemma_scope": Form(("params.npz",), gemma_scope.read),
+    "gemma_scope_2": Form(("config.json", "params.safetensors"), gemma_scope.read_2),
+    "circuit_tracer": Form(("layer_0.safetensors",), circuit_tracer.read),
+    "cross_layer": Form(
+        ("W_enc_0.safetensors", "W_dec_0.safetensors"), circuit_tracer.read_cross_layer
+    ),
+}

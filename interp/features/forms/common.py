@@ -1,0 +1,57 @@
+"""What readers of several forms share: configs, names of points, the check of tensors."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hooks import UnknownNameError, hooks_name
+
+Weights = dict[str, Tensor]
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object; got a {type(config).__name__}")
+    return config
+
+
+def yaml_of(folder: Path) -> dict[str, Any]:
+    """Return what `config.yaml` in a folder says; nothing if there is none."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("config.yaml needs PyYAML: pip install pyyaml") from None
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+
+
+def ours(name: str | None) -> str | None:
+    """Our name of a point of TransformerLens; the name itself where we have none, which `splice` will refuse."""
+    try:
+        return None if name is None else hooks_name(name)
+    except UnknownNameError:
+        return name
+
+
+def require(weights: Mapping[str, Tensor], names: set[str], what: str) -> None:
+    """Raise a ValueError unless the tensors are exactly the named ones."""
+    missing, unknown = sorted(names - weights.keys()), sorted(weights.keys() - names)
+    if missing or unknown:
+        raise ValueError(
+            f"the tensors of {what} must be {', '.join(sorted(names))}; got no {missing} and also {unknown}"
+        )
+
+
+def no_factor(norm_factor: float | None) -> None:
+    """Raise a ValueError if a factor is given where the files say all."""
+    if norm_factor is not None:
+        raise ValueError(
+            f"norm_factor must be None here: the files say all, or were normed at run time; got {norm_factor}"
+        )

@@ -1,0 +1,143 @@
+"""Dictionaries of SAELens."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from interp.features.activations import Gated, JumpReLU, TopK
+from interp.features.dictionary import Dictionary, MatchingPursuit, Norm
+from interp.features.forms.common import Weights, json_of, no_factor, ours, require
+
+# Fields of cfg.json (SAELens 6) that say what the function is; all others must be among the next.
+_SAE_LENS = {
+    *("architecture", "d_in", "d_sae", "d_out", "apply_b_dec_to_input", "normalize_activations"),
+    *(
+        "reshape_activations",
+        "k",
+        "rescale_acts_by_decoder_norm",
+        "residual_threshold",
+        "max_iterations",
+    ),
+    *("stop_on_duplicate_support", "metadata"),
+}
+_WITHOUT_EFFECT = {"dtype", "device", "use_sparse_activations"}
+# Before version 6 one flat object held these names, and all settings of the training beside them.
+_OLD_NAMES = {
+    "hook_point": "hook_name",
+    "hook_point_head_index": "hook_head_index",
+    "activation_fn_str": "activation_fn",
+}
+
+
+def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
+    """SAELens: `cfg.json` and `sae_weights.safetensors`, of version 6 or before."""
+    config = json_of(folder / "cfg.json")
+    weights = load_file(folder / "sae_weights.safetensors")
+    about = config.get("metadata")
+    if about is None:
+        config = {_OLD_NAMES.get(name, name): value for name, value in config.items()}
+        about = config
+        _translate_old(config, weights)
+    else:
+        training = about.get("training_architecture_details", {})
+        if unknown := config.keys() - _SAE_LENS - _WITHOUT_EFFECT - training.keys():
+            listed = ", ".join(sorted(unknown))
+            raise ValueError(f"cfg.json has fields that are not known here: {listed}")
+    kind = config.get("architecture", "standard")
+    is_transcoder = "transcoder" in kind
+    place: dict[str, Any] = {
+        "reads": ours(about.get("hook_name")),
+        "head": about.get("hook_head_index"),
+        "config": config,
+        "transcodes": is_transcoder,
+    }
+    place["writes"] = ours(about.get("hook_name_out")) if is_transcoder else place["reads"]
+    norm, norm_factor = _sae_lens_norm(config, norm_factor)
+    subtracts = bool(config.get("apply_b_dec_to_input", True)) and not is_transcoder
+    b_dec = weights["b_dec"] / norm_factor
+    if kind == "matching_pursuit":
+        require(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, kind)
+        bias = b_dec if subtracts else torch.zeros_like(b_dec)
+        return MatchingPursuit(
+            weights["W_dec"], bias, config.get("residual_threshold", 1e-2), config.get("max_iterations"),
+            config.get("stop_on_duplicate_support", True), norm=norm, **place,
+        )  # fmt: skip
+    biases = {"b_gate", "r_mag", "b_mag"} if kind == "gated" else {"b_enc"}
+    extra = weights.keys() & {"threshold", "log_threshold", "topk_threshold"}
+    skip = {"W_skip"} if "skip" in kind else set[str]()
+    require(weights, {"W_enc", "W_dec", "b_dec"} | biases | skip | extra, kind)
+    b_enc = torch.zeros_like(weights["W_enc"][0]) if kind == "gated" else weights["b_enc"]
+    W_enc, W_dec = weights["W_enc"] * norm_factor, weights["W_dec"] / norm_factor
+    if config.get("rescale_acts_by_decoder_norm"):
+        length = W_dec.norm(dim=1)
+        W_enc, b_enc, W_dec = W_enc * length, b_enc * length, W_dec / length[:, None]
+    return Dictionary(
+        W_enc, W_dec, b_enc, b_dec, _sae_lens_activation(kind, config, weights),
+        W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=subtracts, norm=norm, **place,
+    )  # fmt: skip
+
+
+def _sae_lens_norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[Norm, float]:
+    """The norm, and the factor that goes into the weights."""
+    name = config.get("normalize_activations") or "none"
+    if name == "expected_average_only_in":
+        if norm_factor is None:
+            raise ValueError(
+                f"normalize_activations is {name!r}, whose factor cfg.json does not have: give norm_factor="
+            )
+        if config.get("architecture") == "matching_pursuit":
+            raise ValueError(
+                "a factor cannot go into the weights of matching pursuit, which are tied"
+            )
+        return "none", norm_factor
+    norms: dict[str, Norm] = {
+        "none": "none",
+        "constant_norm_rescale": "constant_norm_rescale",
+        "layer_norm": "layer_norm",
+    }
+    if name not in norms:
+        raise ValueError(f"normalize_activations must be one that is known here; got {name!r}")
+    no_factor(norm_factor)
+    return norms[name], 1.0
+
+
+def _translate_old(config: dict[str, Any], weights: Weights) -> None:
+    """Gives a flat config the fields of version 6."""
+    activation = config.get("activation_fn", "relu")
+    if activation == "topk":
+        config |= {"architecture": "topk", **config.get("activation_fn_kwargs", {})}
+    elif activation != "relu":
+        raise ValueError(f"activation_fn must be 'relu' or 'topk'; got {activation!r}")
+    norm = config.get("normalize_activations")
+    if isinstance(norm, bool):
+        config["normalize_activations"] = "expected_average_only_in" if norm else "none"
+    factor = weights.pop("scaling_factor", None)
+    if factor is not None and not torch.equal(factor, torch.ones_like(factor)):
+        raise ValueError("scaling_factor must be 1 everywhere: fold it into W_dec first")
+
+
+def _sae_lens_activation(kind: str, config: Mapping[str, Any], weights: Weights) -> nn.Module:
+    if "jumprelu" in kind or kind in ("batchtopk", "matryoshka_batchtopk"):
+        if "log_threshold" in weights:
+            return JumpReLU(weights["log_threshold"].exp())
+        names = weights.keys() & {"threshold", "topk_threshold"}
+        if len(names) != 1:
+            raise ValueError(
+                f"a dictionary of the architecture {kind!r} needs one threshold; got {len(names)}"
+            )
+        return JumpReLU(weights[names.pop()].to(weights["W_enc"].dtype))
+    if kind in ("topk", "abstopk") and "k" not in config:
+        raise ValueError(f"cfg.json of a {kind} dictionary must say k; it does not")
+    if kind in ("topk", "abstopk"):
+        return (
+            TopK(int(config["k"])) if kind == "topk" else TopK(int(config["k"]), "size", relu=False)
+        )
+    if kind == "gated":
+        return Gated(weights["b_gate"], weights["r_mag"], weights["b_mag"])
+    if kind in ("standard", "transcoder", "skip_transcoder"):
+        return nn.ReLU()
+    raise ValueError(f"architecture must be one that is known here; got {kind!r}")
