@@ -262,9 +262,10 @@ The other theories of the same hooks, hooked where other values pass, are not th
 LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # fmt: skip
 
 
-def trained(model, splitter, pieces, n_merges=None, added=()):
+def trained(model, splitter, pieces, n_merges=None, added=(), normalizer=None):
     """A tokenizer of a vocabulary of 400, whose later merges are left out if asked for."""
     tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = splitter
     options = dict(special_tokens=pieces, vocab_size=400, show_progress=False)
     tokenizer.train_from_iterator([CORPUS], trainers.BpeTrainer(**options))
@@ -276,11 +277,20 @@ def trained(model, splitter, pieces, n_merges=None, added=()):
     return tokenizer
 
 
-def byte_level(llama_3=False):
-    signs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not llama_3)
-    if llama_3:
-        cut = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
-        signs = pre_tokenizers.Sequence([cut, signs])
+# What llama.cpp splits by, one after the other, where a file does not say how.
+FOUR = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    "[0-9][0-9][0-9]",
+)
+
+
+def byte_level(llama_3=False, patterns=()):
+    patterns = [LLAMA_3] if llama_3 else patterns
+    signs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    signs = pre_tokenizers.Sequence([*cuts, signs])
     # Llama 3's vocabulary has words that no merges lead to.
     model, n_merges = kinds.BPE(ignore_merges=llama_3), 40 if llama_3 else None
     tokenizer = trained(model, signs, SIGNS, n_merges, [END, USER, "<think>", "    "])
@@ -303,24 +313,75 @@ def sentence_pieces(prefix=True):
     return tokenizer
 
 
-def write_gguf(path, tokenizer, model, architecture="llama", **more):
+def gemma_4():
+    """BPE on whole lines, with spaces and bytes as SentencePiece writes them."""
+    pieces = ["<pad>", "<eos>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    lines = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
+    spaces = normalizers.Replace(" ", "▁")
+    model = kinds.BPE(byte_fallback=True)
+    tokenizer = trained(model, lines, pieces, None, pieces[:3], spaces)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def word_pieces(lowercase=True):
+    """BERT's, with its defaults."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = tokenizers.Tokenizer(kinds.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    options = dict(special_tokens=special, vocab_size=300, show_progress=False)
+    tokenizer.train_from_iterator([CORPUS], trainers.WordPieceTrainer(**options))
+    return tokenizer
+
+
+def unigrams(prefix="always"):
+    """T5's: the cut of a text with the best sum of scores."""
+    special = ["<pad>", "</s>", "<unk>"]
+    tokenizer = tokenizers.Tokenizer(kinds.Unigram())
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        if prefix == "always"
+        else []
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
+    options = dict(special_tokens=special, vocab_size=90, show_progress=False, unk_token="<unk>")
+    tokenizer.train_from_iterator([CORPUS], trainers.UnigramTrainer(**options))
+    return tokenizer
+
+
+def write_gguf(path, tokenizer, model, architecture="llama", name=None, **more):
     """As llama.cpp's converter writes a tokenizer; what is None is left out."""
     added = tokenizer.get_added_tokens_decoder()
     pieces = [tokenizer.id_to_token(token) for token in range(tokenizer.get_vocab_size())]
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    written = json.loads(tokenizer.to_str())["model"]
+    merges = written.get("merges", [])
     ranks = {first + second: rank for rank, (first, second) in enumerate(merges)}
+    scores = {"llama": [-float(ranks.get(piece, 0)) for piece in pieces]}
+    if model == "t5":
+        scores["t5"] = [score for _, score in written["vocab"]]
+    if model == "bert":  # the pieces that begin a word are marked
+        said_pieces = [
+            p if t in added else p[2:] if p[:2] == "##" else f"▁{p}" for t, p in enumerate(pieces)
+        ]
     user, kind = ("<think>", "    "), {"<unk>": 2} | {f"<0x{byte:02X}>": 6 for byte in range(256)}
     said = {
         "model": model,
-        "tokens": pieces,
+        "tokens": said_pieces if model == "bert" else pieces,
         "token_type": [
             kind.get(piece, (4 if piece in user else 3) if token in added else 1)
             for token, piece in enumerate(pieces)
         ],
-        "merges": [" ".join(pair) for pair in merges] if model == "gpt2" else None,
-        "scores": None if model == "gpt2" else [-float(ranks.get(piece, 0)) for piece in pieces],
+        "merges": [" ".join(pair) for pair in merges] if model in ("gpt2", "gemma4") else None,
+        "scores": scores.get(model),
     } | more
     writer = gguf.GGUFWriter(path, architecture)
+    if name is not None:
+        writer.add_name(name)
     for key, value in said.items():
         adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
         adder = adders.get(type(value), writer.add_array)
@@ -335,8 +396,32 @@ def write_gguf(path, tokenizer, model, architecture="llama", **more):
 
 ORIGINALS = {
     "gpt2": (byte_level, dict(model="gpt2", pre="gpt-2")),
-    "gpt2, an older file": (byte_level, dict(model="gpt2", architecture="gpt2")),
-    "llama 3": (lambda: byte_level(llama_3=True), dict(model="gpt2", pre="llama-bpe")),
+    "an older file": (lambda: byte_level(patterns=FOUR), dict(model="gpt2", architecture="gpt2")),
+    "smollm": (
+        lambda: byte_level(patterns=[r"\p{N}", FOUR[1]]),
+        dict(model="gpt2", pre="smollm", add_space_prefix=False),
+    ),
+    "gemma 4": (gemma_4, dict(model="gemma4", bos_token_id=2)),
+    "bert": (
+        word_pieces,
+        dict(model="bert", unknown_token_id=1, seperator_token_id=3, bos_token_id=2),
+    ),
+    "bert, cased": (
+        lambda: word_pieces(lowercase=False),
+        {
+            "model": "bert",
+            "unknown_token_id": 1,
+            "bos_token_id": 2,
+            "seperator_token_id": 3,
+            "normalizer.lowercase": False,
+        },
+    ),
+    "t5": (unigrams, dict(model="t5", add_space_prefix=True, remove_extra_whitespaces=True)),
+    "t5, no prefix": (lambda: unigrams("never"), dict(model="t5")),
+    "llama 3": (
+        lambda: byte_level(llama_3=True),
+        dict(model="gpt2", pre="llama-bpe", bos_token_id=7),
+    ),
     "llama": (sentence_pieces, dict(model="llama")),
     "no prefix": (lambda: sentence_pieces(False), dict(model="llama", add_space_prefix=False)),
 }
@@ -360,12 +445,18 @@ def test_files_give_the_tokenizer_that_they_were_written_from(name, file, tmp_pa
         tokens = original.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == tokens
         assert ours.decode(tokens) == original.decode(tokens, skip_special_tokens=False)
-        assert ours.decode(tokens) == text or said["model"] == "llama"
+        assert ours.decode(tokens) == text or said["model"] != "gpt2"
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("model", "rwkv"), ("model", None), ("pre", "smollm"), ("pre", None), ("merges", ["q zz"])]
+    [
+        ("model", "rwkv"),
+        ("model", None),
+        ("pre", "kimi-k2"),
+        ("pre", "smolm"),
+        ("merges", ["q zz"]),
+    ]
     + [(key, None) for key in ("merges", "tokens", "token_type")],
 )
 def test_gguf_tokenizers_that_cannot_be_read(key, value, tmp_path):
@@ -478,8 +569,9 @@ def test_beginnings_and_ends_are_those_of_transformers(template, ends, tmp_path)
     ("name", "said", "start", "end"),
     [
         ("llama", dict(bos_token_id=1, eos_token_id=2), (1,), (2,)),
-        ("llama", dict(bos_token_id=1, add_bos_token=False, eot_token_id=5), (), (5,)),
-        ("llama", {}, (), ()),
+        ("llama", dict(add_bos_token=False, eos_token_id=4, eot_token_id=5), (), (4, 5)),
+        ("llama", {}, (1,), (2,)),
+        ("gemma 4", dict(eos_token_id=1), (2,), (1,)),
         ("llama 3", dict(bos_token_id=9, eos_token_id=7, eot_token_id=8), (9,), (7, 8)),
         ("gpt2", dict(bos_token_id=9, eos_token_id=9), (), (9,)),
         ("gpt2", dict(bos_token_id=9, add_bos_token=True), (9,), ()),
@@ -487,8 +579,35 @@ def test_beginnings_and_ends_are_those_of_transformers(template, ends, tmp_path)
 )
 def test_beginnings_and_ends_in_gguf(name, said, start, end, tmp_path):
     make, more = ORIGINALS[name]
-    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", make(), **more, **said))
+    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", make(), **more | said))
     assert (ours.bos_token_ids, ours.eos_token_ids) == (start, end)
+
+
+def test_a_file_that_begins_texts_must_say_with_what(tmp_path):
+    path = write_gguf(
+        tmp_path / "model.gguf", byte_level(), "gpt2", pre="gpt-2", add_bos_token=True
+    )
+    with pytest.raises(ValueError, match="bos_token_id"):
+        load_tokenizer(path)
+
+
+def test_what_follows_a_text_in_gguf(tmp_path):
+    make, more = ORIGINALS["bert"]
+    assert load_tokenizer(write_gguf(tmp_path / "bert.gguf", make(), **more)).closing_token_ids == (
+        3,
+    )
+    make, more = ORIGINALS["t5"]
+    ours = load_tokenizer(write_gguf(tmp_path / "t5.gguf", make(), **more))
+    assert (ours.closing_token_ids, ours.eos_token_ids) == ((1,), (1,))
+
+
+@pytest.mark.parametrize(("name", "after"), [("Phi 3 mini", 3), ("Phi-3-mini", 0), (None, 3)])
+def test_the_tokens_of_phi_3_take_the_spaces_after_them(name, after, tmp_path):
+    make, more = ORIGINALS["llama"]
+    path = write_gguf(tmp_path / "model.gguf", make(), name=name, **more)
+    ours = load_tokenizer(path)
+    assert len(ours.encode("</s>  ")) == 1 + after
+    assert len(ours.encode("<s>  ")) == 1 + 3  # one of three that do not
 
 
 # Text in, text out.

@@ -10,7 +10,8 @@ from einops import rearrange
 from torch import Tensor
 
 from models.checkpoints.assemble import Reader, Source, assemble, concatenated, end_tokens
-from models.checkpoints.gguf_file import GGUFFile, read_tokenizer
+from models.checkpoints.gguf_file import GGUFFile
+from models.checkpoints.gguf_tokenizer import read_tokenizer
 from models.checks import check_choice
 from models.config import RotaryScaling, TransformerConfig
 from models.files import one_error

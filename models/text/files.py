@@ -13,8 +13,8 @@ from models.text.tokenizer import (
     CharTokenizer,
     SubwordTokenizer,
     Tokenizer,
-    begin_texts,
     byte_level,
+    frame_texts,
 )
 
 # File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
@@ -148,7 +148,7 @@ def _finished(
             pieces |= {key: _token(token).content for key, token in named.items()}
     begin, end = (None if p is None else tokenizer.token_to_id(p) for p in pieces.values())
     if begins and begin is not None:
-        begin_texts(tokenizer, begin)
+        frame_texts(tokenizer, [begin])
     made = SubwordTokenizer(tokenizer, () if end is None else (end,), begin)
     special = {key: piece for key, piece in pieces.items() if piece is not None}
     with _beside(file, _CONFIG) as described:

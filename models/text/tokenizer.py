@@ -233,11 +233,15 @@ def byte_level(
     return tokenizer
 
 
-def begin_texts(tokenizer: "tokenizers.Tokenizer", token: int) -> None:
-    """Makes a tokenizer of the library put a token before each text."""
-    piece = tokenizer.id_to_token(token)
-    template = library("tokenizers").processors.TemplateProcessing
-    tokenizer.post_processor = template(single=[piece, "$A"], special_tokens=[(piece, token)])
+def frame_texts(
+    tokenizer: "tokenizers.Tokenizer", before: Sequence[int], after: Sequence[int] = ()
+) -> None:
+    """Makes a tokenizer of the library put tokens before and after each text."""
+    first, last = ([tokenizer.id_to_token(token) for token in ids] for ids in (before, after))
+    tokenizer.post_processor = library("tokenizers").processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        special_tokens=[*zip(first, before, strict=True), *zip(last, after, strict=True)],
+    )
 
 
 def _bytes_of(piece: str, signs: Mapping[str, int]) -> bytes:

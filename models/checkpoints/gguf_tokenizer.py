@@ -1,0 +1,221 @@
+"""Tokenizers in GGUF files, made with the library `tokenizers`.
+
+1. `tokenizer.ggml.model` says the kind: byte-level BPE, SentencePiece's BPE, WordPiece or Unigram.
+2. A text is split at the tokens that are not made of others: control, unknown and user-defined ones.
+3. For BPE, `tokenizer.ggml.pre` names the patterns that split the rest into words (pre_tokenizers.json).
+4. Each word becomes the tokens of the vocabulary.
+
+Defaults for what a file does not say are those of llama.cpp's src/llama-vocab.cpp, from which the patterns are.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from models.checkpoints.gguf_file import GGUFFile
+from models.checks import check_choice
+from models.files import library
+from models.text.templates import template_of
+from models.text.tokenizer import SubwordTokenizer, frame_texts
+
+# Values of `tokenizer.ggml.token_type`.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_SPACE = "▁"  # what vocabularies that are not byte-level write for a space
+# Special tokens by the names that chat templates use, and the keys of their numbers.
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+
+
+def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
+    """Return the tokenizer in a file, with its chat template.
+
+    Raises:
+        ImportError: if the library `tokenizers` is missing.
+        KeyError: if the file has no such key.
+        ValueError: if the tokenizer is of an unknown kind.
+    """
+    stated = file.metadata("tokenizer.ggml.")
+    check_choice("tokenizer.ggml.model", model := str(stated.get("model")), _KINDS)
+    make, defaults = _KINDS[model]
+    entries = {**defaults, **stated}
+    tokenizer = make(entries)
+    tokenizer.add_tokens(_unsplit(entries, str(file.metadata("general.").get("name", ""))))
+    before, after = (
+        [entries[key]] if entries.get(flag) else []
+        for flag, key in (("add_bos_token", "bos_token_id"), ("add_eos_token", "eos_token_id"))
+    )
+    frame_texts(
+        tokenizer, before, [*after, *([entries["seperator_token_id"]] if model == "bert" else [])]
+    )
+    ends = dict.fromkeys(
+        entries[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in entries
+    )
+    made = SubwordTokenizer(tokenizer, tuple(ends), entries.get("bos_token_id"))
+    special = {
+        name: entries["tokens"][entries[key]] for name, key in _SPECIAL.items() if key in entries
+    }
+    made.chat_template = template_of(file.metadata("tokenizer.").get("chat_template"), special)
+    return made
+
+
+def _unsplit(entries: Mapping[str, Any], model_name: str) -> list[Any]:
+    """The tokens that are found in a text before it is split.
+
+    The file does not say which take the spaces after them: those of Phi-3 do, but for three.
+    """
+    strips = any(name in model_name.lower() for name in ("phi-3", "phi3"))
+    keep = ("<unk>", "<s>", "<|endoftext|>")
+    return [
+        library("tokenizers").AddedToken(
+            piece,
+            normalized=False,
+            special=kind != _USER_DEFINED,
+            rstrip=strips and piece not in keep,
+        )
+        for piece, kind in zip(entries["tokens"], entries["token_type"], strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+
+
+@cache
+def _splits() -> dict[str, dict[str, Any]]:
+    """By each name of `tokenizer.ggml.pre`, its patterns, and whether whole words are looked up before merges are made,
+    a text has a first token, and words are written as bytes."""
+    path = Path(__file__).with_name("pre_tokenizers.json")
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return {name: row for row in rows for name in row["names"]}
+
+
+def _byte_pairs(entries: dict[str, Any]) -> Any:
+    library_ = library("tokenizers")
+    check_choice("tokenizer.ggml.pre", pre := str(entries["pre"]), _splits())
+    split = _splits()[pre]
+    entries.setdefault("add_bos_token", split.get("adds_bos", False))
+    is_byte_level = split.get("byte_level", True)
+    vocabulary = {piece: token for token, piece in enumerate(entries["tokens"])}
+    # The space that parts the two may also begin the first.
+    cuts = [(merge, merge.find(" ", 1)) for merge in entries["merges"]]
+    try:
+        model = library_.models.BPE(
+            vocabulary,
+            [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts],
+            ignore_merges=split.get("ignore_merges", False),
+            byte_fallback=not is_byte_level,
+        )
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(f"tokenizer.ggml.merges: {error}") from None
+    tokenizer = library_.Tokenizer(model)
+    splitters = library_.pre_tokenizers
+    words = [splitters.Split(library_.Regex(each), "isolated") for each in split["patterns"]]
+    if is_byte_level:
+        words.append(splitters.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.decoder = library_.decoders.ByteLevel()
+    else:
+        _write_spaces(tokenizer, begins_with_space=False)
+    tokenizer.pre_tokenizer = splitters.Sequence(words)
+    return tokenizer
+
+
+def _sentence_pieces(entries: dict[str, Any]) -> Any:
+    library_, pieces, kinds = library("tokenizers"), entries["tokens"], entries["token_type"]
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    # SentencePiece joins the two neighbours that give the piece with the highest score.
+    scores = dict(zip(pieces, entries["scores"], strict=True))
+    normal = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _NORMAL]
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(normal, key=lambda piece: -scores[piece])
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
+    unknown = pieces[entries["unknown_token_id"]]
+    model = library_.models.BPE(
+        vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = library_.Tokenizer(model)
+    _write_spaces(tokenizer, entries["add_space_prefix"])
+    return tokenizer
+
+
+def _write_spaces(tokenizer: Any, begins_with_space: bool) -> None:
+    """Makes a tokenizer of the library write spaces as in its vocabulary, and read them and bytes back."""
+    normalizers, decoders = library("tokenizers").normalizers, library("tokenizers").decoders
+    spaces, texts = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " ")]
+    texts += [decoders.ByteFallback(), decoders.Fuse()]
+    if begins_with_space:
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        texts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(texts)
+
+
+def _word_pieces(entries: dict[str, Any]) -> Any:
+    """BERT's: the longest piece that fits is taken, from the left. GGUF marks pieces that begin a word, BERT the others."""
+    library_ = library("tokenizers")
+    vocabulary = {
+        (piece[1:] if piece[0] == _SPACE else f"##{piece}") if kind == _NORMAL else piece: token
+        for token, (piece, kind) in enumerate(
+            zip(entries["tokens"], entries["token_type"], strict=True)
+        )
+    }
+    unknown = entries["tokens"][entries["unknown_token_id"]]
+    tokenizer = library_.Tokenizer(
+        library_.models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100)
+    )
+    lowercase = entries["normalizer.lowercase"]
+    tokenizer.normalizer = library_.normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=entries.get("normalizer.strip_accents", lowercase)
+    )
+    tokenizer.pre_tokenizer = library_.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = library_.decoders.WordPiece()
+    return tokenizer
+
+
+def _unigrams(entries: dict[str, Any]) -> Any:
+    """T5's: of all ways to cut a text, the one with the highest sum of scores."""
+    library_ = library("tokenizers")
+    pieces = list(zip(entries["tokens"], entries["scores"], strict=True))
+    tokenizer = library_.Tokenizer(
+        library_.models.Unigram(pieces, entries["unknown_token_id"], False)
+    )
+    normalizers = []
+    if charsmap := entries.get("precompiled_charsmap"):
+        normalizers.append(library_.normalizers.Precompiled(bytes(charsmap)))
+    if entries["remove_extra_whitespaces"]:
+        normalizers += [
+            library_.normalizers.Strip(),
+            library_.normalizers.Replace(library_.Regex(" {2,}"), " "),
+        ]
+    tokenizer.normalizer = library_.normalizers.Sequence(normalizers)
+    scheme = "always" if entries["add_space_prefix"] else "never"
+    tokenizer.pre_tokenizer = library_.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = library_.decoders.Metaspace(prepend_scheme=scheme)
+    return tokenizer
+
+
+# By `tokenizer.ggml.model`, what makes the tokenizer, and what holds where the file does not say.
+_KINDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "gpt2": (_byte_pairs, {"pre": "default"}),
+    "gemma4": (_byte_pairs, {"pre": "gemma4", "add_bos_token": True}),
+    "llama": (
+        _sentence_pieces,
+        {"add_bos_token": True, "add_space_prefix": True, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+    ),
+    "bert": (
+        _word_pieces,
+        {"add_bos_token": True, "bos_token_id": 101, "unknown_token_id": 100, "seperator_token_id": 102, "normalizer.lowercase": True},
+    ),
+    "t5": (
+        _unigrams,
+        {"add_eos_token": True, "eos_token_id": 1, "unknown_token_id": 2, "add_space_prefix": False, "remove_extra_whitespaces": False},
+    ),
+}  # fmt: skip
