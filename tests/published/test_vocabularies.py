@@ -1,0 +1,73 @@
+"""Vocabularies of published models as llama.cpp keeps them, with the tokens that it expects."""
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from models import load_tokenizer
+
+SOURCE = os.environ.get("LLAMA_CPP_SOURCE", "")
+pytestmark = pytest.mark.skipif(
+    not SOURCE,
+    reason="LLAMA_CPP_SOURCE must be the archive that `python -m pip download --no-deps --no-binary :all: "
+    "llama-cpp-python==0.3.36` brings",
+)
+# With the tokens that begin and end a text. Those without vectors are read, and read back.
+VOCABULARIES = {
+    "llama-bpe": ((128000,), (128001,)),
+    "bert-bge": ((101,), ()),
+    "llama-spm": ((1,), (2,)),
+    "qwen2": ((), (151643,)),
+    "gemma-4": ((2,), (1,)),
+    "starcoder": ((), (0,)),
+    "aquila": ((), (0,)),  # llama.cpp's default patterns: the file names none
+    "deepseek-coder": ((32013,), (32014,)),
+    "phi-3": ((1,), (32000,)),
+    "falcon": ((), (11,)),
+    "gpt-2": ((), (50256,)),
+    "gpt-neox": ((), (0,)),
+    "nomic-bert-moe": ((0,), (2,)),  # Unigram
+    "command-r": ((5,), (255001,)),
+    "mpt": ((), (0,)),
+    "baichuan": ((1,), (2,)),
+    "refact": ((), (0,)),
+    "deepseek-llm": ((100000,), (100001,)),
+    "qwen35": ((), (151643,)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vocabularies")
+    with tarfile.open(SOURCE) as archive:
+        for member in archive:
+            if Path(member.name).name.startswith("ggml-vocab-"):
+                member.name = Path(member.name).name
+                archive.extract(member, folder, filter="data")
+    return folder
+
+
+@pytest.mark.xdist_group("vocabularies")  # one process unpacks them
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_every_line_is_as_llama_cpp_has_it(name, folder):
+    path = folder / f"ggml-vocab-{name}.gguf"
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_token_ids, tokenizer.eos_token_ids) == VOCABULARIES[name]
+    texts = path.with_name(f"{path.name}.inp")
+    if not texts.exists():
+        text = "Hello world, 12 cafés: 日本"
+        assert tokenizer.decode(tokenizer.encode(text)).strip() == text
+        return
+    # Without translating line ends, which are among the texts.
+    parts = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = path.with_name(f"{path.name}.out").read_text().split("\n")
+    assert len(parts) > 40
+    assert len(lines) - len(parts) in (0, 1)
+    for text, line in zip(parts, lines, strict=False):
+        tokens = [int(token) for token in line.split()]
+        assert tokenizer.encode(text) == tokens
+        if name != "bert-bge":  # gives small letters
+            assert tokenizer.decode(tokens) == text
