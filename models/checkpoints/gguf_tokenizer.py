@@ -21,7 +21,7 @@ from models.text.templates import template_of
 from models.text.tokenizer import SubwordTokenizer, frame_texts
 
 # Values of `tokenizer.ggml.token_type`.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "▁"  # what vocabularies that are not byte-level write for a space
 # Special tokens by the names that chat templates use, and the keys of their numbers.
 _SPECIAL = {
@@ -102,12 +102,11 @@ def _byte_pairs(entries: dict[str, Any]) -> Any:
     entries.setdefault("add_bos_token", split.get("adds_bos", False))
     is_byte_level = split.get("byte_level", True)
     vocabulary = {piece: token for token, piece in enumerate(entries["tokens"])}
-    # The space that parts the two may also begin the first.
-    cuts = [(merge, merge.find(" ", 1)) for merge in entries["merges"]]
+    merges = [tuple(merge.split(" ", 1)) for merge in entries["merges"]]
     try:
         model = library_.models.BPE(
             vocabulary,
-            [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts],
+            merges,
             ignore_merges=split.get("ignore_merges", False),
             byte_fallback=not is_byte_level,
         )
@@ -126,21 +125,18 @@ def _byte_pairs(entries: dict[str, Any]) -> Any:
 
 
 def _sentence_pieces(entries: dict[str, Any]) -> Any:
-    library_, pieces, kinds = library("tokenizers"), entries["tokens"], entries["token_type"]
+    library_, pieces = library("tokenizers"), entries["tokens"]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     # SentencePiece joins the two neighbours that give the piece with the highest score.
     scores = dict(zip(pieces, entries["scores"], strict=True))
-    normal = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _NORMAL]
     merges = [
         (piece[:cut], piece[cut:])
-        for piece in sorted(normal, key=lambda piece: -scores[piece])
+        for piece in sorted(pieces, key=lambda piece: -scores[piece])
         for cut in range(1, len(piece))
         if piece[:cut] in vocabulary and piece[cut:] in vocabulary
     ]
     unknown = pieces[entries["unknown_token_id"]]
-    model = library_.models.BPE(
-        vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
+    model = library_.models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True)
     tokenizer = library_.Tokenizer(model)
     _write_spaces(tokenizer, entries["add_space_prefix"])
     return tokenizer
