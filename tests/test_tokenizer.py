@@ -287,14 +287,16 @@ FOUR = (
 
 
 def byte_level(llama_3=False, patterns=()):
-    patterns = [LLAMA_3] if llama_3 else patterns
-    signs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    signs = pre_tokenizers.Sequence([*cuts, signs])
+    # Trained on words of GPT-2's kind, of which other patterns cut some.
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # Llama 3's vocabulary has words that no merges lead to.
     model, n_merges = kinds.BPE(ignore_merges=llama_3), 40 if llama_3 else None
-    tokenizer = trained(model, signs, SIGNS, n_merges, [END, USER, "<think>", "    "])
+    tokenizer = trained(model, words, SIGNS, n_merges, [END, USER, "<think>", "    "])
     tokenizer.decoder = decoders.ByteLevel()
+    if patterns := [LLAMA_3] if llama_3 else patterns:
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        signs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, signs])
     return tokenizer
 
 
