@@ -10,7 +10,7 @@ from torch import nn
 
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import CrossLayerTranscoder, Dictionary
-from interp.features.forms.common import ours, require, yaml_of
+from interp.features.forms.common import Weights, ours, require, yaml_of
 
 
 def read(folder: Path) -> dict[str, Dictionary]:
@@ -36,7 +36,7 @@ def read(folder: Path) -> dict[str, Dictionary]:
 def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
     """circuit-tracer's cross-layer transcoders: `W_enc_0.safetensors`, `W_dec_0.safetensors` and so on."""
     config = yaml_of(folder)
-    layers = []
+    layers: list[Weights] = []
     for n in range(len([*folder.glob("W_enc_*.safetensors")])):
         tensors = {
             name: tensor
@@ -44,7 +44,7 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
             for name, tensor in load_file(folder / f"W_{end}_{n}.safetensors").items()
         }
         weights = {name.removesuffix(f"_{n}"): tensor for name, tensor in tensors.items()}
-        more = weights.keys() & {"threshold"}
+        more = (layers[0] if layers else weights).keys() & {"threshold", "W_skip"}
         require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, f"layer {n}")
         layers.append(weights)
     return CrossLayerTranscoder(
@@ -53,6 +53,7 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
         [w["b_enc"] for w in layers],
         torch.stack([w["b_dec"] for w in layers]),
         [JumpReLU(w["threshold"], relu=False) if "threshold" in w else nn.ReLU() for w in layers],
+        W_skip=[w["W_skip"] for w in layers] if "W_skip" in layers[0] else None,
         reads=_last_part(config, "input"),
         writes=_last_part(config, "output"),
         config=config,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hooks import UnknownNameError, hooks_name
@@ -55,3 +56,14 @@ def no_factor(norm_factor: float | None) -> None:
         raise ValueError(
             f"norm_factor must be None here: the files say all, or were normed at run time; got {norm_factor}"
         )
+
+
+def full_precision(weights: Weights) -> Weights:
+    """Return weights in float32, or in what they have if that is more. A factor goes into them without rounding."""
+    return {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in weights.items()}
+
+
+BY_HAND = """By hand, three lines build one:
+    weights = torch.load(path, weights_only=True)  # or safetensors.torch.load_file(path)
+    W_enc, W_dec, b_enc, b_dec = ...  # of these: [d_in feature], [feature d_out], [feature], [d_out]
+    sae = Dictionary(W_enc, W_dec, b_enc, b_dec, torch.nn.ReLU())  # or TopK(k), JumpReLU(threshold); see help(Dictionary)"""
