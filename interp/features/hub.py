@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from hooks.errors import unknown_name
 
@@ -34,8 +34,7 @@ def downloaded(name: str) -> Path:
         raise ImportError(
             f'{name!r} is not at hand, and the hub needs huggingface_hub: pip install "hookscope[hf]"'
         ) from None
-    beside = str(PurePosixPath(inside).parent / "config.*")
-    patterns = [inside, f"{inside}/*", beside] if inside else None
+    patterns = [inside, f"{inside}/*"] if inside else None
     try:
         path = Path(fetch(repository, allow_patterns=patterns)) / inside
     except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
@@ -45,7 +44,9 @@ def downloaded(name: str) -> Path:
             "(names of SAELens' releases need its package: pip install sae-lens)"
         ) from error
     if not path.exists():
-        raise FileNotFoundError(f"the repository {repository} must have {inside}; it does not")
+        raise FileNotFoundError(
+            f"{repository} must have {inside}; it does not, or it is not in the hub's cache"
+        )
     return path
 
 

@@ -99,11 +99,12 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
 
 
 def _fits(form: Form, given: Path) -> bool:
-    """Whether a file or folder has the files of a form."""
-    if form.single and given.is_file():
-        return any(given.match(pattern) for pattern in form.files)
+    """Whether a file or folder has the files of a form. A file of `torch.save` must be one of them itself."""
+    is_one_of_them = any(given.match(pattern) for pattern in form.files)
+    if given.is_file() and (form.single or given.suffix in (".pt", ".pth")) and not is_one_of_them:
+        return False
     folder = given.parent if given.is_file() else given
-    return all(any(folder.glob(pattern)) for pattern in form.files)
+    return (any if form.single else all)(any(folder.glob(each)) for each in form.files)
 
 
 def _file(form: Form, given: Path) -> Path:

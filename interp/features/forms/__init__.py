@@ -28,7 +28,7 @@ class Form:
     """The files by which a form is recognised, as patterns, and its reader.
 
     Attributes:
-        files: patterns of files, each of which must be in the folder.
+        files: patterns of files, each of which must be in the folder; one of them if a file is a whole dictionary.
         read: the reader.
         single: whether one file is a whole dictionary, and the reader takes its path.
     """

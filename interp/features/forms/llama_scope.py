@@ -118,11 +118,16 @@ def _made(
     W_dec = weights["decoder.weight"].T * (s_in / s_out)
     if config.get("sparsity_include_decoder_norm", True):
         threshold = threshold / W_dec.norm(dim=1)
-    # TransformerLens' point is before the gain of Llama's norm.
-    reads = ours(config["hook_point_in"])
-    reads = reads and reads.replace(".hook_normalized", ".normalized before its gain")
+    reads = _point(config["hook_point_in"])
     return Dictionary(
         weights["encoder.weight"].T, W_dec, weights["encoder.bias"] / s_in, weights["decoder.bias"] / s_out,
         JumpReLU(threshold, relu=False),
-        reads=reads, writes=ours(config.get("hook_point_out")) or reads, config=config,
+        reads=reads, writes=_point(config.get("hook_point_out")) or reads, config=config,
     )  # fmt: skip
+
+
+def _point(name: str | None) -> str | None:
+    """Our name of a point. TransformerLens' `hook_normalized` is before the gain of Llama's norm, and ours after it."""
+    if name and name.endswith(".hook_normalized"):
+        return name.replace("hook_normalized", "normalized before its gain")
+    return ours(name)

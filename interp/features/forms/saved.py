@@ -14,6 +14,8 @@ from interp.features.dictionary import Dictionary, Norm
 from interp.features.forms.common import BY_HAND, require
 
 _STATISTICS = {"stats_last_nonzero", "latents_activation_frequency", "latents_mean_square"}
+# The last two say once more what the second says.
+_ACTIVATION = {"activation", "activation_state_dict", "activation.k", "activation.postact_fn"}
 _OPENAI_PLACES = {
     "resid_post_mlp": "resid_post",
     "resid_post_attn": "resid_mid",
@@ -67,7 +69,7 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     The folders say the place: `resid_post_mlp_v5_32k/autoencoders/7.pt`.
     """
     kind, state = held.get("activation", "ReLU"), held.get("activation_state_dict", {})
-    weights = {n: w for n, w in held.items() if n not in _STATISTICS and "activation" not in n}
+    weights = {n: w for n, w in held.items() if n not in _STATISTICS | _ACTIVATION}
     require(weights, {"pre_bias", "latent_bias", "encoder.weight", "decoder.weight"}, path.name)
     plain: dict[str, nn.Module] = {"ReLU": nn.ReLU(), "Identity": nn.Identity()}
     norm: Norm = "none"
