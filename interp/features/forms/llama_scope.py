@@ -32,8 +32,8 @@ _WEIGHTS = {f"{coder}.{part}" for coder in ("encoder", "decoder") for part in ("
 def read(folder: Path) -> Dictionary:
     """Llama Scope: `hyperparams.json` and `checkpoints/final.safetensors`.
 
-    Features have the scale of what is read as it is. The threshold was found for features times the lengths of their
-    decoder rows, in the unit of the output.
+    Features have the scale of what is read as it is; the library's own loader gives those of `with_unit_decoder`. The
+    threshold was found for these.
     """
     config = _config_of(folder / "hyperparams.json", {"jump_relu_threshold"})
     weights = load_file(folder / "checkpoints" / "final.safetensors")
