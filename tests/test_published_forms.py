@@ -117,11 +117,12 @@ def test_llama_scope(norms, by_length, tmp_path):
     assert not made.is_transcoder
 
 
-def test_transcoders_of_llama_scope_read_before_a_gain(tmp_path):
+def test_places_of_llama_scope(tmp_path):
+    """TransformerLens' `hook_normalized` is before the gain of Llama's norm, so it is no point of ours."""
     points = {"hook_point_in": "blocks.3.ln2.hook_normalized", "hook_point_out": "blocks.3.hook_mlp_out"}  # fmt: skip
     llama_scope(tmp_path / "a", **points)
     made = load_sae(tmp_path / "a")
-    assert (made.reads, made.writes) == ("blocks.3.ln2.normalized before its gain", "blocks.3.mlp_out")  # fmt: skip
+    assert (made.reads, made.writes) == ("blocks.3.ln2.hook_normalized", "blocks.3.mlp_out")  # fmt: skip
     llama_scope(tmp_path / "b", **{"hook_point_in": "blocks.3.hook_resid_mid", "hook_point_out": None})  # fmt: skip
     assert load_sae(tmp_path / "b").writes == "blocks.3.resid_mid"
 

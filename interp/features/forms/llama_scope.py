@@ -5,6 +5,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -12,21 +13,24 @@ from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import Weights, full_precision, json_of, ours, require
 
-_FIELDS = {
-    *("hook_point_in", "hook_point_out", "d_model", "d_sae", "expansion_factor", "act_fn", "sae_type"),
-    *("jump_relu_threshold", "norm_activation", "dataset_average_activation_norm"),
-    *("sparsity_include_decoder_norm", "use_glu_encoder", "apply_decoder_bias_to_pre_encoder"),
-}  # fmt: skip
-# Of the training, of kernels, or said by the tensors.
-_WITHOUT_EFFECT = {
-    *("device", "seed", "dtype", "use_decoder_bias", "bias_init_method", "decoder_exactly_fixed_norm"),
-    *("init_decoder_norm", "init_encoder_norm", "init_encoder_with_decoder_transpose", "lp"),
-    *("l1_coefficient", "l1_coefficient_warmup_steps", "top_k", "k_warmup_steps", "use_batch_norm_mse"),
-    *("use_ghost_grads", "tp_size", "ddp_size", "sae_pretrained_name_or_path", "strict_loading"),
-    *("force_unit_decoder_norm", "use_triton_kernel", "sparsity_threshold_for_triton_spmm_kernel"),
-    "jumprelu_threshold_window",
-}  # fmt: skip
-_WEIGHTS = {f"{coder}.{part}" for coder in ("encoder", "decoder") for part in ("weight", "bias")}
+# Fields that are honoured, and those of trainings, of kernels, or said by the tensors.
+_FIELDS = """
+    act_fn apply_decoder_bias_to_pre_encoder d_model d_sae dataset_average_activation_norm expansion_factor hook_point_in
+    hook_point_out jump_relu_threshold norm_activation sae_type sparsity_include_decoder_norm use_glu_encoder
+"""
+_WITHOUT_EFFECT = """
+    bias_init_method ddp_size decoder_exactly_fixed_norm device dtype force_unit_decoder_norm init_decoder_norm
+    init_encoder_norm init_encoder_with_decoder_transpose jumprelu_threshold_window k_warmup_steps l1_coefficient
+    l1_coefficient_warmup_steps lp sae_pretrained_name_or_path seed sparsity_threshold_for_triton_spmm_kernel
+    strict_loading top_k tp_size use_batch_norm_mse use_decoder_bias use_ghost_grads use_triton_kernel
+"""
+_RULES = {
+    "act_fn": "jumprelu",
+    "sae_type": "sae",
+    "use_glu_encoder": False,
+    "apply_decoder_bias_to_pre_encoder": False,
+}
+_WEIGHTS = {"encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias"}
 
 
 def read(folder: Path) -> Dictionary:
@@ -39,9 +43,9 @@ def read(folder: Path) -> Dictionary:
     weights = load_file(folder / "checkpoints" / "final.safetensors")
     require(weights, _WEIGHTS, "final.safetensors")
     norms = config.get("dataset_average_activation_norm") or {}
-    s_in, s_out = _factors(config, norms.get("in"), norms.get("out"))
-    threshold = weights["encoder.bias"].float() * 0 + config["jump_relu_threshold"]
-    return _made(config, weights, s_in, s_out, threshold)
+    factors = _factors(config, norms.get("in"), norms.get("out"))
+    threshold = torch.full([len(weights["encoder.bias"])], float(config["jump_relu_threshold"]))
+    return _made(config, weights, *factors, threshold)
 
 
 def read_r1(folder: Path) -> Dictionary:
@@ -56,28 +60,23 @@ def read_r1(folder: Path) -> Dictionary:
         n.removeprefix(start): float(weights.pop(n)) for n in [*weights] if n.startswith(start)
     }
     require(weights, _WEIGHTS | {"log_jumprelu_threshold"}, "sae_weights.safetensors")
-    reads = config["hook_point_in"]
-    s_in, s_out = _factors(
-        config, norms.get(reads), norms.get(config.get("hook_point_out") or reads)
-    )
-    threshold = weights["log_jumprelu_threshold"].float().exp()
+    ends = config["hook_point_in"], config.get("hook_point_out") or config["hook_point_in"]
+    s_in, s_out = _factors(config, *map(norms.get, ends))
     by_length = config.get("sparsity_include_decoder_norm", True)
-    return _made(config, weights, s_in, s_out, threshold / (s_out if by_length else s_in))
+    threshold = weights["log_jumprelu_threshold"].float().exp() / (s_out if by_length else s_in)
+    return _made(config, weights, s_in, s_out, threshold)
 
 
 def _config_of(path: Path, needed: Set[str] = frozenset()) -> dict[str, Any]:
     """The config in a file, if it says nothing that a `Dictionary` cannot do."""
     config = json_of(path)
-    unknown = sorted(config.keys() - _FIELDS - _WITHOUT_EFFECT)
+    unknown = sorted(config.keys() - {*_FIELDS.split(), *_WITHOUT_EFFECT.split()})
     missing = sorted(({"hook_point_in", "d_model"} | needed) - config.keys())
     if unknown or missing:
         raise ValueError(
             f"the fields of {path.name} must be known here and complete; got no {missing} and also {unknown}"
         )
-    rules: dict[str, Any] = {
-        "act_fn": "jumprelu", "sae_type": "sae", "use_glu_encoder": False, "apply_decoder_bias_to_pre_encoder": False,
-    }  # fmt: skip
-    for name, rule in rules.items():
+    for name, rule in _RULES.items():
         if (value := config.get(name, rule)) != rule:
             raise ValueError(f"{name} of {path.name} must be {rule!r}; got {value!r}")
     return config
@@ -118,16 +117,8 @@ def _made(
     W_dec = weights["decoder.weight"].T * (s_in / s_out)
     if config.get("sparsity_include_decoder_norm", True):
         threshold = threshold / W_dec.norm(dim=1)
-    reads = _point(config["hook_point_in"])
+    reads = ours(config["hook_point_in"])
     return Dictionary(
         weights["encoder.weight"].T, W_dec, weights["encoder.bias"] / s_in, weights["decoder.bias"] / s_out,
-        JumpReLU(threshold, relu=False),
-        reads=reads, writes=_point(config.get("hook_point_out")) or reads, config=config,
+        JumpReLU(threshold, relu=False), reads=reads, writes=ours(config.get("hook_point_out")) or reads, config=config,
     )  # fmt: skip
-
-
-def _point(name: str | None) -> str | None:
-    """Our name of a point. TransformerLens' `hook_normalized` is before the gain of Llama's norm, and ours after it."""
-    if name and name.endswith(".hook_normalized"):
-        return name.replace("hook_normalized", "normalized before its gain")
-    return ours(name)

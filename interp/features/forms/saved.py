@@ -2,7 +2,6 @@
 
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from interp.features.activations import TopK
-from interp.features.dictionary import Dictionary, Norm
+from interp.features.dictionary import Dictionary
 from interp.features.forms.common import BY_HAND, require
 
 _STATISTICS = {"stats_last_nonzero", "latents_activation_frequency", "latents_mean_square"}
@@ -33,19 +32,17 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
         k: how many features are kept, for Qwen Scope: it is in the name of the repository only, after `L0_`.
     """
     held = _held(path)
-    forms: dict[str, Callable[[Path, dict[str, Any]], Dictionary]] = {
-        "pre_bias": _openai,
-        "encoder_linear.weight": _goodfire,
-    }
     if "W_enc" in held:
         return _qwen_scope(path, held, k)
     if k is not None:
         raise ValueError(f"k must be None for {path.name}, which is not of Qwen Scope; got {k}")
-    for mark, form in forms.items():
-        if mark in held:
-            return form(path, held)
+    if "pre_bias" in held:
+        return _openai(path, held)
+    if "encoder_linear.weight" in held:
+        return _goodfire(path, held)
+    names = ", ".join(map(str, held))
     raise ValueError(
-        f"{path} must have the tensors of OpenAI, Qwen Scope or Goodfire; got {', '.join(map(str, held))}. {BY_HAND}"
+        f"{path} must have the tensors of OpenAI, Qwen Scope or Goodfire; got {names}. {BY_HAND}"
     )
 
 
@@ -72,23 +69,23 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     weights = {n: w for n, w in held.items() if n not in _STATISTICS | _ACTIVATION}
     require(weights, {"pre_bias", "latent_bias", "encoder.weight", "decoder.weight"}, path.name)
     plain: dict[str, nn.Module] = {"ReLU": nn.ReLU(), "Identity": nn.Identity()}
-    norm: Norm = "none"
-    if kind == "TopK" and state.keys() == {"k", "postact_fn"} and state["postact_fn"] in plain:
-        norm = "layer_norm"
-        activation: nn.Module = TopK(int(state["k"]), relu=state["postact_fn"] == "ReLU")
-    elif kind in plain and not state:
-        activation = plain[kind]
-    else:
+    is_top_k = (
+        kind == "TopK" and state.keys() == {"k", "postact_fn"} and state["postact_fn"] in plain
+    )
+    if not is_top_k and (kind not in plain or state):
         raise ValueError(
             f"activation of {path.name} must be TopK with k and postact_fn, ReLU or Identity; got {kind!r} with {dict(state)}"
         )
+    activation = (
+        TopK(int(state["k"]), relu=state["postact_fn"] == "ReLU") if is_top_k else plain[kind]
+    )
     folders = "/".join(path.absolute().parts[-4:])
     place = next((place for theirs, place in _OPENAI_PLACES.items() if theirs in folders), None)
     layer = re.search(r"(?<=layer_)\d+|\d+(?=\.pt$)", folders)
     point = f"blocks.{layer[0]}.{place}" if layer and place else None
     return Dictionary(
         weights["encoder.weight"].T, weights["decoder.weight"].T, weights["latent_bias"], weights["pre_bias"], activation,
-        subtracts_b_dec=True, norm=norm, reads=point, writes=point,
+        subtracts_b_dec=True, norm="layer_norm" if is_top_k else "none", reads=point, writes=point,
     )  # fmt: skip
 
 
