@@ -370,8 +370,11 @@ def test_what_is_no_cross_layer_transcoder_is_refused(tmp_path):
     across(tmp_path / "crosscoder" / "layer_7_13_17_width_65k", False)
     across(tmp_path / "stream", False)
     (tmp_path / "stream" / "config.json").write_text('{"hf_hook_point_in": "model.layers.7.output"}')  # fmt: skip
+    for name, fields in {"relu": {"architecture": "relu"}, "field": {"temperature": 2}}.items():
+        across(tmp_path / name, False)
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
     for name, words in {
-        "back": "0 for those before", "few": "3 layers", "one skip": "affine_skip", "crosscoder/layer_7_13_17_width_65k": "pre_feedforward",
+        "relu": "got relu", "field": "temperature", "back": "0 for those before", "few": "3 layers", "one skip": "affine_skip", "crosscoder/layer_7_13_17_width_65k": "pre_feedforward",
         "stream": "layers.7.output",
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=words):

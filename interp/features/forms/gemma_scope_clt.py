@@ -9,6 +9,12 @@ from interp.features.activations import JumpReLU
 from interp.features.dictionary import CrossLayerTranscoder
 from interp.features.forms.common import Weights, json_of, require
 
+_READS = "pre_feedforward_layernorm"
+_FIELDS = {
+    *("affine_connection", "architecture", "hf_hook_point_in", "hf_hook_point_out"),
+    *("type", "l0", "model_name", "width"),
+}
+
 
 def read(folder: Path) -> CrossLayerTranscoder:
     """Gemma Scope 2: `params_layer_0.safetensors` and so on, and `config.json` if it is there.
@@ -17,13 +23,15 @@ def read(folder: Path) -> CrossLayerTranscoder:
     names, and are refused.
     """
     config = json_of(folder / "config.json") if (folder / "config.json").is_file() else {}
-    reads = config.get("hf_hook_point_in") or "pre_feedforward_layernorm"
-    if (
-        "pre_feedforward_layernorm" not in str(reads)
-        or "crosscoder" in folder.absolute().parts[-2:]
-    ):
+    kind, reads = (
+        config.get("architecture", "jump_relu"),
+        str(config.get("hf_hook_point_in") or _READS),
+    )
+    if unknown := sorted(config.keys() - _FIELDS):
+        raise ValueError(f"fields of config.json must be known here; got {', '.join(unknown)}")
+    if kind != "jump_relu" or _READS not in reads or "crosscoder" in folder.absolute().parts[-2:]:
         raise ValueError(
-            f"a cross-layer transcoder must read pre_feedforward_layernorm.output; got one at {reads} in {folder}"
+            f"a cross-layer transcoder must be of jump_relu and read {_READS}.output; got {kind} at {reads} in {folder}"
         )
     layers: list[Weights] = []
     n_layers = len([*folder.glob("params_layer_*.safetensors")])
