@@ -10,7 +10,13 @@ from interp.features.forms import FORMS, Form, Loaded
 
 
 def load_sae(
-    path: str | os.PathLike[str], format: str = "auto", *, norm_factor: float | None = None
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    norm_factor: float | None = None,
+    k: int | None = None,
+    scale_embeddings: bool | None = None,
+    transcodes: bool | None = None,
 ) -> Loaded:
     """Load a sparse autoencoder or transcoders from the files of any of these libraries.
 
@@ -23,6 +29,10 @@ def load_sae(
         format: whose files they are, where a folder has those of several.
         norm_factor: what activations were multiplied by in training, where the files do not have it (SAELens), or what
             they were divided by (dictionary_learning). It goes into the weights.
+        k: how many features are kept, where the files do not say it (circuit-tracer).
+        scale_embeddings: whether it is for embeddings, which are scaled by √d_model, where the path does not say it
+            (Gemma Scope 1).
+        transcodes: whether it is a transcoder, where path and files do not say it (Gemma Scope 1, sparsify).
 
     Returns:
         A dictionary; or, of several layers, one for each point, as `splice` takes them; or a cross-layer transcoder.
@@ -57,7 +67,13 @@ def load_sae(
         raise FileNotFoundError(f"{folder} must have {listed}{bundled_too}")
     ((name, form),) = fitting.items()
     known = inspect.signature(form.read).parameters
-    options = {key: value for key, value in (("norm_factor", norm_factor),) if value is not None}
+    asked = {
+        "norm_factor": norm_factor,
+        "k": k,
+        "scale_embeddings": scale_embeddings,
+        "transcodes": transcodes,
+    }
+    options = {name: value for name, value in asked.items() if value is not None}
     if idle := sorted(options.keys() - known):
         raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
     return form.read(_file(form, given) if form.single else folder, **options)
