@@ -190,7 +190,7 @@ class Dictionary(nn.Module):
             self.b_dec,
             self.activation,
             W_skip=skip,
-            reads=self.reads,
+            reads=self.reads and self.reads.replace("hook_normalized", "normalized"),
             writes=self.writes,
             head=self.head,
             transcodes=self.transcodes,

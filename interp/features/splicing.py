@@ -193,7 +193,7 @@ def _point(runner: HookedRunner, name: str, option: str) -> Point:
     if known not in runner.points:
         problem = unknown_point(name, runner.points, "hook point").args[0]
         raise UnknownNameError(
-            f"{problem}; give {option}= with a point of this model that has the value",
+            f"{problem}, nor known to have its value in this model: give {option}= with the one that is meant",
             name,
             runner.points,
         )

@@ -41,9 +41,8 @@ _WORDS = (
     ("o_proj", "out_proj", "dense", "c_proj", "output"),
 )
 # Our points of a block, the usual first: norms and streams may give the same tensor twice.
-_POINTS = """
-    resid_post mlp_out attn_out resid_mid resid_pre ln2.normalized ln1.normalized attn.z mlp.post
-""".split()
+_POINTS = ["resid_post", "mlp_out", "attn_out", "resid_mid", "resid_pre"]
+_POINTS += ["ln2.normalized", "ln1.normalized", "attn.z", "mlp.post"]
 
 
 def ours(name: str | None) -> str | None:
@@ -65,8 +64,8 @@ def point_at(name: str, model: nn.Module, points: Mapping[str, Point]) -> str:
         return name
     name = ours(name) or name
     layer, module, end = _parsed(name)
-    if layer is not None and module:
-        return _measured(layer, module, end, model, points) or name
+    if layer is not None and (point := _measured(layer, module, end, model, points)):
+        return point
     try:
         return hooks_name(name, model=model)
     except UnknownNameError:
