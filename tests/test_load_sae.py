@@ -188,6 +188,7 @@ SPELLINGS = {  # what path a folder or file has, and whether it is for embedding
     "a layer": ("gemma-scope-9b-it-res/layer_3/width_16k/average_l0_59", False, False),
     "attention": ("gemma-scope-2b-pt-att/layer_3/width_16k/average_l0_59", False, False),
     "transcoders in a cache": (f"{CACHE}-transcoders/snapshots/{SHA}/layer_3/width_16k/average_l0_59", False, True),
+    "without its repository": ("embedding/width_4k/average_l0_6", True, False),
     "of somebody else": ("x/embedding/layer_3", False, None),
     "a study of embeddings": ("embedding-study/a/b/layer_5", False, None),
 }  # fmt: skip
@@ -243,10 +244,19 @@ def test_points_of_gemma_scope(tmp_path):
     assert made.with_input_gain(gain).reads == "blocks.3.ln2.normalized"
 
 
-def test_a_path_that_says_nothing_asks():
+def test_a_link_has_the_name_of_its_repository(tmp_path):
+    shutil.copytree(FIXTURES / "gemma_scope", tmp_path / "data" / "layer_3")
+    link = tmp_path / "gemma-scope-2b-pt-transcoders"
+    link.symlink_to(tmp_path / "data", target_is_directory=True)
+    assert load_sae(link / "layer_3").is_transcoder
+
+
+def test_a_path_that_says_nothing_asks(tmp_path):
     folder, model = FIXTURES / "gemma_scope", load("pydoc-4l")
-    with pytest.raises(ValueError, match="scale_embeddings=.*transcodes="):
-        load_sae(folder)
+    other = shutil.copytree(folder, tmp_path / "x" / "embedding" / "run_2")
+    for each in (folder, other):
+        with pytest.raises(ValueError, match="scale_embeddings=.*transcodes="):
+            load_sae(each)
     with pytest.raises(ValueError, match="scale_embeddings="):
         load_sae(folder, transcodes=False)
     x = expected(folder)["x"]
@@ -281,6 +291,11 @@ def test_a_transcoder_of_sparsify_is_known_by_its_skip_connection(tmp_path):
         load_sae(FIXTURES / "sparsify_topk" / "layers.1.mlp", transcodes=True)
     with pytest.raises(ValueError, match="must read 128 numbers"):
         splice(model, made).__enter__()  # at the point that the name means here
+
+
+def test_a_module_of_sparsify_is_the_folder_s_name(monkeypatch):
+    monkeypatch.chdir(FIXTURES / "sparsify_topk" / "layers.1.mlp")
+    assert load_sae(".").writes == load_sae("cfg.json").writes == "layers.1.mlp"
 
 
 def test_fields_that_change_nothing_are_accepted(tmp_path):
@@ -404,6 +419,7 @@ REFUSED = {
     "sae of two points": ("gemma_scope_2", {"config": {"type": "sae"}}, "'sae'"),
     "trainer": ("dictionary_learning_AutoEncoder", {"config": {"trainer": {"dict_class": "AutoEncoder", "temp": 1}}}, "'temp'"),
     "top field": ("dictionary_learning_AutoEncoder", {"config": {"scale": 3}}, "'scale'"),
+    "field of the buffer": ("dictionary_learning_AutoEncoder", {"config": {"buffer": {"normalize": True}}}, "'normalize'"),
     "buffer": ("dictionary_learning_AutoEncoder", {"config": {"buffer": {"io": "in_and_out"}}}, "io"),
     "k": ("sae_lens_topk", {"drop": ["k"]}, "must say k"),
     "too large k": ("sae_lens_topk", {"config": {"k": 12}}, "from 1 to 11"),
