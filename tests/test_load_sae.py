@@ -248,7 +248,7 @@ def test_a_link_has_the_name_of_its_repository(tmp_path):
     shutil.copytree(FIXTURES / "gemma_scope", tmp_path / "data" / "layer_3")
     link = tmp_path / "gemma-scope-2b-pt-transcoders"
     link.symlink_to(tmp_path / "data", target_is_directory=True)
-    assert load_sae(link / "layer_3").is_transcoder
+    assert load_sae(link / "layer_3").transcodes is True
 
 
 def test_a_path_that_says_nothing_asks(tmp_path):
@@ -335,6 +335,9 @@ def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
     wanted = expected(FIXTURES / folder)
     assert_close(made.encode(wanted["x"]), wanted["features"], **CLOSE)
     assert made.reads == made.writes == "blocks.2.mlp_out"
+    inner = {"metadata": {"hook_name": "blocks.1.hook_resid_post"}}
+    other = load_sae(changed(folder, tmp_path / "other", flat | inner, drop=["decoder_init_norm"]))
+    assert other.reads == "blocks.1.resid_post"  # which `metadata` says, where both do
 
 
 def test_a_transcoder_is_one_by_its_architecture(tmp_path):

@@ -85,7 +85,7 @@ def _measured(
     layer: int, module: str, end: str, model: nn.Module, points: Mapping[str, Point]
 ) -> str | None:
     """The point whose value a module reads or gives in a run on a few tokens."""
-    blocks = of(model, "blocks").blocks
+    blocks = getattr(of(model), "blocks", ())
     modules = dict(blocks[layer].named_modules()) if layer < len(blocks) else {}
     words = [next((same for same in _WORDS if part in same), (part,)) for part in module.split(".")]
     known = (module, *map(".".join, itertools.product(*words)))
