@@ -183,7 +183,8 @@ class Dictionary(nn.Module):
             raise ValueError(
                 "a gain goes into the encoder only without a norm and a bias before it"
             )
-        return self._with(W_enc=self.W_enc / gain[:, None], W_skip=skip)
+        reads = self.reads and self.reads.replace("hook_normalized", "normalized")
+        return self._with(W_enc=self.W_enc / gain[:, None], W_skip=skip, reads=reads)
 
     def with_unit_decoder(self) -> "Dictionary":
         """Return a dictionary of the same function whose decoder rows have length 1, as Neuronpedia shows features.

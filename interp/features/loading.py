@@ -22,6 +22,8 @@ def load_sae(
     dtype: torch.dtype | None = None,
     norm_factor: float | None = None,
     k: int | None = None,
+    scale_embeddings: bool | None = None,
+    transcodes: bool | None = None,
 ) -> Loaded:
     """Load a sparse autoencoder or transcoders from the files of any of these libraries and releases.
 
@@ -37,7 +39,10 @@ def load_sae(
             are those of circuit-tracer.
         norm_factor: what activations were multiplied by in training, where the files do not have it (SAELens), or what
             they were divided by (dictionary_learning). It goes into the weights.
-        k: how many features are kept, where the files do not have it (Qwen Scope).
+        k: how many features are kept, where the files do not say it (circuit-tracer, Qwen Scope).
+        scale_embeddings: whether it is for embeddings, which are scaled by √d_model, where the path does not say it
+            (Gemma Scope 1).
+        transcodes: whether it is a transcoder, where path and files do not say it (Gemma Scope 1, sparsify).
 
     Returns:
         A dictionary; or, of several layers, one for each point, as `splice` takes them; or a cross-layer transcoder.
@@ -79,8 +84,13 @@ def load_sae(
         raise FileNotFoundError(f"{folder} must have {listed}{bundled_too}{by_hand}")
     ((name, form),) = fitting.items()
     known = inspect.signature(form.read).parameters
-    asked = {"norm_factor": norm_factor, "k": k}
-    options = {key: value for key, value in asked.items() if value is not None}
+    asked = {
+        "norm_factor": norm_factor,
+        "k": k,
+        "scale_embeddings": scale_embeddings,
+        "transcodes": transcodes,
+    }
+    options = {name: value for name, value in asked.items() if value is not None}
     if idle := sorted(options.keys() - known):
         raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
     loaded = form.read(_file(form, given) if form.single else folder, **options)

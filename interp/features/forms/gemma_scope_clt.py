@@ -7,13 +7,9 @@ from safetensors.torch import load_file
 
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import CrossLayerTranscoder
-from interp.features.forms.common import Weights, json_of, require
+from interp.features.forms.common import Weights, json_of, require, require_known
 
 _READS = "pre_feedforward_layernorm"
-_FIELDS = {
-    *("affine_connection", "architecture", "hf_hook_point_in", "hf_hook_point_out"),
-    *("type", "l0", "model_name", "width"),
-}
 
 
 def read(folder: Path) -> CrossLayerTranscoder:
@@ -27,8 +23,7 @@ def read(folder: Path) -> CrossLayerTranscoder:
         config.get("architecture", "jump_relu"),
         str(config.get("hf_hook_point_in") or _READS),
     )
-    if unknown := sorted(config.keys() - _FIELDS):
-        raise ValueError(f"fields of config.json must be known here; got {', '.join(unknown)}")
+    require_known(config, "config.json of Gemma Scope 2")
     if kind != "jump_relu" or _READS not in reads or "crosscoder" in folder.absolute().parts[-2:]:
         raise ValueError(
             f"a cross-layer transcoder must be of jump_relu and read {_READS}.output; got {kind} at {reads} in {folder}"

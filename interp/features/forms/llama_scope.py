@@ -11,19 +11,9 @@ from torch import Tensor
 
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import Weights, full_precision, json_of, ours, require
+from interp.features.forms.common import Weights, full_precision, json_of, require, require_known
+from interp.features.forms.places import ours
 
-# Fields that are honoured, and those of trainings, of kernels, or said by the tensors.
-_FIELDS = """
-    act_fn apply_decoder_bias_to_pre_encoder d_model d_sae dataset_average_activation_norm expansion_factor hook_point_in
-    hook_point_out jump_relu_threshold norm_activation sae_type sparsity_include_decoder_norm use_glu_encoder
-"""
-_WITHOUT_EFFECT = """
-    bias_init_method ddp_size decoder_exactly_fixed_norm device dtype force_unit_decoder_norm init_decoder_norm
-    init_encoder_norm init_encoder_with_decoder_transpose jumprelu_threshold_window k_warmup_steps l1_coefficient
-    l1_coefficient_warmup_steps lp sae_pretrained_name_or_path seed sparsity_threshold_for_triton_spmm_kernel
-    strict_loading top_k tp_size use_batch_norm_mse use_decoder_bias use_ghost_grads use_triton_kernel
-"""
 _RULES = {
     "act_fn": "jumprelu",
     "sae_type": "sae",
@@ -70,12 +60,9 @@ def read_r1(folder: Path) -> Dictionary:
 def _config_of(path: Path, needed: Set[str] = frozenset()) -> dict[str, Any]:
     """The config in a file, if it says nothing that a `Dictionary` cannot do."""
     config = json_of(path)
-    unknown = sorted(config.keys() - {*_FIELDS.split(), *_WITHOUT_EFFECT.split()})
-    missing = sorted(({"hook_point_in", "d_model"} | needed) - config.keys())
-    if unknown or missing:
-        raise ValueError(
-            f"the fields of {path.name} must be known here and complete; got no {missing} and also {unknown}"
-        )
+    require_known(config, "config of Llama Scope")
+    if missing := sorted(({"hook_point_in", "d_model"} | needed) - config.keys()):
+        raise ValueError(f"{path.name} must have {', '.join(missing)}; it does not")
     for name, rule in _RULES.items():
         if (value := config.get(name, rule)) != rule:
             raise ValueError(f"{name} of {path.name} must be {rule!r}; got {value!r}")
