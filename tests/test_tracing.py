@@ -70,12 +70,20 @@ def across(reads):
         [drawn(17 + n) for n in range(3)],
         drawn(3, 8),
         [TopK(5), TopK(4), nn.ReLU()],
+        W_skip=None if reads == "resid_mid" else [drawn(8, 8) for n in range(3)],
         reads=reads,
     )
 
 
+def skip_of(dictionaries, name):
+    """The skip connection of the transcoder that writes at a point."""
+    if isinstance(dictionaries, CrossLayerTranscoder):
+        return dictionaries.W_skip[int(name.split(".")[1])] if dictionaries.W_skip else None
+    return dictionaries[name].W_skip if name in dictionaries else None
+
+
 def transcoders(kind, reads):
-    if kind == "across":
+    if kind.startswith("across"):
         return across(reads)
     return {
         "blocks.0.mlp_out": transcoder(
@@ -100,10 +108,8 @@ def moved(model, dictionaries, vectors, cache=None):
     def write(value, at):
         written = cache[at.name]
         reads = at.name.replace("mlp_out", "ln2.normalized")
-        if isinstance(dictionaries, dict) and reads in seen and at.name in dictionaries:
-            skip = dictionaries[at.name].W_skip
-            written = written if skip is None else written + (seen[reads] - cache[reads]) @ skip
-        return written
+        skip = skip_of(dictionaries, at.name)
+        return written if skip is None else written + (seen[reads] - cache[reads]) @ skip
 
     def add(value, at):
         return value + vectors[at.name]
@@ -118,7 +124,11 @@ def moved(model, dictionaries, vectors, cache=None):
     return {name: (value - cache[name])[0] for name, value in seen.items()}
 
 
-CASES = [(form, "layer") for form in FORMS] + [("rms", "across"), ("sandwich", "across")]
+CASES = [(form, "layer") for form in FORMS] + [
+    ("rms", "across"),
+    ("sandwich", "across"),
+    ("rms", "across, with skips"),
+]
 
 
 @pytest.mark.parametrize(("form", "kind"), CASES)
@@ -140,7 +150,7 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
     torch.testing.assert_close(targets[1].total, expected, rtol=1e-10, atol=1e-10)
 
     def decoders(layer, feature):
-        if kind == "across":
+        if kind.startswith("across"):
             return {
                 f"blocks.{layer + n}.mlp_out": dictionaries.W_dec[layer][feature, n]
                 for n in range(3 - layer)
@@ -148,8 +158,9 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
         return {(name := f"blocks.{layer}.mlp_out"): dictionaries[name].W_dec[feature]}
 
     def encoder(layer, feature):
-        one = dictionaries if kind == "across" else dictionaries[f"blocks.{layer}.mlp_out"]
-        return (one.W_enc[layer] if kind == "across" else one.W_enc)[:, feature]
+        if kind.startswith("across"):
+            return dictionaries.W_enc[layer][:, feature]
+        return dictionaries[f"blocks.{layer}.mlp_out"].W_enc[:, feature]
 
     def at(pos, value):
         return torch.zeros(1, 5, 8).double().index_fill(1, torch.tensor(pos), 1) * value

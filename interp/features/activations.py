@@ -24,6 +24,10 @@ class JumpReLU(nn.Module):
         self.relu = relu
         self.register_buffer("threshold", threshold)
 
+    def scaled(self, by: Float[Tensor, " feature"]) -> "JumpReLU":
+        """Return one that gives `by` times the features for `by` times the pre-activations."""
+        return JumpReLU(self.threshold * by, self.relu)
+
     def forward(self, pre: Features) -> Features:
         """Return the features."""
         return (pre.relu() if self.relu else pre) * (pre > self.threshold)
@@ -100,6 +104,10 @@ class Gated(nn.Module):
         self.register_buffer("b_gate", b_gate)
         self.register_buffer("r_mag", r_mag)
         self.register_buffer("b_mag", b_mag)
+
+    def scaled(self, by: Float[Tensor, " feature"]) -> "Gated":
+        """Return one that gives `by` times the features for `by` times the pre-activations."""
+        return Gated(self.b_gate * by, self.r_mag, self.b_mag * by)
 
     def forward(self, pre: Features) -> Features:
         """Return the features."""

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from interp.features.activations import Features, TopK
+from interp.features.activations import Features, Gated, JumpReLU, TopK
 
 Norm = Literal["none", "constant_norm_rescale", "layer_norm"]
 
@@ -183,19 +183,41 @@ class Dictionary(nn.Module):
             raise ValueError(
                 "a gain goes into the encoder only without a norm and a bias before it"
             )
-        return Dictionary(
-            self.W_enc / gain[:, None],
-            self.W_dec,
-            self.b_enc,
-            self.b_dec,
-            self.activation,
-            W_skip=skip,
-            reads=self.reads,
-            writes=self.writes,
-            head=self.head,
-            transcodes=self.transcodes,
-            config=self.config,
-        )
+        reads = self.reads and self.reads.replace("hook_normalized", "normalized")
+        return self._with(W_enc=self.W_enc / gain[:, None], W_skip=skip, reads=reads)
+
+    def with_unit_decoder(self) -> "Dictionary":
+        """Return a dictionary of the same function whose decoder rows have length 1, as Neuronpedia shows features.
+
+        Features, their biases and thresholds are multiplied by what the rows' lengths were. Rows of zeros stay.
+
+        Raises:
+            ValueError: if other features would win, or features are no function of one pre-activation each: of top-k with
+                rows of different lengths, or with steps.
+
+        >>> double = Dictionary(torch.eye(1), 2 * torch.eye(1), torch.zeros(1), torch.zeros(1), nn.ReLU())
+        >>> unit = double.with_unit_decoder()
+        >>> unit.encode(torch.tensor([3.0])), unit(torch.tensor([3.0])), double(torch.tensor([3.0]))
+        (tensor([6.]), tensor([6.]), tensor([6.]))
+        """
+        length = self.W_dec.norm(dim=1)
+        length = length.where(length > 0, 1.0)
+        activation = self.activation
+        if isinstance(activation, JumpReLU | Gated):
+            activation = activation.scaled(length)
+        elif not isinstance(activation, nn.ReLU | nn.Identity) and not length.allclose(length[0]):
+            raise ValueError(
+                f"rows of the decoder must have one length, as {activation} compares features; "
+                f"got lengths from {length.min():.3g} to {length.max():.3g}"
+            )
+        return self._with(
+            W_enc=self.W_enc * length, b_enc=self.b_enc * length, W_dec=self.W_dec / length[:, None], activation=activation,
+        )  # fmt: skip
+
+    def _with(self, **changes: Any) -> "Dictionary":
+        """This dictionary with other weights or settings."""
+        names = "W_enc W_dec b_enc b_dec activation W_skip subtracts_b_dec norm reads writes head transcodes config"
+        return Dictionary(**{name: getattr(self, name) for name in names.split()} | changes)
 
     def extra_repr(self) -> str:
         """Sizes and points, for the printed module."""
@@ -281,6 +303,10 @@ class MatchingPursuit(Dictionary):
         self.threshold, self.stops_when_same = threshold, stops_when_same
         self.most = self.d_in if most is None else most
 
+    def with_unit_decoder(self) -> Dictionary:
+        """Refused: a step that takes a feature also takes its row away."""
+        raise ValueError("features must be readings of one step; got those of matching pursuit")
+
     def encode(self, x: Float[Tensor, "*rows d_in"]) -> Features:
         """Return the features of each row."""
         rest = (self._normed(x.to(self.W_dec.dtype)) - self.b_dec).reshape(-1, self.d_in)
@@ -309,6 +335,7 @@ class CrossLayerTranscoder(nn.Module):
         b_enc: biases of the encoders, one [feature] for each layer.
         b_dec: what is written to each layer whatever the features are, [layer d_model].
         activations: a nonlinearity for each layer.
+        W_skip: skip connections, one [d_model d_model] for each layer, from what it reads to what is written there.
         reads, writes: the last part of the names of the points of each layer, such as `resid_mid` and `mlp_out`.
         config: what its files say about it.
 
@@ -327,14 +354,15 @@ class CrossLayerTranscoder(nn.Module):
         b_dec: Float[Tensor, "layer d_model"],
         activations: list[nn.Module],
         *,
+        W_skip: list[Float[Tensor, "d_model d_model"]] | None = None,
         reads: str | None = None,
         writes: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.W_enc, self.W_dec, self.b_enc = (
+        self.W_enc, self.W_dec, self.b_enc, self.W_skip = (
             nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
-            for weights in (W_enc, W_dec, b_enc)
+            for weights in (W_enc, W_dec, b_enc, W_skip or [])
         )
         self.b_dec = nn.Parameter(b_dec, requires_grad=False)
         self.activations = nn.ModuleList(activations)
@@ -348,10 +376,26 @@ class CrossLayerTranscoder(nn.Module):
         return [activation(x.to(W.dtype) @ W + b) for x, W, b, activation in layers]
 
     def decode(
-        self, features: list[Float[Tensor, "*rows _feature"]]
+        self,
+        features: list[Float[Tensor, "*rows _feature"]],
+        streams: list[Float[Tensor, "*rows d_model"]] | None = None,
     ) -> list[Float[Tensor, "*rows d_model"]]:
-        """Return what is written to each layer."""
-        return [
+        """Return what is written to each layer.
+
+        Args:
+            features: the features of each layer.
+            streams: what each layer reads, for skip connections.
+
+        Raises:
+            ValueError: if there are skip connections, and nothing for them to read.
+        """
+        outputs = [
             sum(features[n] @ self.W_dec[n][:, layer - n] for n in range(layer + 1)) + bias
             for layer, bias in enumerate(self.b_dec)
         ]
+        if not self.W_skip:
+            return outputs
+        if streams is None:
+            raise ValueError("decode needs what each layer reads, as there are skip connections")
+        skips = zip(outputs, streams, self.W_skip, strict=True)
+        return [output + x.to(W.dtype) @ W for output, x, W in skips]

@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import FusedUnlessHooked, HookedRunner, HookError, Point
+from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
 from hooks.foreign import unknown_point
 from hooks.names import blocks_of
 from hooks.names import layers as by_layer
 from hooks.parts import Part, PartPoint, with_parts
 from interp.features.dictionary import CrossLayerTranscoder, Dictionary
+from interp.features.forms.places import point_at
 from interp.protocol import of, runner_of
 
 Error = Literal["live", "frozen"] | None
@@ -98,6 +99,7 @@ def splice(
     *,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
+    at: str | None = None,
 ) -> Iterator[HookedRunner]:
     """A `with` in which dictionaries are part of a model, and their features are points like others.
 
@@ -114,6 +116,8 @@ def splice(
             all that passes goes through features (and a skip connection). None: the error is left out.
         reads: the point that a transcoder reads, or one for each point; by default that of its config. A last part
             such as `ln2.normalized` is that of the same layer.
+        at: the point where a single dictionary stands; by default that of its config. Names of modules of `transformers`
+            that a config gives are those of the point with the same value in this model, which runs on a few tokens.
 
     Raises:
         TypeError: if one is no dictionary, or writes to several layers.
@@ -137,7 +141,7 @@ def splice(
     if error not in ("live", "frozen", None):
         raise ValueError(f"error must be 'live', 'frozen' or None; got {error!r}")
     runner = runner_of(model)
-    with with_parts(model, runner.points, placed(runner, dictionaries, error, reads)):
+    with with_parts(model, runner.points, placed(runner, dictionaries, error, reads, at)):
         yield HookedRunner(model)
 
 
@@ -146,10 +150,13 @@ def placed(
     dictionaries: Dictionaries,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
+    at: str | None = None,
 ) -> dict[str, SplicedDictionary]:
     """Dictionaries as parts for points of a model; see `splice`."""
     if isinstance(dictionaries, nn.Module):
-        dictionaries = {_place_of(dictionaries): dictionaries}  # type: ignore[dict-item]  # refused below
+        dictionaries = {at or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]  # refused below
+    elif at is not None:
+        raise ValueError(f"at must be None where each dictionary has its point; got {at}")
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
         if not isinstance(dictionary, Dictionary):
@@ -162,10 +169,10 @@ def placed(
             raise TypeError(
                 f"a dictionary of one layer must stand at {name}; got {type(dictionary).__name__} ({rule})"
             )
-        point = _point(runner, name)
+        point = _point(runner, name, "at")
         source = _reading(runner, dictionary, point, reads)
         _check_sizes(runner.model, dictionary, point, source)
-        parts[name] = SplicedDictionary(
+        parts[point.name] = SplicedDictionary(
             dictionary, point, None if source is point else source.name, error
         )
     return parts
@@ -175,15 +182,22 @@ def _place_of(dictionary: nn.Module) -> str:
     place = getattr(dictionary, "writes", None)
     if not isinstance(place, str):
         raise ValueError(
-            "the dictionary must say where it belongs, or give {'blocks.1.mlp_out': dictionary}; it does not"
+            "the dictionary must say where it belongs, or give at=, such as at='blocks.1.mlp_out'; it does not"
         )
     return place
 
 
-def _point(runner: HookedRunner, name: str) -> Point:
-    if name not in runner.points:
-        raise unknown_point(name, runner.points, "hook point")
-    return runner.points[name]
+def _point(runner: HookedRunner, name: str, option: str) -> Point:
+    """The point that a name means here; the option is what says another."""
+    known = point_at(name, runner.model, runner.points)
+    if known not in runner.points:
+        problem = unknown_point(name, runner.points, "hook point").args[0]
+        raise UnknownNameError(
+            f"{problem}, nor known to have its value in this model: give {option}= with the one that is meant",
+            name,
+            runner.points,
+        )
+    return runner.points[known]
 
 
 def _reading(
@@ -202,9 +216,9 @@ def _reading(
             raise ValueError(
                 f"the transcoder at {point.name} does not say what it reads: give reads="
             )
-    if name not in runner.points and point.layer is not None:
+    if point.layer is not None and any(each.endswith(f".{name}") for each in runner.points):
         name = by_layer(name, runner.points).get(point.layer, name)
-    source = _point(runner, name)
+    source = _point(runner, name, "reads")
     blocks = blocks_of(runner.model)
     if blocks.get(source.name) != blocks.get(point.name):
         raise HookError(
@@ -225,7 +239,7 @@ def _check_sizes(model: nn.Module, dictionary: Dictionary, point: Point, source:
         if expected not in (size, None):
             what = "read" if place is source else "write"
             raise ValueError(
-                f"the dictionary at {point.name} must {what} {expected} numbers at {place}; got one for {size}"
+                f"the dictionary at {point.name} must {what} {expected} numbers at {place}; got one for {size} (reads= and at= say other points)"
             )
 
 

@@ -99,4 +99,7 @@ def _across(transcoder: CrossLayerTranscoder, places: Mapping[str, int]) -> Iter
             return activation(value.to(W.dtype) @ W + b)
 
         decoders = transcoder.W_dec[n].unbind(1)
-        yield Encoder(n, transcoder.reads, encode, W_enc, b_enc, decoders, transcoder.b_dec[n])
+        skip = transcoder.W_skip[n] if transcoder.W_skip else None
+        yield Encoder(
+            n, transcoder.reads, encode, W_enc, b_enc, decoders, transcoder.b_dec[n], skip
+        )

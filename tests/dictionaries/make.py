@@ -2,7 +2,8 @@
 
 By hand, in an environment with sae-lens 6.54, eai-sparsify 1.3, dictionary-learning 0.1 and circuit-tracer 0.5:
 `python tests/dictionaries/make.py`. Each folder has the files that the library wrote, and `expected.safetensors`: inputs,
-and the features and the outputs that the library computed.
+and the features and the outputs that the library computed. `sparsify_of_2024` needs that library as it was in January 2025,
+when its package had the name `sae`: commit 0b58af4 of its repository, on the path.
 """
 
 import json
@@ -184,6 +185,21 @@ def sparsify():
         keep(f"sparsify_{name}/layers.1.mlp", x, dense, coder(x).sae_out)
 
 
+def sparsify_of_2024():
+    """A transcoder from before `transcode` was a field: a skip connection, and the decoder's bias subtracted."""
+    from sae import Sae, SaeConfig
+
+    coder = randomize(
+        Sae(D_IN, SaeConfig(num_latents=FEATURES, k=3, skip_connection=True), decoder=True)
+    )
+    folder = HERE / "sparsify_of_2024" / "layers.1.mlp"
+    coder.save_to_disk(folder)
+    x = inputs(D_IN)
+    kept, numbers = coder.encode(x)
+    dense = torch.zeros(len(x), FEATURES).scatter(-1, numbers, kept)
+    keep("sparsify_of_2024/layers.1.mlp", x, dense, coder(x).sae_out)
+
+
 def dictionary_learning():
     from dictionary_learning.dictionary import (
         AutoEncoder,
@@ -231,7 +247,7 @@ def dictionary_learning():
 
 
 def circuit_tracer():
-    from circuit_tracer.transcoder.activation_functions import JumpReLU
+    from circuit_tracer.transcoder.activation_functions import JumpReLU, TopK
     from circuit_tracer.transcoder.cross_layer_transcoder import CrossLayerTranscoder, load_clt
     from circuit_tracer.transcoder.single_layer_transcoder import (
         SingleLayerTranscoder,
@@ -260,6 +276,18 @@ def circuit_tracer():
     features = [layers[n].encode(x[:, n]) for n in layers]
     output = [layers[n].decode(features[n], x[:, n]) for n in layers]
     keep(folder.name, x, torch.stack(features, 1), torch.stack(output, 1))
+
+    # Top-k, which its loader reads from such a config since April 2026. Kept features may be negative.
+    layer = randomize(SingleLayerTranscoder(D_IN, FEATURES, TopK(7), 0, **options))
+    folder = HERE / "circuit_tracer_topk"
+    TranscoderSet({0: layer}, "mlp.hook_in", "mlp.hook_out").to_safetensors(folder)
+    (folder / "config.yaml").write_text(
+        "model_kind: transcoder_set\nfeature_input_hook: mlp.hook_in\nfeature_output_hook: mlp.hook_out\n"
+        "activation: topk\nk: 7\n"
+    )
+    x = inputs(D_IN)
+    features = layer.encode(x)
+    keep(folder.name, x, features, layer.decode(features, x))
 
     for name, activation in {"relu": "relu", "jump_relu": "jump_relu"}.items():
         clt = randomize(
@@ -321,5 +349,6 @@ if __name__ == "__main__":
         if folder.is_dir():
             shutil.rmtree(folder)
     with torch.no_grad():
-        for make in (sae_lens, sae_lens_training, sparsify, dictionary_learning, circuit_tracer):
+        for make in (sae_lens, sae_lens_training, sparsify, sparsify_of_2024, dictionary_learning):
             make()
+        circuit_tracer()

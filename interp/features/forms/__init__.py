@@ -13,7 +13,10 @@ from interp.features.forms import (
     circuit_tracer,
     dictionary_learning,
     gemma_scope,
+    gemma_scope_clt,
+    llama_scope,
     sae_lens,
+    saved,
     sparsify,
 )
 
@@ -25,7 +28,7 @@ class Form:
     """The files by which a form is recognised, as patterns, and its reader.
 
     Attributes:
-        files: patterns of files, each of which must be in the folder.
+        files: patterns of files, each of which must be in the folder; one of them if a file is a whole dictionary.
         read: the reader.
         single: whether one file is a whole dictionary, and the reader takes its path.
     """
@@ -45,4 +48,8 @@ FORMS: Mapping[str, Form] = {
     "cross_layer": Form(
         ("W_enc_0.safetensors", "W_dec_0.safetensors"), circuit_tracer.read_cross_layer
     ),
+    "gemma_scope_2_clt": Form(("params_layer_0.safetensors",), gemma_scope_clt.read),
+    "llama_scope": Form(("hyperparams.json", "checkpoints/final.safetensors"), llama_scope.read),
+    "llama_scope_r1": Form(("config.json", "sae_weights.safetensors"), llama_scope.read_r1),
+    "saved": Form(("*.pt", "*.pth"), saved.read, single=True),
 }

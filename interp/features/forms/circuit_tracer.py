@@ -6,28 +6,29 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
-from interp.features.activations import JumpReLU
+from interp.features.activations import JumpReLU, TopK
 from interp.features.dictionary import CrossLayerTranscoder, Dictionary
-from interp.features.forms.common import ours, require, yaml_of
+from interp.features.forms.common import Weights, require, require_known, yaml_of
+from interp.features.forms.places import ours
 
 
-def read(folder: Path) -> dict[str, Dictionary]:
+def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
     """circuit-tracer: `layer_0.safetensors` and so on, and `config.yaml` if it is there. By the points where they stand."""
-    config = yaml_of(folder)
+    config = _config_of(folder, "transcoder_set")
     reads, writes = (_last_part(config, end) for end in ("input", "output"))
     made = {}
     for layer in range(len([*folder.glob("layer_*.safetensors")])):
         weights = load_file(folder / f"layer_{layer}.safetensors")
+        saved_k = weights.pop("k", None)
         more = weights.keys() & {"W_skip", "activation_function.threshold"}
         require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, f"layer_{layer}")
         threshold = weights.get("activation_function.threshold")
         place = f"blocks.{layer}.{writes or 'mlp_out'}"
         made[place] = Dictionary(
             weights["W_enc"].T, weights["W_dec"], weights["b_enc"], weights["b_dec"],
-            nn.ReLU() if threshold is None else JumpReLU(threshold, relu=False),
-            W_skip=weights["W_skip"].T if "W_skip" in weights else None,
+            _activation(config, threshold, k, saved_k), W_skip=weights["W_skip"].T if "W_skip" in weights else None,
             reads=reads and f"blocks.{layer}.{reads}", writes=place, config=config,
         )  # fmt: skip
     return made
@@ -35,8 +36,8 @@ def read(folder: Path) -> dict[str, Dictionary]:
 
 def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
     """circuit-tracer's cross-layer transcoders: `W_enc_0.safetensors`, `W_dec_0.safetensors` and so on."""
-    config = yaml_of(folder)
-    layers = []
+    config = _config_of(folder, "cross_layer_transcoder")
+    layers: list[Weights] = []
     for n in range(len([*folder.glob("W_enc_*.safetensors")])):
         tensors = {
             name: tensor
@@ -44,7 +45,7 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
             for name, tensor in load_file(folder / f"W_{end}_{n}.safetensors").items()
         }
         weights = {name.removesuffix(f"_{n}"): tensor for name, tensor in tensors.items()}
-        more = weights.keys() & {"threshold"}
+        more = (layers[0] if layers else weights).keys() & {"threshold", "W_skip"}
         require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, f"layer {n}")
         layers.append(weights)
     return CrossLayerTranscoder(
@@ -52,10 +53,59 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
         [w["W_dec"] for w in layers],
         [w["b_enc"] for w in layers],
         torch.stack([w["b_dec"] for w in layers]),
-        [JumpReLU(w["threshold"], relu=False) if "threshold" in w else nn.ReLU() for w in layers],
+        [_activation(config, w.get("threshold")) for w in layers],
+        W_skip=[w["W_skip"] for w in layers] if "W_skip" in layers[0] else None,
         reads=_last_part(config, "input"),
         writes=_last_part(config, "output"),
         config=config,
+    )
+
+
+def _config_of(folder: Path, kind: str) -> dict[str, Any]:
+    """What `config.yaml` says of transcoders of this kind, whose files are those of the folder."""
+    config = {"model_kind": kind} | yaml_of(folder)
+    require_known(config, "config.yaml of circuit-tracer")
+    if config["model_kind"] != kind:
+        raise ValueError(
+            f"model_kind must be {kind!r} for these files; got {config['model_kind']!r}"
+        )
+    files = [path.partition("?")[0].rpartition("/")[2] for path in config.get("transcoders") or ()]
+    there = len([*folder.glob("layer_*.safetensors")])
+    if files and files != [f"layer_{n}.safetensors" for n in range(there)]:
+        raise ValueError(
+            f"transcoders must list layer_0.safetensors and so on, which are read; got {files}"
+        )
+    return config
+
+
+def _activation(
+    config: Mapping[str, Any],
+    threshold: Tensor | None,
+    k: int | None = None,
+    saved_k: Tensor | None = None,
+) -> nn.Module:
+    """The nonlinearity that config and file say; where the config says none, that which the file's tensors are of.
+
+    Args:
+        config: what `config.yaml` says.
+        threshold, saved_k: tensors of the file, where they are there.
+        k: the number that a caller gave.
+    """
+    fields = ("activation", "activation_function")
+    named = {str(config[name]).lower().replace("_", "") for name in fields if config.get(name)}
+    saved = "relu" if saved_k is None else "topk"
+    kinds = named or {saved if threshold is None else "jumprelu"}
+    ks = {int(each) for each in (k, config.get("k"), saved_k) if each is not None}
+    if kinds == {"relu"} and threshold is None and not ks:
+        return nn.ReLU()
+    if kinds == {"jumprelu"} and threshold is not None and not ks:
+        return JumpReLU(threshold, relu=False)
+    is_of_one_layer = config["model_kind"] == "transcoder_set"
+    if kinds == {"topk"} and threshold is None and len(ks) == 1 and is_of_one_layer:
+        return TopK(ks.pop(), relu=False)
+    raise ValueError(
+        "activation must be 'relu', 'jump_relu' with thresholds or, in one layer, 'topk' with one k, which config.yaml or "
+        f"k= says; got {' and '.join(sorted(kinds))} with {'no' if threshold is None else 'a'} threshold and k {sorted(ks)}"
     )
 
 

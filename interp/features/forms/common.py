@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hooks import UnknownNameError, hooks_name
+from hooks import UnknownNameError
+from interp.features.forms.fields import FIELDS
 
 Weights = dict[str, Tensor]
 
@@ -32,12 +34,19 @@ def yaml_of(folder: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
 
 
-def ours(name: str | None) -> str | None:
-    """Our name of a point of TransformerLens; the name itself where we have none, which `splice` will refuse."""
-    try:
-        return None if name is None else hooks_name(name)
-    except UnknownNameError:
-        return name
+def require_known(config: Mapping[str, Any], what: str) -> None:
+    """Raise a ValueError if a config has a field that a reader neither honours nor knows to change nothing.
+
+    Args:
+        config: the config.
+        what: what it is, a key of `FIELDS`.
+    """
+    known = {name for names in FIELDS[what] for name in names.split()}
+    for name in sorted(config.keys() - known):
+        hint = str(UnknownNameError("", name, known))
+        raise ValueError(
+            f"fields of {what} must be known here, or they might change what is computed; got {name!r}{hint}"
+        )
 
 
 def require(weights: Mapping[str, Tensor], names: set[str], what: str) -> None:
@@ -55,3 +64,14 @@ def no_factor(norm_factor: float | None) -> None:
         raise ValueError(
             f"norm_factor must be None here: the files say all, or were normed at run time; got {norm_factor}"
         )
+
+
+def full_precision(weights: Weights) -> Weights:
+    """Return weights in float32, or in what they have if that is more. A factor goes into them without rounding."""
+    return {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in weights.items()}
+
+
+BY_HAND = """By hand, three lines build one:
+    weights = torch.load(path, weights_only=True)  # or safetensors.torch.load_file(path)
+    W_enc, W_dec, b_enc, b_dec = ...  # of these: [d_in feature], [feature d_out], [feature], [d_out]
+    sae = Dictionary(W_enc, W_dec, b_enc, b_dec, torch.nn.ReLU())  # or TopK(k), JumpReLU(threshold); see help(Dictionary)"""

@@ -8,7 +8,8 @@ from torch import nn
 
 from interp.features.activations import Gated, JumpReLU, TopK
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, no_factor, require
+from interp.features.forms.common import json_of, no_factor, require, require_known
+from interp.features.forms.places import ours
 
 
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
@@ -17,8 +18,14 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     Features are those of the file. That library's own loader divides decoder rows of `AutoEncoder` by their lengths, and
     multiplies features with them.
     """
-    trainer = json_of(folder / "config.json")
-    trainer = trainer.get("trainer", trainer)
+    config = json_of(folder / "config.json")
+    trainer = config.get("trainer", config)
+    if trainer is not config:
+        require_known(config, "config.json of dictionary_learning")
+    require_known(trainer, "trainer in config.json")
+    require_known(config.get("buffer", {}), "buffer in config.json")
+    if (end := config.get("buffer", {}).get("io", "out")) != "out":
+        raise ValueError(f"io must be 'out', as values that go in have no place here; got {end!r}")
     weights = torch.load(folder / "ae.pt", map_location="cpu", weights_only=True)
     if "ae" in weights:  # {step, ae, optimizer, ..., norm_factor}
         norm_factor = weights.get("norm_factor", 1.0) if norm_factor is None else norm_factor
@@ -28,9 +35,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     kind = trainer.get("dict_class")
     place: dict[str, Any] = {"config": trainer}
     if (name := trainer.get("submodule_name")) is not None:
-        stream, _, layer = name.partition("_layer_")
-        name = f"blocks.{layer}.resid_post" if stream == "resid_post" else name
-        place |= {"reads": name, "writes": name}
+        place |= {"reads": ours(name), "writes": ours(name)}
     tensors = {
         {"encoder.weight": "W_enc", "decoder.weight": "W_dec", "encoder.bias": "b_enc"}.get(
             name, name
@@ -54,9 +59,12 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
         activation = Gated(tensors["gate_bias"], tensors["r_mag"], tensors["mag_bias"])
         b_enc = torch.zeros_like(tensors["r_mag"])
     elif kind == "AutoEncoderTopK":
-        named |= tensors.keys() & {"threshold"} | {"k"}
+        named |= tensors.keys() & {"threshold", "k"}
         require(tensors, named | {"b_enc"}, kind)
-        activation = TopK(int(tensors["k"]))
+        ks = {int(k) for k in (tensors.get("k"), trainer.get("k")) if k is not None}
+        if len(ks) != 1:
+            raise ValueError(f"{kind} must have one k, in ae.pt or config.json; got {sorted(ks)}")
+        activation = TopK(ks.pop())
     elif kind in ("JumpReluAutoEncoder", "BatchTopKSAE", "MatryoshkaBatchTopKSAE"):
         named |= {"threshold"} | tensors.keys() & {"k", "group_sizes"}
         require(tensors, named | {"b_enc"}, kind)

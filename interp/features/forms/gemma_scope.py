@@ -1,5 +1,6 @@
 """Dictionaries of Gemma Scope, 1 and 2."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,39 +9,88 @@ from safetensors.torch import load_file
 
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, require
+from interp.features.forms.common import json_of, require, require_known
+from interp.features.forms.places import ours
+
+# A repository, or its folder in a cache: `models--google--gemma-scope-2b-pt-res`. What its dictionaries write, by its name.
+_REPOSITORY = re.compile(r"gemma-scope-\d+b-[a-z]+-(res|mlp|att|transcoders)\b")
+_WRITES = {"res": "resid_post", "mlp": "mlp_out", "att": "attn.z", "transcoders": "mlp_out"}
+# What they are of, in a repository: `embedding/width_4k/average_l0_6` or `layer_3/width_16k/average_l0_59`.
+_PLACE = re.compile(r".*/(?:embedding/width_|layer_(\d+)(?:/|$))")
 
 
-def read(folder: Path) -> Dictionary:
-    """Gemma Scope 1: `params.npz`.
+def read(
+    folder: Path, *, scale_embeddings: bool | None = None, transcodes: bool | None = None
+) -> Dictionary:
+    """Gemma Scope 1: `params.npz`. The path says what is in it, and else the caller.
 
-    A folder `embedding` has those that read embeddings scaled by √d_model. A repository `...-transcoders` has those that
-    read what the norm before the MLP gives, before its gain; see `Dictionary.with_input_gain`.
+    A folder `embedding/width_4k` has those that read embeddings scaled by √d_model. A repository `...-transcoders` has those
+    that read what the norm before the MLP gives, before its gain; see `Dictionary.with_input_gain`.
     """
     with np.load(folder / "params.npz") as file:
         weights = {name: torch.from_numpy(file[name]) for name in file}
     names = {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
     weights = {"W_" + n[2:] if n.startswith("w_") else n: weight for n, weight in weights.items()}
     require(weights, names, "params.npz")
-    root = weights["W_enc"].shape[0] ** 0.5 if "embedding" in folder.parts[-3:] else 1.0
-    is_transcoder = any(part.endswith("-transcoders") for part in folder.parts[-6:])
+    kind, is_embedding, block = _said_by(folder)
+    if scale_embeddings is None:
+        scale_embeddings = is_embedding
+    if scale_embeddings is None:
+        raise ValueError(
+            f"scale_embeddings= must say whether {folder} is for embeddings, which are scaled by √d_model, and transcodes= "
+            "whether it is a transcoder: its path does not"
+        )
+    if transcodes is None and (kind or scale_embeddings):
+        transcodes = kind == "transcoders"
+    root = weights["W_enc"].shape[0] ** 0.5 if scale_embeddings else 1.0
+    writes = "embed" if scale_embeddings else f"{block}{_WRITES[kind]}" if kind and block else None
+    reads = f"{block}ln2.hook_normalized" if transcodes else writes
     return Dictionary(
         weights["W_enc"] / root, weights["W_dec"] * root, weights["b_enc"], weights["b_dec"], JumpReLU(weights["threshold"]),
-        reads="ln2.normalized before its gain" if is_transcoder else None,
+        # The features of both are the same. What they read is not: `splice` refuses this name.
+        reads="what load_sae(..., transcodes=) says" if transcodes is None else reads, writes=writes, transcodes=transcodes,
     )  # fmt: skip
+
+
+def _said_by(folder: Path) -> tuple[str | None, bool | None, str]:
+    """The kind of repository, whether the dictionary is for embeddings, and the first part of names in its block.
+
+    Files in a cache are links to others whose path says less than the folder's; elsewhere a file may be a link into a cache.
+    """
+    kind, is_embedding, block = None, None, ""
+    for path in (folder.resolve(), folder.absolute(), (folder / "params.npz").resolve().parent):
+        kinds = _REPOSITORY.findall(path.as_posix())
+        kind = kind or (kinds[-1] if kinds else None)
+        if is_embedding is None and (place := _PLACE.match(path.as_posix())):
+            is_embedding, block = place[1] is None, f"blocks.{place[1]}." if place[1] else ""
+    return kind, is_embedding, block
 
 
 def read_2(folder: Path) -> Dictionary:
     """Gemma Scope 2: `params.safetensors` and `config.json`."""
     config, weights = json_of(folder / "config.json"), load_file(folder / "params.safetensors")
+    require_known(config, "config.json of Gemma Scope 2")
     if config.get("architecture") != "jump_relu":
         raise ValueError(f"architecture must be 'jump_relu'; got {config.get('architecture')!r}")
     skip = weights.keys() & {"affine_skip_connection"}
     require(weights, {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip, "config.json")
-    # Modules of transformers: who splices a transcoder says which points of ours they are.
-    reads = config.get("hf_hook_point_in")
-    writes = config.get("hf_hook_point_out", reads)
+    if config.get("affine_connection", bool(skip)) != bool(skip):
+        raise ValueError(
+            f"affine_connection must be {str(bool(skip)).lower()}, as the weights have {'an' if skip else 'no'} affine_skip_connection"
+        )
+    reads, writes = (
+        # In Gemma 3 nothing stands between heads and this map.
+        ours(name and re.sub(r"^(?:\w+\.)*layers\.(\d+)\.self_attn\.o_proj\.input$", r"blocks.\1.attn.z", name))
+        for name in (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
+    )  # fmt: skip
+    writes = writes or reads
+    kind = config.get("type")
+    if kind not in (None, "sae", "transcoder") or (kind == "sae" and reads != writes):
+        raise ValueError(
+            f"type must be 'sae', of one point, or 'transcoder'; got {kind!r} from {reads} to {writes}"
+        )
     return Dictionary(
         weights["w_enc"], weights["w_dec"], weights["b_enc"], weights["b_dec"], JumpReLU(weights["threshold"]),
-        W_skip=weights.get("affine_skip_connection"), reads=reads, writes=writes, config=config,
+        W_skip=weights.get("affine_skip_connection"), transcodes=None if kind is None else kind == "transcoder",
+        reads=reads, writes=writes, config=config,
     )  # fmt: skip

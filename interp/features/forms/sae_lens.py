@@ -10,22 +10,10 @@ from torch import nn
 
 from interp.features.activations import Gated, JumpReLU, TopK
 from interp.features.dictionary import Dictionary, MatchingPursuit, Norm
-from interp.features.forms.common import Weights, json_of, no_factor, ours, require
+from interp.features.forms.common import Weights, json_of, no_factor, require, require_known
+from interp.features.forms.places import ours
 
-# Fields of cfg.json (SAELens 6) that say what the function is; all others must be among the next.
-_SAE_LENS = {
-    *("architecture", "d_in", "d_sae", "d_out", "apply_b_dec_to_input", "normalize_activations"),
-    *(
-        "reshape_activations",
-        "k",
-        "rescale_acts_by_decoder_norm",
-        "residual_threshold",
-        "max_iterations",
-    ),
-    *("stop_on_duplicate_support", "metadata"),
-}
-_WITHOUT_EFFECT = {"dtype", "device", "use_sparse_activations"}
-# Before version 6 one flat object held these names, and all settings of the training beside them.
+# Before version 6 one flat object held all that is in `metadata` since, the first of these under older names.
 _OLD_NAMES = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -37,16 +25,12 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     """SAELens: `cfg.json` and `sae_weights.safetensors`, of version 6 or before."""
     config = json_of(folder / "cfg.json")
     weights = load_file(folder / "sae_weights.safetensors")
-    about = config.get("metadata")
-    if about is None:
-        config = {_OLD_NAMES.get(name, name): value for name, value in config.items()}
-        about = config
-        _translate_old(config, weights)
-    else:
-        training = about.get("training_architecture_details", {})
-        if unknown := config.keys() - _SAE_LENS - _WITHOUT_EFFECT - training.keys():
-            listed = ", ".join(sorted(unknown))
-            raise ValueError(f"cfg.json has fields that are not known here: {listed}")
+    metadata = config.get("metadata") or {}
+    training = metadata.get("training_architecture_details", {})
+    require_known({n: v for n, v in config.items() if n not in training}, "cfg.json of SAELens")
+    config = {_OLD_NAMES.get(name, name): value for name, value in config.items()}
+    about = config | metadata
+    _translate(config, weights)
     kind = config.get("architecture", "standard")
     is_transcoder = "transcoder" in kind
     place: dict[str, Any] = {
@@ -105,13 +89,21 @@ def _sae_lens_norm(config: Mapping[str, Any], norm_factor: float | None) -> tupl
     return norms[name], 1.0
 
 
-def _translate_old(config: dict[str, Any], weights: Weights) -> None:
-    """Gives a flat config the fields of version 6."""
+def _translate(config: dict[str, Any], weights: Weights) -> None:
+    """Gives a config of any version the fields of version 6."""
     activation = config.get("activation_fn", "relu")
+    if activation == "topk" and "metadata" in config and config.get("architecture") != "topk":
+        raise ValueError(
+            f"architecture must be 'topk', as activation_fn is; got {config.get('architecture')!r}"
+        )
     if activation == "topk":
         config |= {"architecture": "topk", **config.get("activation_fn_kwargs", {})}
     elif activation != "relu":
         raise ValueError(f"activation_fn must be 'relu' or 'topk'; got {activation!r}")
+    if config.get("reshape_activations") not in (None, "none", "hook_z"):
+        raise ValueError(
+            f"reshape_activations must be 'none' or 'hook_z'; got {config['reshape_activations']!r}"
+        )
     norm = config.get("normalize_activations")
     if isinstance(norm, bool):
         config["normalize_activations"] = "expected_average_only_in" if norm else "none"

@@ -6,32 +6,39 @@ from safetensors.torch import load_file
 
 from interp.features.activations import GroupMax, TopK
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, require
-
-_FIELDS = {
-    *("activation", "expansion_factor", "normalize_decoder", "num_latents", "k", "multi_topk"),
-    *("skip_connection", "transcode", "d_in"),
-}
+from interp.features.forms.common import json_of, require, require_known
+from interp.features.forms.places import ours
 
 
-def read(folder: Path) -> Dictionary:
-    """sparsify: `cfg.json` and `sae.safetensors`."""
+def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
+    """sparsify: `cfg.json` and `sae.safetensors`.
+
+    Transcoders from before `transcode` was a field (February 2025) subtract the bias of the decoder, as autoencoders do.
+    Those with a skip connection are known by it, others only to the caller.
+    """
     config, weights = json_of(folder / "cfg.json"), load_file(folder / "sae.safetensors")
-    if unknown := config.keys() - _FIELDS:
-        raise ValueError(
-            f"cfg.json has fields that are not known here: {', '.join(sorted(unknown))}"
-        )
+    require_known(config, "cfg.json of sparsify")
     skip = weights.keys() & {"W_skip"}
     require(weights, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"} | skip, "cfg.json")
     kinds = {"topk": TopK, "groupmax": GroupMax}
     kind = config.get("activation", "topk")
     if kind not in kinds:
         raise ValueError(f"activation must be 'topk' or 'groupmax'; got {kind!r}")
+    if config.get("signed"):
+        raise ValueError("signed must be false, as features are not negative; got true")
+    if bool(skip) != config.get("skip_connection", bool(skip)):
+        raise ValueError(
+            f"skip_connection must be {str(bool(skip)).lower()}, as the weights have {'a' if skip else 'no'} W_skip"
+        )
     # The folder has the name of a module of transformers.
-    is_transcoder = bool(config.get("transcode", False))
-    reads = f"the input of {folder.name}" if is_transcoder else folder.name
+    name = folder.absolute().name
+    is_transcoder = config.get("transcode", bool(skip) or bool(transcodes))
+    if transcodes not in (None, is_transcoder):
+        raise ValueError(
+            f"transcodes must be None or {is_transcoder}, as cfg.json says; got {transcodes}"
+        )
     return Dictionary(
         weights["encoder.weight"].T, weights["W_dec"], weights["encoder.bias"], weights["b_dec"], kinds[kind](int(config["k"])),
-        W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=not is_transcoder, transcodes=is_transcoder, reads=reads, writes=folder.name,
-        config=config,
+        W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=not config.get("transcode", False), transcodes=is_transcoder,
+        reads=ours(f"{name}.input" if is_transcoder else name), writes=ours(name), config=config,
     )  # fmt: skip

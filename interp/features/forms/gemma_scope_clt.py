@@ -1,0 +1,49 @@
+"""Cross-layer transcoders of Gemma Scope 2."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from interp.features.activations import JumpReLU
+from interp.features.dictionary import CrossLayerTranscoder
+from interp.features.forms.common import Weights, json_of, require, require_known
+
+_READS = "pre_feedforward_layernorm"
+
+
+def read(folder: Path) -> CrossLayerTranscoder:
+    """Gemma Scope 2: `params_layer_0.safetensors` and so on, and `config.json` if it is there.
+
+    They read what the norm before the MLP gives, and write what the norm after it gives. Crosscoders have files of the same
+    names, and are refused.
+    """
+    config = json_of(folder / "config.json") if (folder / "config.json").is_file() else {}
+    kind, reads = (
+        config.get("architecture", "jump_relu"),
+        str(config.get("hf_hook_point_in") or _READS),
+    )
+    require_known(config, "config.json of Gemma Scope 2")
+    if kind != "jump_relu" or _READS not in reads or "crosscoder" in folder.absolute().parts[-2:]:
+        raise ValueError(
+            f"a cross-layer transcoder must be of jump_relu and read {_READS}.output; got {kind} at {reads} in {folder}"
+        )
+    layers: list[Weights] = []
+    n_layers = len([*folder.glob("params_layer_*.safetensors")])
+    for n in range(n_layers):
+        weights = load_file(folder / f"params_layer_{n}.safetensors")
+        skip = (layers[0] if layers else weights).keys() & {"affine_skip_connection"}
+        names = {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip
+        require(weights, names, f"params_layer_{n}")
+        if weights["w_dec"].shape[1] != n_layers or weights["w_dec"][:, :n].any():
+            raise ValueError(
+                f"w_dec of params_layer_{n} must be [feature layer d_model] of {n_layers} layers, and 0 for those before; "
+                f"got {[*weights['w_dec'].shape]}, or others before"
+            )
+        layers.append(weights | {"w_dec": weights["w_dec"][:, n:].contiguous()})
+    return CrossLayerTranscoder(
+        [w["w_enc"] for w in layers], [w["w_dec"] for w in layers], [w["b_enc"] for w in layers],
+        torch.stack([w["b_dec"] for w in layers]), [JumpReLU(w["threshold"]) for w in layers],
+        W_skip=[w["affine_skip_connection"] for w in layers] if "affine_skip_connection" in layers[0] else None,
+        reads="ln2.normalized", writes="mlp_out", config=config,
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Dictionaries of Llama Scope, and of its second form, that of R1 (OpenMOSS' Language-Model-SAEs)."""
+
+from collections.abc import Mapping, Set
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from interp.features.activations import JumpReLU
+from interp.features.dictionary import Dictionary
+from interp.features.forms.common import Weights, full_precision, json_of, require, require_known
+from interp.features.forms.places import ours
+
+_RULES = {
+    "act_fn": "jumprelu",
+    "sae_type": "sae",
+    "use_glu_encoder": False,
+    "apply_decoder_bias_to_pre_encoder": False,
+}
+_WEIGHTS = {"encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias"}
+
+
+def read(folder: Path) -> Dictionary:
+    """Llama Scope: `hyperparams.json` and `checkpoints/final.safetensors`.
+
+    Features have the scale of what is read as it is; the library's own loader gives those of `with_unit_decoder`. The
+    threshold was found for these.
+    """
+    config = _config_of(folder / "hyperparams.json", {"jump_relu_threshold"})
+    weights = load_file(folder / "checkpoints" / "final.safetensors")
+    require(weights, _WEIGHTS, "final.safetensors")
+    norms = config.get("dataset_average_activation_norm") or {}
+    factors = _factors(config, norms.get("in"), norms.get("out"))
+    threshold = torch.full([len(weights["encoder.bias"])], float(config["jump_relu_threshold"]))
+    return _made(config, weights, *factors, threshold)
+
+
+def read_r1(folder: Path) -> Dictionary:
+    """Llama Scope R1: `config.json` and `sae_weights.safetensors`, which has the norms of activations.
+
+    Its thresholds were trained, on features of normed activations.
+    """
+    config = _config_of(folder / "config.json")
+    weights = load_file(folder / "sae_weights.safetensors")
+    start = "dataset_average_activation_norm."
+    norms = {
+        n.removeprefix(start): float(weights.pop(n)) for n in [*weights] if n.startswith(start)
+    }
+    require(weights, _WEIGHTS | {"log_jumprelu_threshold"}, "sae_weights.safetensors")
+    ends = config["hook_point_in"], config.get("hook_point_out") or config["hook_point_in"]
+    s_in, s_out = _factors(config, *map(norms.get, ends))
+    by_length = config.get("sparsity_include_decoder_norm", True)
+    threshold = weights["log_jumprelu_threshold"].float().exp() / (s_out if by_length else s_in)
+    return _made(config, weights, s_in, s_out, threshold)
+
+
+def _config_of(path: Path, needed: Set[str] = frozenset()) -> dict[str, Any]:
+    """The config in a file, if it says nothing that a `Dictionary` cannot do."""
+    config = json_of(path)
+    require_known(config, "config of Llama Scope")
+    if missing := sorted(({"hook_point_in", "d_model"} | needed) - config.keys()):
+        raise ValueError(f"{path.name} must have {', '.join(missing)}; it does not")
+    for name, rule in _RULES.items():
+        if (value := config.get(name, rule)) != rule:
+            raise ValueError(f"{name} of {path.name} must be {rule!r}; got {value!r}")
+    return config
+
+
+def _factors(
+    config: Mapping[str, Any], norm_in: float | None, norm_out: float | None
+) -> tuple[float, float]:
+    """What activations were multiplied by in training, so that their mean length was √d_model."""
+    kind = config.get("norm_activation", "dataset-wise")
+    if kind == "inference":
+        return 1.0, 1.0
+    if kind != "dataset-wise" or not norm_in or not norm_out:
+        raise ValueError(
+            "norm_activation must be 'inference', or 'dataset-wise' with dataset_average_activation_norm of what is read and "
+            f"written; got {kind!r} with {norm_in} and {norm_out}"
+        )
+    root = sqrt(config["d_model"])
+    return root / norm_in, root / norm_out
+
+
+def _made(
+    config: Mapping[str, Any], weights: Weights, s_in: float, s_out: float, threshold: Tensor
+) -> Dictionary:
+    """The dictionary with the factors in its weights.
+
+    Args:
+        config: the config.
+        weights: the tensors of the file.
+        s_in, s_out: what was multiplied with what is read and written.
+        threshold: of each feature times the length of its row in `W_dec` if the config says so, else of the feature.
+    """
+    width = config["d_model"]
+    size = [int(config.get("d_sae") or width * config["expansion_factor"]), width]
+    weights = full_precision(weights)
+    if (got := [*weights["encoder.weight"].shape]) != size:
+        raise ValueError(f"encoder.weight must be [d_sae d_model], {size}; got {got}")
+    W_dec = weights["decoder.weight"].T * (s_in / s_out)
+    if config.get("sparsity_include_decoder_norm", True):
+        threshold = threshold / W_dec.norm(dim=1)
+    reads = ours(config["hook_point_in"])
+    return Dictionary(
+        weights["encoder.weight"].T, W_dec, weights["encoder.bias"] / s_in, weights["decoder.bias"] / s_out,
+        JumpReLU(threshold, relu=False), reads=reads, writes=ours(config.get("hook_point_out")) or reads, config=config,
+    )  # fmt: skip

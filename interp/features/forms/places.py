@@ -1,0 +1,117 @@
+"""Places that the files of other libraries name, and our points that have their values.
+
+1. What has the same value in every model that has it gets our name when the file is read (`ours`).
+2. What depends on the model is looked up when a dictionary is spliced into it (`point_at`): the model runs on a few tokens,
+   and the point is the one whose value the named module read or gave, bit by bit. So a norm or a factor between the two
+   gives no point.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import HookedRunner, Point, UnknownNameError, hooks_name
+from hooks.point import tensors_in
+from interp.protocol import n_logits, of
+
+# A block of a model of `transformers`, a module in it, and whether what that reads or what it gives is meant.
+_MODULE = re.compile(
+    r"(?:(?:base_model|model|language_model|transformer|gpt_neox|decoder)\.)*"
+    r"(?:layers|h|blocks)\.(?P<layer>\d+)(?:\.(?P<module>(?!input$|output$).+?))?(?:\.(?P<end>input|output))?"
+)
+_DICTIONARY_LEARNING = re.compile(
+    r"(?P<module>resid_post|mlp_out|attention_out)_layer_(?P<layer>\d+)"
+)
+_MODULES = {"resid_post": "", "mlp_out": "mlp", "attention_out": "self_attn"}
+
+# What is the same in every model that has such a module, by the module and the end of it that is meant.
+_EXACT = {
+    ("", "input"): "resid_pre",
+    ("", "output"): "resid_post",
+    ("pre_feedforward_layernorm", "output"): "ln2.normalized",
+    ("post_feedforward_layernorm", "output"): "mlp_out",
+}
+# Words of families for the same module.
+_WORDS = (
+    ("self_attn", "attention", "attn", "self_attention"),
+    ("o_proj", "out_proj", "dense", "c_proj", "output"),
+)
+# Our points of a block, the usual first: norms and streams may give the same tensor twice.
+_POINTS = ["resid_post", "mlp_out", "attn_out", "resid_mid", "resid_pre"]
+_POINTS += ["ln2.normalized", "ln1.normalized", "attn.z", "mlp.post"]
+
+
+def ours(name: str | None) -> str | None:
+    """Our name of a place that has the same value in every model; the name itself for any other, for `point_at`."""
+    if name is None:
+        return None
+    layer, module, end = _parsed(name)
+    if (module, end) in _EXACT:
+        return f"blocks.{layer}.{_EXACT[module, end]}"
+    try:
+        return hooks_name(name)
+    except UnknownNameError:
+        return name
+
+
+def point_at(name: str, model: nn.Module, points: Mapping[str, Point]) -> str:
+    """The name of the point of a model that has the value of a place; the name itself if none is known to."""
+    if name in points:
+        return name
+    name = ours(name) or name
+    layer, module, end = _parsed(name)
+    if layer is not None and (point := _measured(layer, module, end, model, points)):
+        return point
+    try:
+        return hooks_name(name, model=model)
+    except UnknownNameError:
+        return name
+
+
+def _parsed(name: str) -> tuple[int | None, str, str]:
+    """The block, the module in it and the end of it that a name means; no block if it is no such name."""
+    if match := _DICTIONARY_LEARNING.fullmatch(name):
+        return int(match["layer"]), _MODULES[match["module"]], "output"
+    if match := _MODULE.fullmatch(name):
+        return int(match["layer"]), match["module"] or "", match["end"] or "output"
+    return None, "", ""
+
+
+def _measured(
+    layer: int, module: str, end: str, model: nn.Module, points: Mapping[str, Point]
+) -> str | None:
+    """The point whose value a module reads or gives in a run on a few tokens."""
+    blocks = getattr(of(model), "blocks", ())
+    modules = dict(blocks[layer].named_modules()) if layer < len(blocks) else {}
+    words = [next((same for same in _WORDS if part in same), (part,)) for part in module.split(".")]
+    known = (module, *map(".".join, itertools.product(*words)))
+    found = next((modules[each] for each in known if each in modules), None)
+    names = [each for last in _POINTS if (each := f"blocks.{layer}.{last}") in points]
+    if found is None or not names:
+        return None
+    seen: list[Tensor] = []
+
+    def see(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        value = (args, kwargs) if end == "input" else output
+        seen.append(next(tensors_in(value)).detach().clone())
+
+    handle = found.register_forward_hook(see, with_kwargs=True)
+    try:
+        device = next(model.parameters()).device
+        tokens = torch.arange(1, 6, device=device)[None] % n_logits(model)
+        cache = HookedRunner(model).capture(tokens, names=names)
+    finally:
+        handle.remove()
+    same = (each for each in names if len(seen) == 1 and _is_same(cache[each], seen[0]))
+    return next(same, None)
+
+
+def _is_same(value: Tensor, seen: Tensor) -> bool:
+    """Whether two values are the same bit by bit, heads in a row, and not zero, which might be anything."""
+    if value.numel() != seen.numel() or not seen.any():
+        return False
+    return torch.equal(value.reshape(seen.shape), seen)
