@@ -3,7 +3,7 @@
 import html
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -173,10 +173,8 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
         return type(self)(arrived, self._axes, self._origin, None, self.skipped, self._masks)
 
-    def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
-        """The values of all layers whose names end in `short`, stacked: [layer, ...].
-
-        If they are on several devices, the result is on that of the first layer.
+    def layers(self, short: str) -> Iterator[Tensor]:
+        """The values of all layers whose names end in `short`, one after the other. A lazy cache keeps none of them.
 
         Raises:
             UnknownNameError: if there is no such value.
@@ -186,19 +184,40 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         missing = [name for name in names_by_layer.values() if name not in self._values]
         if missing:
             raise CacheError(
-                f"stack({short!r}) needs every layer, and {', '.join(missing[:4])} "
+                f"all layers of {short!r} are needed, and {', '.join(missing[:4])} "
                 f"{'is' if len(missing) == 1 else 'are'} not in this cache"
                 + "".join(f"; {self.skipped[name]}" for name in missing[:4] if name in self.skipped)
             )
+        return (self.read(name)[0] for name in names_by_layer.values())
+
+    def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
+        """The values of all `layers`, stacked: [layer, ...].
+
+        If they are on several devices, the result is on that of the first layer.
+
+        Raises:
+            UnknownNameError, CacheError: as for `layers`.
+        """
+        return stacked(self.layers(short))
+
+    def read(self, *keys: str | tuple[str, int]) -> tuple[Tensor, ...]:
+        """The values under several keys. A lazy cache runs each of their blocks once, and keeps none of them.
+
+        Raises:
+            UnknownNameError: if the cache has no such value.
+        """
+        names = [self.name(key) for key in keys]
         if isinstance(self._values, LazyValues):
-            self._values.fill(names_by_layer.values())
-        return stacked(self._values[name] for name in names_by_layer.values())
+            values: Mapping[str, Tensor] = self._values.several(names)
+            return tuple(values[name] for name in names)
+        return tuple(self._values[name] for name in names)
 
     def at(self, **where: Index) -> "ActivationCache":
         """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
 
-        An integer drops the axis. A list or a mask makes copies. Values without the axis stay whole. Lazy
-        values are computed first.
+        An integer drops the axis. A list or a mask makes copies. Values without the axis stay whole. `pos` also cuts
+        `query`, as `positions=` of a run does, unless that is given too. Of a lazy cache it
+        is lazy: a value is computed and cut when it is read, and only then is a place that it lacks an error.
 
         Along `pos`, `query` and `key` of texts with padding, negative places count real tokens of each text, so `pos=-1`
         is the last one of each, a copy; `hooks.positions.Selection` has all forms.
@@ -212,6 +231,8 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         for axis in where:
             if axis not in known:
                 raise unknown_name(axis, sorted(known), "axis of any value in this cache")
+        if "pos" in where and "query" in known:
+            where = {"query": where["pos"], **where}
         by_text = {axis: Selection(where[axis]) for axis in TEXT_AXES if axis in where}
         masks = self._masks_at(where.get("batch", slice(None)))
         by_text = {a: chosen for a, chosen in by_text.items() if not chosen.is_plain(masks.get(a))}
@@ -230,9 +251,12 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         left = {axis: mask for axis, mask in masks.items() if axis not in where}
         for axis in [axis for axis in masks if axis in where]:
             if not (chosen := Selection(where[axis])).is_one:
-                mask, axes = masks[axis], ("batch", axis)
-                left[axis], _ = _cut(mask, axes, axis, chosen, mask, "the texts")
-        return self._mapped(cut, {name: _left(self.axes(name), where) for name in self}, left)
+                mask = masks[axis]
+                left[axis], _ = _cut(mask, ("batch", axis), axis, chosen, mask, "the texts")
+        axes = {name: _left(self.axes(name), where) for name in self}
+        if not isinstance(self._values, LazyValues):
+            return self._mapped(cut, axes, left)
+        return type(self)(self._values.changed(cut), axes, self._origin, None, self.skipped, left)
 
     def _masks_at(self, batch: Any) -> dict[str, Tensor]:
         """The masks of some of the texts."""
@@ -250,7 +274,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
         """A cache on another device, or in another floating dtype. Integers keep their dtype.
 
-        Lazy values are computed first.
+        Lazy values are computed first, one block at a time.
 
         Raises:
             ValueError: if the dtype is not a floating one.
@@ -281,13 +305,13 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the values and gradients as safetensors, completely or not at all.
 
-        Lazy values are computed first.
+        Lazy values are computed first, and all are in memory together.
 
         Raises:
             FileNotFoundError: if there is no such directory.
         """
         inputs = {n: value for n, value in self.inputs.items() if isinstance(value, Tensor)}
-        tensors = dict(self) | {_INPUT + name: value for name, value in inputs.items()}
+        tensors = dict(self._by_block()) | {_INPUT + name: value for name, value in inputs.items()}
         tensors |= {_MASK + axis: mask for axis, mask in self._masks.items()}
         if self._grads:
             tensors |= {_GRAD + name: grad for name, grad in self.grads.items()}
@@ -328,13 +352,16 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
             cache.require_weights_of(model)
         return cache
 
+    def _by_block(self) -> Iterable[tuple[str, Tensor]]:
+        return self._values.by_block() if isinstance(self._values, LazyValues) else self.items()
+
     def _mapped(
         self,
         change: Callable[[str, Tensor], Tensor],
         axes: Mapping[str, tuple[str, ...]],
         masks: Mapping[str, Tensor],
     ) -> "ActivationCache":
-        values = {name: change(name, value) for name, value in self.items()}
+        values = {name: change(name, value) for name, value in self._by_block()}
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
         return type(self)(values, axes, self._origin, grads or None, self.skipped, masks)
 

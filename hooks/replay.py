@@ -2,11 +2,11 @@
 
 1. Before the run, each block with requested points notes the state of its weights (`BlockCall.listen`).
 2. During the run, each block stores copies of its arguments and a sample of its output.
-3. When a value is read, its block runs again on those arguments, under the edits of the first run, and all
-   requested values of that block are recorded (`BlockCall.read`).
+3. When a value is read, its block runs again on those arguments, under the edits of the first run, and that
+   value is recorded, or all those that are asked for together (`BlockCall.read`).
 4. If the weights or the sample differ, the block has changed, and the read is an error. A wrong value is
    never given.
-5. The values stay in memory until `LazyValues.drop`.
+5. What was read by itself stays in memory until `LazyValues.drop`. What is read together does not.
 
 Keeping inputs and computing the rest again is the idea of activation checkpointing (Chen et al. 2016).
 """
@@ -14,7 +14,7 @@ Keeping inputs and computing the rest again is the idea of activation checkpoint
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hooks import _torch
 from hooks.beside import unwatched
 from hooks.capture import Recorder
-from hooks.copies import Copies
+from hooks.copies import Copies, private
 from hooks.errors import CacheError, HookError
 from hooks.modes import Options
 from hooks.names import Blocks
@@ -212,16 +212,28 @@ class BlockCall:
 
 
 class LazyValues(Mapping[str, Tensor]):
-    """Values of a lazy run: some kept from the run, the rest recomputed one block at a time.
+    """Values of a lazy run: some kept from the run, the rest computed again, one block at a time.
 
-    Reading one value recomputes all requested values of its block, and keeps them until `drop`.
-    A deep copy or a pickle is a plain dict of all values.
+    Reading one value keeps it until `drop`; `several` keeps nothing. A deep copy or a pickle is a plain dict of all values.
+
+    Args:
+        recorder: the run's.
+        calls: what it kept of each block.
+        edits: those that acted in it.
+        change: what is done to each value before it is given; None for nothing.
     """
 
-    def __init__(self, recorder: Recorder, calls: list[BlockCall], edits: Edits) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        calls: list[BlockCall],
+        edits: Edits,
+        change: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
         self._run = recorder
         self._calls = calls
         self._edits = edits
+        self._change = change
         self._recomputed: dict[str, Tensor] = {}
 
     @functools.cached_property
@@ -229,9 +241,9 @@ class LazyValues(Mapping[str, Tensor]):
         return {name: call for call in self._calls for name in call.points}
 
     def __getitem__(self, name: str) -> Tensor:
-        if not self.is_held(name):
-            self.fill(n for n in self._calls_by_name[name].points if n in self)
-        return self._run.values[name] if name in self._run.values else self._recomputed[name]
+        if name not in self._recomputed and (self._change or name not in self._run.values):
+            self._recomputed |= self.several([name])
+        return self._recomputed[name] if name in self._recomputed else self._run.values[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._run.axes)
@@ -243,24 +255,48 @@ class LazyValues(Mapping[str, Tensor]):
         return name in self._run.axes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return dict, (dict(self.by_block()),)
 
     def is_held(self, name: str) -> bool:
         """Whether the value is in memory."""
-        return name in self._run.values or name in self._recomputed
+        return name in self._recomputed or (not self._change and name in self._run.values)
 
-    def fill(self, names: Iterable[str]) -> None:
-        """Recomputes the values of `names` that are not in memory, and nothing else."""
+    def several(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The values of some names. Each block runs once for all of its own, and nothing is kept."""
+        names, values = list(names), self._run.values | self._recomputed
         missing: dict[BlockCall, dict[str, Point]] = {}
         for name in names:
-            if not self.is_held(name):
+            if name not in values:
                 call = self._calls_by_name[name]
                 missing.setdefault(call, {})[name] = call.points[name]
         for call, points in missing.items():
-            self._recomputed |= call.read(points, self._edits, self._run.options)
+            values |= call.read(points, self._edits, self._run.options)
+        return {name: self._changed(name, values[name]) for name in names}
+
+    def by_block(self) -> Iterator[tuple[str, Tensor]]:
+        """All names with their values, those of one block in memory at a time."""
+        yield from self.several(n for n in self if n not in self._calls_by_name).items()
+        for call in self._calls:
+            yield from self.several(name for name in call.points if name in self).items()
+
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> "LazyValues":
+        """These values after one more change, which acts when they are read."""
+
+        def both(name: str, value: Tensor) -> Tensor:
+            return change(name, value if self._change is None else self._change(name, value))
+
+        return LazyValues(self._run, self._calls, self._edits, both)
+
+    def _changed(self, name: str, value: Tensor) -> Tensor:
+        if self._change is None or name in self._recomputed:
+            return value
+        part = self._change(name, value)
+        # A view would keep the whole value in memory.
+        is_part = part.untyped_storage().nbytes() > part.nbytes and _torch.has_storage(part)
+        return private(part) if is_part else part
 
     def drop(self) -> None:
-        """Frees the recomputed values."""
+        """Frees the values that were computed again."""
         self._recomputed.clear()
 
     def held(self) -> list[Tensor]:

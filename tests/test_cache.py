@@ -80,7 +80,9 @@ def test_at_slices_by_axis_name_and_drops_integers(cache):
     part = cache.at(pos=slice(5, None), batch=0)
     assert torch.equal(part["resid_mid", 1], cache["resid_mid", 1][0, 5:])
     assert part.axes(("resid_mid", 1)) == ("pos", "d_model")
-    assert torch.equal(part["pattern", 1], cache["pattern", 1][0])
+    assert torch.equal(part["pattern", 1], cache["pattern", 1][0, :, 5:]), "as positions= cuts"
+    whole = cache.at(pos=slice(5, None), query=slice(None), batch=0)
+    assert torch.equal(whole["pattern", 1], cache["pattern", 1][0])
     assert torch.equal(cache.at(head=[1, 0])["z", 2], cache["z", 2][:, :, [1, 0]])
     with pytest.raises(UnknownNameError, match="close matches: head"):
         cache.at(heads=1)

@@ -73,9 +73,14 @@ def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runn
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = runner.capture(tokens, names="blocks.0.resid_post")["resid_post", 0]
     with torch.no_grad():  # as lazy values are computed: explicit norms run other kernels then
-        _, alone = HookedRunner(model.blocks[1]).run_with_cache(stream, model.context(tokens))
-    for name, value in alone.items():
-        assert torch.equal(lazy[f"blocks.1.{name}"], value), name
+        block, context = HookedRunner(model.blocks[1]), model.context(tokens)
+        for name in block.points:
+            alone = block.capture(stream, context, names=name)[name]
+            assert torch.equal(lazy[f"blocks.1.{name}"], alone), name
+        _, together = block.run_with_cache(stream, context)
+    lazy.drop()
+    read = lazy.read(*(f"blocks.1.{name}" for name in together))
+    assert all(map(torch.equal, read, together.values()))
 
 
 def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
@@ -88,7 +93,10 @@ def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     assert lazy.nbytes == kept
     assert "not computed yet" in repr(lazy)
     assert lazy.stack("attn.q").shape == (3, 4, 7, 2, 5)
-    assert lazy.nbytes == kept + 3 * stream, "what is stacked, and no others of the blocks"
+    assert lazy.read(("pattern", 1), ("z", -1))[1].shape == (4, 7, 2, 5)
+    assert lazy.nbytes == kept, "what is read together is not kept"
+    assert lazy["attn.q", 1].shape == (4, 7, 2, 5)
+    assert lazy.nbytes == kept + stream, "what was asked for, and no others of the block"
     lazy.drop()
     assert lazy.nbytes == kept
 
@@ -113,12 +121,15 @@ def test_what_was_recomputed_is_kept_until_dropped(model, runner, tokens):
     assert not any(tensor.requires_grad for tensor in lazy._values.held())
     first = lazy["pattern", 1]
     assert lazy["pattern", 1] is first
+    assert lazy.read(("pattern", 1))[0] is first
+    assert graphs == [False, False]
     lazy["z", 1]
     lazy.stack("z")
-    assert graphs == [False, False]
+    lazy.read(("z", 1), ("q", 1), ("resid_post", 1))
+    assert len(graphs) == 4
     lazy.drop()
     assert torch.equal(lazy["pattern", 1], first)
-    assert len(graphs) == 3
+    assert len(graphs) == 5
 
 
 def test_edits_of_the_run_act_in_the_recomputation_and_later_ones_do_not(model, runner, tokens):
@@ -567,7 +578,7 @@ def test_copies_are_plain_caches(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     for copied in (copy.deepcopy(lazy), pickle.loads(pickle.dumps(lazy))):
         assert list(copied) == list(lazy)
-        assert torch.equal(copied["pattern", -1], lazy["pattern", -1])
+        torch.testing.assert_close(copied["pattern", -1], lazy["pattern", -1])
         assert copied.axes(("z", 0)) == lazy.axes(("z", 0))
 
 

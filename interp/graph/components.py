@@ -94,10 +94,11 @@ class ResidualComponents:
     ) -> None:
         self.model: Any = plain(model, "blocks")
         self._cache, self._columns = cache, None
+        self._layer: dict[str, Tensor] = {}
         self.last = f"blocks.{len(self.model.blocks) - 1}.resid_post"
         cache.require_weights_of(model)
         batch, n_pos, *axes = self.at(self.last).shape
-        self.dtype = cache[self.last].dtype
+        self.dtype = self._value(self.last).dtype
         if len(axes) != 1:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
         self.mask = mask_of(cache, (batch, n_pos))
@@ -122,11 +123,20 @@ class ResidualComponents:
             read = [point for point in points if _READ.search(point) or point == name]
             names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", point) for point in read))
             raise CacheError(f"the cache has no {name}: run with lazy=True, or with {names=}")
-        value = at_least_float32(self._cache[name])
+        value = at_least_float32(self._value(name))
         if self._columns is None:
             return value
         columns = to_device(self._columns, value.device)
         return value[torch.arange(len(value), device=value.device), columns][:, None]
+
+    def _value(self, name: str) -> Tensor:
+        """The value of a point, read with all others of its layer that are needed. One layer's are kept."""
+        if name not in self._layer:
+            layer = name.rpartition(".attn")[0] or name.rpartition(".")[0]
+            others = [n for n in self._cache if n.startswith(f"{layer}.") and _READ.search(n)]
+            names = list(dict.fromkeys([name, *others]))
+            self._layer = dict(zip(names, self._cache.read(*names), strict=True))
+        return self._layer[name]
 
     def norm_in_run(
         self, norm: nn.Module | None

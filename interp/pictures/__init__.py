@@ -55,9 +55,11 @@ def patterns(cache: ActivationCache, model: nn.Module | None = None, example: in
     >>> patterns(cache, model)
     View of attention patterns of “def f(x):”: .save("x.html") writes it, .show() opens it
     """
-    weights = cache.stack("pattern")
-    _require_example(example, weights.shape[1])
-    weights = weights[:, example].detach().cpu()
+    rows = []
+    for pattern in cache.layers("pattern"):
+        _require_example(example, len(pattern))
+        rows.append(pattern[example].detach().cpu())
+    weights = torch.stack(rows)
     layers, heads, queries, keys = weights.shape
     tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
     known = isinstance(tokens, Tensor) and tokens.shape[-1] == keys

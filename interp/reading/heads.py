@@ -1,6 +1,7 @@
 """Scores of attention heads: what each of them attends to, in every text."""
 
 import math
+from itertools import chain
 
 import torch
 from einops import rearrange
@@ -9,12 +10,11 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks._torch import without_gradients
-from hooks.errors import unknown_name
+from hooks.errors import CacheError, HookError, unknown_name
 from hooks.positions import Index, Selection
 from hooks.transfer import stacked
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import at_least_float32, like, real_of
-from interp.protocol import of
 from interp.results.result import Result
 
 _SHARE = "share of attention"
@@ -58,7 +58,7 @@ def head_scores(
     a token are the nearest real ones.
 
     Args:
-        model: the model of the run, for the number of its blocks.
+        model: the model of the run.
         cache: the cache of a run that kept `pattern` at all positions.
         kind: one of the table; or the pattern to look for, of which true or 1 is a key that the query should attend to.
         span: for the kind `span`: its columns, such as a span of `Pairs`, in any form that `edits` take.
@@ -68,8 +68,8 @@ def head_scores(
         A result with the axes `layer`, `head` and `example`.
 
     Raises:
-        UnknownNameError: if there is no such kind, or a layer's pattern is not in the cache.
-        CacheError: if the cache is of another model.
+        UnknownNameError: if there is no such kind.
+        CacheError: if the cache is of another model, or lacks a layer's pattern.
         ValueError: if a tensor is not of the cache's queries and keys, the cache does not hold all positions, does not know the tokens that a kind needs (that of a
             `run=`), a span is missing or does not fit it, or an example has no query that counts.
 
@@ -88,12 +88,16 @@ def head_scores(
     if isinstance(kind, str) and kind not in _UNITS:
         raise unknown_name(kind, _UNITS, f"kind of score (of {', '.join(_UNITS)})")
     cache.require_weights_of(model)
-    patterns = [cache["pattern", layer] for layer in range(len(of(model, "blocks").blocks))]
-    batch, *_, n_queries, n_pos = patterns[0].shape
-    if n_queries != n_pos or patterns[0].ndim != 4:
+    try:
+        patterns = cache.layers("pattern")
+    except HookError as error:
+        raise CacheError(f"scores of heads need names='*.pattern': {error}") from None
+    first = next(patterns)
+    batch, *_, n_queries, n_pos = first.shape
+    if n_queries != n_pos or first.ndim != 4:
         raise ValueError(
             f"the cache must hold whole texts, without positions= and kv_cache=; got {n_queries} "
-            f"queries and {n_pos} keys, {list(patterns[0].shape)}"
+            f"queries and {n_pos} keys, {list(first.shape)}"
         )
     text = text_of(cache)
     tokens, mask = (None, None) if text is None else (text.tokens, text.mask)
@@ -108,7 +112,7 @@ def head_scores(
         )
     weights = wanted * (counted / counted.sum(1, keepdim=True).double())[..., None]
     scores = []
-    for pattern in map(at_least_float32, patterns):
+    for pattern in map(at_least_float32, chain([first], patterns)):
         values = torch.special.entr(pattern) if name == "entropy" else pattern
         rows = rearrange(values, "batch head query key -> batch head (query key)")
         factors = rearrange(like(weights, values), "batch query key -> batch (query key) 1")
