@@ -35,7 +35,9 @@ print(context.receipts)
 # - **Nothing until used.** A layer's attention runs `scaled_dot_product_attention`, and its norms their kernel, until one of
 #   its `scores`, `pattern` or `scale` points is hooked. With no hooks the output is bitwise that of the model without points.
 # - **Lazy caches.** `run_with_cache(tokens, lazy=True)` keeps what enters each block, and runs a block again, with the
-#   edits of that run, when you ask for something inside it. If the block no longer gives what it gave in the run, because a
+#   edits of that run, when you ask for something inside it: that value is computed and kept, and no other. `cache.read(...)` gives
+#   several of one run of the block, and `cache.layers("pattern")` those of all layers one after the other; both keep nothing, as
+#   do the readings of `interp`. `cache.at(...)` of a lazy cache is lazy. If the block no longer gives what it gave in the run, because a
 #   weight, an adapter or an attribute changed, that is an error.
 # - **Copies where they matter.** A hook function is given its own copy of the value: it may write into it, or return
 #   another. If it runs a model itself, hooks are off during that run. A cache's values are its own: later writes into inputs,
@@ -65,7 +67,7 @@ print(context.receipts)
 # | sizes only, exact to the byte, before running (a lazy plan of a `transformers` model also counts masks that a run omits) | `plan(tokens, names=...)` |
 #
 # `cache["pattern", 3]` is `cache["blocks.3.attn.pattern"]`; `cache.stack("resid_post")` is `[layer, batch, pos, d_model]`;
-# `cache.at(pos=slice(5, None), batch=0)` slices by axis name. Positions are those of edits: from 0 on they count columns, and negative
+# `cache.at(pos=slice(5, None), batch=0)` slices by axis name, queries of patterns included, as `positions=` does. Positions are those of edits: from 0 on they count columns, and negative
 # ones the real tokens of each text, so `positions=[-1]` and `cache.at(pos=-1)` of unequal texts are the last token of each; a slice
 # that takes more of one text than of another, such as `slice(2, -1)`, is refused. `cache.save(path)` and `ActivationCache.load(path)` keep names,
 # axes and gradients. `cache.inputs` is what the run was given, masks included. Readings refuse a model of other weights than the

@@ -66,6 +66,10 @@ def load_sae(
         return made if len(made) > 1 else next(iter(made.values()))
     on_hub = isinstance(path, str) and may_be_on_hub(path) and not Path(path).exists()
     given = downloaded(str(path)) if on_hub else Path(path)
+    if not given.exists():
+        raise FileNotFoundError(
+            f"no folder or file is at {str(path)!r} (bundled: {', '.join(NAMES)}; on the hub: owner/repository/folder)"
+        )
     folder = given.parent if given.is_file() else given
     if format != "auto" and format not in FORMS:
         raise unknown_name(format, FORMS, "format of dictionaries")
@@ -79,9 +83,7 @@ def load_sae(
         )
     if not fitting:
         listed = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in wanted.items())
-        bundled_too = f"; bundled ones are {' and '.join(NAMES)}" if format == "auto" else ""
-        by_hand = f". {BY_HAND}" if folder.is_dir() else ""
-        raise FileNotFoundError(f"{folder} must have {listed}{bundled_too}{by_hand}")
+        raise FileNotFoundError(f"{folder} must have {listed}. {BY_HAND}")
     ((name, form),) = fitting.items()
     known = inspect.signature(form.read).parameters
     asked = {
