@@ -518,7 +518,7 @@ def test_without_the_hub_the_error_is_one_line(hub, monkeypatch, tmp_path):
             load_sae(name)
         assert "\n" not in str(caught.value)
     for path in ("nothing", "./a/b", str(tmp_path / "absent"), Path("no-such/repository")):
-        with pytest.raises(FileNotFoundError, match="must have"):
+        with pytest.raises(FileNotFoundError, match="no folder or file"):
             load_sae(path)
     assert {repository for repository, _ in hub[1]} == {"no-such/repository"}
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
