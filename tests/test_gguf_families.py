@@ -111,7 +111,7 @@ def rewritten(path, name, keys=None, tensors=None):
 @pytest.mark.parametrize(
     ("name", "keys", "tensors"),
     [
-        ("gemma3", {"rope.scaling.factor": 8.0}, {}),
+        ("nemotron", {"rope.scaling.factor": 8.0}, {}),
         ("qwen3moe", {}, {"rope_freqs.weight": torch.ones(5).numpy()}),
     ],
 )

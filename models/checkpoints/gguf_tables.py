@@ -175,5 +175,6 @@ BEYOND: Mapping[str, tuple[str, ...]] = {
     "convolutions": ("lfm2", "lfm2moe"),
     "an encoder": ("t5", "t5encoder"),
 }
-# Architectures whose files transformers 5.24 reads right where rotation is not scaled, and whose models `attach` takes.
-READ_BY_TRANSFORMERS = ("bloom", "gemma3", "lfm2", "mamba", "nemotron", "qwen3moe")
+# Others whose files transformers 5.24 reads right where rotation is not scaled, and whose models `attach` takes. It reads
+# Gemma 3 too, but presumes its scale of dot products and no cap.
+READ_BY_TRANSFORMERS = ("bloom", "lfm2", "mamba", "nemotron", "qwen3moe")
