@@ -88,10 +88,13 @@ def _windows(
         pattern = [pattern] * n_layers
     elif isinstance(pattern, int):
         pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(n_layers)]
+    if len(pattern) != n_layers:
+        rule = f"one value or {n_layers}, one for each layer; got {len(pattern)}"
+        raise ValueError(f"attention.sliding_window_pattern must be {rule}")
     layers = tuple(layer for layer, windowed in enumerate(pattern) if windowed)
     if not window or not layers:
         return {"window": 0}
-    return {"window_layers": () if len(layers) == len(pattern) == n_layers else layers}
+    return {"window_layers": () if all(pattern) else layers}
 
 
 def _check_one_rotation(name: str, keys: dict[str, Any], fields: Mapping[str, Any]) -> None:
