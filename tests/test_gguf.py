@@ -460,7 +460,7 @@ def error(path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("general.architecture", "falcon"),
+        ("general.architecture", "bloom"),
         ("general.type", "adapter"),
         ("split.count", 2),
         ("llama.attention.causal", False),

@@ -44,7 +44,7 @@ class Reader:
 
     Attributes:
         keys: the names of all tensors.
-        read: gives the tensor of a name; called at most once for each.
+        read: gives the tensor of a name; called once for each parameter that is made from it.
         keep: whether a tensor that was read may become a parameter without a copy.
     """
 
