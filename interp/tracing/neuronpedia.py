@@ -4,7 +4,6 @@ It has features, errors, tokens and logits. Positions and constants are written 
 The names of nodes differ between the programs, so a node that is read gets the name that `Node` gives it.
 """
 
-import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -112,18 +111,10 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
 def state(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]], dict[str, str]]:
     """The pins, the groups and the labels of a page's state.
 
-    circuit-tracer's page saves its URL's parameters: strings or null. Anthropic wrote some groups as Python does.
+    circuit-tracer's page saves its URL's parameters: strings or null.
     """
     pins = data.get("pinnedIds") or []
     pins = [*filter(None, pins.split(","))] if isinstance(pins, str) else [*pins]
-    groups, labels = (_listed(data.get(name)) for name in ("supernodes", "clerps"))
+    listed = (data.get(name) or [] for name in ("supernodes", "clerps"))
+    groups, labels = (json.loads(part) if isinstance(part, str) else part for part in listed)
     return pins, groups, dict(labels)
-
-
-def _listed(value: Any) -> list[Any]:
-    if not value or not isinstance(value, str):
-        return value or []
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return ast.literal_eval(value)

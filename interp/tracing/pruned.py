@@ -223,7 +223,7 @@ def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except KeyError as error:
         raise ValueError(f"{path} must be as Neuronpedia has it; a part has no {error}") from None
-    except (ValueError, TypeError, AttributeError, SyntaxError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} must be as Neuronpedia has it: {error}") from None
 
 
