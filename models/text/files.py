@@ -20,9 +20,8 @@ from models.text.tokenizer import (
 
 # File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-_MODEL = re.compile(
-    r"\.model(\.v\w+)?$"
-)  # tokenizer.model, spiece.model, Mistral's tokenizer.model.v3
+# tokenizer.model, spiece.model, Mistral's tokenizer.model.v3
+_MODEL = re.compile(r"\.model(\.v\w+)?$")
 _CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _END = "<|endoftext|>"  # GPT-2's, also before a text where one is asked for
@@ -70,11 +69,8 @@ def tokenizer_from(path: Path) -> Tokenizer:
 def _model_in(path: Path) -> str:
     """What a tokenizer's `.model` is, and how to read it."""
     with path.open("rb") as file:
-        kind = (
-            "a vocabulary of tiktoken"
-            if re.match(rb"\w+=* \d+\n", file.read(99))
-            else "SentencePiece's"
-        )
+        is_ranks = re.match(rb"[\w+/]+=* \d+\n", file.read(99))
+    kind = "a vocabulary of tiktoken" if is_ranks else "SentencePiece's"
     return (
         f"{path} is {kind}, which is not read here: transformers (with sentencepiece or tiktoken) makes a tokenizer.json of it, by "
         f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained({str(path.parent)!r})"

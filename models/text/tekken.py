@@ -1,7 +1,7 @@
 """Reads Mistral's tekken.json: the bytes of each token by rank, and a pattern that splits texts.
 
 1. The first tokens are special ones, by number; the others follow in the order of their ranks.
-2. The two parts of a token that are tokens themselves may be merged, the lowest ranks first, as in tiktoken.
+2. Two tokens whose bytes make another are merged to it, the lowest rank first, as in tiktoken.
 """
 
 import base64
@@ -33,29 +33,25 @@ def tokenizer_of_tekken(path: Path) -> SubwordTokenizer:
 
 def _made(data: dict[str, Any]) -> SubwordTokenizer:
     library_, config = library("tokenizers"), data["config"]
-    n_special = config["default_num_special_tokens"]
-    listed = data.get("special_tokens")
-    if listed is None:
-        if config["version"] not in ("v3", "v7"):
-            raise KeyError("special_tokens")
-        listed = [{"rank": n, "token_str": name} for n, name in enumerate(_SPECIAL.split())]
+    size, n_special = config["default_vocab_size"], config["default_num_special_tokens"]
     special = {n: f"<SPECIAL_{n}>" for n in range(n_special)}
-    special |= {each["rank"]: each["token_str"] for each in listed}
-    entries = data["vocab"][: config["default_vocab_size"] - n_special]
-    if [each["rank"] for each in entries] != [*range(config["default_vocab_size"] - n_special)]:
-        raise ValueError("the vocabulary must be in order of rank, and complete")
+    if data.get("special_tokens") is None and config["version"] in ("v3", "v7"):
+        special |= enumerate(_SPECIAL.split())
+    else:
+        special |= {each["rank"]: each["token_str"] for each in data["special_tokens"]}
     signs = {byte: sign for sign, byte in byte_signs().items()}
-    pieces = ["".join(signs[byte] for byte in base64.b64decode(each["token_bytes"])) for each in entries]  # fmt: skip
-    ranks = {piece: rank for rank, piece in enumerate(pieces)}
-    if len({*pieces, *special.values()}) != len(pieces) + n_special:
-        raise ValueError("each token must be there once")
     vocabulary = {piece: number for number, piece in special.items()}
-    vocabulary |= {piece: rank + n_special for piece, rank in ranks.items()}
-    merges = []
-    for piece in pieces:
-        halves = [(piece[:n], piece[n:]) for n in range(1, len(piece))]
-        known = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    for entry in data["vocab"][: size - n_special]:
+        token = base64.b64decode(entry["token_bytes"])
+        vocabulary["".join(signs[byte] for byte in token)] = n_special + entry["rank"]
+    if [*vocabulary.values()] != [*range(size)]:
+        raise ValueError(f"its tokens must have the numbers 0 to {size - 1} in order, each once")
+    merges = [
+        (piece[:n], piece[n:])
+        for piece in [*vocabulary][n_special:]
+        for n in range(1, len(piece))
+        if piece[:n] in vocabulary and piece[n:] in vocabulary
+    ]
     # A text that is a token needs no merges.
     tokenizer = byte_level(library_.models.BPE(vocabulary, merges, ignore_merges=True))
     split = library_.pre_tokenizers.Split(library_.Regex(config["pattern"]), "isolated")
