@@ -83,6 +83,12 @@ def test_what_anthropic_published_is_read():
     assert len(graph.links) == 27
 
 
+def test_nodes_that_anthropic_did_not_explore_are_features(tmp_path):
+    data = saved(lambda data: data["nodes"][0].update(feature_type="unexplored node"))
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    assert PrunedGraph.from_neuronpedia(tmp_path / "x.json").nodes == graph_of("page").nodes
+
+
 def saved(change):
     data = json.loads((HERE / "page.json").read_text())
     change(data)
@@ -125,7 +131,8 @@ def test_groups_of_one_name_and_labels_of_neuronpedias_page_are_kept(tmp_path):
 
 
 def test_a_directory_lists_its_graphs_as_circuit_tracers_page_asks(tmp_path):
-    graph, index = graph_of("page"), tmp_path / "graph-metadata.json"
+    graph, index = graph_of("server"), tmp_path / "graph-metadata.json"
+    assert "transcoder_list" not in graph.about
     for slug, scan in (("one", "a"), ("two", "custom-1"), ("one", "b")):
         graph.to_neuronpedia(tmp_path, slug, scan)
     listed = json.loads(index.read_text())["graphs"]
@@ -134,7 +141,7 @@ def test_a_directory_lists_its_graphs_as_circuit_tracers_page_asks(tmp_path):
         assert each == json.loads((tmp_path / f"{each['slug']}.json").read_text())["metadata"]
         assert each["transcoder_list"] == []
         assert isinstance(each["node_threshold"], float)
-        assert each["prompt"] == " d b e b f j"
+        assert each["prompt"] == "capital of Texas"
     index.write_text("[]")
     with pytest.raises(ValueError, match=r"graph-metadata\.json"):
         graph.to_neuronpedia(tmp_path, "three", "a")

@@ -114,7 +114,7 @@ def state(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]], dict[str
     circuit-tracer's page saves its URL's parameters: strings or null.
     """
     pins = data.get("pinnedIds") or []
-    pins = [*filter(None, pins.split(","))] if isinstance(pins, str) else [*pins]
+    pins = pins.split(",") if isinstance(pins, str) else [*pins]
     listed = (data.get(name) or [] for name in ("supernodes", "clerps"))
     groups, labels = (json.loads(part) if isinstance(part, str) else part for part in listed)
     return pins, groups, dict(labels)
