@@ -355,6 +355,63 @@ def test_control_vectors_are_those_of_llama_cpp(model, tmp_path):
         Direction.from_gguf(tmp_path / "other.gguf")
 
 
+def write_as_repeng(path, tensors, kind=None):
+    """What `export_gguf` of repeng calls, with the numbers in a type of GGUF."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "controlvector")
+    writer.add_string("controlvector.model_hint", "llama")
+    writer.add_uint32("controlvector.layer_count", len(tensors))
+    for name, numbers in tensors.items():
+        stored = numbers if kind is None else gguf.quantize(numbers, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_control_vectors_are_read_in_each_type(kind, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    numbers = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    names = ("direction.5", "direction.12")
+    tensors = {**dict(zip(names, numbers, strict=True)), "extra": numbers[:, :32].copy()}
+    write_as_repeng(tmp_path / "v.gguf", tensors, gguf.GGMLQuantizationType[kind])
+    read = Direction.from_gguf(tmp_path / "v.gguf")
+    assert [*read.vectors] == ["blocks.5.resid_post", "blocks.12.resid_post"]
+    if kind == "Q8_0":  # blocks of 32 numbers with a scale in half precision
+        blocks = numbers.reshape(2, 2, 32).astype(np.float64)
+        scale = np.abs(blocks).max(-1, keepdims=True) / 127
+        expected = (np.round(blocks / scale) * scale.astype(np.float16)).reshape(2, 64)
+    else:
+        types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        expected = torch.tensor(numbers).to(types[kind]).double().numpy()
+    for layer, row in zip((5, 12), expected, strict=True):
+        assert read[layer].dtype == torch.float32
+        np.testing.assert_allclose(read[layer].double().numpy(), row, rtol=1e-6)
+
+
+def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
+    path, vector = tmp_path / "v.gguf", np.arange(32, dtype=np.float32)
+    wrong = {
+        r"one length; got shapes \[\(16,\), \(32,\)\]": {"direction.1": vector, "direction.2": vector[:16]},
+        r"one length; got shapes \[\(4, 8\)\]": {"direction.1": vector.reshape(4, 8)},
+        r"got shapes \[\]": {"other": vector},
+        "'first'": {"direction.first": vector},
+    }  # fmt: skip
+    for message, tensors in wrong.items():
+        write_as_repeng(path, tensors)
+        with pytest.raises(CacheError, match=message):
+            Direction.from_gguf(path)
+    write_as_repeng(path, {"direction.1": vector, "direction.2": vector})
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 3):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CacheError, match=r"v\.gguf must be a complete control") as raised:
+            Direction.from_gguf(path)
+        assert "\n" not in str(raised.value)
+
+
 def test_a_score_may_be_a_metric_of_words(model):
     v = difference_of_means(model, YES, NO).at(2)
     curve = steering_curve(model, v, YES, [0.0, 1.0], log_prob("8"), others=NO)

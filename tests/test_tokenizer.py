@@ -1,5 +1,6 @@
 """Tokenizers, against tokens worked out by hand and against other implementations of the same files."""
 
+import base64
 import json
 import re
 import sys
@@ -542,6 +543,101 @@ def test_damaged_files_are_named(name, content, tmp_path):
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as caught:
         load_tokenizer(tmp_path)
     assert name in str(caught.value)
+
+
+def tekken(path, **changes):
+    """Writes a small tekken.json; gives what mistral-common makes of one: special tokens first, then those of tiktoken."""
+    signs, trained_ = dict(zip(SIGNS, BYTES, strict=True)), json.loads(byte_level().to_str())
+    pieces = [*SIGNS, *("".join(pair) for pair in trained_["model"]["merges"])]
+    # Tokens of one letter, in whose runs merges overlap, and one that no merges make.
+    pieces = [*dict.fromkeys([*pieces, "aa", "aaa", "aaaaa", "ĠĠ", "ĠĠĠ", "qzjq"])]
+    tokens = [bytes(signs[sign] for sign in piece) for piece in pieces]
+    tokens = [*map(bytes, ([byte] for byte in range(256))), *(t for t in tokens if len(t) > 1)]
+    extra = [{"rank": len(tokens), "token_bytes": "IQ==", "token_str": "!"}]  # beyond the size
+    size = {"default_vocab_size": len(tokens) + 29, "default_num_special_tokens": 29}
+    entries = [
+        {"rank": n, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for n, token in enumerate(tokens)
+    ]
+    config = {"pattern": LLAMA_3, "num_vocab_tokens": len(tokens) + 1, "version": "v3", **size}
+    path.write_text(json.dumps({"config": config, "vocab": entries + extra} | changes))
+    return tiktoken.Encoding("other", pat_str=LLAMA_3, mergeable_ranks={t: n for n, t in enumerate(tokens)}, special_tokens={})  # fmt: skip
+
+
+def test_tekken_is_what_tiktoken_makes_of_it(tmp_path):
+    other = tekken(tmp_path / "tekken.json")
+    ours = load_tokenizer(tmp_path)
+    rng = np.random.default_rng(0)
+    lengths, letters = rng.integers(1, 12, (300, 9)).tolist(), rng.integers(0, 7, (300, 9)).tolist()
+    runs = [
+        "".join("ab \n=é漢"[letter] * length for letter, length in zip(*run, strict=True))
+        for run in zip(letters, lengths, strict=True)
+    ]
+    plain = [text for text in TEXTS if "<s>" not in text]  # special tokens are recognised in a text
+    for text in [*plain, *runs, " qzjq", "qzjq", CORPUS]:
+        tokens = [29 + token for token in other.encode(text, disallowed_special=())]
+        assert ours.encode(text) == tokens
+        assert ours.decode(tokens) == text
+    assert ours.vocab_size == 29 + other.n_vocab
+    assert (ours.bos_token_ids, ours.eos_token_ids) == ((1,), (2,))
+    assert ours.tokens_as_text([0, 3, 17, 19, 20, 28]) == ["<unk>", "[INST]", "[SYSTEM_PROMPT]", "[TOOL_CONTENT]", "<SPECIAL_20>", "<SPECIAL_28>"]  # fmt: skip
+    assert ours.encode("[INST]a</s>") == [3, 29 + ord("a"), 2]
+    listed = [{"rank": n, "token_str": text} for n, text in [(0, "</s>"), (4, "<s>"), (5, "<x>")]]
+    tekken(tmp_path / "my_tekken.json", special_tokens=listed)
+    ours = load_tokenizer(tmp_path / "my_tekken.json")
+    assert (ours.bos_token_ids, ours.eos_token_ids, ours.encode("<x>")) == ((4,), (0,), [5])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data["config"].update(version="v11"),
+        lambda data: data["config"].pop("pattern"),
+        lambda data: data["config"].update(default_vocab_size=9_999),
+        lambda data: data["vocab"].reverse(),
+        lambda data: data["vocab"][258].update(data["vocab"][257], rank=258),
+        lambda data: data["vocab"][258].update(token_bytes="PC9zPg=="),  # </s>
+        lambda data: data.update(special_tokens=[{"rank": 1, "token_str": "<s>"}]),
+    ],
+)
+def test_a_damaged_tekken_is_named(change, tmp_path):
+    path = tmp_path / "tekken.json"
+    tekken(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"tekken\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", "SentencePiece"),
+        ("mistral.model.v3", b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", "SentencePiece"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tiktoken"),
+    ],
+)
+def test_a_model_of_sentencepiece_says_what_reads_it(name, content, kind, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"is .*{kind}.*save_pretrained"):
+        load_tokenizer(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=f"is .*{kind}.*save_pretrained"):
+        load_tokenizer(tmp_path)
+    write(tmp_path)
+    assert load_tokenizer(tmp_path).encode("!hell") == [0, 258]
+
+
+def test_dropout_is_off(tmp_path):
+    tokenizer = byte_level()
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    tokenizer.model.dropout = 0.5
+    assert [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS] != expected
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["dropout"] == 0.5
+    loaded = load_tokenizer(tmp_path)
+    for _ in range(3):
+        assert [loaded.encode(text) for text in TEXTS] == expected
 
 
 # Where a text begins and ends.

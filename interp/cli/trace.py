@@ -48,7 +48,9 @@ def add(trace: argparse.ArgumentParser) -> None:
         "--slug", default="trace", metavar="NAME", help="the name of the graph (%(default)s)"
     )
     trace.add_argument("--json", action="store_true", help="print Neuronpedia's JSON")
-    trace.add_argument("--out", metavar="FOLDER", help="where NAME.html and NAME.json go (nowhere)")
+    trace.add_argument(
+        "--out", metavar="FOLDER", help="where NAME.html, NAME.json and their list go (nowhere)"
+    )
     add_model(trace)
 
 

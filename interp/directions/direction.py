@@ -135,9 +135,11 @@ class Direction:
     def from_gguf(cls, path: str | os.PathLike[str]) -> "Direction":
         """Read a control vector of llama.cpp or repeng. It needs the package gguf.
 
+        The vectors are float32, whatever type the file has them in. Tensors of other names than `direction.l` are left.
+
         Raises:
             FileNotFoundError: if there is no such file.
-            CacheError: if it is another file, or damaged.
+            CacheError: if it is another file, or damaged, or a direction is no vector of the others' length.
         """
         import gguf
 
@@ -148,12 +150,15 @@ class Direction:
                 raise ValueError(
                     f"a control vector must have the architecture controlvector; got {path}"
                 )
-            vectors = {
-                f"blocks.{tensor.name.removeprefix('direction.')}.resid_post": torch.tensor(
-                    tensor.data
-                ).float()
-                for tensor in reader.tensors
-            }
+            vectors = {}
+            for tensor in reader.tensors:
+                kind, _, layer = tensor.name.partition(".")
+                if kind == "direction":
+                    numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+                    vectors[f"blocks.{int(layer)}.resid_post"] = torch.tensor(numbers).float()
+            shapes = sorted({tuple(vector.shape) for vector in vectors.values()})
+            if [len(shape) for shape in shapes] != [1]:
+                raise ValueError(f"directions must be vectors of one length; got shapes {shapes}")
         return cls(vectors, about={"read from": os.fspath(path)})
 
     def _name(self, place: int | str) -> str:

@@ -77,28 +77,26 @@ class AttributionGraph:
         found[self.column[self.column >= 0]] = False
         return found
 
+    @cached_property
+    def _scores(self) -> dict[str, float]:
+        is_input = torch.arange(self.rows.shape[1], device=self.rows.device)
+        is_input = is_input >= len(self.run.layer) + len(self.run.tokens) * len(self.run.errors)
+        return influence.scores(
+            self.rows, self.weights, self.column, self._is_unexplained, is_input
+        )
+
     @property
     def replacement(self) -> float:
         """The share of influence that begins in embeddings and constants, not in errors.
 
         Features without a row count as errors, so more of `max_features` can only raise it.
         """
-        ends = (
-            self.influence[len(self.run.layer) :].sum()
-            + self.influence[: len(self.run.layer)][
-                self._is_unexplained[: len(self.run.layer)]
-            ].sum()
-        )
-        lost = self.influence[self._is_unexplained].sum()
-        return float(1 - lost / ends)
+        return self._scores["replacement"]
 
     @property
     def completeness(self) -> float:
         """The share of the inputs of all nodes, weighted by influence, that are not errors."""
-        lost = influence.shares(self.rows)[:, self._is_unexplained].sum(1)
-        explained = torch.where(self.column >= 0, self.influence[self.column], 0) + self.weights
-        # Nodes without inputs count as complete, as in circuit-tracer.
-        return float(1 - (lost * explained).sum() / (self.influence.sum() + self.weights.sum()))
+        return self._scores["completeness"]
 
     @cached_property
     def nodes(self) -> list[Node]:

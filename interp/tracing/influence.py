@@ -29,14 +29,42 @@ def influence(
         shares: of each row; see `shares`.
         weights: of each row as a target; 0 if it is none.
         column: which source each row explains; -1 for a logit.
+
+    Raises:
+        ValueError: if effects are not finite, or go in a circle.
     """
     total = shares.new_zeros(shares.shape[1])
     # Each step goes down by at least one layer, so it ends; with NaN it would not.
-    while weights.any():
+    for _ in range(len(total) + 1):
+        if not weights.any():
+            return total
         step = finite(weights @ shares, "influence")
         total += step
         weights = torch.where(column >= 0, step[column], 0)
-    return total
+    raise ValueError("effects must lead from earlier nodes to later ones; they go in a circle")
+
+
+def scores(
+    rows: Rows,
+    weights: Float[Tensor, " row"],
+    column: Int[Tensor, " row"],
+    is_error: Bool[Tensor, " source"],
+    is_input: Bool[Tensor, " source"],
+) -> dict[str, float]:
+    """How much of a graph is explained, as circuit-tracer defines it.
+
+    `replacement` is the share of influence that begins in inputs, not in errors; `completeness` the share of the inputs of
+    all nodes, weighted by influence, that are not errors. Nodes without inputs count as complete.
+    """
+    of_row = shares(rows)
+    reached = influence(of_row, weights, column)
+    errors, inputs = reached[is_error].sum(), reached[is_input].sum()
+    explained = torch.where(column >= 0, reached[column], 0) + weights
+    missed = of_row[:, is_error].sum(1) @ explained
+    return {
+        "replacement": float(inputs / (inputs + errors)),
+        "completeness": float(1 - missed / (reached.sum() + weights.sum())),
+    }
 
 
 def threshold(scores: Float[Tensor, " score"], share: float) -> Float[Tensor, ""]:

@@ -1,8 +1,11 @@
-"""Nodes of attribution graphs in Neuronpedia's JSON, which circuit-tracer writes too.
+"""Nodes of attribution graphs in Neuronpedia's JSON, as four programs write it: circuit-tracer, Neuronpedia, Anthropic, we.
 
 It has features, errors, tokens and logits. Positions and constants are written as embeddings with names of their own.
+The names of nodes differ between the programs, so a node that is read gets the name that `Node` gives it.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +20,11 @@ _TYPES: dict[Kind, str] = {
     "logit": "logit",
 }
 _KINDS: dict[str, Kind] = {name: kind for kind, name in [*_TYPES.items()][::-1]}
+_KINDS["unexplored node"] = "feature"  # Anthropic's; their page shows it so too
 _EMBEDDINGS: dict[str, Kind] = {"E": "token", "P": "position", "B": "bias"}
+_NAME = re.compile(r".+_(-?\d+)_(\d+)")  # `1_57794_2`; on Neuronpedia's server `1_cro_57794_2`
+# `Output " a" (p=0.250)`, on Neuronpedia's server `Logit`, at Anthropic `output:`.
+_LOGIT = re.compile(r"""(?:Output|Logit|output:) (["'])(.*)\1 \(p=[^)]*\)""", re.DOTALL)
 
 
 def written(node: Node, best: float) -> dict[str, Any]:
@@ -27,8 +34,10 @@ def written(node: Node, best: float) -> dict[str, Any]:
     script_id = f"{first}_{second}-0"
     if node.kind == "feature":
         number = (layer + number) * (layer + number + 1) // 2 + number  # Cantor's pairing
-    elif node.kind in ("token", "position", "bias"):
-        number, script_id = node.pos, f"{first}_{second}-{node.pos}"
+    elif layer < 0:
+        # The pages take embeddings with one number at one place for one node.
+        number = {"token": node.pos, "position": -2 - node.pos}.get(node.kind, -1)
+        script_id = f"{first}_{second}-{node.pos}"
     elif node.kind == "logit":
         script_id = f"L_{second}-{node.pos}"
     else:
@@ -52,30 +61,60 @@ def written(node: Node, best: float) -> dict[str, Any]:
     }
 
 
-def read(data: Mapping[str, Any], tokens: Sequence[str]) -> Node:
+def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, str]) -> Node:
     """The node of some JSON, with our name.
 
+    Args:
+        data: the JSON.
+        tokens: the text, in pieces.
+        labels: those that a reader gave to features in a page, by `feature`, or by layer, `feature` and position.
+
     Raises:
-        ValueError: if it is of an unknown type.
+        KeyError: if a part is missing.
+        ValueError: if it is of an unknown type, or has a name, a layer or a position that no node has.
     """
-    name, pos, label = data["node_id"], data["ctx_idx"], data.get("clerp") or ""
-    if data["feature_type"] not in _KINDS:
+    name, kind = data["node_id"], _KINDS.get(data["feature_type"])
+    layer, pos, feature = str(data["layer"]), int(data["ctx_idx"]), data["feature"]
+    label, matched = data.get("clerp") or "", _NAME.fullmatch(name)
+    if kind is None:
         raise ValueError(
             f"a node must be one of {', '.join(_KINDS)}; got {data['feature_type']!r} as {name}"
         )
-    kind = _KINDS[data["feature_type"]]
-    first, *middle = name.split("_")
-    number = int(middle[0])
-    layer = -1 if data["layer"] == "E" else int(data["layer"])
-    if layer < 0:
-        kind = _EMBEDDINGS.get(first, "token")
-        label = label or (tokens[pos] if kind == "token" else "")
+    if layer != "E" and not layer.isdecimal():
+        raise ValueError(f"the layer of a node must be E or a number; got {layer!r} as {name}")
+    if not 0 <= pos < len(tokens):
+        raise ValueError(f"a node must be at one of {len(tokens)} tokens; {name} is at {pos}")
+    if matched is None and kind != "error":
+        raise ValueError(f"a node's name must end in its number and position; got {name!r}")
+    number, depth = int(matched[1]) if matched else -1, -1 if layer == "E" else int(layer)
+    first, chance = layer, None
     if kind == "error":
-        name, number = f"{layer}_-1_{pos}", -1
-    if kind == "logit":
-        layer -= 1
-        label = label.removeprefix('Output "').rpartition('" (p=')[0] or label
-    chance = data.get("token_prob") if kind == "logit" else None
-    return Node(
-        name, kind, layer, pos, number, label, data.get("activation"), chance, data.get("influence")
-    )
+        number = -1
+    elif kind == "feature":
+        label = "" if label == f"F{feature}" else label  # what Neuronpedia's server writes for none
+        places = str(feature), f"{layer}_{feature}_{pos}"
+        label = next((labels[place] for place in places if labels.get(place)), label)
+    elif kind == "logit":
+        chance, written_as = data.get("token_prob"), data["jsNodeId"]
+        label = said[2] if (said := _LOGIT.fullmatch(label)) else label
+        # circuit-tracer and we write the number of layers plus 1; the server and Anthropic the number alone.
+        depth -= written_as != name and "_-" not in written_as
+        first = str(depth + 1)
+    else:
+        first = name.partition("_")[0]
+        kind = _EMBEDDINGS.get(first, "token")
+        label = tokens[pos] if kind == "token" else label
+    about = label, data.get("activation"), chance, data.get("influence")
+    return Node(f"{first}_{number}_{pos}", kind, depth, pos, number, *about)
+
+
+def state(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """The pins, the groups and the labels of a page's state.
+
+    circuit-tracer's page saves its URL's parameters: strings or null.
+    """
+    pins = data.get("pinnedIds") or []
+    pins = pins.split(",") if isinstance(pins, str) else [*pins]
+    listed = (data.get(name) or [] for name in ("supernodes", "clerps"))
+    groups, labels = (json.loads(part) if isinstance(part, str) else part for part in listed)
+    return pins, groups, dict(labels)

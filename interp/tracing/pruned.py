@@ -3,15 +3,18 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hooks import storage
 from hooks.errors import unknown_name
 from interp import pictures
-from interp.tracing import neuronpedia
+from interp.tracing import influence, neuronpedia
 from interp.tracing.nodes import Link, Node
 
 
@@ -59,6 +62,48 @@ class PrunedGraph:
         node = self[name].id
         return _strongest((link.target, link.weight) for link in self.links if link.source == node)
 
+    def subgraph_scores(self, pins: Sequence[str] | None = None) -> dict[str, float]:
+        """Replacement and completeness of the pinned nodes, by the links that are left.
+
+        Features that are not pinned count as errors: what one adds is added to the error of its place, and what adds to
+        it is left out. So it is on Neuronpedia's page, but that leaves out features whose error was pruned away,
+        which here are errors of their own.
+
+        Args:
+            pins: the names of nodes; the graph's pins.
+
+        Returns:
+            Scores by the names `replacement` and `completeness`.
+
+        Raises:
+            UnknownNameError: if there is no such node; it has close matches.
+            ValueError: if links go in a circle.
+        """
+        pinned = {self[name].id for name in (self.pins if pins is None else pins)}
+        places = {node.id: n for n, node in enumerate(self.nodes)}
+        effects = torch.zeros(len(places), len(places), dtype=torch.float64)
+        for link in self.links:
+            effects[places[link.target], places[link.source]] = link.weight
+        errors = {
+            (node.layer, node.pos): places[node.id] for node in self.nodes if node.kind == "error"
+        }
+        for node in self.nodes:
+            if node.kind == "feature" and node.id not in pinned:
+                place, total = (
+                    places[node.id],
+                    errors.setdefault((node.layer, node.pos), places[node.id]),
+                )
+                effects[place] = 0
+                if place != total:
+                    effects[:, total] += effects[:, place]
+                    effects[:, place] = 0
+        is_error = torch.zeros(len(places), dtype=torch.bool)
+        is_error[[*errors.values()]] = True
+        is_input = torch.tensor([node.kind in ("token", "position", "bias") for node in self.nodes])
+        chances = [node.probability or 0.0 for node in self.nodes]
+        weights, column = effects.new_tensor(chances), torch.arange(len(places))
+        return influence.scores(effects, weights, column, is_error, is_input)
+
     def _repr_html_(self) -> str:
         return pictures.attribution(self)._repr_html_()
 
@@ -76,8 +121,8 @@ class PrunedGraph:
             scan: the name of the model.
         """
         metadata = {
-            **self.about, "slug": slug, "scan": scan, "prompt_tokens": [*self.tokens], "prompt": "".join(self.tokens),
-            "schema_version": 1,
+            "prompt": "".join(self.tokens), "transcoder_list": [], **self.about, "slug": slug, "scan": scan,
+            "prompt_tokens": [*self.tokens], "schema_version": 1,
         }  # fmt: skip
         if self.node_threshold is not None:
             metadata["node_threshold"] = self.node_threshold
@@ -96,55 +141,90 @@ class PrunedGraph:
     def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
         """Write `slug.json` in Neuronpedia's format, and return its path.
 
+        circuit-tracer's page shows the directory; it finds the graphs by `graph-metadata.json`, which is written too.
+
         Args:
             directory: where it goes; made if it is not there.
             slug, scan: see `as_json`.
+
+        Raises:
+            ValueError: if `graph-metadata.json` is there and lists no graphs.
         """
-        path = Path(directory) / f"{slug}.json"
+        path, data = Path(directory) / f"{slug}.json", self.as_json(slug, scan)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with storage.replacing(path) as partial:
-            partial.write_text(json.dumps(self.as_json(slug, scan)), encoding="utf-8")
+        index = path.with_name("graph-metadata.json")
+        with _errors_of(index):
+            listed = json.loads(index.read_text("utf-8"))["graphs"] if index.exists() else []
+            graphs = [each for each in listed if each["slug"] != slug]
+        for file, content in ((path, data), (index, {"graphs": [*graphs, data["metadata"]]})):
+            with storage.replacing(file) as partial:
+                partial.write_text(json.dumps(content), encoding="utf-8")
         return path
 
     @classmethod
     def from_neuronpedia(cls, path: str | os.PathLike[str]) -> "PrunedGraph":
-        """Read what `to_neuronpedia`, circuit-tracer or Neuronpedia wrote.
+        """Read what `to_neuronpedia`, circuit-tracer and its page, Neuronpedia or Anthropic wrote.
+
+        Nodes get the names of `Node`, and labels that were edited in a page are the labels of their nodes.
 
         Raises:
             FileNotFoundError: if there is no such file.
             ValueError: if a part is missing, a node is of an unknown type, two have one name, or a link has an end that
                 is no node.
         """
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        with _errors_of(path):
+            return cls._from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    @classmethod
+    def _from_json(cls, data: Mapping[str, Any]) -> "PrunedGraph":
         for name in ("metadata", "qParams", "nodes", "links"):
             if name not in data:
                 raise ValueError(
-                    f"a graph must have metadata, qParams, nodes and links; {path} has no {name}"
+                    f"a graph must have metadata, qParams, nodes and links; it has no {name}"
                 )
-        metadata, state = dict(data["metadata"]), data["qParams"]
+        metadata = dict(data["metadata"])
         tokens = metadata.pop("prompt_tokens")
-        nodes = [neuronpedia.read(each, tokens) for each in data["nodes"]]
+        pins, groups, labels = neuronpedia.state(data["qParams"] or {})
+        nodes = [neuronpedia.read(each, tokens, labels) for each in data["nodes"]]
         # circuit-tracer names an error `0_layer_pos`, as it would a feature of layer 0.
         names = {each["node_id"]: node.id for each, node in zip(data["nodes"], nodes, strict=True)}
-        if len(names) < len(nodes):
+        distinct = min(len(names), len({node.id for node in nodes}))
+        if distinct < len(nodes):
+            counts = Counter(each["node_id"] for each in data["nodes"])
             raise ValueError(
-                f"each node must have a name of its own; {path} has {len(nodes) - len(names)} names twice"
+                "each node must have a name of its own; "
+                f"it has {len(nodes) - distinct} names twice, such as {counts.most_common(1)[0][0]}"
             )
         links = []
         for each in data["links"]:
             ends = [each["source"], each["target"]]
             if unknown := [end for end in ends if end not in names]:
                 raise ValueError(
-                    f"links must join nodes; {path} has one of {unknown[0]!r}, which is none"
+                    f"links must join nodes; it has one of {unknown[0]!r}, which is none"
                 )
             links.append(Link(names[ends[0]], names[ends[1]], each["weight"]))
+        # Anthropic's page names the nodes in its state by `jsNodeId`.
+        names = {each["jsNodeId"]: names[each["node_id"]] for each in data["nodes"]} | names
+        supernodes: dict[str, list[str]] = {}
+        for label, *ids in groups:
+            name, count = label, 1
+            while name in supernodes:
+                name, count = f"{label} ({count + 1})", count + 1
+            supernodes[name] = [names.get(each, each) for each in ids]
         threshold = metadata.pop("node_threshold", None)
-        groups = {
-            name: [names.get(each, each) for each in ids]
-            for name, *ids in state.get("supernodes", ())
-        }
-        pins = [names.get(each, each) for each in state.get("pinnedIds", ())]
-        return cls(nodes, links, tokens, {}, threshold, groups, pins, metadata)
+        pins = [names.get(each, each) for each in pins]
+        return cls(nodes, links, tokens, {}, threshold, supernodes, pins, metadata)
+
+
+@contextmanager
+def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors that a file's content raises, as one that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} must be as Neuronpedia has it; a part has no {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must be as Neuronpedia has it: {error}") from None
 
 
 def _strongest(ends: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:

@@ -31,6 +31,7 @@ _DESCRIPTION = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -155,7 +156,7 @@ def _tokenizer_at(path: Path) -> Tokenizer | None:
 def load_tokenizer(
     name_or_path: str | os.PathLike[str], *, revision: str | None = None
 ) -> Tokenizer:
-    """Loads the tokenizer of a model, found as by `load`, or of a directory or tokenizer.json.
+    """Loads the tokenizer of a model, found as by `load`, or of a directory, tokenizer.json or tekken.json.
 
     Args:
         name_or_path, revision: see `load`.

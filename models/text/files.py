@@ -1,4 +1,4 @@
-"""Reads the files of a tokenizer: vocabulary.json, tokenizer.json, or a vocabulary with its merges."""
+"""Reads the files of a tokenizer: vocabulary.json, tokenizer.json, tekken.json, or a vocabulary with its merges."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import library, one_error, read_json, read_object
+from models.text.tekken import tokenizer_of_tekken
 from models.text.templates import template_of
 from models.text.tokenizer import (
     CharTokenizer,
@@ -19,6 +20,8 @@ from models.text.tokenizer import (
 
 # File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+# tokenizer.model, spiece.model, Mistral's tokenizer.model.v3
+_MODEL = re.compile(r"\.model(\.v\w+)?$")
 _CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _END = "<|endoftext|>"  # GPT-2's, also before a text where one is asked for
@@ -29,20 +32,22 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def tokenizer_from(path: Path) -> Tokenizer:
-    """Loads the tokenizer in a directory or a tokenizer.json.
+    """Loads the tokenizer in a directory, a tokenizer.json or a tekken.json.
 
     In a directory it looks for these in order: vocabulary.json, a list of characters;
-    tokenizer.json; encoder.json with vocab.bpe; vocab.json with merges.txt. Beside tokenizer.json it
+    tokenizer.json; encoder.json with vocab.bpe; vocab.json with merges.txt; tekken.json. Beside tokenizer.json it
     reads the end of a text from tokenizer_config.json and special_tokens_map.json; beside the last two
     also added tokens, from these and added_tokens.json.
 
     Raises:
-        FileNotFoundError: if the directory holds none of them.
+        FileNotFoundError: if the directory holds none of them; it names a SentencePiece model that is there.
         ImportError: if the library `tokenizers` is needed and missing.
         ValueError: if a file is damaged or describes another kind of tokenizer; it names the file.
     """
+    if path.is_file() and _MODEL.search(path.name):
+        raise ValueError(_model_in(path))
     if path.is_file():
-        return _from_json(path)
+        return (tokenizer_of_tekken if "tekken" in path.name else _from_json)(path)
     if (file := path / "vocabulary.json").is_file():
         return _characters(file)
     if (file := path / "tokenizer.json").is_file():
@@ -51,9 +56,24 @@ def tokenizer_from(path: Path) -> Tokenizer:
         vocabulary, merges = (path / name for name in names)
         if vocabulary.is_file() and merges.is_file():
             return _from_pairs(vocabulary, merges)
+    if (file := path / "tekken.json").is_file():
+        return tokenizer_of_tekken(file)
+    others = sorted(file for file in path.glob("*") if _MODEL.search(file.name))
     raise FileNotFoundError(
-        f"{path} must hold vocabulary.json, tokenizer.json, "
+        f"{path} must hold vocabulary.json, tokenizer.json, tekken.json, "
         + " or ".join(" with ".join(names) for names in _PAIRS)
+        + "".join(f"; {_model_in(file)}" for file in others[:1])
+    )
+
+
+def _model_in(path: Path) -> str:
+    """What a tokenizer's `.model` is, and how to read it."""
+    with path.open("rb") as file:
+        is_ranks = re.match(rb"[\w+/]+=* \d+\n", file.read(99))
+    kind = "a vocabulary of tiktoken" if is_ranks else "SentencePiece's"
+    return (
+        f"{path} is {kind}, which is not read here: transformers (with sentencepiece or tiktoken) makes a tokenizer.json of it, by "
+        f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained({str(path.parent)!r})"
     )
 
 

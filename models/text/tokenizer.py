@@ -134,7 +134,7 @@ class SubwordTokenizer:
     SentencePiece tokenizers drop a space at the beginning.
 
     Args:
-        tokenizer: the library's tokenizer; its truncation and padding are switched off.
+        tokenizer: the library's tokenizer; its truncation, padding and dropout are switched off.
         eos_token_ids: the tokens that end a text, which the library does not know.
         bos_token_id: the token that may begin a text, even if the template does not put it there.
 
@@ -163,7 +163,7 @@ class SubwordTokenizer:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().keys()
         self._byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)
-        signs = _byte_signs() if self._byte_level else {}
+        signs = byte_signs() if self._byte_level else {}
         self._bytes = {
             token: piece.encode() if token in added else _bytes_of(piece, signs)
             for piece, token in tokenizer.get_vocab(with_added_tokens=True).items()
@@ -171,8 +171,9 @@ class SubwordTokenizer:
         self.vocab_size = max(self._bytes) + 1
         # Without an unknown token, BPE would drop characters in silence. With one that is not in the
         # vocabulary, it raises.
-        if isinstance(tokenizer.model, library_.models.BPE) and not tokenizer.model.unk_token:
-            tokenizer.model.unk_token = _NO_TOKEN
+        if isinstance(tokenizer.model, library_.models.BPE):
+            tokenizer.model.unk_token = tokenizer.model.unk_token or _NO_TOKEN
+            tokenizer.model.dropout = None  # else a text's tokens would be other ones each time
 
     def __repr__(self) -> str:
         ends = "".join(
@@ -253,7 +254,7 @@ def _bytes_of(piece: str, signs: Mapping[str, int]) -> bytes:
     return piece.replace("▁", " ").encode()
 
 
-def _byte_signs() -> dict[str, int]:
+def byte_signs() -> dict[str, int]:
     """A map from the characters of a byte-level vocabulary to bytes.
 
     Printable Latin-1 characters map to themselves. Characters from 256 on map to the other bytes in
