@@ -73,7 +73,7 @@ def test_features_are_those_of_python(capsys):
     assert "blocks.3.mlp_out" in refused(capsys, *given[:-2])
     assert "1023" in refused(capsys, *given, "--feature", "1024")
     assert "no hook point" in refused(capsys, "features", "--prompt", "x", "--at", "nowhere")
-    assert "cfg.json" in refused(capsys, "features", "--prompt", "x", "--dictionary", "no/where")
+    assert "no folder" in refused(capsys, "features", "--prompt", "x", "--dictionary", "nowhere")
 
 
 def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):

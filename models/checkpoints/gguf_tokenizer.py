@@ -18,7 +18,7 @@ from models.checkpoints.gguf_file import GGUFFile
 from models.checks import check_choice
 from models.files import library
 from models.text.templates import template_of
-from models.text.tokenizer import SubwordTokenizer, frame_texts
+from models.text.tokenizer import SubwordTokenizer, byte_level, frame_texts
 
 # Values of `tokenizer.ggml.token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -112,15 +112,13 @@ def _byte_pairs(entries: dict[str, Any]) -> Any:
         )
     except Exception as error:  # the library raises nothing more particular
         raise ValueError(f"tokenizer.ggml.merges: {error}") from None
-    tokenizer = library_.Tokenizer(model)
-    splitters = library_.pre_tokenizers
-    words = [splitters.Split(library_.Regex(each), "isolated") for each in split["patterns"]]
     if is_byte_level:
-        words.append(splitters.ByteLevel(add_prefix_space=False, use_regex=False))
-        tokenizer.decoder = library_.decoders.ByteLevel()
-    else:
-        _write_spaces(tokenizer, begins_with_space=False)
-    tokenizer.pre_tokenizer = splitters.Sequence(words)
+        return byte_level(model, split["patterns"])
+    tokenizer, splitters = library_.Tokenizer(model), library_.pre_tokenizers
+    _write_spaces(tokenizer, begins_with_space=False)
+    tokenizer.pre_tokenizer = splitters.Sequence(
+        [splitters.Split(library_.Regex(pattern), "isolated") for pattern in split["patterns"]]
+    )
     return tokenizer
 
 

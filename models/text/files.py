@@ -111,7 +111,7 @@ def _from_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
     if plain := [piece for piece in unmergeable if not _SPECIAL.fullmatch(piece)]:
         raise ValueError(f"{merges} must make all pieces of {vocabulary.name}; got no {plain[:5]}")
     tokens |= {piece: (_token(piece), None) for piece in unmergeable}
-    tokenizer = byte_level(model, bool(config.get("add_prefix_space")))
+    tokenizer = byte_level(model, add_prefix_space=bool(config.get("add_prefix_space")))
     tokenizer.add_tokens([token for token, _ in tokens.values()])
     for piece, (_, number) in tokens.items():
         expected = tokenizer.token_to_id(piece)

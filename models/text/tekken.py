@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import library, one_error, read_object
-from models.text.tokenizer import SubwordTokenizer, begin_texts, byte_level, byte_signs
+from models.text.tokenizer import SubwordTokenizer, byte_level, byte_signs, frame_texts
 
 _BEGIN, _END = "<s>", "</s>"
 # Files of the versions 3 and 7 may leave out their special tokens; these are they.
@@ -53,13 +53,11 @@ def _made(data: dict[str, Any]) -> SubwordTokenizer:
         if piece[:n] in vocabulary and piece[n:] in vocabulary
     ]
     # A text that is a token needs no merges.
-    tokenizer = byte_level(library_.models.BPE(vocabulary, merges, ignore_merges=True))
-    split = library_.pre_tokenizers.Split(library_.Regex(config["pattern"]), "isolated")
-    as_bytes = library_.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = library_.pre_tokenizers.Sequence([split, as_bytes])
+    model = library_.models.BPE(vocabulary, merges, ignore_merges=True)
+    tokenizer = byte_level(model, [config["pattern"]])
     tokenizer.add_special_tokens(
         [library_.AddedToken(special[n], special=True, normalized=False) for n in range(n_special)]
     )
     begin, end = (vocabulary[piece] for piece in (_BEGIN, _END))
-    begin_texts(tokenizer, begin)
+    frame_texts(tokenizer, [begin])
     return SubwordTokenizer(tokenizer, (end,), begin)

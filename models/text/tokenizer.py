@@ -224,12 +224,17 @@ class SubwordTokenizer:
 
 
 def byte_level(
-    model: "tokenizers.models.BPE", add_prefix_space: bool = False
+    model: "tokenizers.models.BPE", patterns: Sequence[str] = (), add_prefix_space: bool = False
 ) -> "tokenizers.Tokenizer":
-    """A tokenizer of the library for byte-level BPE, which splits texts by GPT-2's pattern."""
+    """A tokenizer of the library for byte-level BPE.
+
+    It splits texts by patterns, one after the other; where there are none, by GPT-2's.
+    """
     library_ = library("tokenizers")
-    tokenizer = library_.Tokenizer(model)
-    tokenizer.pre_tokenizer = library_.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer, splitters = library_.Tokenizer(model), library_.pre_tokenizers
+    words = [splitters.Split(library_.Regex(pattern), "isolated") for pattern in patterns]
+    signs = splitters.ByteLevel(add_prefix_space=add_prefix_space, use_regex=not patterns)
+    tokenizer.pre_tokenizer = splitters.Sequence([*words, signs])
     tokenizer.decoder = library_.decoders.ByteLevel()
     return tokenizer
 
