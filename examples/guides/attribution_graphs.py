@@ -65,8 +65,10 @@ from interp.tracing import PrunedGraph
 
 pruned.pins = [difference, token]
 view = pictures.attribution(pruned)  # view.save("graph.html")
-# pruned.to_neuronpedia("out", slug="digit", scan="pydoc-4l") writes out/digit.json, which Neuronpedia and circuit-tracer's server read;
-# PrunedGraph.from_neuronpedia("out/digit.json") reads it, and theirs.
+print(pruned.subgraph_scores())  # of the pinned nodes alone: what they replace and complete
+# pruned.to_neuronpedia("out", slug="digit", scan="pydoc-4l") writes out/digit.json and out/graph-metadata.json, which open in
+# circuit-tracer's page and fit Neuronpedia's schema. PrunedGraph.from_neuronpedia("out/digit.json") reads it, what circuit-tracer's page
+# saves (pins, groups, edited labels), and the files of Neuronpedia's server and of Anthropic.
 
 # %% [markdown]
 # `hookscope trace --prompt "..." --out graphs` writes the page and the file.

@@ -104,7 +104,7 @@ print(v[2].norm(), after["blocks.2.resid_post"].norm())
 # ## Files
 #
 # `v.save("v.safetensors")` and `Direction.load` keep all of it. `v.at(1, 2, 3).to_gguf("v.gguf", "gpt2")` writes a control vector for
-# llama.cpp, which has none for layer 0; `Direction.from_gguf` reads those of repeng too. Principal components and sparse probes have no
+# llama.cpp, which has none for layer 0; `Direction.from_gguf` reads those of repeng too, in every type that gguf dequantises. Principal components and sparse probes have no
 # function: `torch.linalg.svd` of values that `runner.capture` gives, and `probe` with a small `C`.
 #
 # `python examples/directions.py --out out` does all of this with texts to fit on and texts to test on, and draws it.

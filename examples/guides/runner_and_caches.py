@@ -24,7 +24,7 @@ print(context.receipts)
 # %% [markdown]
 # - **A model written to be read.** `models/transformer.py` is the forward pass, with block, attention and norm in files
 #   beside it. Its values are named by identity modules, `HookPoint("batch pos head d_head")`, and it has no branch for extraction.
-# - **Real models.** `load("gpt2")`, `load("path")`: Hugging Face directories and GGUF files of eleven families, as one
+# - **Real models.** `load("gpt2")`, `load("path")`: Hugging Face directories of eleven families and GGUF files of 22 architectures, as one
 #   `Transformer` with one config. Logits equal the reference's. If a file asks for what the config cannot express, loading
 #   fails, names it, and says how to go on (`ignore=["key"]`).
 # - **Words in, words out.** Wherever tokens are taken, a string, a list of strings or of tokens, a tensor, or what a tokenizer of
