@@ -206,6 +206,9 @@ def test_a_feature_without_an_error_counts_as_one():
     # The logit gets 1 and -2 + 5 from errors, and 4 from the token.
     expected = {"replacement": 4 / 8, "completeness": 1 - 0.5 * 4 / 8 / (0.5 + 0.5)}
     assert graph.subgraph_scores([]) == pytest.approx(expected)
+    # A difference of logits has no probability, and is as good a target.
+    difference = [*nodes[:-1], Node("3_4_0", "logit", 2, 0, 4, "", None, None)]
+    assert PrunedGraph(difference, links, ["a"]).subgraph_scores([]) == pytest.approx(expected)
     # All: 1/12 and 2/12 through features, of which the second gets 5/8 from the first.
     reached = np.array([1 / 12 + 2 / 12 * 5 / 8, 2 / 12, 5 / 12, 0]) / 2
     reached[3] = 4 / 12 / 2 + reached[0] + reached[1] * 3 / 8

@@ -100,7 +100,11 @@ class PrunedGraph:
         is_error = torch.zeros(len(places), dtype=torch.bool)
         is_error[[*errors.values()]] = True
         is_input = torch.tensor([node.kind in ("token", "position", "bias") for node in self.nodes])
-        chances = [node.probability or 0.0 for node in self.nodes]
+        # Targets that are no token have no probability.
+        chances = [
+            1.0 if node.kind == "logit" and node.probability is None else node.probability or 0.0
+            for node in self.nodes
+        ]
         weights, column = effects.new_tensor(chances), torch.arange(len(places))
         return influence.scores(effects, weights, column, is_error, is_input)
 
