@@ -160,7 +160,8 @@ def test_the_attribution_graph_example(printed, tmp_path):
     assert found[1] > 0.7
     assert abs(found[0]) < 0.2
     assert abs(found[2]) < 0.2
-    assert {path.name for path in tmp_path.iterdir()} == {"attribution_graph.html", "digit.json"}
+    written = {"attribution_graph.html", "digit.json", "graph-metadata.json"}
+    assert {path.name for path in tmp_path.iterdir()} == written
 
 
 @pytest.mark.full
