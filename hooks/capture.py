@@ -15,7 +15,7 @@ from hooks.copies import Copies, private
 from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
 from hooks.modes import Options
 from hooks.pieces import Piece, piece_is_known, piece_read, reading
-from hooks.point import POSITION_AXES, Point, as_node, first_tensor, with_first_tensor
+from hooks.point import POSITION_AXES, Point, as_node, first_tensor, mapped, with_first_tensor
 from hooks.processes import require_whole
 from hooks.session import Session
 
@@ -35,6 +35,8 @@ class Recorder:
         stops: whether to end the run, by `Complete`, once every point has fired.
         joined: a point may fire many times. Its values are joined along the position axis.
         unkept: names of points whose values are not kept. It is only noted that they fired.
+        borrowed: None to copy values. Otherwise nothing writes into a value during the run, so it is kept as it is,
+            unless its memory is one of these (see `_torch.memory_of`).
         values: the captured values by name; after `finish` in the model's order.
         axes: after `finish`, the axes of each value, also of those that are not kept.
         fired: the names of the points that the run reached.
@@ -49,6 +51,7 @@ class Recorder:
     stops: bool = False
     joined: bool = False
     unkept: Container[str] = ()
+    borrowed: Container[int] | None = None
     values: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
     axes: dict[str, tuple[str, ...]] = dataclasses.field(init=False)
     fired: set[str] = dataclasses.field(init=False, default_factory=set)
@@ -60,6 +63,7 @@ class Recorder:
         self._versions: dict[str, int] = {}
         self._copies = Copies()
         self._parts: dict[str, list[Tensor]] = {}
+        self._views: list[str] = []
 
     def listen(self, session: Session) -> None:
         """Records all points, through hooks of the session."""
@@ -108,17 +112,19 @@ class Recorder:
             raise error
         self.skipped[point.name] = str(error)
 
-    def finish(self, reason: str = NEVER_FIRED) -> None:
+    def finish(self, reason: str = NEVER_FIRED, output: Any = None) -> None:
         """Puts values in the model's order. Checks that all are present.
 
         Args:
             reason: why a point may not have been reached, for the error.
+            output: what the run returned. The caller may write there, so values that share its memory are copied.
 
         Raises:
             NeverFiredError: if the run did not reach a point that is not optional; the message
                 includes `reason`.
-            CacheError: with `detach=False`, if a later module overwrote a value in place.
+            CacheError: if a later module overwrote a value in place that was not copied.
         """
+        self._settle()
         self.options.placement.wait()
         self._copies = Copies()
         if self.joined:
@@ -128,10 +134,14 @@ class Recorder:
             }
         for name, before in self._versions.items():
             if _torch.version(self.values[name]) != before:
-                changed = (
-                    f"the model wrote over the value of {name} later; detach=True keeps a copy"
-                )
+                copied = "detach=True" if self.borrowed is None else "model.overwrites_values = True"
+                changed = f"the model wrote over the value of {name} later; {copied} keeps a copy"
                 self.skip(self.points[name], CacheError(changed))
+        if self.borrowed is not None:
+            returned = memory_in(output)
+            for name in self._versions:
+                if _torch.memory_of(self.values[name]) in returned:
+                    self.values[name] = private(self.values[name])
         if len(self.fired) < len(self.points):
             missing = [name for name in self.points if name not in self.fired]
             self.skipped |= {n: f"{n} did not run: {reason}" for n in missing if n in self.optional}
@@ -163,6 +173,8 @@ class Recorder:
                 self._versions[name] = _torch.version(kept)
         else:
             kept = self._copies(value, functools.partial(self._copied, point), point.axes)
+            if self.borrowed is not None and _torch.has_storage(kept):
+                self._note_view(name, kept)
         if self.joined:
             parts = self._parts.setdefault(name, [])
             _require_next(parts, point)
@@ -173,7 +185,51 @@ class Recorder:
     def _copied(self, point: Point, value: Tensor) -> Tensor:
         value = value.detach()
         kept = self.options.kept(value, point)
-        return private(kept) if kept is value else kept
+        return private(kept) if kept is value and not self._may_keep(value) else kept
+
+    def _may_keep(self, value: Tensor) -> bool:
+        return (
+            self.borrowed is not None
+            and _torch.has_storage(value)
+            and not value.is_inference()
+            and _torch.memory_of(value) not in self.borrowed
+        )
+
+    def _note_view(self, name: str, kept: Tensor) -> None:
+        """Notes the version of a value, and that it may be part of a larger memory, as keys are of all three projections."""
+        if self._views and _torch.memory_of(self.values[self._views[0]]) != _torch.memory_of(kept):
+            self._settle()
+        self._versions[name] = _torch.version(kept)
+        if kept.untyped_storage().nbytes() > kept.nbytes:
+            self._views.append(name)
+
+    def _settle(self) -> None:
+        """Copies the last views if they are not their whole memory together, which would stay for them."""
+        views = {name: self.values[name] for name in self._views}
+        different = {id(view): view for view in views.values()}
+        is_part = any(
+            sum(other.nbytes for other in different.values()) < view.untyped_storage().nbytes()
+            for view in different.values()
+        )
+        if is_part and all(_torch.version(view) == self._versions[n] for n, view in views.items()):
+            copies = {key: private(view) for key, view in different.items()}
+            for name, view in views.items():
+                self.values[name] = copies[id(view)]
+                self._versions[name] = _torch.version(self.values[name])
+        self._views = []
+
+
+def memory_in(tree: Any) -> set[int]:
+    """The memory of each tensor in nested containers; see `_torch.memory_of`."""
+    memory: set[int] = set()
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and _torch.has_storage(leaf):
+            memory.add(_torch.memory_of(leaf))
+        return leaf
+
+    mapped(tree, note)
+    return memory
 
 
 def _require_next(pieces: Sequence[Tensor], point: Point) -> None:

@@ -11,9 +11,9 @@ from torch import nn
 
 from hooks import names as layered
 from hooks import storage
-from hooks._torch import is_fully_sharded, without_gradients
+from hooks._torch import is_fully_sharded, state_of, without_gradients
 from hooks.cache import ActivationCache
-from hooks.capture import Complete, Recorder
+from hooks.capture import Complete, Recorder, memory_in
 from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
@@ -26,7 +26,7 @@ from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, point_at
 from hooks.processes import mesh_of
 from hooks.replay import LazyValues, divided
-from hooks.session import Session, edits_in_force, owners
+from hooks.session import Session, edits_in_force, is_listened_to, owners
 from hooks.words import Words
 
 
@@ -96,7 +96,8 @@ class HookedRunner(SaysOurs):
 
         It runs without gradients, unless `grads=True` or `detach=False` asks for them.
         Later writes into the model's input, output, weights or buffers do not change what is kept;
-        with `detach=False` they may.
+        with `detach=False` they may. Values are copies, unless the model has `overwrites_values = False`: it says that
+        it never writes into a value of a point. Then they are copied only while hooks act on it.
 
         Args:
             args: the model's arguments.
@@ -117,6 +118,7 @@ class HookedRunner(SaysOurs):
             UnknownNameError: if the selector matches nothing.
             ValueError: if options contradict each other.
             ModeError: if the model is in training mode and the mode is not `none`.
+            CacheError: if the model wrote over a value in place that was not copied.
             NeverFiredError: if the forward pass did not reach a requested point. In a model without
                 `HookPoint`s this holds only for points chosen by their exact names. Other selectors skip
                 modules that did not run exactly once or gave no tensor, unless nothing is left;
@@ -324,6 +326,10 @@ class HookedRunner(SaysOurs):
             ours = {*Words(call).known, *options} - {"self", "args", "kwargs"}
             words.require(unknown, ours, f"{call.__name__} of a {what}")
 
+    def _overwrites_nothing(self) -> bool:
+        """Whether a run writes into no value of a point: the model says so, and nobody's hook acts now."""
+        return not getattr(self.model, "overwrites_values", True) and not is_listened_to(self.model)
+
     def _draws(self) -> Draws:
         """What warns, once for this runner, if dropout acts in a run."""
         return Draws(() if self._has_warned else self._modules)
@@ -361,7 +367,10 @@ class HookedRunner(SaysOurs):
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
         blocks = self._blocks if lazy else {}
         calls = divided(points, blocks) if lazy else []
-        recorder = Recorder(points, options, optional, stops, run is not None, blocks)
+        borrowed = None
+        if run is None and options.detach and not options.grads and self._overwrites_nothing():
+            borrowed = memory_in((args, kwargs, state_of(self.model)))
+        recorder = Recorder(points, options, optional, stops, run is not None, blocks, borrowed)
         edits = edits_in_force()
         # Before the run, which may write into its arguments.
         inputs = bound(self._signature, args, kwargs) if run is None else {}
@@ -382,7 +391,7 @@ class HookedRunner(SaysOurs):
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         for call in calls:
             call.report(recorder)
-        recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED)
+        recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED, output)
         if recorder.skipped and not recorder.axes:
             raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values

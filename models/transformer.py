@@ -79,6 +79,9 @@ class Transformer(SaysOurs, ReadsText, BlockWeights):
     torch.Size([2, 3, 7])
     """
 
+    # No step of it writes into a value of a point, so caches need no copies. True makes them copy again.
+    overwrites_values = False
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
@@ -231,7 +234,9 @@ class Transformer(SaysOurs, ReadsText, BlockWeights):
         """The dtype of the token embeddings, and of the residual stream."""
         return self.token_embedding.weight.dtype
 
-    def prepare_inputs(self, tokens: Texts, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    def prepare_inputs(
+        self, tokens: Texts | Float[Tensor, "batch _pos d_model"], **arguments: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """The arguments of `forward` with tokens and mask in place of texts, to know what a run reads."""
         masks = arguments.pop("attention_mask", None), arguments.get("kv_cache")
         tokens, mask = read(self, tokens, *masks)
