@@ -44,6 +44,7 @@ def other(kind, dtype=torch.float32):
     return maker(maker.config_class(**sizes)).eval().to(dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind", ["gpt2", "llama", "gemma3", "bloom", "bert", "roberta", "distilbert", "modernbert", "bart", "ctrl"]

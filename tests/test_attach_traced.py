@@ -226,6 +226,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:the .* drew random numbers")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,6 +258,7 @@ def test_hooks_everywhere_change_nothing(kind, setting):
 CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # which has no cache
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", CACHED)

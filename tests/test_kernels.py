@@ -81,6 +81,7 @@ def test_blocks_give_what_the_equations_give(name, mask, hooks):
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("mask", MASKS)

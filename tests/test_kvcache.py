@@ -134,6 +134,7 @@ def expected_alone(form):
     return [by_prefix(build(form), row)[0] for row in rows]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("sizes", "hooked"), [([3, 1, 1, 8], True), ([1] * LENGTH, False), ([8, 5], False)]

@@ -172,6 +172,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "kind", "side"), CASES)
 def test_a_batch_of_unequal_texts_gives_what_each_gives_alone(name, kind, side):
     model, function = model_of(kind), READ[name]

@@ -220,6 +220,7 @@ def test_logits_streams_and_patterns(pair, tokens):
         assert pattern[:, :, -1].max() > 2 / POS  # even attention would test little
 
 
+@pytest.mark.sampled(3)
 def test_a_model_in_memory_is_copied(pair, tokens):
     copied = from_hf(pair.theirs)
     assert copied.config == pair.ours.config
