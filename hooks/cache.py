@@ -173,8 +173,8 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
         return type(self)(arrived, self._axes, self._origin, None, self.skipped, self._masks)
 
-    def layers(self, short: str) -> Iterator[Tensor]:
-        """The values of all layers whose names end in `short`, one after the other. A lazy cache keeps none of them.
+    def layer_names(self, short: str) -> dict[int, str]:
+        """The full names that end in `short`, by layer.
 
         Raises:
             UnknownNameError: if there is no such value.
@@ -188,7 +188,15 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
                 f"{'is' if len(missing) == 1 else 'are'} not in this cache"
                 + "".join(f"; {self.skipped[name]}" for name in missing[:4] if name in self.skipped)
             )
-        return (self.read(name)[0] for name in names_by_layer.values())
+        return names_by_layer
+
+    def layers(self, short: str) -> Iterator[Tensor]:
+        """The values of all layers whose names end in `short`, one after the other. A lazy cache keeps none of them.
+
+        Raises:
+            UnknownNameError, CacheError: as for `layer_names`.
+        """
+        return (self.read(name)[0] for name in self.layer_names(short).values())
 
     def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
         """The values of all `layers`, stacked: [layer, ...].
@@ -196,7 +204,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         If they are on several devices, the result is on that of the first layer.
 
         Raises:
-            UnknownNameError, CacheError: as for `layers`.
+            UnknownNameError, CacheError: as for `layer_names`.
         """
         return stacked(self.layers(short))
 

@@ -134,7 +134,9 @@ class Recorder:
             }
         for name, before in self._versions.items():
             if _torch.version(self.values[name]) != before:
-                copied = "detach=True" if self.borrowed is None else "model.overwrites_values = True"
+                copied = (
+                    "detach=True" if self.borrowed is None else "model.overwrites_values = True"
+                )
                 changed = f"the model wrote over the value of {name} later; {copied} keeps a copy"
                 self.skip(self.points[name], CacheError(changed))
         if self.borrowed is not None:

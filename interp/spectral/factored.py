@@ -138,16 +138,20 @@ class FactoredMatrix:
         left, right = self.left[tuple(batch)], self.right[tuple(batch)]
         return FactoredMatrix(left[..., rows, :], right[..., columns])
 
-    def svd(self) -> SVD:
+    def svd(self, name: str = "") -> SVD:
         """The decomposition: min(rows, inner, columns) singular values; all others are 0.
+
+        Args:
+            name: the name of the matrices in errors.
 
         Raises:
             ValueError: if a number is not finite.
         """
-        left, right = map(
-            torch.linalg.qr,
-            (finite(self.left, "left").double(), finite(self.right, "right").double().mT),
+        left, right = (
+            finite(self.left, f"{name} left".lstrip()),
+            finite(self.right, f"{name} right".lstrip()),
         )
+        left, right = torch.linalg.qr(left.double()), torch.linalg.qr(right.double().mT)
         small = svd(left.R @ right.R.mT)
         # In float64 the small matrix does not show the rounding of the factors.
         eps = max(self.shape[-2:]) * torch.finfo(self.left.dtype).eps

@@ -56,6 +56,18 @@ class SVD:
         parts = (self.u, self.s, self.vh, self.next_value, self.tolerance)
         return SVD(*(part[index] for part in parts))
 
+    def top(self, k: int) -> "SVD":
+        """The `k` largest singular values and their vectors.
+
+        Raises:
+            ValueError: if there are fewer.
+        """
+        check_k(k, self.s.shape[-1])
+        next_value = self.s[..., k] if k < self.s.shape[-1] else self.next_value
+        return SVD(
+            self.u[..., :k], self.s[..., :k], self.vh[..., :k, :], next_value, self.tolerance
+        )
+
     @property
     def rank(self) -> Int[Tensor, "*batch"]:
         """The number of singular values in `s` above the tolerance; 0 for a zero matrix."""
@@ -138,10 +150,7 @@ def randomized_svd(
         raise ValueError(f"oversample must be at least 2; got {oversample}")
     size = k + oversample
     if size >= min(float64.shape[-2:]):
-        whole = svd(matrices, name)
-        u, s, vh = whole.u[..., :k], whole.s[..., :k], whole.vh[..., :k, :]
-        next_value = whole.s[..., k] if k < whole.s.shape[-1] else whole.next_value
-        return SVD(u, s, vh, next_value, whole.tolerance)
+        return svd(matrices, name).top(k)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(float64.shape[-1], size, generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(float64 @ start.to(float64.device)).Q

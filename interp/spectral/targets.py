@@ -1,7 +1,7 @@
 """The targets of SVD analyses: attention scores, OV circuits, and the outputs of heads."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from einops import rearrange, repeat
@@ -13,6 +13,7 @@ from hooks._torch import without_gradients
 from hooks.transfer import to_device
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.protocol import LanguageModel, of
+from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import SVD, randomized_svd, svd
 
 
@@ -30,13 +31,14 @@ class SVDTargets:
         pattern: the weight of each key for each query. Rows sum to 1, and rows of padding to 0.
         values: the value vectors of each head, 0 at padding. Heads that share a key head have the same.
         wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x` (Elhage et al. 2021).
+            [layer, head, d_model, d_model], kept as its two factors; `wvwo.form()` is the product.
         avwo: `pattern @ values @ W_O`: what each head writes, without the output bias.
     """
 
     qkt: Float[Tensor, "batch layer *head pos pos"]
     pattern: Float[Tensor, "batch layer *head pos pos"]
     values: Float[Tensor, "batch layer *head pos d_head"]
-    wvwo: Float[Tensor, "layer *head d_model d_model"]
+    wvwo: FactoredMatrix
     avwo: Float[Tensor, "batch layer *head pos d_model"]
 
     def __repr__(self) -> str:
@@ -52,11 +54,9 @@ class SVDTargets:
             raise ValueError(
                 f"pattern must be [batch, layer, 1 head, pos, pos]; got {tuple(self.pattern.shape)}"
             )
-        squeezed = {
-            field.name: getattr(self, field.name).squeeze(1 if field.name == "wvwo" else 2)
-            for field in fields(self)
-        }
-        return replace(self, **squeezed)
+        by_run = ("qkt", "pattern", "values", "avwo")
+        squeezed = {name: getattr(self, name).squeeze(2) for name in by_run}
+        return SVDTargets(**squeezed, wvwo=self.wvwo[:, 0])
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,19 +83,23 @@ def _sizes_of(tensors: SVDTargets | ResidualStream) -> str:
 
 
 @without_gradients
-def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
+def svd_targets(
+    model: nn.Module, cache: ActivationCache, layers: Sequence[int] | None = None
+) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
-    Products have the wider dtype of cache and weights, and are computed on the cache's device.
+    Products have the wider dtype of cache and weights, and are computed on the cache's device. Of a lazy cache one
+    layer at a time is computed. The scores and patterns of a result grow with the square of the text's length.
 
     Args:
         model: the model of that run.
         cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
+        layers: the layers of the result, in this order; None for all.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
         CacheError: if the cache is of another model, or has no scores, patterns or values; it says which mode to run.
-        ValueError: if the cache does not hold all positions.
+        ValueError: if the cache does not hold all positions, or there is no such layer.
 
     >>> from interp import run_with_cache
     >>> from models import load
@@ -106,32 +110,45 @@ def svd_targets(model: nn.Module, cache: ActivationCache) -> SVDTargets:
     """
     cache.require_weights_of(model)
     language: LanguageModel = of(model, "W_V", "W_O")
-    w_v, w_o = language.W_V, language.W_O
+    names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
+    chosen = [*names] if layers is None else [*layers]
+    if not chosen or not set(chosen) <= set(names):
+        raise ValueError(f"layers must be some of {[*names]}; got {chosen}")
+    w_v, w_o = language.W_V[chosen], language.W_O[chosen]
     w_v = w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1)  # heads that share it
-    scores, pattern, v = _stacks(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
-    if not scores.shape[-2] == scores.shape[-1] == v.shape[2]:
+    stacks: list[Tensor] = []
+    for at, layer in enumerate(chosen):
+        tensors = _of_layer(cache, cache.read(*names[layer]), w_o[at])
+        if not stacks:
+            stacks = [
+                tensor.new_empty(len(tensor), len(chosen), *tensor.shape[1:]) for tensor in tensors
+            ]
+        for stack, tensor in zip(stacks, tensors, strict=True):
+            stack[:, at] = tensor
+    device, dtype = stacks[-1].device, stacks[-1].dtype
+    wvwo = FactoredMatrix(w_v.to(device, dtype), w_o.to(device, dtype))
+    qkt, pattern, values, avwo = stacks
+    return SVDTargets(qkt, pattern, values, wvwo, avwo)
+
+
+def _of_layer(
+    cache: ActivationCache, read: tuple[Tensor, ...], w_o: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four targets of one layer that depend on the run, each [batch, head, pos, ...]."""
+    scores, pattern, v = read
+    if not scores.shape[-2] == scores.shape[-1] == v.shape[1]:
         raise ValueError(
             f"the cache must hold whole texts, without positions= and kv_cache=; got "
-            f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[2]} values"
+            f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[1]} values"
         )
-    groups = pattern.shape[2] // v.shape[3]
-    values = repeat(
-        v, "layer batch pos kv_head d_head -> layer batch (kv_head group) pos d_head", group=groups
-    )
-    if (mask := mask_of(cache, (scores.shape[1], scores.shape[-1]))) is not None:
+    groups = pattern.shape[1] // v.shape[2]
+    values = repeat(v, "batch pos kv_head d_head -> batch (kv_head group) pos d_head", group=groups)
+    if (mask := mask_of(cache, (len(scores), scores.shape[-1]))) is not None:
         real = to_device(mask, scores.device)[:, None, :, None]
         scores, values = scores.where(real & real.mT, 0), values.where(real, 0)
     dtype = torch.promote_types(values.dtype, w_o.dtype)
-    w_v, w_o = (weight.to(values.device, dtype) for weight in (w_v, w_o))
-    avwo = pattern.to(dtype) @ values.to(dtype) @ w_o[:, None]
-    by_batch = "layer batch ... -> batch layer ..."
-    return SVDTargets(
-        qkt=rearrange(scores.tril(), by_batch),
-        pattern=rearrange(pattern, by_batch),
-        values=rearrange(values, by_batch),
-        wvwo=w_v @ w_o,
-        avwo=rearrange(avwo, by_batch),
-    )
+    avwo = pattern.to(dtype) @ values.to(dtype) @ w_o.to(values.device, dtype)
+    return scores.tril(), pattern, values, avwo
 
 
 def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
@@ -141,23 +158,35 @@ def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     directions that a head reads, and right ones those that it writes. In `avwo`, left ones are over
     positions, and right ones are directions that a head writes.
 
+    The rank of `wvwo` is at most d_head, so it has the d_head singular values that may differ from 0, and none of the
+    zeros after them. Effective and stable rank are the same with or without these; its condition number is that of the map
+    between the d_head directions that are read and those that are written, where the whole matrix has infinity.
+
     Args:
         targets: the targets of a run; see `svd_targets`.
-        k: how many singular values and vectors, with `randomized_svd`; None for all, with `svd`.
+        k: how many singular values and vectors, with `randomized_svd` for `qkt` and `avwo`; None for all, with `svd`.
 
     Raises:
         ValueError: if a number is not finite (it names the target and the first such place), or as
             for `randomized_svd`.
 
     >>> square, wide = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 2)  # batch, layer
-    >>> targets = SVDTargets(square, square, wide, torch.ones(1, 2, 2), wide)
+    >>> wvwo = FactoredMatrix(torch.ones(1, 2, 1), torch.ones(1, 1, 2))
+    >>> targets = SVDTargets(square, square, wide, wvwo, wide)
     >>> {name: found.s.shape for name, found in spectra(targets).items()}
-    {'qkt': torch.Size([1, 1, 3]), 'wvwo': torch.Size([1, 2]), 'avwo': torch.Size([1, 1, 2])}
+    {'qkt': torch.Size([1, 1, 3]), 'wvwo': torch.Size([1, 1]), 'avwo': torch.Size([1, 1, 2])}
     """
-    matrices = {name: getattr(targets, name) for name in ("qkt", "wvwo", "avwo")}
-    if k is None:
-        return {name: svd(each, name) for name, each in matrices.items()}
-    return {name: randomized_svd(each, k, name=name) for name, each in matrices.items()}
+    wvwo = targets.wvwo.svd("wvwo")
+
+    def of_matrices(name: str) -> SVD:
+        matrices = getattr(targets, name)
+        return svd(matrices, name) if k is None else randomized_svd(matrices, k, name=name)
+
+    return {
+        "qkt": of_matrices("qkt"),
+        "wvwo": wvwo if k is None else wvwo.top(k),
+        "avwo": of_matrices("avwo"),
+    }
 
 
 @without_gradients
@@ -184,7 +213,8 @@ def residual_stream(
     >>> residual_stream(cache, windows).vectors.shape  # window, layer, d_model
     torch.Size([3, 4, 128])
     """
-    stream = _stacks(cache, (point,), 'mode="residual"')[0]
+    _names(cache, (point,), 'mode="residual"')
+    stream = cache.stack(point)
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
         rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
         raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")
@@ -200,10 +230,18 @@ def residual_stream(
     )
 
 
-def _stacks(cache: ActivationCache, names: tuple[str, ...], options: str) -> list[Tensor]:
+def _names(
+    cache: ActivationCache, shorts: tuple[str, ...], options: str
+) -> dict[int, tuple[str, ...]]:
+    """The full names of some values, by layer.
+
+    Raises:
+        CacheError: if one is not there; it says what to run.
+    """
     try:
-        return [cache.stack(name) for name in names]
+        names = [cache.layer_names(short) for short in shorts]
     except (UnknownNameError, CacheError) as error:
         raise CacheError(
-            f"the cache must have {', '.join(names)} of every layer, as runs with {options} do; {error}"
+            f"the cache must have {', '.join(shorts)} of every layer, as runs with {options} do; {error}"
         ) from error
+    return {layer: tuple(each[layer] for each in names) for layer in names[0]}
