@@ -15,6 +15,7 @@ from hooks import names, storage
 from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.foreign import SaysOurs, unknown_point
+from hooks.memory import Bound
 from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import index_by_axis
@@ -206,7 +207,13 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         Raises:
             UnknownNameError, CacheError: as for `layer_names`.
         """
-        return stacked(self.layers(short))
+        names_of_layers = [*self.layer_names(short).values()]
+        bound = Bound(names_of_layers, otherwise="read one layer at a time, with cache.layers")
+        values = []
+        for name in names_of_layers:
+            values.append(self.read(name)[0])
+            bound.add(name, values[-1])
+        return stacked(values)
 
     def read(self, *keys: str | tuple[str, int]) -> tuple[Tensor, ...]:
         """The values under several keys. A lazy cache runs each of their blocks once, and keeps none of them.
@@ -369,7 +376,11 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         axes: Mapping[str, tuple[str, ...]],
         masks: Mapping[str, Tensor],
     ) -> "ActivationCache":
-        values = {name: change(name, value) for name, value in self._by_block()}
+        values: dict[str, Tensor] = {}
+        bound = Bound([*self], otherwise="read some values at a time, with cache.read")
+        for name, value in self._by_block():
+            values[name] = change(name, value)
+            bound.add(name, values[name])
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
         return type(self)(values, axes, self._origin, grads or None, self.skipped, masks)
 

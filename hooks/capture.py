@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from hooks import _torch
 from hooks.copies import Copies, private
-from hooks.errors import NEVER_FIRED, CacheError, HookError, require_fired
+from hooks.errors import NEVER_FIRED, CacheError, HookError, MemoryLimitError, require_fired
+from hooks.memory import Bound
 from hooks.modes import Options
 from hooks.pieces import Piece, piece_is_known, piece_read, reading
 from hooks.point import POSITION_AXES, Point, as_node, first_tensor, mapped, with_first_tensor
@@ -35,6 +36,7 @@ class Recorder:
         stops: whether to end the run, by `Complete`, once every point has fired.
         joined: a point may fire many times. Its values are joined along the position axis.
         unkept: names of points whose values are not kept. It is only noted that they fired.
+        bound: counts what is kept, and refuses too much.
         borrowed: None to copy values. Otherwise nothing writes into a value during the run, so it is kept as it is,
             unless its memory is one of these (see `_torch.memory_of`).
         values: the captured values by name; after `finish` in the model's order.
@@ -52,6 +54,7 @@ class Recorder:
     joined: bool = False
     unkept: Container[str] = ()
     borrowed: Container[int] | None = None
+    bound: Bound | None = None
     values: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
     axes: dict[str, tuple[str, ...]] = dataclasses.field(init=False)
     fired: set[str] = dataclasses.field(init=False, default_factory=set)
@@ -91,6 +94,8 @@ class Recorder:
                 value = value if self.options.detach else node
             if name not in self.unkept:
                 self._keep(value, point)
+        except MemoryLimitError:
+            raise
         except HookError as error:
             self.skip(point, error)
         self.fired.add(name)
@@ -183,6 +188,8 @@ class Recorder:
             parts.append(kept)
         else:
             self.values[name] = kept
+        if self.bound is not None:
+            self.bound.add(name, kept)
 
     def _copied(self, point: Point, value: Tensor) -> Tensor:
         value = value.detach()

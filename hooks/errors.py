@@ -7,7 +7,8 @@ HookError
 │   └── SelectionError positions or other indices that a value does not have (also a ValueError)
 ├── ModeError          a run that the model's training mode forbids
 ├── ContextError       a hook context used twice
-└── CacheError         a cache, or a file, that does not have what was asked for
+├── CacheError         a cache, or a file, that does not have what was asked for
+└── MemoryLimitError   what would not fit into memory, or is above `max_bytes` (also a MemoryError)
 """
 
 import difflib
@@ -110,6 +111,14 @@ class ContextError(HookError):
     >>> with context: pass
     Traceback (most recent call last):
     hooks.errors.ContextError: a hook context can be entered once: call hooks() again for another
+    """
+
+
+class MemoryLimitError(HookError, MemoryError):
+    """Values that would not fit into memory, or are above `max_bytes`.
+
+    >>> issubclass(MemoryLimitError, HookError), issubclass(MemoryLimitError, MemoryError)
+    (True, True)
     """
 
 

@@ -62,6 +62,8 @@ class Options:
         placement: puts values on that device and in that dtype.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
+        max_bytes: the most that values may take; None for 0.9 of the memory that is free. A run that would keep more
+            ends by a MemoryLimitError, as soon as one layer shows it.
 
     Raises:
         ValueError: if options contradict each other, if `dtype` is not a floating one, or if
@@ -77,6 +79,7 @@ class Options:
     dtype: torch.dtype | None = None
     detach: bool = True
     grads: bool = False
+    max_bytes: int | None = None
     placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
     # Chosen positions, by the sizes of axes and the piece of the texts.
     _columns: dict[object, Tensor] = dataclasses.field(

@@ -26,6 +26,7 @@ from hooks.beside import unwatched
 from hooks.capture import Recorder
 from hooks.copies import Copies, private
 from hooks.errors import CacheError, HookError
+from hooks.memory import Bound
 from hooks.modes import Options
 from hooks.names import Blocks
 from hooks.pieces import piece_read, reading
@@ -98,6 +99,7 @@ class BlockCall:
         block: the module.
         points: the block's points that were asked for.
         copies: the copies of arguments in this run. Blocks may share a mask, for instance.
+        bound: counts what is stored, and refuses too much.
         fired, repeated: whether the block ran, and whether it did more than once.
     """
 
@@ -105,13 +107,15 @@ class BlockCall:
     block: nn.Module
     points: Mapping[str, Point]
     copies: Copies
+    bound: Bound | None = dataclasses.field(init=False, default=None)
     fired: bool = False
     repeated: bool = False
     _inputs: list[Tensor] = dataclasses.field(default_factory=list)
     _output: list[Tensor] = dataclasses.field(default_factory=list)
 
-    def listen(self, session: Session) -> None:
+    def listen(self, session: Session, bound: Bound) -> None:
         """Stores the block's next call, through hooks of the session."""
+        self.bound = bound
         # Of all blocks before the run: between other work the same questions take twice as long. A block
         # that writes its own buffers is then never run again.
         self._state = _torch.marks(self.block)
@@ -131,8 +135,11 @@ class BlockCall:
     def _stored(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return plain_argument(self.block, leaf, self.name)
-        self._inputs.append(self.copies(leaf))
-        return self._inputs[-1]
+        stored = self.copies(leaf)
+        self._inputs.append(stored)
+        assert self.bound is not None
+        self.bound.add(self.name, stored)
+        return stored
 
     def _sample(self, output: Any) -> None:
         self._output = sampled(unwatched(output))

@@ -18,6 +18,7 @@ from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
 from hooks.foreign import SaysOurs
+from hooks.memory import Bound
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
 from hooks.origin import Origin, bound, prepared, signature_of
@@ -366,11 +367,15 @@ class HookedRunner(SaysOurs):
         if lazy and (options.grads or not options.detach):
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
         blocks = self._blocks if lazy else {}
-        calls = divided(points, blocks) if lazy else []
         borrowed = None
         if run is None and options.detach and not options.grads and self._overwrites_nothing():
             borrowed = memory_in((args, kwargs, state_of(self.model)))
-        recorder = Recorder(points, options, optional, stops, run is not None, blocks, borrowed)
+        calls = divided(points, blocks) if lazy else []
+        kept = [*(name for name in points if name not in blocks), *(call.name for call in calls)]
+        limit = Bound(kept, options.max_bytes)
+        recorder = Recorder(
+            points, options, optional, stops, run is not None, blocks, borrowed, limit
+        )
         edits = edits_in_force()
         # Before the run, which may write into its arguments.
         inputs = bound(self._signature, args, kwargs) if run is None else {}
@@ -378,7 +383,7 @@ class HookedRunner(SaysOurs):
         with Session() as session:
             recorder.listen(session)
             for call in calls:
-                call.listen(session)
+                call.listen(session, limit)
             call_model = run or self.model
             if options.detach and not options.grads:
                 call_model = without_gradients(call_model)

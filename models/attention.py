@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks._torch import is_unwatched
+from hooks.memory import require_room
 from models.config import TransformerConfig
 from models.kernels import by_blocks, fused
 from models.linear import Linear
@@ -17,6 +18,12 @@ from models.norm import ByConfig, QKNorm, dropout
 from models.positions import rotary
 from models.running.context import Context, ContextOrMask, place
 from models.running.masks import Mask, dense
+
+WITHOUT_SCORES = (
+    "scores and pattern of a layer, which are read here: read other values, or give fewer texts, or the last "
+    "positions after a kv_cache of the others"
+)
+"""What to do where scores do not fit into memory."""
 
 
 def scaled_dot_product_attention(
@@ -215,6 +222,7 @@ class Attention(ByConfig):
         mask: Mask,
     ) -> Float[Tensor, "batch head query d_head"]:
         """The output of each head. Without a mask a query sees all keys up to its own."""
+        require_room(3 * q.shape[:3].numel() * k.shape[2] * q.element_size(), q, WITHOUT_SCORES)
         # b batch, h heads, i queries, j keys, d d_head; n of the heads share each of g key heads.
         q = rearrange(self.scale * q, "b (g n) i d -> b g n i d", g=k.shape[1])
         scores = einsum(q, k, "b g n i d, b g j d -> b g n i j")

@@ -45,7 +45,7 @@ INTERP = """pictures protocol inputs inputs.spans inputs.token_positions inputs.
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {
     "linear": "norms",
-    "spectral": "singular",
+    "spectral": "singular factored",
     "reading": "",
     "effects": "",
     "pictures": "figure parts view",
@@ -119,8 +119,8 @@ def test_private_parts_of_torch_are_used_in_one_module(path):
 
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext hooks_name
-        HookError HookHandle HookPoint HookPoints HookedRunner Hooks Identity Mode ModeError NeverFiredError
-        Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
+        HookError HookHandle HookPoint HookPoints HookedRunner Hooks Identity MemoryLimitError Mode ModeError
+        NeverFiredError Options Plan Planned Point Receipt Receipts SelectionError Selector UnknownNameError index_by_axis
         start_of_piece position_offset""",
     "models": """Attached Attention Batches Block CharTokenizer ChatTemplate Context Evaluation GatedMLP KVCache LayerNorm MLP
         RMSNorm RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult

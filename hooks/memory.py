@@ -1,0 +1,163 @@
+"""A bound of memory: what would not fit is refused before the system ends the process.
+
+1. What is kept is counted as it comes (`Bound.add`), and looked at from 256 MiB on.
+2. What is still to come is taken to be as large as the same value of a layer that has come.
+3. More than `max_bytes`, or 0.9 of the memory that is free, is an error that says what to leave out.
+4. What allocates much at once asks before (`require_room`).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hooks._torch import FakeTensor, has_storage, memory_of
+from hooks.errors import MemoryLimitError
+from hooks.point import LAYER
+
+_FIRST_LOOK = 2**28
+_SHARE = 0.9
+
+
+class Bound:
+    """Counts the bytes of values that are kept together, and refuses them when they would be too many.
+
+    Args:
+        names: the names of all that will be kept.
+        max_bytes: the bound; None for 0.9 of the memory that is free.
+        otherwise: what to do instead, for the error.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str],
+        max_bytes: int | None = None,
+        otherwise: str = "use lazy=True or positions=",
+    ) -> None:
+        self._names, self._max_bytes, self._otherwise = names, max_bytes, otherwise
+        self._sizes: dict[str, int] = {}
+        self._left: dict[int, int] = {}  # bytes of a memory that no value has been counted for
+        self._held = 0
+        self._next_look = _FIRST_LOOK if max_bytes is None else min(_FIRST_LOOK, max_bytes / 4)
+        # Before, shared memory is counted again, because small runs have no time to ask for it.
+        self._count_from = _FIRST_LOOK / 8 if max_bytes is None else 0
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Counts a value that is kept, unless its memory is counted already.
+
+        Raises:
+            MemoryLimitError: if all values would be too many.
+        """
+        size = value.numel() * value.element_size()  # sparse tensors have no `nbytes`
+        if self._held >= self._count_from and has_storage(value):
+            memory = memory_of(value)
+            left = self._left.get(memory, value.untyped_storage().nbytes())
+            size = min(size, left)
+            self._left[memory] = left - size
+        self._sizes[name] = self._sizes.get(name, 0) + size
+        self._held += size
+        if self._held > self._next_look and not isinstance(value, FakeTensor):
+            self._look(value.device)
+
+    def _look(self, device: torch.device) -> None:
+        limit: float = math.inf
+        if self._max_bytes is not None:
+            limit = self._max_bytes
+        elif (free := available(device)) is not None:
+            limit = self._held + _SHARE * free
+        kinds = {name: LAYER.sub("#", name) for name in self._names}
+        # Of a later layer, whose input may be the memory of the earlier one's output.
+        of_kind = {kinds[name]: size for name, size in self._sizes.items()}
+        sizes: Counter[str] = Counter()
+        for name, kind in kinds.items():
+            sizes[name.rpartition(".")[2]] += self._sizes.get(name, of_kind.get(kind, 0))
+        is_known = of_kind.keys() >= {*kinds.values()} or self._held > limit / 2
+        if sizes.total() > limit and is_known:
+            raise MemoryLimitError(self._refusal(limit, sizes))
+        self._next_look = self._held + max((limit - self._held) / 4, limit / 64)
+
+    def _refusal(self, limit: float, sizes: Counter[str]) -> str:
+        whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
+        left, without = sizes.total(), []
+        said = f"{len(self._names)} values would take {in_words(left)}, and {whose} is {in_words(limit)}: {self._otherwise}"
+        for part, size in sizes.most_common(len(sizes) - 1):
+            if left <= limit:
+                break
+            without.append(f".{part}")
+            left -= size
+        if left > limit:
+            return said
+        chosen = f"lambda point: not point.name.endswith({(*without,)})"
+        return f"{said}, or keep {in_words(left)} by names={chosen}"
+
+
+def require_room(n_bytes: int, like: Tensor, what: str) -> None:
+    """Refuses what needs more memory than 0.9 of what is free on a tensor's device. Below 256 MiB nothing is asked.
+
+    Raises:
+        MemoryLimitError: saying how many bytes.
+    """
+    if torch.compiler.is_compiling() or n_bytes < _FIRST_LOOK or isinstance(like, FakeTensor):
+        return
+    free = available(like.device)
+    if free is not None and n_bytes > _SHARE * free:
+        raise MemoryLimitError(
+            f"{in_words(free)} are free, and {in_words(n_bytes)} are needed for {what}"
+        )
+
+
+def available(device: torch.device, root: Path = Path("/")) -> float | None:
+    """The bytes that a device can still give to this process, with those that the control groups of Linux leave it.
+
+    None where the system does not say.
+
+    Args:
+        device: the CPU or a device of CUDA. Others do not say.
+        root: where `proc` and `sys` are.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    with suppress(OSError):
+        free = re.search(r"^MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text(), re.M)
+        if device.type == "cpu" and free:
+            return max(0, min(int(free[1]) * 1024, *_left_in_groups(root)))
+    return None
+
+
+def _left_in_groups(root: Path) -> Iterator[float]:
+    """The bytes that each control group above this process leaves. Files in memory that nobody uses can go."""
+    yield float("inf")
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            place, most, used, files = (
+                ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                if controllers
+                else ("", "memory.max", "memory.current", "inactive_file")
+            )
+            group = Path(path.lstrip("/"))
+            for part in (group, *group.parents):
+                folder = root / "sys/fs/cgroup" / place / part
+                with suppress(OSError, ValueError):  # the outermost has none, or its limit is `max`
+                    limit, usage = (int((folder / name).read_text()) for name in (most, used))
+                    stat = (folder / "memory.stat").read_text()
+                    unused = re.search(rf"^{files} (\d+)", stat, re.M)
+                    yield limit - usage + (int(unused[1]) if unused else 0)
+
+
+def in_words(n_bytes: float) -> str:
+    """A number of bytes for people.
+
+    >>> in_words(17_300_000_000), in_words(2**20)
+    ('17.3 GB', '1.0 MB')
+    """
+    unit, size = ("GB", 1e9) if n_bytes >= 1e9 else ("MB", 1e6)
+    return f"{n_bytes / size:.1f} {unit}"

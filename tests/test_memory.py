@@ -1,0 +1,148 @@
+"""The bound of memory: what is free, by files written here, and runs that would keep more than it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hooks import HookedRunner, MemoryLimitError, memory
+from hooks.memory import Bound, available
+from interp import run_with_cache
+from models import Transformer, TransformerConfig
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(23, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def deep():
+    config = TransformerConfig(vocab_size=23, n_ctx=17, n_layers=5, n_heads=3, d_model=12, d_mlp=7)
+    return Transformer(config).eval()
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Says how many bytes are free, and looks at runs of any size."""
+
+    def free(n_bytes):
+        monkeypatch.setattr(memory, "available", lambda device: n_bytes)
+        monkeypatch.setattr(memory, "_FIRST_LOOK", 100)
+
+    return free
+
+
+def _system(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return available(CPU, root)
+
+
+def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
+    assert available(CPU, tmp_path) is None
+    system = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:     700 kB\nCached: 5 kB\n"}
+    assert _system(tmp_path / "system", system) == 700 * 1024
+    group = "sys/fs/cgroup/jobs/mine"
+    second = system | {
+        "proc/self/cgroup": "0::/jobs/mine\n",
+        f"{group}/memory.max": "max\n",
+        f"{group}/memory.current": "4\n",
+        "sys/fs/cgroup/jobs/memory.max": "500000\n",
+        "sys/fs/cgroup/jobs/memory.current": "300000\n",
+        "sys/fs/cgroup/jobs/memory.stat": "anon 9\ninactive_file 20000\nactive_file 7\n",
+    }
+    assert _system(tmp_path / "second", second) == 500_000 - 300_000 + 20_000
+    group = "sys/fs/cgroup/memory"  # the path is of another name space: only the outermost is there
+    first = system | {
+        "proc/self/cgroup": "9:cpu:/a\n4:memory:/a/b\n0::/\n",
+        f"{group}/memory.limit_in_bytes": "600000\n",
+        f"{group}/memory.usage_in_bytes": "250000\n",
+        f"{group}/memory.stat": "inactive_file 1\ntotal_inactive_file 30000\n",
+        "sys/fs/cgroup/cpu/memory.limit_in_bytes": "3\n",
+    }
+    assert _system(tmp_path / "first", first) == 600_000 - 250_000 + 30_000
+    first[f"{group}/memory.usage_in_bytes"] = "700000\n"
+    assert _system(tmp_path / "over", first) == 0
+    assert 0 < available(CPU) < 2**50
+
+
+@pytest.mark.parametrize("options", [{"mode": "full"}, {"names": ["*.scores", "*.pre"]}])
+def test_a_run_is_refused_above_max_bytes_and_not_below(deep, options):
+    runner, layers = HookedRunner(deep), []
+    handle = deep.blocks[4].register_forward_hook(lambda *args: layers.append(4))
+    needed = runner.run_with_cache(TOKENS, **options)[1].nbytes
+    _, cache = runner.run_with_cache(TOKENS, **options, max_bytes=int(1.1 * needed))
+    assert cache.nbytes == needed
+    layers.clear()
+    for share in (0.9, 0.5, 0.05):
+        with pytest.raises(MemoryLimitError, match="max_bytes"):
+            runner.run_with_cache(TOKENS, **options, max_bytes=int(share * needed))
+    assert not layers, "known after the second layer"
+    assert runner.plan(TOKENS, **options, max_bytes=3).nbytes >= needed, "a plan says it all"
+    handle.remove()
+
+
+def test_the_selection_that_is_named_fits(deep):
+    _, whole = run_with_cache(deep, TOKENS, mode="full")
+    bound = whole.nbytes // 2
+    with pytest.raises(MemoryLimitError) as told:
+        run_with_cache(deep, TOKENS, mode="full", max_bytes=bound)
+    selector = eval(str(told.value).partition("names=")[2])  # as people would paste it
+    _, cache = run_with_cache(deep, TOKENS, names=selector, max_bytes=bound)
+    assert bound / 3 < cache.nbytes <= bound
+    assert not {"blocks.0.attn.scores", "blocks.4.attn.pattern"} & {*cache}
+
+
+def test_what_is_free_bounds_a_run(deep, room):
+    _, whole = run_with_cache(deep, TOKENS, mode="full")
+    room(whole.nbytes // 2)
+    kept = []
+    deep.blocks[0].mlp.pre.register_forward_hook(lambda *args: kept.append(weakref.ref(args[2])))
+    with pytest.raises(MemoryLimitError, match="is free"):
+        run_with_cache(deep, TOKENS, mode="full")
+    gc.disable()
+    try:
+        with pytest.raises(MemoryLimitError):
+            run_with_cache(deep, TOKENS, mode="full", detach=True)
+        assert kept
+        assert not any(each() is not None for each in kept), "freed without the garbage collector"
+    finally:
+        gc.enable()
+    room(2 * whole.nbytes)
+    run_with_cache(deep, TOKENS, mode="full")
+
+
+def test_lazy_runs_count_what_blocks_store_and_reads_what_they_fill(deep, room):
+    _, lazy = run_with_cache(deep, TOKENS, mode="full", lazy=True)
+    stored = lazy.nbytes
+    with pytest.raises(MemoryLimitError):
+        run_with_cache(deep, TOKENS, mode="full", lazy=True, max_bytes=stored // 2)
+    run_with_cache(deep, TOKENS, mode="full", lazy=True, max_bytes=2 * stored)
+    patterns = 5 * lazy["pattern", 0].nbytes
+    room(int(0.72 * patterns))
+    for call in (lambda: lazy.stack("pattern"), lambda: lazy.to(torch.float64)):
+        with pytest.raises(MemoryLimitError, match="at a time"):
+            call()
+    room(2 * patterns)
+    assert lazy.stack("pattern").nbytes == patterns
+
+
+def test_scores_of_one_layer_that_do_not_fit_are_refused_before_they_are_made(deep, room):
+    runner = HookedRunner(deep)
+    scores = 2 * 3 * 11 * 11 * 4
+    room(3 * scores)
+    with pytest.raises(MemoryLimitError, match="scores and pattern of a layer"):
+        runner.run_with_cache(TOKENS, names="blocks.1.attn.pattern")
+    runner.run_with_cache(TOKENS, names="blocks.1.mlp.post")  # fused attention asks for nothing
+    room(4 * scores)
+    runner.run_with_cache(TOKENS, names="blocks.1.attn.pattern")
+
+
+def test_memory_that_values_share_is_counted_once():
+    values, bound = torch.zeros(200), Bound(["w", "x", "y", "z"], max_bytes=1900)
+    bound.add("w", values[:50])
+    bound.add("x", values[20:])
+    bound.add("y", values)  # 800 bytes in all
+    with pytest.raises(MemoryLimitError):
+        bound.add("z", torch.zeros(300))
