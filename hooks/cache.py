@@ -1,6 +1,7 @@
 """ActivationCache: the values that a run kept, by name, read-only."""
 
 import html
+import itertools
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from hooks import names, storage
 from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.foreign import SaysOurs, unknown_point
-from hooks.memory import Bound
+from hooks.memory import Bound, require_room
 from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import index_by_axis
@@ -205,15 +206,24 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         If they are on several devices, the result is on that of the first layer.
 
         Raises:
-            UnknownNameError, CacheError: as for `layer_names`.
+            UnknownNameError, CacheError: as for `layer_names`, or if the layers have several shapes.
+            MemoryLimitError: if the result does not fit into memory.
         """
-        names_of_layers = [*self.layer_names(short).values()]
-        bound = Bound(names_of_layers, otherwise="read one layer at a time, with cache.layers")
-        values = []
-        for name in names_of_layers:
-            values.append(self.read(name)[0])
-            bound.add(name, values[-1])
-        return stacked(values)
+        n_layers, values = len(self.layer_names(short)), self.layers(short)
+        first = next(values)
+        advice = f"all layers of {short!r}: read one at a time, with cache.layers"
+        require_room(n_layers * first.nbytes, first, advice)
+        if not isinstance(self._values, LazyValues):
+            return stacked([first, *values])
+        # Of a lazy cache only one layer is in memory besides the result.
+        whole = first.new_empty(n_layers, *first.shape)
+        for layer, value in zip(whole, itertools.chain([first], values), strict=True):
+            if value.shape != layer.shape:
+                raise CacheError(
+                    f"{short!r} must have one shape; got {[*layer.shape]} and {[*value.shape]}"
+                )
+            layer.copy_(value)
+        return whole
 
     def read(self, *keys: str | tuple[str, int]) -> tuple[Tensor, ...]:
         """The values under several keys. A lazy cache runs each of their blocks once, and keeps none of them.

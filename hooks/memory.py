@@ -76,7 +76,8 @@ class Bound:
         sizes: Counter[str] = Counter()
         for name, kind in kinds.items():
             sizes[name.rpartition(".")[2]] += self._sizes.get(name, of_kind.get(kind, 0))
-        is_known = of_kind.keys() >= {*kinds.values()} or self._held > limit / 2
+        in_layers = {kind for kind, count in Counter(kinds.values()).items() if count > 1}
+        is_known = of_kind.keys() >= in_layers or self._held > limit / 2
         if sizes.total() > limit and is_known:
             raise MemoryLimitError(self._refusal(limit, sizes))
         self._next_look = self._held + max((limit - self._held) / 4, limit / 64)

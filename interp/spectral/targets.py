@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
 from hooks._torch import without_gradients
+from hooks.memory import require_room
 from hooks.transfer import to_device
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.protocol import LanguageModel, of
@@ -100,6 +101,7 @@ def svd_targets(
         TypeError: if the model has no `W_V` and `W_O`.
         CacheError: if the cache is of another model, or has no scores, patterns or values; it says which mode to run.
         ValueError: if the cache does not hold all positions, or there is no such layer.
+        MemoryLimitError: if the result does not fit into memory.
 
     >>> from interp import run_with_cache
     >>> from models import load
@@ -120,6 +122,8 @@ def svd_targets(
     for at, layer in enumerate(chosen):
         tensors = _of_layer(cache, cache.read(*names[layer]), w_o[at])
         if not stacks:
+            n_bytes = len(chosen) * sum(tensor.nbytes for tensor in tensors)
+            require_room(n_bytes, tensors[0], f"{len(chosen)} layers: give fewer by layers=")
             stacks = [
                 tensor.new_empty(len(tensor), len(chosen), *tensor.shape[1:]) for tensor in tensors
             ]
