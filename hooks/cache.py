@@ -330,13 +330,13 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the values and gradients as safetensors, completely or not at all.
 
-        Lazy values are computed first, and all are in memory together.
+        Lazy values are computed while they are written, one block at a time.
 
         Raises:
             FileNotFoundError: if there is no such directory.
         """
         inputs = {n: value for n, value in self.inputs.items() if isinstance(value, Tensor)}
-        tensors = dict(self._by_block()) | {_INPUT + name: value for name, value in inputs.items()}
+        tensors = {_INPUT + name: value for name, value in inputs.items()}
         tensors |= {_MASK + axis: mask for axis, mask in self._masks.items()}
         if self._grads:
             tensors |= {_GRAD + name: grad for name, grad in self.grads.items()}
@@ -348,7 +348,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
             "hashed": self._origin.weights_hash(),
             "skipped": self.skipped,
         }
-        storage.save(Path(path), _FORMAT, tensors, facts)
+        storage.save(Path(path), _FORMAT, tensors, facts, names=self.keys(), later=self._by_block())
 
     @classmethod
     def load(

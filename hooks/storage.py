@@ -2,18 +2,19 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from hooks._torch import has_storage, memory_of
@@ -21,6 +22,9 @@ from hooks.errors import CacheError
 
 CHECKSUMS = "checksums"
 """The key of the checksums in a file's metadata."""
+
+# Before the place of bytes that only fill a gap; no module's name starts with a dot.
+_PAD = ".pad."
 
 
 def config_hash(model: nn.Module) -> str:
@@ -81,45 +85,112 @@ def save(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     place: Callable[[Path, Path], object] = os.replace,
+    names: Collection[str] = (),
+    later: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
-    """Writes tensors, and facts as JSON, to one file of a kind, completely or not at all; for `place` see `replacing`.
+    """Writes tensors, and facts as JSON, to one file of a kind, completely or not at all.
+
+    It is a file of safetensors, which any of its readers reads.
+
+    Args:
+        path: the file.
+        kind: what it is.
+        tensors: by their names.
+        facts: anything that fits JSON.
+        place: as for `replacing`.
+        names, later: more tensors, which may be computed while others are written: all their names, and pairs of a name and
+            a tensor. Each is let go before the next is asked for.
 
     Raises:
         FileNotFoundError: if there is no such directory.
-        TypeError: if a fact does not fit JSON.
+        TypeError: if a fact does not fit JSON, or safetensors has no such dtype.
         OSError: if the disk is full.
     """
-    alone, metadata = packed(kind, tensors, facts)
-    with replacing(path, place) as partial:
-        try:
-            save_file(alone, partial, metadata=metadata)
-        except SafetensorError as error:  # the disk is full
-            raise OSError(f"{path} could not be written: {error}") from None
+    with replacing(path, place) as partial, partial.open("wb") as file:
+        write(file, path, kind, tensors, facts, names, later)
 
 
-def packed(
-    kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file of safetensors, with checksums.
+def write(
+    file: IO[bytes],
+    path: str | os.PathLike[str],
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    names: Collection[str] = (),
+    later: Iterable[tuple[str, Tensor]] = (),
+) -> None:
+    """Writes what `save` does to an open file.
+
+    1. The names say how much room the header may need, and that is left free.
+    2. Each tensor is written and let go; its dtype, shape, place and checksum are noted. Those in memory begin with the
+       widest numbers. Where another would not begin at a multiple of its numbers' width, bytes named `.pad.` fill the gap.
+    3. The header is written into its room.
 
     Raises:
-        TypeError: if a fact does not fit JSON.
+        TypeError, OSError: as for `save`.
     """
-    alone: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in tensors.items():
-        # safetensors refuses tensors that share memory, and writes a slice's whole storage.
-        whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
-        if not whole or memory_of(value) in seen:
-            value = value.clone(memory_format=torch.contiguous_format)
-        alone[name] = value
-        seen.add(memory_of(value))
     text = json.dumps(facts)
-    return alone, {"kind": kind, "facts": text, CHECKSUMS: checksums(alone, text)}
+
+    def header(entries: Mapping[str, Any], sums: Mapping[str, int]) -> bytes:
+        metadata = {"kind": kind, "facts": text, CHECKSUMS: _summed(sums, text)}
+        return json.dumps({"__metadata__": metadata, **entries}).encode()
+
+    def put(at: int, content: bytes | memoryview) -> None:
+        try:
+            file.seek(at)
+            file.write(content)
+            file.flush()
+        except OSError as error:  # the disk is full
+            raise OSError(f"{path} could not be written: {error}") from None
+
+    expected = [*tensors, *names]
+    gaps = [f"{_PAD}{2**63}{name}" for name in expected]
+    longest = header(dict.fromkeys(expected + gaps, _LONGEST), dict.fromkeys(expected, 2**32))
+    begin = 8 + -(-len(longest) // 8) * 8
+    entries: dict[str, Any] = {}
+    sums: dict[str, int] = {}
+    end = 0
+    widest_first = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
+    for name, value in itertools.chain(later, widest_first):
+        if gap := -end % value.element_size():
+            put(begin + end, bytes(gap))
+            entries[f"{_PAD}{end}"] = _entry("U8", [gap], end, end := end + gap)
+        value = value.detach().cpu().contiguous()  # copied once, if at all
+        put(begin + end, _content(value))
+        entries[name] = _entry(*_form(name, value), end, end := end + value.nbytes)
+        sums[name] = checksum(name, value)
+        del value
+    if len(content := header(entries, sums)) > begin - 8:
+        raise ValueError(f"a header must fit into {begin - 8} bytes; got {len(content)}")
+    put(0, (begin - 8).to_bytes(8, "little") + content.ljust(begin - 8))
+
+
+def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+# A tensor has fewer than 2**63 numbers. Only one of more than 64 axes may need more room.
+_LONGEST = _entry("F8_E4M3FNUZ", [2**63] + [1] * 63, 2**63, 2**63)
+
+
+def _form(name: str, value: Tensor) -> tuple[str, list[int]]:
+    """The dtype and the shape of a tensor, as safetensors says them of one without numbers."""
+    empty = torch.empty(0, *value.shape, dtype=value.dtype, device="cpu")
+    try:
+        entry = header_of(safetensors.torch.save({name: empty}))[name]
+    except KeyError:
+        raise TypeError(f"{name!r} must have a dtype of safetensors; got {value.dtype}") from None
+    return entry["dtype"], entry["shape"][1:]
+
+
+def header_of(data: bytes) -> dict[str, Any]:
+    """The header of a file of safetensors."""
+    size = int.from_bytes(data[:8], "little")
+    return dict(json.loads(data[8 : 8 + size]))
 
 
 def unpacked(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Any:
-    """The facts of what `packed` made, after a check that all is whole.
+    """The facts of what `write` wrote, after a check that all is whole.
 
     Raises:
         ValueError: if it is damaged, or of another kind.
@@ -142,7 +213,8 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
     with one_error(path, f"be a complete {kind} that `save` wrote"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+            names = [name for name in file.keys() if not name.startswith(_PAD)]  # noqa: SIM118  # not a mapping
+            tensors = {name: file.get_tensor(name) for name in names}
         yield tensors, unpacked(kind, tensors, metadata)
 
 
@@ -200,13 +272,22 @@ def replacing(path: Path, place: Callable[[Path, Path], object] = os.replace) ->
 def checksum(name: str, tensor: Tensor) -> int:
     """A CRC of a tensor's name, dtype, shape and numbers. It finds damage, not forgery."""
     described = zlib.crc32(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(numbers.numpy().data, described)
+    return zlib.crc32(_content(tensor), described)
+
+
+def _content(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's numbers."""
+    numbers = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return numbers.flatten().view(torch.uint8).numpy().data
 
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """The checksums of tensors, and of a text under the empty name, as JSON."""
-    return json.dumps({"": zlib.crc32(text.encode()), **checksums_of(tensors)}, sort_keys=True)
+    return _summed(checksums_of(tensors), text)
+
+
+def _summed(sums: Mapping[str, int], text: str) -> str:
+    return json.dumps({"": zlib.crc32(text.encode()), **sums}, sort_keys=True)
 
 
 def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:

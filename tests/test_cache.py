@@ -7,9 +7,12 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
+from hooks.replay import LazyValues
 from hooks.storage import config_hash, weights_hash
 from interp.inputs.texts import text_of
 
@@ -168,6 +171,57 @@ def test_save_and_load_keep_names_order_axes_and_values(cache, model, tmp_path):
     cache.at(pos=[2], batch=slice(0, 1)).save(path)
     assert torch.equal(ActivationCache.load(path)["z", 1], cache["z", 1][:1, [2]])
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_lazy_cache_is_saved_with_the_values_of_one_block_in_memory(
+    runner, tokens, tmp_path, monkeypatch
+):
+    """Also a part of it."""
+    _, cache = runner.run_with_cache(tokens, lazy=True)
+    part = cache.at(pos=slice(1, None, 2))
+    several, computed, sizes = LazyValues.several, [], []
+
+    def watched(values, names):
+        assert all(reference.expired() for reference in computed)
+        read = several(values, names)
+        held = {value.untyped_storage().data_ptr() for value in values.held()}
+        new = [value.untyped_storage() for value in read.values()]
+        new = [memory for memory in new if memory.data_ptr() not in held]
+        computed.extend(map(StorageWeakRef, new))
+        sizes.append(sum(map(len, new)))
+        return read
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LazyValues, "several", watched)
+        cache.save(tmp_path / "whole")
+        _, eager = runner.run_with_cache(tokens)
+        block = sum(eager[name].nbytes for name in eager if name.startswith("blocks.1."))
+        # The first has what the run kept, the last the final norm.
+        assert sizes[:4] == [0, block, block, block]
+        part.save(tmp_path / "part")
+    assert all(reference.expired() for reference in computed)
+    for lazy, file in ((cache, "whole"), (part, "part")):
+        loaded, plain = ActivationCache.load(tmp_path / file), load_file(tmp_path / file)
+        assert list(loaded) == list(lazy)
+        # Together, as a value alone comes from fused kernels, where it can.
+        for name, value in zip(lazy, lazy.read(*lazy), strict=True):
+            assert torch.equal(loaded[name], value)
+            assert torch.equal(plain[name], value)
+            assert loaded.axes(name) == lazy.axes(name)
+    whole = ActivationCache.load(tmp_path / "whole")
+    for name, value in eager.items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_block_that_cannot_run_again_leaves_no_file(model, runner, tokens, tmp_path):
+    _, cache = runner.run_with_cache(tokens, lazy=True)
+    with torch.no_grad():
+        next(model.blocks[2].parameters()).mul_(2.0)
+    with pytest.raises(CacheError, match=r"blocks.2 changed after the run"):
+        cache.save(tmp_path / "a")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_gradients_are_saved_too(runner, tokens, tmp_path):

@@ -1,11 +1,16 @@
 """Files of tensors and facts: what is saved is what is read, and any damage is one error."""
 
+import json
 import subprocess
 import sys
+import zlib
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import ActivationCache, CacheError, storage
 from interp import Circuit, JacobianLens, Result, TunedLens
@@ -76,28 +81,147 @@ def test_a_damaged_file_is_refused(path):
 
 
 def test_tensors_that_share_memory_and_parts_of_others_are_kept(path):
-    whole = torch.arange(12.0).view(3, 4)
+    whole = torch.arange(12000.0).view(3000, 4)
     parts = {"whole": whole, "again": whole, "column": whole[:, 1], "row": whole[2]}
     storage.save(path, "kind-1", parts, {})
-    assert path.stat().st_size < 1000
+    assert path.stat().st_size < 48000 + 48000 + 12000 + 16 + 4000
     for name, value in read(path)[0].items():
         assert torch.equal(value, parts[name])
 
 
-def test_a_save_that_fails_leaves_the_old_file(path, monkeypatch):
+# Whatever their order, hardly one of these begins where its numbers may without a gap.
+MIXED = {
+    "flags": torch.tensor([True, False, True]),
+    "wide": torch.tensor([[0.1, -2.0], [1e300, 4.0], [5.0, 6.0]], dtype=torch.float64).T,
+    "byte": torch.tensor([7], dtype=torch.uint8),
+    "half": torch.tensor([1.5, -2.5, 3e38, 0.0, 9.0], dtype=torch.bfloat16),
+    "nothing": torch.zeros(3, 0, 5, dtype=torch.int64),
+    "turned": torch.tensor([[1 + 2j, 3 - 4j, 5j]]).conj(),
+    "eighth": torch.tensor([1.0, 2.0, -3.0]).to(torch.float8_e5m2),
+    "one": torch.tensor(11.0),
+    'strange \n"\\ \N{FOX FACE} name': torch.tensor([-1, 2], dtype=torch.int16).expand(3, 2),
+}
+NUMPY = {"BOOL": "?", "F64": "f8", "U8": "u1", "I64": "i8", "C64": "c8", "F32": "f4", "I16": "i2"}
+
+
+@pytest.mark.parametrize("streamed", [(), ("wide", "half", "turned"), tuple(MIXED)])
+def test_every_reader_reads_what_is_written_one_by_one(path, streamed):
+    held = {name: value for name, value in MIXED.items() if name not in streamed}
+    later = ((name, MIXED[name]) for name in streamed)
+    storage.save(path, "kind-1", held, FACTS, names=streamed, later=later)
+    whole, (tensors, facts) = load_file(path), read(path)
+    added = {name for name in whole if name.startswith(".pad.")}
+    assert facts == FACTS
+    assert whole.keys() - added == tensors.keys() == MIXED.keys()
+    assert bool(added) == bool(streamed)
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    del header["__metadata__"]
+    spans = sorted(entry["data_offsets"] for entry in header.values())
+    assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])]
+    assert begin % 8 == 0
+    assert begin + spans[-1][1] == len(content)
+    with safe_open(path, "pt") as file:
+        for name, value in MIXED.items():
+            assert torch.equal(file.get_tensor(name), value)
+            assert torch.equal(whole[name], value)
+            assert torch.equal(tensors[name], value)
+            entry = header[name]
+            assert entry["data_offsets"][0] % value.element_size() == 0
+            raw = content[slice(*(begin + at for at in entry["data_offsets"]))]
+            if entry["dtype"] == "BF16":  # the first half of a float32
+                numbers = (np.frombuffer(raw, "<u2").astype("u4") << 16).view("f4")
+                assert np.array_equal(numbers, value.float())
+            elif entry["dtype"] in NUMPY:
+                numbers = np.frombuffer(raw, NUMPY[entry["dtype"]]).reshape(entry["shape"])
+                assert np.array_equal(numbers, value.resolve_conj())
+
+
+def test_two_numbers_in_one_byte_have_the_shape_that_safetensors_gives_them(path):
+    values = torch.arange(6, dtype=torch.uint8).view(2, 3).view(torch.float4_e2m1fn_x2)
+    storage.save(path, "kind-1", {"x": values}, {})
+    save_file({"x": values}, path.with_name("theirs"))
+    for file in (path, path.with_name("theirs")):
+        with safe_open(file, "pt") as opened:
+            assert opened.get_slice("x").get_dtype() == "F4"
+            assert opened.get_slice("x").get_shape() == [2, 6]
+            assert torch.equal(opened.get_tensor("x").view(torch.uint8), values.view(torch.uint8))
+
+
+def test_each_tensor_is_let_go_before_the_next_is_made(path):
+    before = []
+
+    def later():
+        for size in (3, 5, 7, 11):
+            assert all(reference.expired() for reference in before)
+            value = torch.full((size, 2), float(size)).T
+            before.append(StorageWeakRef(value.untyped_storage()))
+            made = [(str(size), value)]
+            del value
+            yield made.pop()
+
+    storage.save(path, "kind-1", {}, {}, names=["3", "5", "7", "11"], later=later())
+    assert len(before) == 4
+    assert read(path)[0]["7"].tolist() == [[7.0] * 7] * 2
+
+
+def test_a_file_that_safetensors_wrote_before_is_read(path):
+    text, sums = json.dumps(FACTS), {"": zlib.crc32(json.dumps(FACTS).encode())}
+    for name, value in TENSORS.items():
+        described = repr((name, str(value.dtype), tuple(value.shape))).encode()
+        numbers = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+        sums[name] = zlib.crc32(described + numbers.numpy().tobytes())
+    checksums = json.dumps(sums, sort_keys=True)
+    save_file(TENSORS, path, {"kind": "kind-1", "facts": text, "checksums": checksums})
+    tensors, facts = read(path)
+    assert facts == FACTS
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in TENSORS.items())
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError("a disk of weights"), CacheError("changed")]
+)
+def test_a_save_that_fails_leaves_the_old_file_and_raises_what_was_raised(path, error):
+    def later():
+        yield "first", torch.ones(50_000)
+        raise error
+
     before = path.read_bytes()
-    with pytest.raises(TypeError):
-        storage.save(path, "kind-1", TENSORS, {"site": object()})
-
-    def fail(values, partial, **kwargs):
-        partial.write_bytes(b"some")
-        raise OSError("full")
-
-    monkeypatch.setattr(storage, "save_file", fail)
-    with pytest.raises(OSError, match="full"):
-        storage.save(path, "kind-1", {}, {})
+    with pytest.raises(type(error)) as raised:
+        storage.save(path, "kind-1", TENSORS, {}, names=["first", "second"], later=later())
+    assert raised.value is error
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("error", "value", "fact", "match"),
+    [
+        (TypeError, torch.ones(2), object(), "JSON"),
+        (TypeError, torch.ones(2, dtype=torch.complex128), 1, "'x' .*complex128"),
+        (ValueError, torch.ones([1] * 999), 1, "fit"),
+    ],
+)
+def test_what_no_file_can_hold_leaves_the_old_file(path, error, value, fact, match):
+    before = path.read_bytes()
+    with pytest.raises(error, match=match):
+        storage.save(path, "kind-1", {"x": value}, {"fact": fact})
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("shape", [[1] * 63 + [2001], [3037000499, 0, 3037000499], [0] * 64])
+def test_the_header_has_room_for_every_shape_and_number_of_names(path, shape):
+    """Of the first shape, two of three tensors begin after a gap."""
+    names = [f"blocks.{n}.\N{FOX FACE}" for n in range(300)]
+    dtypes = [torch.bool, torch.int16, torch.float64] * 100
+    pairs = zip(names, (torch.zeros(shape, dtype=dtype) for dtype in dtypes), strict=True)
+    storage.save(path, "kind-1", {}, FACTS, names=names, later=pairs)
+    tensors, _ = read(path)
+    assert tensors.keys() == {*names}
+    assert all(list(value.shape) == shape for value in tensors.values())
 
 
 @pytest.mark.usefixtures("unchecked")

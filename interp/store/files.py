@@ -12,6 +12,7 @@ No store reads or replaces a file of another one, as each has a hash of its mani
 """
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -139,8 +140,8 @@ class Folder:
         if (there := self.facts(name)) is not None:
             return there
         if not self._is_here:
-            alone, metadata = storage.packed(KIND, tensors, facts)
-            self._system.pipe_file(self.path(name), safetensors.torch.save(alone, metadata))
+            storage.write(file := io.BytesIO(), self.path(name), KIND, tensors, facts)
+            self._system.pipe_file(self.path(name), file.getvalue())
             return facts
         path = Path(self.path(name))
         try:
@@ -213,8 +214,7 @@ class Folder:
 
 def _metadata_of(data: bytes) -> dict[str, str]:
     """What the header of safetensors has."""
-    size = int.from_bytes(data[:8], "little")
-    return dict(json.loads(data[8 : 8 + size])["__metadata__"])
+    return dict(storage.header_of(data)["__metadata__"])
 
 
 def _require_own(
