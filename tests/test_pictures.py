@@ -19,7 +19,7 @@ from interp import Circuit, Result, pictures
 from interp.features import FeatureCard, FeatureCards
 from interp.features.cards import Example
 from interp.graph import Graph
-from models import load
+from models import KVCache, load
 
 MINUS = chr(0x2212)
 TEXT = "def f(x):"
@@ -268,6 +268,54 @@ def test_objects_show_themselves(bundled, cache, values):
     assert "<td style='text-align: left'>blocks.0-3.attn.pattern</td>" in cache._repr_html_()
     deep = Result(torch.zeros(2, 3, 4, 5, 1), ("a", "b", "c", "d", "example"))
     assert deep._repr_html_().startswith("<pre>")
+
+
+def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
+    runner, text = HookedRunner(bundled), "def f(self, x):\n    return x"
+    eager = runner.run_with_cache(text, names="*.pattern")[1]
+    lazy = runner.run_with_cache(text, names="*.pattern", lazy=True)[1]
+    n, before = eager["pattern", 0].shape[-1], lazy.nbytes
+    ran = []
+    handles = [
+        block.register_forward_hook(lambda *args, layer=layer: ran.append(layer))
+        for layer, block in enumerate(bundled.blocks)
+    ]
+    window = dict(queries=slice(-7, -2), keys=slice(3, 9), heads=[(3, 1), (0, 2), (3, 0)])
+    (part,) = pictures.patterns(lazy, bundled, **window).parts
+    for handle in handles:
+        handle.remove()
+    assert set(ran) == {0, 3}
+    assert lazy.nbytes == before, "nothing is kept"
+    assert part["values"].shape == (3, 5, 6)
+    for values, (layer, head) in zip(part["values"], window["heads"], strict=True):
+        wanted = eager["pattern", layer][0, head, n - 7 : n - 2, 3:9]
+        torch.testing.assert_close(values, wanted, rtol=0, atol=1e-6)
+    assert part["names"] == ["3.1", "0.2", "3.0"]
+    assert part["rows"]["labels"] == [str(place) for place in range(n - 7, n - 2)]
+    assert part["columns"]["labels"] == ["3", "4", "5", "6", "7", "8"]
+    pieces = bundled.to_pieces(eager.inputs["tokens"][0].tolist())
+    assert part["columns"]["words"][1] == pieces[4]
+    for wrong in (
+        dict(queries=slice(n, None)),
+        dict(keys=slice(4, 4)),
+        dict(heads=[(4, 0)]),
+        dict(heads=[(1, 4)]),
+        dict(heads=[]),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            pictures.patterns(lazy, **wrong)
+
+
+def test_later_queries_of_a_cache_of_keys_see_all_keys(bundled):
+    tokens, cached = bundled.to_tokens("def f(self, x):").tokens, KVCache()
+    bundled(tokens[:, :-2], kv_cache=cached)
+    runner = HookedRunner(bundled)
+    cache = runner.run_with_cache(tokens[:, -2:], kv_cache=cached, names="*.pattern")[1]
+    n = tokens.shape[1]
+    (part,) = pictures.patterns(cache, queries=slice(n - 1, None), heads=[(2, 3)]).parts
+    torch.testing.assert_close(part["values"], cache["pattern", 2][:, 3, 1:])
+    assert part["rows"]["labels"] == [str(n - 1)]
+    assert len(part["columns"]["labels"]) == n
 
 
 def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_path):

@@ -34,54 +34,79 @@ _MOST_WEIGHTS, _MOST_COLUMNS, _MOST_TOKENS, _MOST_BARS, _MOST_EDGES = 1_300_000,
 _MOST_POINTS, _MOST_CELLS, _MOST_CARDS, _MOST_NODES, _MOST_LINKS = 2000, 4000, 12, 800, 8000
 
 
-def patterns(cache: ActivationCache, model: nn.Module | None = None, example: int = 0) -> View:
+def patterns(
+    cache: ActivationCache,
+    model: nn.Module | None = None,
+    example: int = 0,
+    *,
+    queries: slice | None = None,
+    keys: slice | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+) -> View:
     """Draw the attention patterns of one text: heads as small pictures to click, the one chosen large.
 
-    The pointer and the arrow keys read each weight. A button swaps queries and keys.
+    The pointer and the arrow keys read each weight. A button swaps queries and keys. Of a long text the last positions are
+    drawn, fewer the more heads there are. Of a lazy cache one layer at a time is computed.
 
     Args:
         cache: the cache of a run that kept `pattern`.
         model: its model, to name tokens by their text; None to name them by number.
         example: the text, counted from 0.
+        queries, keys: a window of the text's positions; None for all.
+        heads: pairs (layer, head) to draw, in this order; None for all.
 
     Raises:
         UnknownNameError: if the cache has no patterns.
-        ValueError: if there is no such text.
+        ValueError: if there is no such text or head, or nothing is in the window.
 
     >>> from hooks import HookedRunner
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> cache = HookedRunner(model).run_with_cache("def f(x):", names="*.pattern")[1]
-    >>> patterns(cache, model)
+    >>> patterns(cache, model, queries=slice(4, 8), heads=[(0, 3), (2, 1)])
     View of attention patterns of “def f(x):”: .save("x.html") writes it, .show() opens it
     """
-    rows = []
-    for pattern in cache.layers("pattern"):
-        _require_example(example, len(pattern))
-        rows.append(pattern[example].detach().cpu())
-    weights = torch.stack(rows)
-    layers, heads, queries, keys = weights.shape
+    names = cache.layer_names("pattern")
+    layers = [*names] if heads is None else [*dict.fromkeys(layer for layer, _ in heads)]
+    if not layers or not set(layers) <= set(names):
+        raise ValueError(f"heads must be pairs (layer, head) of layers {[*names]}; got {heads}")
+    weights: dict[tuple[int, int], Tensor] = {}
+    for layer in layers:
+        pattern = cache.read(names[layer])[0]
+        n_texts, n_heads, n_queries, n_keys = pattern.shape
+        _require_example(example, n_texts)
+        n_facets = len(layers) * n_heads if heads is None else len(heads)
+        most = max(1, min(int((_MOST_WEIGHTS / n_facets) ** 0.5), _MOST_COLUMNS))
+        first = n_keys - n_queries
+        all_rows, all_columns = _window(first, n_keys, queries, keys)
+        rows, columns = all_rows[-most:], all_columns[-most:]
+        shown = pattern[example, :, [query - first for query in rows]][..., columns]
+        shown = shown.detach().cpu()
+        for head in range(n_heads) if heads is None else (h for at, h in heads if at == layer):
+            if not 0 <= head < n_heads:
+                raise ValueError(f"a head must be 0 to {n_heads - 1}; got {head}")
+            weights[layer, head] = shown[head]
+    order = [*weights] if heads is None else [*heads]
     tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
-    known = isinstance(tokens, Tensor) and tokens.shape[-1] == keys
+    known = isinstance(tokens, Tensor) and tokens.shape[-1] == n_keys
     row = tokens[example].tolist() if known and isinstance(tokens, Tensor) else None
     words, written = (None, False) if row is None else _words(model, row)
-    last = max(1, min(queries, keys, int((_MOST_WEIGHTS / (layers * heads)) ** 0.5), _MOST_COLUMNS))
-    shown = weights if last >= max(queries, keys) else weights[..., -last:, -last:]
+    longest = max(all_rows, all_columns, key=len)
     part = grid_part(
         "attention patterns",
-        shown.flatten(0, 1),
-        axis_part("query", range(keys - queries, keys), words and words[keys - queries :], last),
-        axis_part("key", range(keys), words, last),
+        torch.stack([weights[pair] for pair in order]),
+        axis_part("query", rows, words and [words[place] for place in rows], most),
+        axis_part("key", columns, words and [words[place] for place in columns], most),
         "of the attention",
-        facets=[f"layer {layer}, head {head}" for layer in range(layers) for head in range(heads)],
-        names=[f"{layer}.{head}" for layer in range(layers) for head in range(heads)],
-        across=heads,
+        facets=[f"layer {layer}, head {head}" for layer, head in order],
+        names=[f"{layer}.{head}" for layer, head in order],
+        across=n_heads if heads is None else None,
         least=1.0,
         square=True,
         from_end=True,
-        swap=queries == keys,
+        swap=rows == columns,
         strip=words is not None,
-        note=thinned(keys, shown.shape[-1], "positions"),
+        note=thinned(len(longest), len(longest[-most:]), "positions"),
     )
     title = f" of “{''.join(words)[:60]}”" if words and written else ""
     return View(f"attention patterns{title}", [part])
@@ -440,6 +465,19 @@ def curves(
         return drawn(places, lines, axis, unit, title)
 
     return View(title, [part], draw)
+
+
+def _window(
+    first: int, n_keys: int, queries: slice | None, keys: slice | None
+) -> tuple[list[int], list[int]]:
+    """The positions of queries, which begin at `first`, and of keys in a window."""
+    places = range(n_keys)
+    rows = [place for place in places[queries or slice(None)] if place >= first]
+    columns = [*places[keys or slice(None)]]
+    if not rows or not columns:
+        at_most = f"{first} to {n_keys - 1} and keys of 0 to {n_keys - 1}"
+        raise ValueError(f"queries must be some of {at_most}; got {queries} and {keys}")
+    return rows, columns
 
 
 def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:

@@ -182,7 +182,7 @@ def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream 
     """
     cache.require_weights_of(model)
     try:
-        streams = stacked([*cache.stack("resid_pre"), cache["resid_post", -1]])
+        streams = stacked([*cache.layers("resid_pre"), *cache.read(("resid_post", -1))])
     except HookError as error:
         raise CacheError(f"a lens needs names=['*.resid_pre', '*.resid_post']: {error}") from None
     if streams.ndim != 4:
