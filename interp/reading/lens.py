@@ -141,16 +141,21 @@ def _distributions(
     top_k: int,
 ) -> Iterator[Shaped[Tensor, "stream batch pos *top"]]:
     """Numbers of all distributions, computed for some positions at a time."""
-    parts, start = [], 0
-    flat = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
+    columns: list[Tensor] = []
+    flat, start = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model"), 0
     for rows in split_rows(model, flat):
         logits, end = unembedded(model, rows), start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
-        parts.append(_read(logits, to_device(target, logits.device), top_k))
+        part = _read(logits, to_device(target, logits.device), top_k)
+        # Filled, not joined: small results between large ones that are freed would hold the memory of these.
+        columns = columns or [
+            numbers.new_empty(len(numbers), flat.shape[1], *numbers.shape[2:]) for numbers in part
+        ]
+        for column, numbers in zip(columns, part, strict=True):
+            column[:, start:end] = numbers
         start = end
-    for column in zip(*parts, strict=True):
-        by_row = "stream (batch pos) ... -> stream batch pos ..."
-        yield rearrange(torch.cat(column, 1), by_row, batch=streams.shape[1])
+    by_row = "stream (batch pos) ... -> stream batch pos ..."
+    return (rearrange(column, by_row, batch=streams.shape[1]) for column in columns)
 
 
 def _followed(
