@@ -109,6 +109,13 @@ def test_the_guide_of_limits_shows_errors_of_one_line(capsys):
     assert all(re.match(r"\w+Error: ", line) for line in errors)
 
 
+def test_the_guide_of_long_texts(capsys):
+    names = guide("long_texts")
+    assert names["targets"].pattern.shape[:3] == (1, 1, 4)
+    assert names["end"]["pattern", 3].shape[2:] == (16, names["tokens"].shape[1])
+    assert "max_bytes is 5.0 MB" in capsys.readouterr().out
+
+
 def test_the_recipes(capsys):
     names = guide("recipes")
     assert {path.name for path in names["folder"].iterdir()} == {

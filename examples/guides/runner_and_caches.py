@@ -41,7 +41,9 @@ print(context.receipts)
 #   weight, an adapter or an attribute changed, that is an error.
 # - **Copies where they matter.** A hook function is given its own copy of the value: it may write into it, or return
 #   another. If it runs a model itself, hooks are off during that run. A cache's values are its own: later writes into inputs,
-#   outputs, weights or buffers do not reach them (with `detach=False` they belong to the graph). `plan` runs a copy.
+#   outputs, weights or buffers do not reach them (with `detach=False` they belong to the graph). They are copies, but for models that say
+#   `overwrites_values = False`, as ours do: there they are kept as they are while no hook acts, and are not yours to write into. `plan` runs a
+#   copy.
 # - **Loud.** An unknown name or keyword lists close matches; a point that never fired, an edit of the wrong shape, an edit inside
 #   activation checkpointing: each is one clear error. A run that draws random numbers in training mode warns once.
 # - **Confined.** Hooks act in the thread that entered their `with`, and in asyncio tasks that start inside it. They are gone
@@ -63,6 +65,7 @@ print(context.receipts)
 # | some points | `names="blocks.*.attn.pattern"`, a predicate, or a list of these |
 # | and nothing after the last of them is computed | `capture(tokens, names=...)` |
 # | some positions; on another device; in another dtype | `positions=[-1]`, a mask, or a list for each text; `device="cpu"`; `dtype=torch.bfloat16` |
+# | no more than so many bytes, else an error that says what would fit | `max_bytes=10**9`; by default 0.9 of the memory that is free |
 # | gradients, after your `backward()`; the autograd graph. Other cached runs are without gradients | `grads=True`, then `cache.grads`; `detach=False` |
 # | sizes only, exact to the byte, before running (a lazy plan of a `transformers` model also counts masks that a run omits) | `plan(tokens, names=...)` |
 #
