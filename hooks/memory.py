@@ -77,21 +77,24 @@ class Bound:
         for name, kind in kinds.items():
             sizes[name.rpartition(".")[2]] += self._sizes.get(name, of_kind.get(kind, 0))
         in_layers = {kind for kind, count in Counter(kinds.values()).items() if count > 1}
-        is_known = of_kind.keys() >= in_layers or self._held > limit / 2
-        if sizes.total() > limit and is_known:
-            raise MemoryLimitError(self._refusal(limit, sizes))
+        is_known = of_kind.keys() >= in_layers
+        # One layer may be too much, and what is free is needed for more than values.
+        is_late = self._held > (limit if self._max_bytes is not None else limit / 2)
+        if sizes.total() > limit and (is_known or is_late):
+            raise MemoryLimitError(self._refusal(limit, sizes, is_known))
         self._next_look = self._held + max((limit - self._held) / 4, limit / 64)
 
-    def _refusal(self, limit: float, sizes: Counter[str]) -> str:
+    def _refusal(self, limit: float, sizes: Counter[str], is_known: bool) -> str:
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
         left, without = sizes.total(), []
-        said = f"{len(self._names)} values would take {in_words(left)}, and {whose} is {in_words(limit)}: {self._otherwise}"
+        more = "" if is_known else "at least "
+        said = f"{len(self._names)} values would take {more}{in_words(left)}, and {whose} is {in_words(limit)}: {self._otherwise}"
         for part, size in sizes.most_common(len(sizes) - 1):
             if left <= limit:
                 break
             without.append(f".{part}")
             left -= size
-        if left > limit:
+        if left > limit or not is_known:
             return said
         chosen = f"lambda point: not point.name.endswith({(*without,)})"
         return f"{said}, or keep {in_words(left)} by names={chosen}"

@@ -83,15 +83,20 @@ def test_a_run_is_refused_above_max_bytes_and_not_below(deep, options):
     handle.remove()
 
 
-def test_the_selection_that_is_named_fits(deep):
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.7, 0.9])
+def test_the_selection_that_is_named_fits(deep, share):
     _, whole = run_with_cache(deep, TOKENS, mode="full")
-    bound = whole.nbytes // 2
+    bound = int(share * whole.nbytes)
     with pytest.raises(MemoryLimitError) as told:
         run_with_cache(deep, TOKENS, mode="full", max_bytes=bound)
     selector = eval(str(told.value).partition("names=")[2])  # as people would paste it
     _, cache = run_with_cache(deep, TOKENS, names=selector, max_bytes=bound)
     assert bound / 3 < cache.nbytes <= bound
-    assert not {"blocks.0.attn.scores", "blocks.4.attn.pattern"} & {*cache}
+    assert not {"blocks.0.attn.scores", "blocks.4.attn.scores"} & {*cache}
+    with pytest.raises(
+        MemoryLimitError, match="at least .* is 0.0 MB: use lazy=True or positions=$"
+    ):
+        run_with_cache(deep, TOKENS, mode="full", max_bytes=whole.nbytes // 9)  # not one layer fits
 
 
 def test_what_is_free_bounds_a_run(deep, room):

@@ -42,7 +42,7 @@ entropy = [
 ]
 print(head_scores(model, cache, "induction").top(1))
 last = cache.at(pos=slice(-10, None))
-print(logit_lens(model, last).ranks.shape)  # [layer, batch, pos]: of ten positions only
+print(logit_lens(model, last).entropy.shape)  # [layer, batch, pos]: of ten positions only
 targets = svd_targets(model, cache, layers=[2])
 picture = pictures.patterns(cache, model, queries=slice(-40, None), heads=[(0, 3), (2, 1)])
 
