@@ -15,7 +15,7 @@
 # | `cached` | cache `blocks.*.resid_post`, T=1024 | **1942 ms**, 326 MiB | 1.01 of its own plain forward | 1.03 |
 # | `cached` | `mode="full"`, lazy, T=1024 | **1967 ms**, 348 MiB | 1.02 of its own plain forward; 1.25 times the residual stream's bytes | 1.05; 1.3 |
 # | `cached` | `capture` at the middle layer, T=1024 | **632 ms**, 49 MiB | 0.29 of its own plain forward | 0.45 |
-# | `full` | `mode="full"`, eager, T=1024 | **3022 ms**, 2266 MiB | 1.59 of `transformers` with sdpa, which keeps nothing | 1.8 |
+# | `full` | `mode="full"`, eager, T=1024 | **3356 ms**, 2042 MiB | 1.34 of `transformers` with sdpa, which keeps nothing (2.05 in another run of a busy machine) | 1.25 |
 # | `attached` | an attached `transformers` model, nothing hooked, T=1024 | **1987 ms**, 210 MiB | 1.00 of the same model unattached, sdpa | 1.03 |
 # | `spliced` | a dictionary of 65,536 features in the model, live, and nobody listens, GPT-2-small shape, T=1024 | **1894 ms**, 245 MiB | 1.00 of its own plain forward | 1.02 |
 # | `reconstruction` | a TopK dictionary of 65,536 features alone, 1,024 vectors of size 768 | **994 ms**, 524 MiB | 1.11 of its encoder's product and top-k | 1.15 |
@@ -44,7 +44,7 @@
 #
 # Every neuron at every position, each along a direction of its own, cannot be had for less than about 0.25: the products of
 # those directions with the output weights take 0.22. Rows that miss their bound:
-# `generate-small` (1.02 of 1.0), `attached-patterns` (1.13 of 1.05, since caches copy what they keep) and, by position of a
+# `full` (1.34 of 1.25), `generate-small` (1.02 of 1.0), `attached-patterns` (1.13 of 1.05, since caches copy what they keep) and, by position of a
 # direction each, `attribution-direct`. Ratios vary by a few hundredths from run to run. On the model of 2 layers, where Python's own work counts (row `cached-tiny`, the EPYC), a lazy
 # run takes 1.50 of its own forward and an eager one of every point 2.60; raw PyTorch hooks that keep the same tensors, without a
 # copy of their own, take 1.91. With very small kernels (`cached-deep`) each of 64 layers adds 222 microseconds to a lazy run, 72
