@@ -206,7 +206,7 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         If they are on several devices, the result is on that of the first layer.
 
         Raises:
-            UnknownNameError, CacheError: as for `layer_names`, or if the layers have several shapes.
+            UnknownNameError, CacheError: as for `layer_names`, or if layers of a lazy cache differ in shape or dtype.
             MemoryLimitError: if the result does not fit into memory.
         """
         n_layers, values = len(self.layer_names(short)), self.layers(short)
@@ -218,9 +218,10 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         # Of a lazy cache only one layer is in memory besides the result.
         whole = first.new_empty(n_layers, *first.shape)
         for layer, value in zip(whole, itertools.chain([first], values), strict=True):
-            if value.shape != layer.shape:
+            kinds = [f"{each.dtype} {[*each.shape]}" for each in (layer, value)]
+            if kinds[0] != kinds[1]:
                 raise CacheError(
-                    f"{short!r} must have one shape; got {[*layer.shape]} and {[*value.shape]}"
+                    f"{short!r} must be alike in all layers; got {' and '.join(kinds)}"
                 )
             layer.copy_(value)
         return whole

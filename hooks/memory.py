@@ -30,16 +30,19 @@ class Bound:
     Args:
         names: the names of all that will be kept.
         max_bytes: the bound; None for 0.9 of the memory that is free.
-        otherwise: what to do instead, for the error.
+        otherwise: what to do instead, for the error; None for what helps an eager run: it names points that would fit.
+        times: how many tensors of its size each value stands for: two where its gradient is kept later.
     """
 
     def __init__(
         self,
         names: Collection[str],
         max_bytes: int | None = None,
-        otherwise: str = "use lazy=True or positions=",
+        otherwise: str | None = None,
+        times: int = 1,
     ) -> None:
-        self._names, self._max_bytes, self._otherwise = names, max_bytes, otherwise
+        self._names, self._max_bytes = names, max_bytes
+        self._otherwise, self._times = otherwise, times
         self._sizes: dict[str, int] = {}
         self._left: dict[int, int] = {}  # bytes of a memory that no value has been counted for
         self._held = 0
@@ -59,8 +62,8 @@ class Bound:
             left = self._left.get(memory, value.untyped_storage().nbytes())
             size = min(size, left)
             self._left[memory] = left - size
-        self._sizes[name] = self._sizes.get(name, 0) + size
-        self._held += size
+        self._sizes[name] = self._sizes.get(name, 0) + size * self._times
+        self._held += size * self._times
         if self._held > self._next_look and not isinstance(value, FakeTensor):
             self._look(value.device)
 
@@ -88,7 +91,10 @@ class Bound:
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
         left, without = sizes.total(), []
         more = "" if is_known else "at least "
-        said = f"{len(self._names)} values would take {more}{in_words(left)}, and {whose} is {in_words(limit)}: {self._otherwise}"
+        said = f"the values would take {more}{in_words(left)}, and {whose} is {in_words(limit)}"
+        if self._otherwise is not None:
+            return f"{said}: {self._otherwise}"
+        said = f"{said}: use lazy=True or positions="
         for part, size in sizes.most_common(len(sizes) - 1):
             if left <= limit:
                 break

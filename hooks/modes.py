@@ -62,11 +62,11 @@ class Options:
         placement: puts values on that device and in that dtype.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
-        max_bytes: the most that values may take; None for 0.9 of the memory that is free. A run that would keep more
-            ends by a MemoryLimitError, as soon as one layer shows it.
+        max_bytes: the most that values and gradients may take; None for 0.9 of the memory that is free. A run that would
+            keep more ends by a MemoryLimitError, as soon as one layer shows it.
 
     Raises:
-        ValueError: if options contradict each other, if `dtype` is not a floating one, or if
+        ValueError: if options contradict each other, if `dtype` is not a floating one, if `max_bytes` is below 1, or if
             `grads=True` while gradients are off.
         TypeError: if `positions` has no form of a `Selection`, or is one integer.
 
@@ -94,6 +94,8 @@ class Options:
             object.__setattr__(self, "positions", positions)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1; got {self.max_bytes}")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
         # Gradients are placed during the caller's backward pass, and nothing waits at its end.

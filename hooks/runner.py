@@ -372,7 +372,8 @@ class HookedRunner(SaysOurs):
             borrowed = memory_in((args, kwargs, state_of(self.model)))
         calls = divided(points, blocks) if lazy else []
         kept = [*(name for name in points if name not in blocks), *(call.name for call in calls)]
-        limit = Bound(kept, options.max_bytes)
+        otherwise = "give fewer or shorter texts" if lazy else "keep fewer points" if run else None
+        limit = Bound(kept, options.max_bytes, otherwise, 2 if options.grads else 1)
         recorder = Recorder(
             points, options, optional, stops, run is not None, blocks, borrowed, limit
         )

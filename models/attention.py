@@ -19,12 +19,6 @@ from models.positions import rotary
 from models.running.context import Context, ContextOrMask, place
 from models.running.masks import Mask, dense
 
-WITHOUT_SCORES = (
-    "scores and pattern of a layer, which are read here: read other values, or give fewer texts, or the last "
-    "positions after a kv_cache of the others"
-)
-"""What to do where scores do not fit into memory."""
-
 
 def scaled_dot_product_attention(
     q: Real[Tensor, "*#axes query d_k"],
@@ -74,6 +68,23 @@ def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.where(mask, scores, -torch.inf)
     return scores + mask.to(scores.dtype)
+
+
+def require_room_for_scores(
+    q: Float[Tensor, "batch head query d_head"], k: Float[Tensor, "batch kv_head key d_head"]
+) -> None:
+    """Refuses to form the scores of a layer where they, those with the mask, and the pattern do not fit into memory.
+
+    Raises:
+        MemoryLimitError: saying what to do instead.
+    """
+    n_scores = q.shape[:3].numel() * k.shape[2]
+    what = "scores and pattern of a layer: read other values, or give fewer texts"
+    require_room(
+        3 * n_scores * q.element_size(),
+        q,
+        f"{what}, or the last positions after a kv_cache of the others",
+    )
 
 
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
@@ -222,7 +233,7 @@ class Attention(ByConfig):
         mask: Mask,
     ) -> Float[Tensor, "batch head query d_head"]:
         """The output of each head. Without a mask a query sees all keys up to its own."""
-        require_room(3 * q.shape[:3].numel() * k.shape[2] * q.element_size(), q, WITHOUT_SCORES)
+        require_room_for_scores(q, k)
         # b batch, h heads, i queries, j keys, d d_head; n of the heads share each of g key heads.
         q = rearrange(self.scale * q, "b (g n) i d -> b g n i d", g=k.shape[1])
         scores = einsum(q, k, "b g n i d, b g j d -> b g n i j")

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from hooks import HookedRunner, MemoryLimitError, memory
+from hooks import CacheError, HookedRunner, MemoryLimitError, memory
 from hooks.memory import Bound, available
 from interp import run_with_cache
 from models import Transformer, TransformerConfig
@@ -121,7 +121,7 @@ def test_what_is_free_bounds_a_run(deep, room):
 def test_lazy_runs_count_what_blocks_store_and_reads_what_they_fill(deep, room):
     _, lazy = run_with_cache(deep, TOKENS, mode="full", lazy=True)
     stored = lazy.nbytes
-    with pytest.raises(MemoryLimitError):
+    with pytest.raises(MemoryLimitError, match="shorter texts$"):
         run_with_cache(deep, TOKENS, mode="full", lazy=True, max_bytes=stored // 2)
     run_with_cache(deep, TOKENS, mode="full", lazy=True, max_bytes=2 * stored)
     patterns = 5 * lazy["pattern", 0].nbytes
@@ -142,6 +142,26 @@ def test_scores_of_one_layer_that_do_not_fit_are_refused_before_they_are_made(de
     runner.run_with_cache(TOKENS, names="blocks.1.mlp.post")  # fused attention asks for nothing
     room(4 * scores)
     runner.run_with_cache(TOKENS, names="blocks.1.attn.pattern")
+
+
+def test_gradients_count_as_their_values(deep):
+    runner, names = HookedRunner(deep), "*.mlp.pre"
+    _, cache = runner.run_with_cache(TOKENS, names=names, grads=True)
+    needed = 2 * cache.nbytes
+    runner.run_with_cache(TOKENS, names=names, grads=True, max_bytes=needed)
+    with pytest.raises(MemoryLimitError):
+        runner.run_with_cache(TOKENS, names=names, grads=True, max_bytes=needed - 1)
+    with pytest.raises(ValueError, match="max_bytes must be at least 1; got 0"):
+        runner.run_with_cache(TOKENS, names=names, max_bytes=0)
+
+
+def test_layers_of_another_dtype_are_not_rounded_into_one_tensor(deep):
+    deep.blocks[3].mlp.double()
+    deep.blocks[3].mlp.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    deep.blocks[3].mlp.register_forward_hook(lambda module, args, output: output.float())
+    _, lazy = run_with_cache(deep, TOKENS, names="*.mlp.post", lazy=True)
+    with pytest.raises(CacheError, match="alike .*float32.*float64"):
+        lazy.stack("mlp.post")
 
 
 def test_memory_that_values_share_is_counted_once():

@@ -270,6 +270,7 @@ def test_objects_show_themselves(bundled, cache, values):
     assert deep._repr_html_().startswith("<pre>")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
     runner, text = HookedRunner(bundled), "def f(self, x):\n    return x"
     eager = runner.run_with_cache(text, names="*.pattern")[1]
@@ -301,6 +302,9 @@ def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
         dict(heads=[(4, 0)]),
         dict(heads=[(1, 4)]),
         dict(heads=[]),
+        dict(heads=[3]),
+        dict(queries=5),
+        dict(keys=[2, 3]),
     ):
         with pytest.raises(ValueError, match="must be"):
             pictures.patterns(lazy, **wrong)

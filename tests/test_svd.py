@@ -95,6 +95,8 @@ def test_targets_are_the_documents(model, tokens, options):
         torch.testing.assert_close(formed(targets, name), expected, atol=1e-5, rtol=1e-5)
     assert (targets.qkt[..., later] == 0).all()
     some = svd_targets(model, run_with_cache(model, tokens, **options)[1], layers=[2, 0])
+    one = svd_targets(model, run_with_cache(model, tokens, **options)[1], layers=2)
+    assert torch.equal(one.avwo, some.avwo[:, :1])
     for name in found:
         whole, part = formed(targets, name), formed(some, name)
         assert torch.equal(part, whole[[2, 0]] if name == "wvwo" else whole[:, [2, 0]])

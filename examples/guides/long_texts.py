@@ -17,8 +17,7 @@ runner = HookedRunner(model)
 # ## What it would cost
 #
 # `plan` says it before anything runs. A run that would keep more than 0.9 of the memory that is free, in the control group too, ends
-# with an error after its second layer at the latest: it says the bytes, and a selection that would fit. `max_bytes=` is a bound of
-# your own. Attention whose scores do not fit is refused before they are made.
+# with an error once a layer shows it: it says the bytes, and a selection that would fit. `max_bytes=` is a bound of your own. Attention whose scores do not fit is refused before they are made.
 
 # %%
 print(runner.plan(text, mode="full").nbytes)
@@ -31,8 +30,8 @@ except MemoryLimitError as error:
 # ## Read, and keep nothing
 #
 # A lazy cache keeps what enters each block. `cache["pattern", 3]` computes that value and keeps it until `cache.drop()`; `cache.read` and
-# `cache.layers` keep nothing. Readings of `interp` and pictures go over layers one at a time, so they need little more than all
-# values of one layer; `cache.save` writes one block's values at a time. `cache.at(...)` stays lazy.
+# `cache.layers` keep nothing. Readings of `interp` and pictures go over layers one at a time, so they need at
+# most one and a half times what all values of one layer take, and a lens some 0.3 GiB besides; `cache.save` writes one block's values at a time. `cache.at(...)` stays lazy.
 
 # %%
 _, cache = runner.run_with_cache(text, lazy=True)

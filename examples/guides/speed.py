@@ -80,7 +80,7 @@
 # time for readings and pictures, of all layers for an eager cache of everything. A lens and patching keep more for more layers, as
 # their results do. Patching has a row for each head of each layer, so its time is quadratic in depth.
 # Of SmolLM2 at 2,048 tokens, beyond the lazy cache: all points of one layer 0.61 GiB, a picture of patterns 0.68, scores of heads 0.86,
-# direct attribution 0.13, saving all of it 0.70 (which computes a file of 12 GB). A lens of 512 tokens takes 0.36 GiB, most of which
+# direct attribution 0.13, saving all of it 0.70 (a file of 11.4 GB). A lens of 512 tokens takes 0.36 GiB, most of which
 # does not grow.
 #
 # ## On a GPU

@@ -67,9 +67,12 @@ def patterns(
     View of attention patterns of “def f(x):”: .save("x.html") writes it, .show() opens it
     """
     names = cache.layer_names("pattern")
-    layers = [*names] if heads is None else [*dict.fromkeys(layer for layer, _ in heads)]
-    if not layers or not set(layers) <= set(names):
+    pairs = [
+        isinstance(pair, tuple) and len(pair) == 2 and pair[0] in names for pair in heads or ()
+    ]
+    if heads is not None and not (pairs and all(pairs)):
         raise ValueError(f"heads must be pairs (layer, head) of layers {[*names]}; got {heads}")
+    layers = [*names] if heads is None else [*dict.fromkeys(layer for layer, _ in heads)]
     weights: dict[tuple[int, int], Tensor] = {}
     for layer in layers:
         pattern = cache.read(names[layer])[0]
@@ -77,11 +80,9 @@ def patterns(
         _require_example(example, n_texts)
         n_facets = len(layers) * n_heads if heads is None else len(heads)
         most = max(1, min(int((_MOST_WEIGHTS / n_facets) ** 0.5), _MOST_COLUMNS))
-        first = n_keys - n_queries
-        all_rows, all_columns = _window(first, n_keys, queries, keys)
+        all_rows, all_columns = _window(n_queries, n_keys, queries, keys)
         rows, columns = all_rows[-most:], all_columns[-most:]
-        shown = pattern[example, :, [query - first for query in rows]][..., columns]
-        shown = shown.detach().cpu()
+        shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
         for head in range(n_heads) if heads is None else (h for at, h in heads if at == layer):
             if not 0 <= head < n_heads:
                 raise ValueError(f"a head must be 0 to {n_heads - 1}; got {head}")
@@ -468,10 +469,12 @@ def curves(
 
 
 def _window(
-    first: int, n_keys: int, queries: slice | None, keys: slice | None
+    n_queries: int, n_keys: int, queries: slice | None, keys: slice | None
 ) -> tuple[list[int], list[int]]:
-    """The positions of queries, which begin at `first`, and of keys in a window."""
-    places = range(n_keys)
+    """The positions of queries, which are the last of all, and of keys in a window."""
+    places, first = range(n_keys), n_keys - n_queries
+    if not all(isinstance(chosen, slice | None) for chosen in (queries, keys)):
+        raise ValueError(f"queries and keys must be slices of positions; got {queries} and {keys}")
     rows = [place for place in places[queries or slice(None)] if place >= first]
     columns = [*places[keys or slice(None)]]
     if not rows or not columns:

@@ -1,6 +1,6 @@
 """The targets of SVD analyses: attention scores, OV circuits, and the outputs of heads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,6 +14,7 @@ from hooks.memory import require_room
 from hooks.transfer import to_device
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.protocol import LanguageModel, of
+from interp.running.sites import Some
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import SVD, randomized_svd, svd
 
@@ -84,9 +85,7 @@ def _sizes_of(tensors: SVDTargets | ResidualStream) -> str:
 
 
 @without_gradients
-def svd_targets(
-    model: nn.Module, cache: ActivationCache, layers: Sequence[int] | None = None
-) -> SVDTargets:
+def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -> SVDTargets:
     """The targets of a run, stacked over layers, and their products with the model's weights.
 
     Products have the wider dtype of cache and weights, and are computed on the cache's device. Of a lazy cache one
@@ -95,7 +94,7 @@ def svd_targets(
     Args:
         model: the model of that run.
         cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
-        layers: the layers of the result, in this order; None for all.
+        layers: one layer or several, in this order; None for all.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
@@ -113,7 +112,7 @@ def svd_targets(
     cache.require_weights_of(model)
     language: LanguageModel = of(model, "W_V", "W_O")
     names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
-    chosen = [*names] if layers is None else [*layers]
+    chosen = [layers] if isinstance(layers, int) else [*(names if layers is None else layers)]
     if not chosen or not set(chosen) <= set(names):
         raise ValueError(f"layers must be some of {[*names]}; got {chosen}")
     w_v, w_o = language.W_V[chosen], language.W_O[chosen]

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, HookPoints
-from hooks.memory import require_room
 from hooks.session import is_listened_to
 from models.attached.configs import HOOKED, Kernel, kernel_name, kernel_of
 from models.attached.past import (
@@ -23,7 +22,7 @@ from models.attached.past import (
     take_cache,
 )
 from models.attached.wiring import fire
-from models.attention import WITHOUT_SCORES
+from models.attention import require_room_for_scores
 from models.files import library
 
 Heads = Float[Tensor, "batch head query d_head"]
@@ -139,8 +138,7 @@ class AttentionPoints(HookPoints):
         **others: Any,
     ) -> tuple[Tensor, Any]:
         """The operations of the eager kernels, in their order, so that numbers are the same."""
-        n_scores = query.shape[:3].numel() * key.shape[2]
-        require_room(3 * n_scores * query.element_size(), query, WITHOUT_SCORES)
+        require_room_for_scores(query, key)
         groups = query.shape[1] // key.shape[1]
         key, value = (_repeated(part, groups) for part in (key, value))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
