@@ -63,7 +63,7 @@ class Bound:
             size = min(size, left)
             self._left[memory] = left - size
         self._sizes[name] = self._sizes.get(name, 0) + size * self._times
-        self._held += size * self._times
+        self._held += size
         if self._held > self._next_look and not isinstance(value, FakeTensor):
             self._look(value.device)
 
@@ -73,7 +73,7 @@ class Bound:
             limit = self._max_bytes
         elif (free := available(device)) is not None:
             limit = self._held + _SHARE * free
-        kinds = {name: LAYER.sub("#", name) for name in self._names}
+        kinds = {name: self._kind(name) for name in self._names}
         # Of a later layer, whose input may be the memory of the earlier one's output.
         of_kind = {kinds[name]: size for name, size in self._sizes.items()}
         sizes: Counter[str] = Counter()
@@ -85,7 +85,12 @@ class Bound:
         is_late = self._held > (limit if self._max_bytes is not None else limit / 2)
         if sizes.total() > limit and (is_known or is_late):
             raise MemoryLimitError(self._refusal(limit, sizes, is_known))
-        self._next_look = self._held + max((limit - self._held) / 4, limit / 64)
+        self._next_look = self._held + max((limit / self._times - self._held) / 4, limit / 64)
+
+    def _kind(self, name: str) -> str:
+        """A point's name without the numbers of layers. Blocks of lazy caches end in them; `0` and `1` of a `Sequential` are no layers."""
+        is_layer = self._otherwise is not None or not name.rpartition(".")[2].isdigit()
+        return LAYER.sub("#", name) if is_layer else name
 
     def _refusal(self, limit: float, sizes: Counter[str], is_known: bool) -> str:
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"

@@ -306,6 +306,25 @@ def test_a_large_vocabulary_never_exists_whole():
     assert peaks[1] < 1.02 * peaks[0] < 2**28
 
 
+@pytest.mark.parametrize("at_once", [1, 130])
+def test_positions_read_in_parts_are_each_in_their_place(monkeypatch, at_once):
+    """Of 4 streams and 13 tokens a part has one position, or two of the seven."""
+    from interp.linear import affine
+
+    model = small()
+    _, cache = run_with_cache(
+        model, [TEXTS[0], TEXTS[0][::-1]], names=["*.resid_pre", "*.resid_post"]
+    )
+    monkeypatch.setattr(affine, "_LOGITS_AT_ONCE", at_once)
+    readout = logit_lens(model, cache, top_k=3)
+    streams = [*(cache["resid_pre", layer] for layer in range(3)), cache["resid_post", 2]]
+    log_probs = torch.stack([model.unembed(stream).log_softmax(-1) for stream in streams])
+    assert torch.equal(readout.tokens, log_probs.topk(3).indices)
+    torch.testing.assert_close(readout.entropy, -(log_probs.exp() * log_probs).sum(-1))
+    kl = (log_probs[-1].exp() * (log_probs[-1] - log_probs)).sum(-1)
+    torch.testing.assert_close(readout.kl, kl)
+
+
 def test_on_the_bundled_model_the_tuned_lens_is_better_at_every_layer():
     from pydoc_data.topics import topics
 

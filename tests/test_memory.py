@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from hooks import CacheError, HookedRunner, MemoryLimitError, memory
 from hooks.memory import Bound, available
 from interp import run_with_cache
-from models import Transformer, TransformerConfig
+from models import Transformer, TransformerConfig, attach
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(23, (2, 11), generator=torch.Generator().manual_seed(3))
@@ -70,7 +71,7 @@ def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
 @pytest.mark.parametrize("options", [{"mode": "full"}, {"names": ["*.scores", "*.pre"]}])
 def test_a_run_is_refused_above_max_bytes_and_not_below(deep, options):
     runner, layers = HookedRunner(deep), []
-    handle = deep.blocks[4].register_forward_hook(lambda *args: layers.append(4))
+    handle = deep.blocks[2].register_forward_hook(lambda *args: layers.append(2))
     needed = runner.run_with_cache(TOKENS, **options)[1].nbytes
     _, cache = runner.run_with_cache(TOKENS, **options, max_bytes=int(1.1 * needed))
     assert cache.nbytes == needed
@@ -144,6 +145,31 @@ def test_scores_of_one_layer_that_do_not_fit_are_refused_before_they_are_made(de
     runner.run_with_cache(TOKENS, names="blocks.1.attn.pattern")
 
 
+def test_modules_that_may_be_skipped_are_refused_and_not_left_out():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3)
+    ).eval()
+    runner, x = HookedRunner(model), torch.ones(2, 5)
+    with pytest.raises(MemoryLimitError):
+        runner.run_with_cache(x, max_bytes=100)
+    assert len(runner.run_with_cache(x, max_bytes=136)[1]) == 3  # 2 rows of 7, 7 and 3 numbers
+
+
+def test_scores_of_an_attached_model_are_refused_before_they_are_made(room):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=23, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=7,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    scores = 2 * 3 * 11 * 11 * 4
+    with attach(model):
+        for free in (3 * scores, 4 * scores):
+            room(free)
+            ask = pytest.raises(MemoryLimitError, match="scores and pattern of a layer")
+            with ask if free < 4 * scores else nullcontext():
+                run_with_cache(model, TOKENS, names="blocks.1.attn.pattern")
+
+
 def test_gradients_count_as_their_values(deep):
     runner, names = HookedRunner(deep), "*.mlp.pre"
     _, cache = runner.run_with_cache(TOKENS, names=names, grads=True)
@@ -165,7 +191,7 @@ def test_layers_of_another_dtype_are_not_rounded_into_one_tensor(deep):
 
 
 def test_memory_that_values_share_is_counted_once():
-    values, bound = torch.zeros(200), Bound(["w", "x", "y", "z"], max_bytes=1900)
+    values, bound = torch.zeros(200), Bound(["w", "x", "y", "z"], max_bytes=1650)
     bound.add("w", values[:50])
     bound.add("x", values[20:])
     bound.add("y", values)  # 800 bytes in all
