@@ -15,7 +15,7 @@
 # | `cached` | cache `blocks.*.resid_post`, T=1024 | **1942 ms**, 326 MiB | 1.01 of its own plain forward | 1.03 |
 # | `cached` | `mode="full"`, lazy, T=1024 | **1967 ms**, 348 MiB | 1.02 of its own plain forward; 1.25 times the residual stream's bytes | 1.05; 1.3 |
 # | `cached` | `capture` at the middle layer, T=1024 | **632 ms**, 49 MiB | 0.29 of its own plain forward | 0.45 |
-# | `full` | `mode="full"`, eager, T=1024 | **3356 ms**, 2042 MiB | 1.34 of `transformers` with sdpa, which keeps nothing (2.05 in another run of a busy machine) | 1.25 |
+# | `full` | `mode="full"`, eager, T=1024 | 1638 ms, 2162 MiB | 1.23 of `transformers` with sdpa, which keeps nothing, where TransformerLens 4.3 takes 1.27 in the same run; 1.51 and 1.55 in another run, 1.28 to 1.34 in three without it | 1.25 |
 # | `attached` | an attached `transformers` model, nothing hooked, T=1024 | **1987 ms**, 210 MiB | 1.00 of the same model unattached, sdpa | 1.03 |
 # | `spliced` | a dictionary of 65,536 features in the model, live, and nobody listens, GPT-2-small shape, T=1024 | **1894 ms**, 245 MiB | 1.00 of its own plain forward | 1.02 |
 # | `reconstruction` | a TopK dictionary of 65,536 features alone, 1,024 vectors of size 768 | **994 ms**, 524 MiB | 1.11 of its encoder's product and top-k | 1.15 |
@@ -40,11 +40,14 @@
 # |  | top 8 of an SVD, 128 or 512 rows and columns (`tests/bench/svd.py`) | 0.7, 4.2 ms | 2.3, 9.7 times as fast as all of it | |
 # | `import` | `import interp` beyond `import torch`, from source without bytecode | **0.26 s** | | 0.3 s |
 # | `smollm2-32`, `-512`, `-2048` | plain forward, SmolLM2-135M, B=1 | **175; 1189; 5807 ms** | 1.00; 1.00; 0.95 of `transformers` with sdpa on the same file | 1.02 |
+# | `spectra` | spectra of QKᵀ, WvWo and AVWo of all 270 heads, SmolLM2-135M, 8 tokens | 0.84 s, 497 MiB | 9.8 of its plain forward | 2 s |
+# | `long` | readings of 1,024 tokens from a lazy cache, SmolLM2-135M: all points of a layer; scores of heads, a picture, SVD targets of a layer, direct attribution, `statistics`, `max_activating` | 165 MiB; 237, 213, 219, 81, 27, 46 MiB | 1.4, 1.3, 1.3, 0.5, 0.2, 0.3 of a layer's bytes; a lens 2.3, of which 0.3 GiB do not grow | 1.5 |
+# | `smollm2-load` | loading SmolLM2-135M from its GGUF file, without the tokenizer | 1.24 s, 558 MiB | 0.08 of `transformers`' time, 0.59 of its memory | 0.5, 0.5 |
 # | `smollm2-generate` | greedy generation of it, 32 tokens after 32 | **2.45 s**, 8 MiB | 0.98 of `transformers`' `generate` | 1.02 |
 #
 # Every neuron at every position, each along a direction of its own, cannot be had for less than about 0.25: the products of
 # those directions with the output weights take 0.22. Rows that miss their bound:
-# `full` (1.34 of 1.25), `generate-small` (1.02 of 1.0), `attached-patterns` (1.13 of 1.05, since caches copy what they keep) and, by position of a
+# `full` in some runs, the lens of `long`, memory of `smollm2-load`, `generate-small` (1.02 of 1.0), `attached-patterns` (1.13 of 1.05, since caches copy what they keep) and, by position of a
 # direction each, `attribution-direct`. Ratios vary by a few hundredths from run to run. On the model of 2 layers, where Python's own work counts (row `cached-tiny`, the EPYC), a lazy
 # run takes 1.50 of its own forward and an eager one of every point 2.60; raw PyTorch hooks that keep the same tensors, without a
 # copy of their own, take 1.91. With very small kernels (`cached-deep`) each of 64 layers adds 222 microseconds to a lazy run, 72

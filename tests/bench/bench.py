@@ -27,11 +27,18 @@ from interp import (
     edge_attribution,
     edits,
     graph,
+    head_scores,
     log_prob,
+    logit_lens,
+    max_activating,
+    pictures,
     run_circuit,
+    spectra,
+    svd_targets,
     sweep,
 )
 from interp.features import Dictionary, TopK, splice
+from interp.store import statistics
 from models import attach, generate, load
 from tests.bench import gpu, peers, timing
 
@@ -359,6 +366,34 @@ def published_loading() -> Calls:
     }
 
 
+def long_text() -> Calls:
+    """Readings of one text of 1,024 tokens, SmolLM2-135M: their memory beside that of all points of one layer."""
+    model, tokens = load("smollm2-135m"), torch.arange(1000, 1512).repeat(1, 2)
+    cache = HookedRunner(model).run_with_cache(tokens, lazy=True)[1]
+    texts, point = [*tokens.expand(2, -1).tolist()], "blocks.15.mlp.post"
+    layer = [name for name in cache if name.startswith("blocks.15.")]
+    return {
+        "all points of one layer": lambda: cache.read(*layer),
+        "scores of heads": lambda: head_scores(model, cache, "induction"),
+        "picture of patterns": lambda: pictures.patterns(cache, model),
+        "SVD targets of a layer": lambda: svd_targets(model, cache, [15]),
+        "direct attribution": lambda: direct_logit_attribution(model, cache, right=3, pos=-1),
+        "logit lens": lambda: logit_lens(model, cache),
+        "statistics of 2 texts": lambda: statistics(model, texts, point, batch=1),
+        "largest activations of 2 texts": lambda: max_activating(model, texts, point, batch=1),
+    }
+
+
+def published_spectra() -> Calls:
+    """Spectra of all 270 heads, SmolLM2-135M, from a cache of 8 tokens."""
+    model, tokens = load("smollm2-135m"), torch.arange(1000, 1008)[None]
+    cache = HookedRunner(model).run_with_cache(tokens)[1]
+    return {
+        "plain forward": lambda: model(tokens),
+        "hookscope, spectra": lambda: spectra(svd_targets(model, cache)),
+    }
+
+
 def imports() -> Calls:
     """Importing, in a fresh process."""
 
@@ -447,6 +482,8 @@ ROWS: dict[str, Callable[[], Calls]] = {
     "smollm2-2048": published_long,
     "smollm2-generate": published_generation,
     "smollm2-load": published_loading,
+    "long": long_text,
+    "spectra": published_spectra,
     "import": imports,
 }
 
