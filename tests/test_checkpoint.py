@@ -214,6 +214,11 @@ def test_shards(model, saved, tokens, suffix):
     index.write_text(json.dumps(described))
     with pytest.raises(ValueError, match=f"index.json .*1 missing: {key}"):
         load(saved)
+    for outside in ("../other.safetensors", "parts/../../other.safetensors", "/other.safetensors"):
+        index.write_text(json.dumps({"weight_map": described["weight_map"] | {key: outside}}))
+        with pytest.raises(ValueError, match=f"inside its folder; got {outside}"):
+            load(saved)
+    index.write_text(json.dumps(described))
     files[1].unlink()
     with pytest.raises(FileNotFoundError, match=files[1].name):
         load(saved)

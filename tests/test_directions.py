@@ -1,6 +1,7 @@
 """Directions: found, steered along, erased and exchanged, against numpy, closed forms and models with known weights."""
 
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import scipy.stats
 import torch
 from torch import nn
 
-from hooks import CacheError, HookedRunner, HookPoint, UnknownNameError
+from hooks import CacheError, EditError, HookedRunner, HookPoint, UnknownNameError
 from hooks.positions import all_but
 from interp import edits, log_prob
 from interp.directions import (
@@ -295,9 +296,10 @@ def test_moments_of_parts_are_those_of_all_rows():
         leace(parts[1])
 
 
-def test_an_erasure_is_an_edit_at_its_points(model):
-    found = erasure(model, YES, NO)
-    runner, name = HookedRunner(model), "blocks.3.resid_post"
+@pytest.mark.parametrize("site", ["resid_post", "attn.z"])
+def test_an_erasure_is_an_edit_at_its_points(model, site):
+    found = erasure(model, YES, NO, site)
+    runner, name = HookedRunner(model), f"blocks.3.{site}"
     rows = {}
     for label, texts in ((1, YES), (0, NO)):
         for text in texts:
@@ -309,9 +311,32 @@ def test_an_erasure_is_an_edit_at_its_points(model):
     means = [torch.stack(rows[label]).mean(0) for label in (0, 1)]
     torch.testing.assert_close(*means, rtol=0, atol=1e-9)
     with pytest.raises(
-        Exception, match=r"nothing is erased at blocks.1.mlp_out; only at blocks.0.resid_post"
+        Exception, match=rf"nothing is erased at blocks.1.mlp_out; only at blocks.0.{site}"
     ):
         runner.run_with_hooks(NO[0], hooks={"blocks.1.mlp_out": found.edit()})
+    if site == "attn.z":
+        with pytest.raises(EditError, match="all 128 numbers of a position; 32 were selected"):
+            runner.run_with_hooks(NO[0], hooks={name: found.edit(head=2)})
+
+
+def test_a_direction_over_all_heads_of_a_position(model):
+    v, name = difference_of_means(model, YES, NO, "z"), "blocks.1.attn.z"
+    runner = HookedRunner(model)
+    plain = runner.run_with_cache(YES[0])[1][name]
+    with runner.hooks({name: edits.add(v, 0.5, head=[1, 3], pos=-1)}):
+        changed = runner.run_with_cache(YES[0])[1][name]
+    expected = plain.clone()
+    expected[:, -1, [1, 3]] += 0.5 * v[1].view(4, 32)[[1, 3]]
+    torch.testing.assert_close(changed, expected)
+    scores = v.scores({name: plain})[name]
+    by_hand = np.einsum("bphd,hd->bp", plain.numpy(), v[1].view(4, 32).numpy())
+    np.testing.assert_allclose(scores.numpy(), by_hand + v.offsets[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_vector_without_length_has_no_unit():
+    for wrong in (0.0, math.inf):
+        with pytest.raises(ValueError, match="length above 0 to get length 1; got .* at here"):
+            Direction({"there": torch.ones(3), "here": torch.full((2,), wrong)}).unit()
 
 
 def test_files_hold_directions(model, tmp_path):
@@ -410,6 +435,11 @@ def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
         with pytest.raises(CacheError, match=r"v\.gguf must be a complete control") as raised:
             Direction.from_gguf(path)
         assert "\n" not in str(raised.value)
+    # An array of 2^40 bytes, in a file of 200.
+    pieces = [b"GGUF", struct.pack("<IQQ", 3, 0, 1), struct.pack("<Q", 1), b"a"]
+    path.write_bytes(b"".join([*pieces, struct.pack("<IIQ", 9, 0, 2**40)]).ljust(200, b"\0"))
+    with pytest.raises(CacheError, match="must have 1 numbers at byte 200"):
+        Direction.from_gguf(path)
 
 
 def test_a_score_may_be_a_metric_of_words(model):

@@ -1,5 +1,6 @@
 """Directions: vectors of points, how they were found, and files of them."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,8 +58,16 @@ class Direction:
         return Direction({name: self.vectors[name] for name in names}, offsets, self.about)
 
     def unit(self) -> "Direction":
-        """The same with vectors of length 1."""
+        """The same with vectors of length 1.
+
+        Raises:
+            ValueError: if a vector is zero or has an infinite number.
+        """
         sizes = {name: float(vector.norm()) for name, vector in self.vectors.items()}
+        if wrong := [name for name, size in sizes.items() if not 0 < size < math.inf]:
+            raise ValueError(
+                f"a vector must have a length above 0 to get length 1; got {sizes[wrong[0]]} at {wrong[0]}"
+            )
         vectors = {name: vector / sizes[name] for name, vector in self.vectors.items()}
         offsets = {name: offset / sizes[name] for name, offset in self.offsets.items()}
         return Direction(vectors, offsets, self.about)
@@ -71,12 +80,13 @@ class Direction:
         """
         return self[point.name]
 
-    def scores(
-        self, values: Mapping[str, Float[Tensor, "*rows d"]]
-    ) -> dict[str, Float[Tensor, "*rows"]]:
-        """`value @ vector + offset` at each point that the values have, such as those of a cache."""
+    def scores(self, values: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:
+        """`value @ vector + offset` at each point that the values have, such as those of a cache.
+
+        Values have the axes `*rows d`, or heads and their numbers in place of `d`; scores have `*rows`.
+        """
         return {
-            name: values[name].to(vector) @ vector + self.offsets.get(name, 0.0)
+            name: _flat(values[name], len(vector)).to(vector) @ vector + self.offsets.get(name, 0.0)
             for name, vector in self.vectors.items()
             if name in values
         }
@@ -143,8 +153,19 @@ class Direction:
         """
         import gguf
 
+        class Reader(gguf.GGUFReader):
+            def _get(
+                self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None
+            ) -> Any:
+                numbers = super()._get(offset, dtype, count, override_order)
+                if (
+                    len(numbers) < count
+                ):  # the library would go on for as long as a wrong length says
+                    raise ValueError(f"the file must have {count} numbers at byte {offset}")
+                return numbers
+
         with storage.one_error(path, "be a complete control vector in GGUF"):
-            reader = gguf.GGUFReader(path)
+            reader = Reader(path)
             field = reader.fields.get("general.architecture")
             if field is None or field.contents() != "controlvector":
                 raise ValueError(
@@ -179,3 +200,8 @@ class Direction:
             for name, vector in [*self.vectors.items()][:38]
         ]
         return "\n".join(lines)
+
+
+def _flat(value: Float[Tensor, "..."], size: int) -> Float[Tensor, "*_rows {size}"]:
+    """The value with its last two axes, heads and their numbers, in one row where a vector of `size` needs that."""
+    return value if value.shape[-1] == size or value.ndim < 2 else value.flatten(-2)

@@ -88,7 +88,13 @@ class Erasure:
                 raise EditError(
                     f"nothing is erased at {place.point.name}; only at {', '.join(self.erasers)}"
                 )
-            return eraser(region)
+            # Axes after `pos` in a row, as it was fitted.
+            values, size = region.flatten(2), len(eraser.mean)
+            if values.shape[-1] != size:
+                raise EditError(
+                    f"an eraser at {place.point} takes all {size} numbers of a position; {values.shape[-1]} were selected"
+                )
+            return eraser(values).view_as(region)
 
         return Edit("erase", erased, {"0": self}).at(**where)
 

@@ -1,6 +1,7 @@
 """Edit: a change of an activation at a place, as a value that is also a hook."""
 
 import difflib
+import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -104,6 +105,10 @@ class Source:
         if not isinstance(self.values, ActivationCache):
             held = self.values
             value = held if isinstance(held, Tensor) else held.vector_at(point)
+            if held is not value and value.ndim == 1 and len(value) != sizes[axes[-1]]:
+                # A direction has the axes after `pos` in a row.
+                inner = [sizes[axis] for axis in axes if axis not in ("batch", *TEXT_AXES)]
+                value = value.unflatten(0, inner) if len(value) == math.prod(inner) else value
             n = value.ndim
             if n > len(left) and n != len(axes):
                 raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")

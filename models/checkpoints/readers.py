@@ -33,6 +33,9 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         if not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
             got = str(index)[:40]
             raise ValueError(f"{path}: weight_map must give the file of each tensor; got {got!r}")
+        paths = map(Path, index.values())
+        if outside := [file for file in paths if file.is_absolute() or ".." in file.parts]:
+            raise ValueError(f"{path}: files must be inside its folder; got {outside[0]}")
         shards = {key: directory / name for key, name in index.items()}
         files = sorted(set(shards.values()))
     if path.name.startswith(WHOLE):
