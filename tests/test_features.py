@@ -1,8 +1,10 @@
 """Scores, cards and controls of dictionaries, against sums written out here."""
 
+import dataclasses
 import itertools
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -204,6 +206,85 @@ def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
         feature_cards(model, {PLACE: d}, TEXTS, [29])
     with pytest.raises(FileNotFoundError):
         FeatureCards.load(tmp_path)
+
+
+def test_scores_of_some_positions(model, texts):
+    """Values at the first position stay, and do not count; a text of one token has no loss."""
+    d = random()
+    with pytest.warns(UserWarning, match="1 of 12 texts are left out"):
+        scores = evaluate_sae(model, {PLACE: d}, [[3], *texts], pos=slice(1, None), batch=4)
+    runner, values, losses = HookedRunner(model), [], []
+    for text in texts:
+        tokens = torch.tensor([text])
+        values.append(runner.capture(tokens, names=PLACE)[PLACE][0, 1:])
+    mean = torch.cat(values).mean(0)
+    ways = [lambda x: d(x), lambda x: 0 * x, lambda x: mean.expand_as(x)]
+    for text in texts:
+        tokens = torch.tensor([text])
+        each = [next_token_loss(model(tokens), tokens).mean()]
+        for way in ways:
+            put = {PLACE: lambda x, point, way=way: torch.cat([x[:, :1], way(x[:, 1:])], 1)}
+            logits = runner.run_with_hooks(tokens, hooks=put)
+            each.append(next_token_loss(logits, tokens).mean())
+        losses.append(torch.stack(each))
+    assert_close(scores.losses, torch.stack(losses, 1).double(), atol=1e-6, rtol=1e-6)
+    value, reconstructed = torch.cat(values), d(torch.cat(values))
+    error = (value - reconstructed).square().sum() / (value - mean).square().sum()
+    point = scores.points[PLACE]
+    assert math.isclose(point.explained_variance, 1 - error.item(), rel_tol=1e-9)
+    with pytest.raises(ValueError, match="at least two tokens"):
+        evaluate_sae(model, {PLACE: d}, [[3], [4]])
+    with pytest.raises(ValueError, match="the same in each text"):
+        evaluate_sae(model, {PLACE: d}, texts, pos=[[1], [0]])
+
+
+def test_a_position_that_rules_the_variance_is_said(model, texts):
+    def first_is_large(value, point):
+        value = value.clone()
+        value[:, 0] = 1000
+        return value
+
+    with HookedRunner(model).hooks({PLACE: first_is_large}):
+        with pytest.warns(
+            UserWarning, match=r"position 0 has \d+% of the variance at blocks.1.resid"
+        ):
+            evaluate_sae(model, {PLACE: random()}, texts)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            evaluate_sae(model, {PLACE: random()}, texts, pos=slice(1, None))
+
+
+def test_cards_of_some_positions_and_of_norms_in_the_stream(model):
+    d = random(k=3)
+    (card,) = feature_cards(model, {PLACE: d}, TEXTS, [28], pos=slice(2, None), k=2)
+    with splice(model, {PLACE: d}) as runner:
+        columns = [
+            runner.capture(torch.tensor([text]), names="*.features")["features", 1][0, :, 28]
+            for text in TEXTS
+        ]
+    kept = torch.cat([column[2:] for column in columns])
+    assert math.isclose(card.density, (kept != 0).double().mean().item(), rel_tol=1e-6)
+    assert math.isclose(card.largest, kept.max().item(), rel_tol=1e-6)
+    assert all(set(example.activations[:2]) == {0.0} for example in card.examples)
+    with pytest.raises(ValueError, match="pos must select a token"):
+        feature_cards(model, {PLACE: d}, TEXTS, [28], pos=[99])
+    post = Transformer(dataclasses.replace(model.config, norm_place="post")).double().eval()
+    (card,) = feature_cards(post, {PLACE: d}, TEXTS, [4], k=2)
+    logits = post.unembedding.weight @ d.W_dec[4]
+    assert [int(token) for token, _ in card.top] == logits.topk(2).indices.tolist()
+
+
+def test_purity_of_some_positions(model):
+    neurons = "blocks.1.mlp.post"
+    shares = purity(model, TEXTS, neurons, k=2, pos=-1)
+    values = torch.stack([
+        HookedRunner(model).capture(torch.tensor([text]), names=neurons)[neurons][0, -1] for text in TEXTS
+    ])  # fmt: skip
+    last = torch.tensor([text[-1] for text in TEXTS])
+    for n in range(4 * D):
+        best = values[:, n].topk(2)
+        expected = 1.0 if len({*last[best.indices].tolist()}) == 1 else 0.5
+        assert shares[n].isnan() if best.values[-1] <= 0 else shares[n] == expected
 
 
 def test_purity_of_features_and_neurons(model):

@@ -41,6 +41,14 @@ def test_the_largest_of_all_places(model, kind, k, batch):
     )
 
 
+def test_the_largest_of_some_positions(model):
+    point, options, number = KINDS["neuron"]
+    places = max_activating(model, TEXTS, point, k=4, pos=[0, 3, 4], batch=4, **options)
+    every = by_search(model, point, lambda v: float(number(v)))
+    wanted = [place[1:] for place in every if place[2] in (0, 3, 4)][:4]
+    assert [place[1:4] for place in places] == wanted
+
+
 def test_of_equal_values_the_earlier_is_kept(model):
     texts = torch.tensor([[5, 6], [5, 7], [5, 8], [5, 9]])
     found = max_activating(model, texts, "blocks.0.resid_pre", k=3, direction=torch.zeros(10))

@@ -461,6 +461,12 @@ WRONG = {
         "write 12 numbers",
     ),
     "heads in a row": ({"blocks.1.attn.z": dictionary(D_HEAD, D_HEAD)}, {}, ValueError, "12"),
+    "no such head": (
+        {"blocks.1.attn.z": dictionary(D_HEAD, D_HEAD, head=HEADS)},
+        {},
+        ValueError,
+        f"head must be 0 to {HEADS - 1}",
+    ),
     "reads nothing": ({"blocks.1.mlp_out": dictionary(skip=True)}, {}, ValueError, "reads="),
     "another block": (
         {"blocks.1.mlp_out": dictionary(skip=True)},

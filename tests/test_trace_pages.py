@@ -89,6 +89,17 @@ def test_a_text_alone_is_a_token():
     assert [node.number for node in graph.logits] == [model.to_id("V")]
     with pytest.raises(ValueError, match="must be one token"):
         attribution_graph(model, TEXT, {}, targets="KV")
+    with pytest.raises(ValueError, match=r"a target must be .* got \('a', 'b', 'c'\)"):
+        attribution_graph(model, TEXT, {}, targets=[("a", "b", "c")])
+
+
+def test_a_difference_has_no_probability_in_a_file(tmp_path):
+    model = load("pydoc-4l")
+    graph = attribution_graph(model, TEXT, {}, targets=["V", ("V", "K")]).pruned()
+    again = PrunedGraph.from_neuronpedia(graph.to_neuronpedia(tmp_path, "x", "pydoc-4l"))
+    chances = {node.label: node.probability for node in again.nodes if node.kind == "logit"}
+    assert chances["V - K"] is None
+    assert chances["V"] > 0
 
 
 @pytest.fixture

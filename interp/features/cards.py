@@ -8,6 +8,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 
 from hooks import storage
 from hooks._torch import without_gradients
+from hooks.positions import Index
 from hooks.transfer import to_device
 from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed, splice
 from interp.inputs.texts import Texts, batches, writer_of
-from interp.inputs.token_positions import real_of
 from interp.protocol import n_logits, runner_of
 from interp.reading.weights import token_directions
 
@@ -167,6 +168,7 @@ def feature_cards(
     *,
     reads: str | None = None,
     k: int = 8,
+    pos: Index | None = None,
     batch: int = 16,
 ) -> FeatureCards:
     """Find where features are active and what they write.
@@ -177,6 +179,7 @@ def feature_cards(
         texts: the texts, read once.
         features: the numbers of the features.
         k: how many examples, tokens and neighbours each card has.
+        pos: the positions of each text that count; None for all. At others examples show 0.
         batch: how many texts are read together.
 
     Raises:
@@ -199,22 +202,24 @@ def feature_cards(
         raise ValueError(
             f"features must be numbers from 0 to {chosen.n_features - 1}, at least one; got {[*features]}"
         )
-    rows: list[tuple[list[int], Tensor]] = []
+    writes = _written(model, part.has_heads, chosen, features, k)
+    rows: list[tuple[list[int], Tensor, Tensor]] = []
     with splice(model, {point: chosen}, reads=part.reads) as runner:
         for _, text in batches(texts, model, batch):
             values = runner.capture(text.tokens, names=f"{point}.features", **text.arguments(model))
             active = values[f"{point}.features"][..., [*features]].float().cpu()
-            real = real_of(text.mask, active.shape[:2]).cpu()
+            columns = (text.tokens, active, text.real, text.at(pos))
             rows += [
-                (tokens[is_real].tolist(), value[is_real])
-                for tokens, value, is_real in zip(text.tokens.cpu(), active, real, strict=True)
+                (tokens[real].tolist(), value[real], counts[real])
+                for tokens, value, real, counts in zip(*(c.cpu() for c in columns), strict=True)
             ]
-    writes = _written(model, part.has_heads, chosen, features, k)
+    if not any(bool(counts.any()) for *_, counts in rows):
+        raise ValueError("pos must select a token of at least one text; got none")
     return FeatureCards(
         _card(
             model,
             index,
-            [(tokens, value[:, n]) for tokens, value in rows],
+            [(tokens, value[:, n], counts) for tokens, value, counts in rows],
             k,
             _nearest(chosen, index, k),
             *writes[n],
@@ -227,15 +232,16 @@ Scored = list[tuple[str, float]]
 
 
 def _card(
-    model: nn.Module, index: int, rows: list[tuple[list[int], Tensor]], k: int, nearest: list[tuple[int, float]],
+    model: nn.Module, index: int, rows: list[tuple[list[int], Tensor, Tensor]], k: int, nearest: list[tuple[int, float]],
     top: Scored, bottom: Scored,
 ) -> FeatureCard:  # fmt: skip
-    values = torch.cat([value for _, value in rows])
+    values = torch.cat([value[counts] for _, value, counts in rows])
+    rows = [(tokens, value.where(counts, 0), counts) for tokens, value, counts in rows]
     best = sorted(range(len(rows)), key=lambda n: -rows[n][1].max().item())[:k]
     write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     examples = []
     for n in best:
-        tokens, value = rows[n]
+        tokens, value, _ = rows[n]
         at = int(value.argmax())
         if value[at] <= 0:
             continue
@@ -268,10 +274,11 @@ def _written(
     model: nn.Module, has_heads: bool, dictionary: Dictionary, features: Sequence[int], k: int
 ) -> list[tuple[Scored, Scored]]:
     """The tokens that each feature raises and lowers most."""
-    try:
-        directions = None if has_heads else token_directions(model, torch.arange(n_logits(model)))
-    except TypeError:  # it has no unembedding
-        directions = None
+    directions = None
+    for fold in () if has_heads else (True, False):  # norms of the stream itself cannot be folded
+        with suppress(TypeError, ValueError):  # it may have no unembedding
+            directions = token_directions(model, torch.arange(n_logits(model)), fold)
+            break
     if directions is None or directions.shape[1] != dictionary.d_out:
         return [([], [])] * len(features)
     rows = dictionary.W_dec[[*features]].to(directions)

@@ -5,10 +5,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks._torch import without_gradients
+from hooks.positions import Index
 from hooks.transfer import to_device
 from interp.features.dictionary import Dictionary
 from interp.inputs.texts import Texts, batches
-from interp.inputs.token_positions import real_of
 from interp.protocol import runner_of
 
 
@@ -34,7 +34,13 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
 
 @without_gradients
 def purity(
-    model: nn.Module, texts: Texts, point: str, *, k: int = 20, batch: int = 16
+    model: nn.Module,
+    texts: Texts,
+    point: str,
+    *,
+    k: int = 20,
+    pos: Index | None = None,
+    batch: int = 16,
 ) -> Float[Tensor, " unit"]:
     """Return, for each unit of a point, how uniform the tokens are where it is largest.
 
@@ -46,6 +52,7 @@ def purity(
         texts: the texts.
         point: a point with the axes batch, pos and one more, such as `blocks.1.resid_post.features` or `blocks.1.mlp.post`.
         k: how many positions count.
+        pos: the positions of each text that are read; None for all.
         batch: how many texts are read together.
 
     Returns:
@@ -69,9 +76,9 @@ def purity(
             raise ValueError(
                 f"the point must have the axes batch, pos and one more; got {[*value.shape]} at {point}"
             )
-        real = to_device(real_of(text.mask, value.shape[:2]), value.device)
-        rows = value[real]
-        here = to_device(text.tokens, value.device)[real][:, None].expand_as(rows)
+        kept = to_device(text.at(pos), value.device)
+        rows = value[kept]
+        here = to_device(text.tokens, value.device)[kept][:, None].expand_as(rows)
         # The best so far, and those of this batch.
         rows, here = torch.cat([values.to(rows), rows]), torch.cat([tokens.to(here), here])
         values, best = rows.topk(min(k, len(rows)), dim=0)

@@ -9,20 +9,22 @@ start. Compare two seeds (`stability`), and what activates features with what ac
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Hook, Point
 from hooks._torch import without_gradients
+from hooks.parts import with_parts
+from hooks.positions import Index
 from hooks.transfer import to_device
-from interp.features.splicing import Dictionaries, SplicedDictionary, placed, splice
+from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.texts import Text, Texts, batches
-from interp.inputs.token_positions import real_of
 from interp.measuring import measure
 from interp.metrics import cross_entropy, kl_divergence
 from interp.protocol import logits_of, runner_of
@@ -133,6 +135,7 @@ def evaluate_sae(
     texts: Texts,
     *,
     reads: str | Mapping[str, str] | None = None,
+    pos: Index | None = None,
     batch: int = 16,
 ) -> DictionaryScores:
     """Measure how well dictionaries stand for the values of a model, together, on texts that they were not trained on.
@@ -140,11 +143,17 @@ def evaluate_sae(
     Args:
         model: any model, in evaluation mode.
         dictionaries, reads: see `splice`.
-        texts: texts of at least two tokens. Padding does not count.
+        texts: the texts. Padding does not count, and texts of one token, which have no loss, are left out.
+        pos: the positions of each text that are scored, and where values are replaced; None for all. The others keep the
+            model's values. `slice(1, None)` leaves out the first token, whose stream is many times as long in most models.
         batch: how many texts are read together.
 
     Raises:
         TypeError, UnknownNameError, ValueError, HookError, ModeError: as for `splice`; or if there are no texts.
+
+    Warns:
+        UserWarning: if texts were left out, or one position has most of the variance, so that explained variance says
+            little of the others.
 
     >>> from interp.features import load_sae
     >>> from models import load
@@ -154,7 +163,7 @@ def evaluate_sae(
     """
     runner = runner_of(model)
     parts = placed(runner, dictionaries, None, reads)
-    read = [*batches(texts, model, batch)]
+    read = _with_loss([text for _, text in batches(texts, model, batch)])
     sums = {name: _Sums(part) for name, part in parts.items()}
     names = [*parts, *(part.reads for part in parts.values() if part.reads)]
     losses: dict[str, list[Tensor]] = {run: [] for run in RUNS}
@@ -164,19 +173,16 @@ def evaluate_sae(
         metric = cross_entropy(text.tokens, attention_mask=text.mask)
         return measure(metric, logits, text.mask).cpu()
 
-    for _, text in read:
+    for text in read:
+        kept = text.at(pos)
         arguments = text.arguments(model)
         output, cache = runner.run_with_cache(text.tokens, names=names, **arguments)
         unedited = logits_of(output)
         losses["unedited"].append(loss(text, unedited))
         for name, part in parts.items():
-            sums[name].add(cache[name], cache[part.reads or name], text)
-        with splice(
-            model,
-            {n: part.dictionary for n, part in parts.items()},
-            error=None,
-            reads=_sources(parts),
-        ):
+            sums[name].add(cache[name], cache[part.reads or name], kept)
+            part.kept = kept
+        with with_parts(model, runner.points, parts):
             logits = logits_of(model(text.tokens, **arguments))
         losses["spliced"].append(loss(text, logits))
         divergence = kl_divergence(unedited, None, attention_mask=text.mask)
@@ -190,9 +196,13 @@ def evaluate_sae(
             name: _replaced(part, means.get(name, torch.zeros(part.dictionary.d_out)))
             for name, part in parts.items()
         }
-        for _, text in read:
+        for text in read:
+            for part in parts.values():
+                part.kept = text.at(pos)
             ablated = runner.run_with_hooks(text.tokens, hooks=hooks, **text.arguments(model))
             losses[ablation].append(loss(text, logits_of(ablated)))
+    for name, total in sums.items():
+        total.warn_of_one_position(name)
     return DictionaryScores(
         torch.stack([torch.cat(losses[run]) for run in RUNS]),
         torch.cat(kl),
@@ -200,15 +210,28 @@ def evaluate_sae(
     )
 
 
-def _sources(parts: Mapping[str, SplicedDictionary]) -> dict[str, str]:
-    return {name: part.reads for name, part in parts.items() if part.reads is not None}
+def _with_loss(read: list[Text]) -> list[Text]:
+    """The texts of at least two tokens.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    long = [text.real.sum(1) > 1 for text in read]
+    n, n_long = sum(map(len, long)), sum(int(rows.sum()) for rows in long)
+    if not n_long:
+        raise ValueError("texts must have at least two tokens, one to read and one to predict")
+    if n_long < n:
+        warnings.warn(
+            f"{n - n_long} of {n} texts are left out: one token alone has no loss", stacklevel=4
+        )
+    return [text.rows(rows) for text, rows in zip(read, long, strict=True) if rows.any()]
 
 
 def _replaced(part: SplicedDictionary, vector: Float[Tensor, " d_out"]) -> Hook:
-    """A hook that puts one vector where a dictionary stands, at all positions."""
+    """A hook that puts one vector where a dictionary stands, at the positions that it replaces."""
 
     def put(value: Tensor, point: Point) -> Tensor:
-        return part.put(value, to_device(vector, value.device).expand_as(part.vector(value)))
+        return part.replaced(value, to_device(vector, value.device)[None, None])
 
     return put
 
@@ -218,29 +241,55 @@ class _Sums:
 
     def __init__(self, part: SplicedDictionary) -> None:
         self.part, self.n = part, 0
-        size = part.dictionary.d_out
-        self.total, self.squares, self.error = torch.zeros(size, dtype=torch.float64), 0.0, 0.0
+        self.totals = torch.zeros(0, part.dictionary.d_out, dtype=torch.float64)  # by position
+        self.squares, self.counts = torch.zeros(2, 0, dtype=torch.float64)
+        self.error = 0.0
         self.active = torch.zeros(part.dictionary.n_features, dtype=torch.float64)
 
-    def add(self, value: Tensor, read: Tensor, text: Text) -> None:
-        real = to_device(real_of(text.mask, value.shape[:2]), value.device)
-        target, x = (self.part.vector(values)[real] for values in (value, read))
+    def add(self, value: Tensor, read: Tensor, kept: Bool[Tensor, "batch pos"]) -> None:
+        kept = to_device(kept, value.device)
+        target, x = (self.part.vector(values)[kept] for values in (value, read))
         dictionary = self.part.dictionary
         features = dictionary.encode(x)
         output = dictionary.decode(features, x)
         target, output = target.cpu().double(), output.cpu().double()
         self.n += len(target)
-        self.total += target.sum(0)
-        self.squares += target.square().sum().item()
+        pos, more = kept.nonzero()[:, 1].cpu(), max(0, kept.shape[1] - len(self.totals))
+        for name, rows in (
+            ("totals", target),
+            ("squares", target.square().sum(1)),
+            ("counts", pos >= 0),
+        ):
+            held = getattr(self, name)
+            longer = torch.cat([held, held.new_zeros(more, *held.shape[1:])])
+            setattr(self, name, longer.index_add_(0, pos, rows.to(longer)))
         self.error += (target - output).square().sum().item()
         self.active += (features != 0).sum(0).cpu()
 
     def mean(self) -> Float[Tensor, " d_out"]:
-        return (self.total / self.n).float()
+        return (self.totals.sum(0) / self.n).float()
+
+    def variances(self) -> Float[Tensor, " pos"]:
+        """The squared deviations from the mean of all rows, summed at each position."""
+        mean = self.totals.sum(0) / self.n
+        return self.squares - 2 * self.totals @ mean + self.counts * mean.square().sum()
+
+    def warn_of_one_position(self, name: str) -> None:
+        """Warn if one of several positions has most of the variance."""
+        shares = self.variances() / self.variances().sum()
+        if (self.counts > 0).sum() > 3 and shares.max() > 0.5:
+            warnings.warn(
+                f"position {int(shares.argmax())} has {float(shares.max()):.0%} of the variance at {name}, so explained "
+                "variance says little of the others: leave it out by pos=, as in pos=slice(1, None)",
+                stacklevel=4,
+            )
 
     def scores(self) -> PointScores:
-        variance = self.squares - self.total.square().sum().item() / self.n
-        is_constant = variance <= 1e-12 * self.squares  # what the difference may be by rounding
+        if not self.n:
+            raise ValueError("pos must select a token of at least one text; got none")
+        variance = self.variances().sum().item()
+        # What the difference may be by rounding.
+        is_constant = variance <= 1e-12 * self.squares.sum().item()
         explained = math.nan if is_constant else 1 - self.error / variance
         density = self.active / self.n
         return PointScores(explained, density.sum().item(), density.float())

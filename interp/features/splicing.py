@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
@@ -20,6 +20,7 @@ from hooks.foreign import unknown_point
 from hooks.names import blocks_of
 from hooks.names import layers as by_layer
 from hooks.parts import Part, PartPoint, with_parts
+from hooks.transfer import to_device
 from interp.features.dictionary import CrossLayerTranscoder, Dictionary
 from interp.features.forms.places import point_at
 from interp.protocol import of, runner_of
@@ -41,7 +42,12 @@ class SplicedDictionary(Part):
         point: the point whose value it changes.
         reads: the name of the point that it reads; None for the same.
         error: see `splice`.
+
+    Attributes:
+        kept: where its reconstruction is passed on, if the error is left out; None for all positions.
     """
+
+    kept: Bool[Tensor, "batch pos"] | None = None
 
     def __init__(
         self, dictionary: Dictionary, point: Point, reads: str | None, error: Error
@@ -54,7 +60,7 @@ class SplicedDictionary(Part):
 
     def _unheard(self, value: Value, read: Value) -> Value:
         if self.error is None:
-            return self.put(value, self.dictionary(self.vector(read)))
+            return self.replaced(value, self.dictionary(self.vector(read)))
         return value if self.error == "live" else self._explicit(value, read)
 
     def _explicit(self, value: Value, read: Value) -> Value:
@@ -64,7 +70,7 @@ class SplicedDictionary(Part):
         if edited is features and self.error == "live":
             return value  # even where features are no numbers
         if self.error is None:
-            return self.put(value, dictionary.decode(edited, x))
+            return self.replaced(value, dictionary.decode(edited, x))
         before = self.vector(value)
         if self.error == "frozen":
             before, features = before.detach(), features.detach()
@@ -81,6 +87,13 @@ class SplicedDictionary(Part):
             head = self.dictionary.head
             value = value.flatten(-2) if head is None else value[..., head, :]
         return value
+
+    def replaced(self, value: Value, vector: Float[Tensor, "#batch #pos d"]) -> Value:
+        """Return the value with another vector at the positions that are `kept`."""
+        before = self.vector(value)
+        if self.kept is not None:
+            vector = vector.where(to_device(self.kept, value.device)[..., None], before)
+        return self.put(value, vector.expand_as(before))
 
     def put(self, value: Value, vector: Float[Tensor, "batch pos d"]) -> Value:
         """Return the value with another vector in place of what the dictionary sees of it."""
@@ -235,7 +248,10 @@ def _check_sizes(model: nn.Module, dictionary: Dictionary, point: Point, source:
             raise ValueError(
                 f"a dictionary needs vectors at positions, [batch pos d_model] or like that; got {place}"
             )
-        expected = _size(model, axes, dictionary.head)
+        heads, head = _heads(model, axes), dictionary.head
+        if heads is not None and head is not None and not 0 <= head < heads:
+            raise ValueError(f"a dictionary's head must be 0 to {heads - 1} at {place}; got {head}")
+        expected = _size(model, axes, head)
         if expected not in (size, None):
             what = "read" if place is source else "write"
             raise ValueError(
@@ -248,5 +264,14 @@ def _size(model: nn.Module, axes: tuple[str, ...], head: int | None) -> int | No
     config: Any = getattr(of(model), "config", None)
     sizes = [getattr(config, axis, None) for axis in axes[-1:]]
     if "d_head" in axes and head is None:
-        sizes.append(getattr(config, "n_heads" if "head" in axes else "n_kv_heads", None))
+        sizes.append(_heads(model, axes))
     return None if None in sizes or not sizes else int(torch.tensor(sizes).prod())
+
+
+def _heads(model: nn.Module, axes: tuple[str, ...]) -> int | None:
+    """The number of heads at a point with these axes; None if it has none, or that is unknown."""
+    name = next((size for axis, size in _HEADS.items() if axis in axes), None)
+    return None if name is None else getattr(getattr(of(model), "config", None), name, None)
+
+
+_HEADS = {"head": "n_heads", "kv_head": "n_kv_heads"}

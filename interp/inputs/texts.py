@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.pieces import encoded
+from hooks.positions import Index, Selection
 from hooks.transfer import to_device
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
@@ -59,6 +60,20 @@ class Text(NamedTuple):
         """True at real tokens, on the tokens' device."""
         return real_of(self.mask, self.tokens.shape).to(self.tokens.device)
 
+    def at(self, pos: Index | None) -> Bool[Tensor, "batch pos"]:
+        """True at the real tokens that are selected, counted in each text; None selects all of them.
+
+        Raises:
+            ValueError: if `pos` is not the same for all texts.
+        """
+        if pos is None:
+            return self.real
+        chosen = torch.zeros_like(self.real)
+        for row, real in zip(chosen, self.real, strict=True):
+            columns = real.nonzero()[:, 0]
+            row[columns[places_inside(pos, len(columns))]] = True
+        return chosen
+
     def listed(self) -> list[list[int]]:
         """The real tokens of each text."""
         return [row[real].tolist() for row, real in zip(self.tokens, self.real, strict=True)]
@@ -74,6 +89,19 @@ class Text(NamedTuple):
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Text":
         mask = None if self.mask is None else change(self.mask)
         return Text(change(self.tokens), mask, {}, each_row(self.more, len(self.tokens), change))
+
+
+def places_inside(pos: Index, n: int) -> list[int]:
+    """The places that are selected of a text of `n` tokens, without those that it is too short for.
+
+    Raises:
+        ValueError: if `pos` is not the same for all texts.
+    """
+    chosen = Selection(pos)
+    if chosen.is_by_example:
+        raise ValueError(f"pos must be the same in each text; got {chosen}")
+    (places,) = chosen.rows(n, "pos", whole=False)
+    return [place for place in places if 0 <= place < n]
 
 
 def each_row(

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from hooks._torch import without_gradients
 from hooks.point import index_by_axis
+from hooks.positions import Index
 from hooks.transfer import to_device
 from interp.inputs.texts import Texts, batches, writer_of
-from interp.inputs.token_positions import at_least_float32, like, real_of
+from interp.inputs.token_positions import at_least_float32, like
 from interp.protocol import runner_of
 from interp.running.sites import SELECTS
 
@@ -73,6 +74,7 @@ def max_activating(
     neuron: int | None = None,
     feature: int | None = None,
     direction: Float[Tensor, " d"] | None = None,
+    pos: Index | None = None,
     k: int = 10,
     batch: int = 16,
 ) -> Activations:
@@ -89,6 +91,7 @@ def max_activating(
         neuron: a neuron, at a point that has them.
         feature: a feature of a dictionary, at its point inside `splice`.
         direction: a vector along the last axis, when head and neuron are chosen.
+        pos: the positions of each text that are searched; None for all.
         k: how many places to keep.
         batch: how many texts are read together.
 
@@ -115,15 +118,15 @@ def max_activating(
     for first, text in batches(texts, model, batch):
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))
         values = _values(cache[point], cache.axes(point), point, chosen, direction)
-        real = to_device(real_of(text.mask, values.shape), values.device)
-        activations, places = values[real], real.nonzero()
+        inside = to_device(text.at(pos), values.device)
+        activations, places = values[inside], inside.nonzero()
         if bool(activations.isnan().any()):
             raise ValueError(f"values must be numbers; got NaN at {point} in texts from {first} on")
         order = activations.argsort(descending=True, stable=True)[:k]
-        tokens, lengths = text.tokens.tolist(), real.sum(1).tolist()
+        tokens, lengths = text.tokens.tolist(), text.real.sum(1).tolist()
         new = (
-            Activation(value, first + row, pos, tuple(tokens[row][: lengths[row]]))
-            for value, (row, pos) in zip(
+            Activation(value, first + row, column, tuple(tokens[row][: lengths[row]]))
+            for value, (row, column) in zip(
                 activations[order].tolist(), places[order].tolist(), strict=True
             )
         )

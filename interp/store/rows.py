@@ -15,7 +15,7 @@ from hooks.parts import parts_of
 from hooks.positions import Index, Selection
 from hooks.session import edits_in_force
 from hooks.transfer import to_device
-from interp.inputs.texts import padded
+from interp.inputs.texts import padded, places_inside
 from interp.inputs.token_positions import at_least_float32
 from interp.protocol import of, runner_of
 from interp.store.corpora import Piece, cut
@@ -139,9 +139,8 @@ class Reader:
         kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
         if self.settings.pos is None:
             return kept
-        (places,) = Selection(self.settings.pos).rows(n, "pos", whole=False)
         inside = torch.zeros(n, dtype=torch.bool)
-        inside[[place for place in places if 0 <= place < n]] = True
+        inside[places_inside(self.settings.pos, n)] = True
         return kept & inside
 
     def tensors(

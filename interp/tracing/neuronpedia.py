@@ -95,7 +95,8 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         places = str(feature), f"{layer}_{feature}_{pos}"
         label = next((labels[place] for place in places if labels.get(place)), label)
     elif kind == "logit":
-        chance, written_as = data.get("token_prob"), data["jsNodeId"]
+        # Differences of logits have none, and the format has 0 for that.
+        chance, written_as = data.get("token_prob") or None, data["jsNodeId"]
         label = said[2] if (said := _LOGIT.fullmatch(label)) else label
         # circuit-tracer and we write the number of layers plus 1; the server and Anthropic the number alone.
         depth -= written_as != name and "_-" not in written_as

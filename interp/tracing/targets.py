@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from interp.inputs.texts import token_ids
+from interp.inputs.texts import is_worded, token_ids
 from interp.tracing.frozen import FrozenRun
 from interp.tracing.nodes import Node
 
@@ -30,6 +30,8 @@ def chosen(
     if isinstance(targets, str):  # else its characters would be targets
         targets = [targets]
     if isinstance(targets, int):
+        if targets < 1:
+            raise ValueError(f"targets must be at least one; got {targets}")
         likely = run.logits[pos].softmax(-1).sort(descending=True)
         needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
         targets = likely.indices[: min(targets, needed)].tolist()
@@ -39,8 +41,9 @@ def chosen(
     directions = run.logits.new_zeros(len(targets), vocab)
     chances = run.logits[pos].softmax(-1)
     for target in targets:
-        if isinstance(target, (tuple, list)) and len(target) == 3:
-            at = (run.layer == target[0]) & (run.feature == target[1])
+        several = isinstance(target, (tuple, list))
+        if several and len(target) == 3 and not is_worded(target):
+            at: Tensor = (run.layer == target[0]) & (run.feature == target[1])
             at &= run.pos == target[2] % len(run.tokens)
             if not at.any():
                 raise ValueError(
@@ -48,11 +51,11 @@ def chosen(
                 )
             features.append(int(at.nonzero()[0]))
             continue
-        several = isinstance(target, (tuple, list))
         ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
-        if len(ids) not in (1, 2) or not all(0 <= token < vocab for token in ids):
+        known = all(0 <= token < vocab for token in ids)
+        if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:
             raise ValueError(
-                f"a target must be a token of {vocab}, two of them or (layer, feature, pos); got {target!r}"
+                f"a target must be a token of {vocab}, two different ones or (layer, feature, pos); got {target!r}"
             )
         directions[len(logits), ids[0]] += 1
         for token in ids[1:]:
