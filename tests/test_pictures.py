@@ -351,8 +351,9 @@ def test_cards_of_features():
         7, 0.25, [example, example], [(HOSTILE[1], 1.5)], [("z", -0.5)], [(3, 0.9)], [0.0, 4.0], 2.0
     )
     view = pictures.features([card, FeatureCard(9, 0.0)])
-    counts = pictures.features([FeatureCard(3, 0.5, histogram=[1, 2, 3], largest=2)]).html()
-    assert "how many positions have it" in counts  # whole numbers, as in files of Neuronpedia
+    whole = {"index": 3, "examples_quantiles": [], "histogram": [1, 2], "act_max": 2}
+    (bars,) = pictures.features([FeatureCard.from_neuronpedia(whole)]).parts
+    assert bars["values"].tolist() == [1, 2]
     kinds = [part["kind"] for part in embedded(view.html())]
     assert kinds == ["text", "text", "bars", "bars"]
     texts, bars = view.parts[:2], view.parts[2:]

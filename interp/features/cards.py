@@ -116,7 +116,11 @@ class FeatureCard:
                 f"a feature of Neuronpedia must have index and examples_quantiles; got none of {missing}"
             )
         examples = [
-            Example(each["tokens"], each["tokens_acts_list"], int(each["train_token_ind"]))
+            Example(
+                each["tokens"],
+                [*map(float, each["tokens_acts_list"])],
+                int(each["train_token_ind"]),
+            )
             for quantile in data["examples_quantiles"]
             for each in quantile["examples"]
         ]
@@ -126,7 +130,7 @@ class FeatureCard:
         )
         return cls(
             int(data["index"]), float(data.get("activation_frequency", "nan")), examples, top, bottom,
-            histogram=data.get("histogram", ()), largest=float(data.get("act_max", "nan")),
+            histogram=[*map(float, data.get("histogram", ()))], largest=float(data.get("act_max", "nan")),
         )  # fmt: skip
 
 

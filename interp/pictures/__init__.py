@@ -316,7 +316,7 @@ def features(cards: Sequence[Any]) -> View:
     for card in shown:
         mine: list[dict[str, Any]] = []
         for n, example in enumerate(card.examples):
-            values = torch.tensor(example.activations, dtype=torch.float32)
+            values = torch.tensor(example.activations)
             mine.append({
                 "kind": "text", "title": "" if n else f"feature {card.index}", "values": values, "first": 0,
                 "tokens": [visible(token) for token in example.tokens], "unit": "", "signed": False,
@@ -409,7 +409,7 @@ def _shown(node: Any, card: Any) -> dict[str, Any]:
 
 def _chart(title: str, axis: str, bars: Sequence[tuple[str, float]], unit: str) -> dict[str, Any]:
     """Bars without intervals."""
-    values = torch.tensor([value for _, value in bars], dtype=torch.float32)
+    values = torch.tensor([value for _, value in bars])
     unknown = torch.full_like(values, torch.nan)
     labels = [visible(label) for label, _ in bars]
     return {

@@ -42,8 +42,8 @@ def chosen(
     chances = run.logits[pos].softmax(-1)
     for target in targets:
         several = isinstance(target, (tuple, list))
-        if several and len(target) == 3 and not is_worded(target):
-            at: Tensor = (run.layer == target[0]) & (run.feature == target[1])
+        if isinstance(target, (tuple, list)) and len(target) == 3 and not is_worded(target):
+            at = (run.layer == target[0]) & (run.feature == target[1])
             at &= run.pos == target[2] % len(run.tokens)
             if not at.any():
                 raise ValueError(
