@@ -173,7 +173,9 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         if not self._grads:
             raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
-        return type(self)(arrived, self._axes, self._origin, None, self.skipped, self._masks)
+        missing = {name: "no gradient arrived there" for name in self._axes if name not in arrived}
+        skipped = missing | self.skipped
+        return type(self)(arrived, self._axes, self._origin, None, skipped, self._masks)
 
     def layer_names(self, short: str) -> dict[int, str]:
         """The full names that end in `short`, by layer.

@@ -161,7 +161,9 @@ class Recorder:
         # The hook lives as long as the graph, so it must not hold the recorder and its values.
         grads, options, piece = self.grads, self.options, piece_read()
 
-        def keep(grad: Tensor) -> None:
+        def keep(grad: Tensor | None) -> None:
+            if grad is None:  # a function on the way says that there is none
+                return
             # A copy, because PyTorch may use the same memory for the `grad` of a leaf.
             with reading(piece):
                 grads[point.name] = options.kept(private(grad), point)

@@ -279,7 +279,7 @@ def edit_at(
             is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
             return edited_output if is_same else watch.handed_on(edited_output, new)
         value = as_node(value, point)
-        value.register_hook(edited.apply)
+        value.register_hook(lambda grad: None if grad is None else edited.apply(grad))
         return with_first_tensor(output, value)
 
     return edit

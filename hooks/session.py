@@ -242,13 +242,17 @@ def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
 def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
     if isinstance(hook, Wire | PartHook):
         return parts and isinstance(hook, PartHook)
-    return not isinstance(hook, _Listener) or hook.acts()
+    return hook.acts() if isinstance(hook, _Listener) else not _collects(hook)
 
 
 def is_foreign(hook: Callable[..., Any]) -> bool:
     """Whether somebody else registered a hook, not this package or `transformers` to collect its outputs."""
-    collects = hook.__module__ == "transformers.utils.output_capturing"
-    return not (isinstance(hook, Wire | PartHook | _Listener) or collects)
+    return not (isinstance(hook, Wire | PartHook | _Listener) or _collects(hook))
+
+
+def _collects(hook: Callable[..., Any]) -> bool:
+    """Whether `transformers` registered a hook to collect outputs: it stays after the run, and only looks."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 class FusedUnlessHooked:

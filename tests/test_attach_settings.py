@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, HookError, HookPoint, start_of_piece
-from interp import Pairs, activation_patching, edits, log_prob, logit_lens, run_with_cache, sweep
+from interp import (
+    Pairs,
+    activation_patching,
+    edge_attribution,
+    edits,
+    log_prob,
+    logit_lens,
+    run_with_cache,
+    sweep,
+)
 from interp.protocol import of
 from models import Sampling, attach, detach, from_hf, generate
 from tests import attachable
@@ -234,6 +243,40 @@ def test_hidden_states_collected_before_attach_show_edits():
                 output = model(TOKENS, output_hidden_states=True)
     assert output.hidden_states[2].abs().max() == 0
     assert output.hidden_states[1].abs().max() > 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hidden_states_may_be_collected_beside_edges(when):
+    """The hooks by which `transformers` collects outputs stay, and only look."""
+    model, metric = made("llama"), log_prob(3)
+    corrupted = (TOKENS + 1) % 23
+    if when == "before":
+        model(TOKENS, output_hidden_states=True)
+    with attach(model):
+        if when == "after":
+            model(TOKENS, output_hidden_states=True)
+        scores = edge_attribution(model, Pairs(TOKENS, corrupted, metric=metric))
+        twin = made("llama")
+        with attach(twin):
+            wanted = edge_attribution(twin, Pairs(TOKENS, corrupted, metric=metric))
+        assert torch.equal(scores.values, wanted.values)
+        acts = HookedRunner(model).hooks({"blocks.0.mlp_out": edits.zero()})
+        with acts, pytest.raises(HookError, match="no hook must act on it"):
+            edge_attribution(model, Pairs(TOKENS, corrupted, metric=metric))
+
+
+def test_attention_that_is_set_after_attach_is_said():
+    model = made("llama")
+    attach(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(HookError, match=r"set to 'eager' since: detach\(model\), then attach"):
+        run_with_cache(model, TOKENS, names="*.pattern")
+    detach(model)
+    attach(model)
+    pattern = run_with_cache(model, TOKENS, names="*.pattern")[1]["pattern", 0]
+    twin = made("llama")
+    twin.set_attn_implementation("eager")
+    torch.testing.assert_close(pattern, twin(TOKENS, output_attentions=True).attentions[0])
 
 
 def test_a_model_without_a_head_has_no_logits():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from hooks import CacheError, EditError, HookedRunner, HookError
+from hooks import CacheError, EditError, HookedRunner, HookError, HookPoint, UnknownNameError
 
 
 def loss_of(logits):
@@ -114,6 +114,41 @@ def test_gradients_that_cannot_be(runner, tokens):
     logits = runner.run_with_hooks(tokens, backward={"embed": lambda gradient, point: gradient[:1]})
     with pytest.raises(EditError, match="embed"):
         loss_of(logits).backward()
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Twice a value, as quantised layers compute it: without a gradient to what it reads."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return 2 * value
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class TwoPaths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.after, self.beside = (HookPoint("batch d_model") for _ in range(3))
+
+    def forward(self, value):
+        return 3 * self.after(WithoutGradient.apply(self.before(value))) + self.beside(value)
+
+
+def test_where_autograd_has_no_gradient_there_is_none():
+    runner, value = HookedRunner(TwoPaths().eval()), torch.ones(2, 5, requires_grad=True)
+    output, cache = runner.run_with_cache(value, grads=True)
+    output.sum().backward()
+    assert torch.equal(cache.grads["after"], torch.full((2, 5), 3.0))
+    assert torch.equal(cache.grads["beside"], torch.ones(2, 5))
+    with pytest.raises(UnknownNameError, match="'before' was skipped: no gradient arrived there"):
+        cache.grads["before"]
+    double = {"*": lambda gradient, point: 2 * gradient}
+    value.grad = None
+    runner.run_with_hooks(value, backward=double).sum().backward()
+    assert torch.equal(value.grad, torch.full((2, 5), 2.0))
 
 
 @pytest.mark.parametrize("factor", [2, 0, 1])

@@ -22,6 +22,7 @@ from hooks._torch import memory_of
 from hooks.pieces import Piece, reading
 from hooks.point import tensors_in
 from hooks.words import Words
+from models.attached.configs import HOOKED
 from models.attached.wiring import Output, texts_read
 
 
@@ -44,6 +45,7 @@ class Forward:
         self._inner = model.forward
         self.__wrapped__ = model.forward  # its signature is this one's
         parts = (part.forward for part in model.children())
+        self._config = vars(model).get("config")
         self._words, self._model = Words(self, *parts), type(model).__name__
         names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
@@ -62,7 +64,8 @@ class Forward:
         """The output of the model's own forward.
 
         Raises:
-            HookError: if a module that a point listens to was replaced, as adapters do.
+            HookError: if a module that a point listens to was replaced, as adapters do, or attention is computed in
+                another way than at `attach`.
             TypeError: if the model's forward does not know an argument.
         """
         for parent, name, module in self.places:
@@ -73,6 +76,11 @@ class Forward:
                 )
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
+        kernel = str(getattr(self._config, "_attn_implementation", HOOKED))
+        if not kernel.startswith(HOOKED):
+            raise HookError(
+                f"attention must be computed as at attach; it was set to {kernel!r} since: detach(model), then attach(model)"
+            )
         self._words.require(kwargs, (), f"the {self._model}")
         if self.prepare is not None:
             args, kwargs = self.prepare(*args, **kwargs)
