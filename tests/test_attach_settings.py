@@ -279,6 +279,45 @@ def test_attention_that_is_set_after_attach_is_said():
     torch.testing.assert_close(pattern, twin(TOKENS, output_attentions=True).attentions[0])
 
 
+MAMBA = dict(
+    vocab_size=23, hidden_size=12, intermediate_size=17, num_attention_heads=3, num_key_value_heads=3,
+    mamba_d_state=8, mamba_d_conv=4, max_position_embeddings=32,
+)  # fmt: skip
+# States of a recurrence beside keys, and attention that wants a mask for each row.
+UNUSUAL = {
+    "FalconH1ForCausalLM": MAMBA
+    | dict(num_hidden_layers=2, head_dim=4, mamba_d_ssm=12, mamba_n_heads=3, mamba_d_head=4, mamba_chunk_size=4),
+    "Zamba2ForCausalLM": MAMBA
+    | dict(num_hidden_layers=4, mamba_expand=2, n_mamba_heads=3, chunk_size=4, hybrid_layer_ids=[1, 3], num_mem_blocks=1,
+           layers_block_type=["mamba", "hybrid"] * 2, use_mem_rope=True, adapter_rank=5),
+    "XGLMForCausalLM": dict(vocab_size=23, d_model=12, num_layers=2, attention_heads=3, ffn_dim=17),
+    "TrOCRForCausalLM": dict(vocab_size=23, d_model=12, decoder_layers=2, decoder_attention_heads=3, decoder_ffn_dim=17),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_patches_of_unusual_architectures_are_those_of_hooks(name, rows):
+    maker = getattr(transformers, name)
+    torch.manual_seed(0)
+    model, metric = maker(maker.config_class(**UNUSUAL[name])).eval(), log_prob(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.mean() + 0.3 * torch.randn(weight.shape))
+    clean = torch.randint(3, 23, (rows, 11))
+    corrupted = clean.clone()
+    corrupted[:, 4] = (corrupted[:, 4] + 1) % 23
+    with attach(model), torch.no_grad():
+        effects = activation_patching(model, Pairs(clean, corrupted, metric=metric), "resid_pre")
+        values = run_with_cache(model, clean, names="*.resid_pre")[1]
+        base = metric(model(corrupted).logits)
+        for layer, pos in ((0, 4), (1, 4), (1, 8), (len(values) - 1, 10)):
+            point = f"blocks.{layer}.resid_pre"
+            with HookedRunner(model).hooks({point: edits.replace(values, pos=pos)}):
+                alone = metric(model(corrupted).logits) - base
+            assert effects.values[layer, pos].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
+
+
 def test_a_model_without_a_head_has_no_logits():
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.LlamaModel(config).eval()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hooks.point import mapped, tensors_in
 from models.attached.forward import is_cache
-from models.attached.past import Past, layer_of
+from models.attached.past import Past, keeps_only_keys, layer_of
 
 # The arguments whose meaning is known, with their axis over queries.
 AXES = {"attention_mask": 2, "position_ids": 1, "position_embeddings": 1, "cache_position": 0}
@@ -43,10 +43,13 @@ class AttachedContext(NamedTuple):
     def repeated(self, n: int) -> "AttachedContext":
         """The context of `n` copies of the texts in sequence: row `copy * batch + row`."""
         tiled: dict[int, Tensor] = {}  # blocks share masks
+        batch = len(self.held[0][0]) if self.held else 0
 
         def tile(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2 or len(leaf) == 1:
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
                 return leaf
+            if len(leaf) == 1:  # of one text, or for all; some blocks want a row for each
+                return leaf.expand(n, *leaf.shape[1:]) if batch == 1 else leaf
             if id(leaf) not in tiled:
                 tiled[id(leaf)] = leaf.repeat(n, *[1] * (leaf.ndim - 1))
             return tiled[id(leaf)]
@@ -97,7 +100,7 @@ def context_of(
         cache = next((named[name] for name in CACHES if is_cache(named.get(name))), None)
         kept = layer_of(cache, vars(block)["hook_points"].layer)
         n_pos = args[0].shape[1] if args else 0
-        if getattr(kept, "keys", None) is None or kept.keys.shape[2] != n_pos:
+        if not keeps_only_keys(kept) or kept.keys is None or kept.keys.shape[2] != n_pos:
             return None
         plain = {name: None if is_cache(value) else value for name, value in named.items()}
         others = {name: value for name, value in plain.items() if name not in AXES}

@@ -73,10 +73,15 @@ def past_of(cache: Any, layer: int | None) -> Past | None:
     held = layer_of(cache, layer)
     if held is not None and not held.get_seq_length():
         return None
-    if type(held).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+    if not keeps_only_keys(held):
         got = type(cache if held is None else held).__name__
         raise HookError(f"lazy=True needs a DynamicCache of keys and values; got a {got}")
     return Past(held.keys.detach().clone(), held.values.detach().clone())
+
+
+def keeps_only_keys(held: Any) -> bool:
+    """Whether the part of a cache for one layer is keys and values, and no state of a recurrence."""
+    return type(held).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 def number_of(attention: nn.Module) -> Any:
@@ -87,7 +92,7 @@ def number_of(attention: nn.Module) -> Any:
 def layer_of(cache: Any, layer: Any) -> Any:
     """The part of a cache for one layer, or None."""
     layers = getattr(cache, "layers", ())
-    return layers[layer] if isinstance(layer, int) and layer < len(layers) else None
+    return layers[layer] if isinstance(layer, int) and 0 <= layer < len(layers) else None
 
 
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
