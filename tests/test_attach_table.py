@@ -62,6 +62,27 @@ def same(ours, theirs, what):
     assert torch.equal(ours, theirs), what
 
 
+USUAL = [
+    "resid_pre",
+    "resid_mid",
+    "resid_post",
+    "attn_out",
+    "mlp_out",
+    "ln1.normalized",
+    "ln1.scale",
+    "ln2.normalized",
+    "ln2.scale",
+    "attn.q",
+    "attn.k",
+    "attn.v",
+    "attn.z",
+    "attn.scores",
+    "attn.pattern",
+    "mlp.pre",
+    "mlp.post",
+]
+
+
 def twin_of(w, runner):
     """The model that computes what all points together do: the eager one where there are patterns."""
     return w.eager if any(name.endswith("pattern") for name in runner.points) else w.sdpa
@@ -73,8 +94,16 @@ def logits(w):
     Falcon's eager code divides where the library's kernels multiply.
     """
     equal = close if w.name == "falcon" else same
-    with attach(w.model):
+    with attach(w.model) as attached:
         runner = HookedRunner(w.model)
+        names = (f"blocks.{n}.{name}" for n in range(len(w.model.blocks)) for name in USUAL)
+        for name in (*names, "ln_final.normalized"):  # each is there, or it is said why not
+            reasons = [part for part in attached.left_out if f".{part}." in f".{name}."]
+            assert (name in runner.points) or reasons, name
+        for part in attached.left_out:
+            assert not all(
+                f"blocks.{n}.{part}" in runner.points for n in range(len(w.model.blocks))
+            )
         output, cache = runner.run_with_cache(input_ids=w.tokens, use_cache=False)
         assert torch.equal(run(w.model, w.tokens).logits, run(w.sdpa, w.tokens).logits)
         twin = twin_of(w, runner)

@@ -35,8 +35,8 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 # - Texts may be padded on either side, as strings or as tensors with a mask: where a model takes positions and the caller gives none,
 #   it gets those without padding. bart, blenderbot, marian, mbart and plbart take none as decoders, so there padding must be on the right.
 # - Where points belong is found from a run on fourteen tokens, and checked by a few more, in half precision on copies in float32 of one
-#   module at a time. `attached.left_out` says which points are
-#   missing, and why. A model without a head has no `unembed`; diffllama, which calls attention twice a layer, has no `attn.*`.
+#   module at a time. `attached.left_out` says which of the usual points are
+#   missing in some block, and why. A model without a head has no `unembed`; diffllama, which calls attention twice a layer, has no `attn.*`.
 #
 # ## What analyses take
 #

@@ -34,6 +34,12 @@ from models.checks import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
 
+USUAL = (
+    *("resid_pre", "ln1.scale", "ln1.normalized", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z"),
+    *("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out", "resid_post"),
+)  # fmt: skip
+"""The points of a usual block, by the last parts of their names."""
+
 SPLIT_AXES = {"head", "kv_head", "d_mlp"}
 """The axes that tensor-parallel plans split."""
 
@@ -45,7 +51,7 @@ class Attached(ReadsText):
 
     Attributes:
         model: the model.
-        left_out: points that the model does not have, by the last parts of their names, and why.
+        left_out: the usual points that the model, or some block, does not have, by the last parts of their names, and why.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,6 +78,7 @@ class Attached(ReadsText):
             self._check_traced()
             self._check_streams(layouts)
             self._check_attention(reference)
+            self._say_what_is_missing()
         except BaseException:
             self.remove()
             raise
@@ -80,6 +87,21 @@ class Attached(ReadsText):
         left_out = f"; without {', '.join(self.left_out)}" if self.left_out else ""
         points = len(HookedRunner(self.model).points)
         return f"Attached({type(self.model).__name__}, {points} points{left_out})"
+
+    def _say_what_is_missing(self) -> None:
+        """Notes each usual point that some block, or the model's end, is without."""
+        points, n_blocks = HookedRunner(self.model).points, len(self.model.blocks)
+        for name in USUAL:
+            without = [n for n in range(n_blocks) if f"blocks.{n}.{name}" not in points]
+            if without and not {name, *name.split(".")} & {*self.left_out}:
+                where = (
+                    "any block"
+                    if len(without) == n_blocks
+                    else f"block {', '.join(map(str, without))}"
+                )
+                self.left_out[name] = f"no module of {where} takes it in or gives it out"
+        if "ln_final.normalized" not in points:
+            self.left_out["ln_final"] = "no norm of one module comes after the last block"
 
     def remove(self) -> None:
         """Takes everything out of the model again. A second call does nothing."""
