@@ -138,13 +138,23 @@ def hooks_name(
     return _in_layer(row.ours, layers)
 
 
+ATTACH = " (models.attach(model) gives a model of transformers the names of points)"
+
+
 def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameError:
     """The error for a `name` that no `what` has; for a name of TransformerLens it says ours."""
     # Quick, because `in` asks it for every name.
     foreign = "hook_" in name or name in _ALIASES or name in _SHORT
     key, layers = _key(_full(name), TABLE_4) if foreign else (None, "")
     if key is None or any("hook_" in other for other in known):  # it may be a model of theirs
-        return unknown_name(name, known, what)
+        error = unknown_name(name, known, what)
+        hint = ""
+        if name.endswith("features"):
+            hint = " (features of a dictionary are there inside `with interp.splice(model, sae)`)"
+        elif name.startswith(("blocks.", "*.")) and not any("blocks." in other for other in known):
+            hint = ATTACH
+        error.args = (f"{error.args[0]}{hint}",)
+        return error
     version = 2 if key in TABLE_2 else 4
     explained = _explained(version, TABLES[version][key], layers, known=False)
     return UnknownNameError(f"no {what} is named {name!r}: that {explained}", name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import Tensor, nn
 
 from hooks.errors import UnknownNameError
-from hooks.foreign import unknown_point
+from hooks.foreign import ATTACH, unknown_point
 from hooks.modes import LAST_PARTS, Mode
 from hooks.point import LAYER, HookPoint, HookPoints, Point, layer_of
 
@@ -74,7 +74,8 @@ def _matching(
         return matches
     if not isinstance(part, str) or isinstance(part, Mode):
         what = getattr(part, "__name__", part)
-        raise UnknownNameError(f"{what} matches no hook point of this model")
+        hint = "" if any(point.axes for point in known.values()) else ATTACH
+        raise UnknownNameError(f"{what} matches no hook point of this model{hint}")
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; for the mode, give mode={part!r}")
     raise unknown_point(part, points or known, "hook point")

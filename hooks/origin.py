@@ -56,7 +56,7 @@ class Origin:
             if ours != theirs:
                 raise CacheError(
                     f"the cache must be of a model with this model's {what} hash, {theirs[:12]}; "
-                    f"got {ours[:12]}"
+                    f"got {ours[:12]}: run this model again, or give the model that ran"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -77,8 +77,13 @@ def of(model: nn.Module, *parts: str) -> Any:
         parts: the names in `LanguageModel` that the analysis needs.
 
     Raises:
-        TypeError: if the model lacks one of them.
+        TypeError: if the model lacks one of them, or is a runner or a cache.
     """
+    if isinstance(model, HookedRunner | ActivationCache):
+        rule = (
+            "give runner.model" if isinstance(model, HookedRunner) else "the cache comes after it"
+        )
+        raise TypeError(f"the model must be a module; got {type(model).__name__} ({rule})")
     language: Any = vars(model).get("language_parts", model)
     # The class first, because reading a weight view from the instance computes it.
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
@@ -163,7 +168,7 @@ def runner_of(model: nn.Module) -> HookedRunner:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"the model must be a module; got {type(model).__name__} (of a runner, give runner.model)"
+            f"the model must be a module; got {type(model).__name__} (of a runner, give runner.model; a cache comes after it)"
         )
     if any(module.training for module in model.modules()):
         raise ModeError("the model must be in evaluation mode: call model.eval() first")

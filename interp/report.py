@@ -242,7 +242,7 @@ def build_report(
         loss=-logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0],
         guesses=_guesses(lens, texts),
         continuation=tuple(texts(_continued(model, clean, answer))),
-        pattern=pictures.patterns(cache, model),
+        pattern=pictures.patterns(model, cache),
         lens=pictures.lens(lens),
         attribution=_attribution(model, cache, answer),
         previous=head_scores(model, cache).mean(),

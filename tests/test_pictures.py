@@ -66,7 +66,7 @@ def page(bundled, cache, values):
     for size, edge in enumerate(edges, 1):
         scores[graph.index(edge)] = -size
     views = [
-        pictures.patterns(cache, bundled),
+        pictures.patterns(bundled, cache),
         pictures.text([*HOSTILE, "a" * 100_000], [0.5, -2.25, math.nan, 1.0, 2.0], unit="nats"),
         pictures.lens(interp.logit_lens(bundled, cache)),
         pictures.effects(table),
@@ -282,7 +282,7 @@ def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
         for layer, block in enumerate(bundled.blocks)
     ]
     window = dict(queries=slice(-7, -2), keys=slice(3, 9), heads=[(3, 1), (0, 2), (3, 0)])
-    (part,) = pictures.patterns(lazy, bundled, **window).parts
+    (part,) = pictures.patterns(bundled, lazy, **window).parts
     for handle in handles:
         handle.remove()
     assert set(ran) == {0, 3}
@@ -307,7 +307,7 @@ def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
         dict(keys=[2, 3]),
     ):
         with pytest.raises(ValueError, match="must be"):
-            pictures.patterns(lazy, **wrong)
+            pictures.patterns(None, lazy, **wrong)
 
 
 def test_later_queries_of_a_cache_of_keys_see_all_keys(bundled):
@@ -316,20 +316,20 @@ def test_later_queries_of_a_cache_of_keys_see_all_keys(bundled):
     runner = HookedRunner(bundled)
     cache = runner.run_with_cache(tokens[:, -2:], kv_cache=cached, names="*.pattern")[1]
     n = tokens.shape[1]
-    (part,) = pictures.patterns(cache, queries=slice(n - 1, None), heads=[(2, 3)]).parts
+    (part,) = pictures.patterns(None, cache, queries=slice(n - 1, None), heads=[(2, 3)]).parts
     torch.testing.assert_close(part["values"], cache["pattern", 2][:, 3, 1:])
     assert part["rows"]["labels"] == [str(n - 1)]
     assert len(part["columns"]["labels"]) == n
 
 
 def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_path):
-    view = pictures.patterns(cache, bundled)
+    view = pictures.patterns(bundled, cache)
     view.save(tmp_path / "x.html")
     assert (tmp_path / "x.html").read_text(encoding="utf-8") == view.html()
     with pytest.raises(ValueError, match="plots"):
         _ = view.figure
     for call in (
-        lambda: pictures.patterns(cache, example=1),
+        lambda: pictures.patterns(None, cache, example=1),
         lambda: pictures.text(["a"], [1.0, 2.0]),
         lambda: pictures.curves({"a": [1.0], "b": [1.0, 2.0]}),
         lambda: pictures.curves({}),

@@ -43,7 +43,7 @@ print(head_scores(model, cache, "induction").top(1))
 last = cache.at(pos=slice(-10, None))
 print(logit_lens(model, last).entropy.shape)  # [layer, batch, pos]: of ten positions only
 targets = svd_targets(model, cache, layers=[2])
-picture = pictures.patterns(cache, model, queries=slice(-40, None), heads=[(0, 3), (2, 1)])
+picture = pictures.patterns(model, cache, queries=slice(-40, None), heads=[(0, 3), (2, 1)])
 
 # %% [markdown]
 # ## One layer of 8,000 tokens on a laptop

@@ -13,7 +13,7 @@ from models import load
 model = load("pydoc-4l")
 text, other = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14")
 logits, cache = HookedRunner(model).run_with_cache(text, lazy=True)
-pictures.patterns(cache, model)  # heads as small pictures, the one that is clicked large
+pictures.patterns(model, cache)  # heads as small pictures, the one that is clicked large
 
 # %%
 lens = logit_lens(model, cache)

@@ -138,7 +138,7 @@ traced = attribution_graph(
 )  # trace a token to features
 traced.pruned().inputs(traced.logits[0].id)[:5]  # see what makes it
 traced.intervene({"3_1002_43": 0.0})  # compare what the graph predicts with what the model does
-pictures.patterns(cache, model).save(folder / "attention.html")  # look at attention in a browser
+pictures.patterns(model, cache).save(folder / "attention.html")  # look at attention in a browser
 
 # %% [markdown]
 # ## Corpora

@@ -34,7 +34,7 @@ print(cache["pattern", 3].shape)  # of layer 3: [batch, head, query, key]
 # %%
 from interp import pictures
 
-view = pictures.patterns(cache, model)
+view = pictures.patterns(model, cache)
 for head in range(4):
     key = int(cache["pattern", 3][0, head, -1].argmax())
     print(f"layer 3, head {head} looks at position {key}, {text[key]!r}, after {text[:key][-8:]!r}")

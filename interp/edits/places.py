@@ -109,8 +109,10 @@ class Place:
             if size != full and not (grows and size >= first + self.lengths[at]):
                 least = f"at least {first + self.lengths[at]} columns (or pos select fewer)"
                 rule = least if grows else f"size {full}"
+                is_mean = axis in TEXT_AXES and "batch" in whole
+                hint = f" (edits.mean has over={(*whole, axis)})" if is_mean else ""
                 raise EditError(
-                    f"the {what} at {self.point} must have {rule} along {axis}; got {size}"
+                    f"the {what} at {self.point} must have {rule} along {axis}; got {size}{hint}"
                 )
             value = value.narrow(at, first, self.lengths[at])
         return to_device(value, like.device)

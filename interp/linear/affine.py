@@ -104,7 +104,7 @@ class AffineLens:
         if self.config_hash and self.config_hash != (config_hash := storage.config_hash(model)):
             raise ValueError(
                 f"the lens must be of a model with this model's config hash, {config_hash[:12]}; "
-                f"got {self.config_hash[:12]}"
+                f"got {self.config_hash[:12]}: fit one to this model"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

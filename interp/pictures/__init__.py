@@ -35,8 +35,8 @@ _MOST_POINTS, _MOST_CELLS, _MOST_CARDS, _MOST_NODES, _MOST_LINKS = 2000, 4000, 1
 
 
 def patterns(
+    model: nn.Module | None,
     cache: ActivationCache,
-    model: nn.Module | None = None,
     example: int = 0,
     *,
     queries: slice | None = None,
@@ -49,13 +49,14 @@ def patterns(
     drawn, fewer the more heads there are. Of a lazy cache one layer at a time is computed.
 
     Args:
-        cache: the cache of a run that kept `pattern`.
-        model: its model, to name tokens by their text; None to name them by number.
+        model: the model, to name tokens by their text; None to name them by number.
+        cache: the cache of a run of it that kept `pattern`.
         example: the text, counted from 0.
         queries, keys: a window of the text's positions; None for all.
         heads: pairs (layer, head) to draw, in this order; None for all.
 
     Raises:
+        TypeError: if the model and the cache have changed places.
         UnknownNameError: if the cache has no patterns.
         ValueError: if there is no such text or head, or nothing is in the window.
 
@@ -63,9 +64,13 @@ def patterns(
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> cache = HookedRunner(model).run_with_cache("def f(x):", names="*.pattern")[1]
-    >>> patterns(cache, model, queries=slice(4, 8), heads=[(0, 3), (2, 1)])
+    >>> patterns(model, cache, queries=slice(4, 8), heads=[(0, 3), (2, 1)])
     View of attention patterns of “def f(x):”: .save("x.html") writes it, .show() opens it
     """
+    if not isinstance(cache, ActivationCache):
+        raise TypeError(
+            f"patterns are of (model, cache); got a {type(model).__name__} and a {type(cache).__name__}"
+        )
     names = cache.layer_names("pattern")
     pairs = [
         isinstance(pair, tuple) and len(pair) == 2 and pair[0] in names for pair in heads or ()

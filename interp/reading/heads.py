@@ -15,6 +15,7 @@ from hooks.positions import Index, Selection
 from hooks.transfer import stacked
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import at_least_float32, like, real_of
+from interp.protocol import of
 from interp.results.result import Result
 
 _SHARE = "share of attention"
@@ -87,6 +88,7 @@ def head_scores(
     name = kind if isinstance(kind, str) else "the pattern"
     if isinstance(kind, str) and kind not in _UNITS:
         raise unknown_name(kind, _UNITS, f"kind of score (of {', '.join(_UNITS)})")
+    of(model)  # refuses a cache in its place
     cache.require_weights_of(model)
     try:
         patterns = cache.layers("pattern")

@@ -82,6 +82,13 @@ class Result:
         if self.is_ratio:
             self._runs()
 
+    def __getitem__(self, index: Any) -> Any:
+        """Refuses an index, and says where the numbers are."""
+        raise TypeError(
+            "a result has no items: .values[...] are its numbers, with the axes "
+            f"{' '.join(self.axes)}; .mean() and .top(k) read them"
+        )
+
     def mean(self) -> Float[Tensor, "*axes"]:
         """The mean effect over examples."""
         return self.values.mean(-1)

@@ -109,8 +109,8 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     >>> svd_targets(model, cache).avwo.shape  # batch, layer, head, pos, d_model
     torch.Size([1, 4, 4, 9, 128])
     """
-    cache.require_weights_of(model)
     language: LanguageModel = of(model, "W_V", "W_O")
+    cache.require_weights_of(model)
     names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     chosen = [layers] if isinstance(layers, int) else [*(names if layers is None else layers)]
     if not chosen or not set(chosen) <= set(names):

@@ -375,7 +375,7 @@ def long_text() -> Calls:
     return {
         "all points of one layer": lambda: cache.read(*layer),
         "scores of heads": lambda: head_scores(model, cache, "induction"),
-        "picture of patterns": lambda: pictures.patterns(cache, model),
+        "picture of patterns": lambda: pictures.patterns(model, cache),
         "SVD targets of a layer": lambda: svd_targets(model, cache, [15]),
         "direct attribution": lambda: direct_logit_attribution(model, cache, right=3, pos=-1),
         "logit lens": lambda: logit_lens(model, cache),

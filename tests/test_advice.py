@@ -1,0 +1,89 @@
+"""Errors say what to do: a step that was left out, arguments that changed places, an option with another name."""
+
+import pytest
+import torch
+
+from hooks import CacheError, EditError, HookedRunner, UnknownNameError
+from interp import (
+    Pairs,
+    activation_patching,
+    direct_logit_attribution,
+    edits,
+    head_scores,
+    load_sae,
+    logit_lens,
+    pictures,
+    splice,
+)
+from models import load
+
+TEXT, OTHER = "part KV81 and KV8", "part KV84 and KV8"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("pydoc-4l")
+
+
+@pytest.fixture(scope="module")
+def cache(model):
+    return HookedRunner(model).run_with_cache(TEXT)[1]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"names": "blocks.0.attn.z"}, {"names": "*.z"}, {"mode": "residual"}]
+)
+def test_a_model_of_transformers_is_attached_first(asked):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    config = transformers.GPT2Config(vocab_size=7, n_positions=9, n_embd=4, n_layer=1, n_head=2)
+    bare = transformers.GPT2LMHeadModel(config).eval()
+    with pytest.raises(UnknownNameError, match=r"models.attach\(model\) gives"):
+        HookedRunner(bare).run_with_cache(torch.tensor([[1, 2]]), **asked)
+    with pytest.raises(UnknownNameError, match=r"models.attach\(model\) gives"):
+        splice(bare, load_sae("pydoc-4l/resid_post")).__enter__()
+
+
+def test_features_are_points_inside_a_splice(model, cache):
+    for key in (("features", 2), "blocks.2.resid_post.features"):
+        with pytest.raises(UnknownNameError, match=r"inside `with interp.splice\(model, sae\)`"):
+            cache[key]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_model_is_told_so(model, cache):
+    with pytest.raises(TypeError, match="got HookedRunner .give runner.model"):
+        logit_lens(HookedRunner(model), cache)
+    for swapped in (
+        lambda: logit_lens(cache, model),
+        lambda: direct_logit_attribution(cache, model, right="a"),
+        lambda: head_scores(cache, model, "induction"),
+    ):
+        with pytest.raises(TypeError, match="got ActivationCache .*cache comes after it"):
+            swapped()
+    with pytest.raises(TypeError, match="patterns are of .model, cache.; got a ActivationCache"):
+        pictures.patterns(cache, model)
+
+
+def test_a_partial_cache_is_told_what_is_needed(model):
+    partial = HookedRunner(model).run_with_cache(TEXT, names="*.resid_post")[1]
+    with pytest.raises(CacheError, match=r"need names='\*.pattern'"):
+        head_scores(model, partial, "previous_token")
+
+
+def test_a_result_has_no_items(model):
+    result = activation_patching(model, Pairs(TEXT, OTHER, ("1", "4")), site="z")
+    with pytest.raises(TypeError, match=r"\.values\[\.\.\.\] are its numbers, with the axes layer"):
+        result[0]
+
+
+def test_a_mean_of_another_length_may_go_over_positions(model):
+    runner, reference = HookedRunner(model), HookedRunner(model).run_with_cache([TEXT, OTHER])[1]
+    with pytest.raises(EditError, match=r"got 17 \(edits.mean has over=\('batch', 'pos'\)\)"):
+        runner.run_with_hooks("def", hooks={"blocks.1.mlp_out": edits.mean(reference)})
+
+
+def test_a_cache_of_other_weights_says_to_run_again(cache):
+    other = load("pydoc-4l")
+    other.blocks[0].mlp.output.bias.data += 1
+    with pytest.raises(CacheError, match="run this model again"):
+        logit_lens(other, cache)
