@@ -58,7 +58,12 @@ class UnknownNameError(HookError, KeyError):
 
     def __str__(self) -> str:
         hint = f"; close matches: {', '.join(self.close_matches)}" if self.close_matches else ""
+        if not hint and 0 < len(self._known) <= _FEW:
+            hint = f"; there are {', '.join(self._known)}"
         return f"{self.args[0]}{hint}"
+
+
+_FEW = 24  # so many names are listed where none is close
 
 
 class NeverFiredError(HookError):

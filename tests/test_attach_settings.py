@@ -318,6 +318,19 @@ def test_patches_of_unusual_architectures_are_those_of_hooks(name, rows):
             assert effects.values[layer, pos].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
 
 
+class Packed(torch.Tensor):
+    """Stands for the weights of a library that quantizes: a tensor that another package defines."""
+
+
+def test_weights_of_another_library_are_named():
+    model = made("llama")
+    projection = model.model.layers[1].mlp.up_proj
+    projection.weight = nn.Parameter(projection.weight.detach().as_subclass(Packed))
+    message = r"got Packed of tests\..* as model.layers.1.mlp.up_proj.weight .*without quantization"
+    with pytest.raises(ValueError, match=message):
+        from_hf(model)
+
+
 def test_a_model_without_a_head_has_no_logits():
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.LlamaModel(config).eval()

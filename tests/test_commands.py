@@ -205,6 +205,11 @@ def test_edits_are_parsed(text, expected):
         (["generate", "--prompt", "a", "--edit", "blocks.9.attn.z zero"], "close matches"),
         (["generate", "--prompt", "a", "--edit", "blocks.1.attn.z zeroo"], "close matches: zero"),
         (["generate", "--prompt", "a", "--edit", "blocks.1.attn.z"], "a point and a kind"),
+        (["generate", "--prompt", "a", "--edit", "zero head=3"], "a point and a kind"),
+        (
+            ["patch", "--prompt", "ab", "--corrupted", "ac", "--answers", "b", "--site", "zz"],
+            "there are embed, pos_embed, resid_pre",
+        ),
         (["generate", "--prompt", "a", "--edit", "embed scale pos=1"], "takes 1 numbers"),
         (["generate", "--prompt", "a", "--edit", "embed scale x"], "must be one; got 'x'"),
         (["generate", "--prompt", "a", "--edit", "embed zero pos=x"], "pos must be an index"),

@@ -31,7 +31,7 @@ def parsed(text: str) -> tuple[str, Edit]:
     ('blocks.*.attn.z', edits.zero(head=[1, 3], pos=slice(4, None)))
     """
     words = shlex.split(text)
-    if len(words) < 2:
+    if len(words) < 2 or words[0] in KINDS:
         rule = "an edit must be a point and a kind, as 'blocks.1.attn.z zero'"
         raise ValueError(f"{rule}; got {text!r}")
     point, kind, *rest = words

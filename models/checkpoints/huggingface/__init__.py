@@ -138,6 +138,13 @@ def _check_forward(model: nn.Module) -> None:
             raise ValueError(
                 f"the model must have no hooks, which a copy has not; got one on {name or 'the model'}"
             )
+    for name, weight in model.named_parameters():
+        kind = type(weight)
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+            raise ValueError(
+                f"weights must be numbers of PyTorch's own; got {kind.__name__} of {kind.__module__} as {name} (quantized "
+                "weights cannot be read: load the model without quantization)"
+            )
 
 
 def from_memory(
