@@ -322,6 +322,13 @@ def test_later_queries_of_a_cache_of_keys_see_all_keys(bundled):
     assert len(part["columns"]["labels"]) == n
 
 
+def test_a_plot_is_saved_by_the_word_of_views(tmp_path):
+    result = Result(torch.rand(3, 5), ("layer", "example"))
+    for end, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        result.plot().save(tmp_path / f"x.{end}")
+        assert (tmp_path / f"x.{end}").read_bytes().startswith(start)
+
+
 def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_path):
     view = pictures.patterns(bundled, cache)
     view.save(tmp_path / "x.html")

@@ -46,7 +46,9 @@ with splice(model, transcoders, error=None):
 # ## How good is a dictionary?
 #
 # `evaluate_sae` puts the reconstructions into the model, and compares the loss with that of zeros and of means in their place. It
-# shows losses and no ratio where the ablation hardly matters.
+# shows losses and no ratio where the ablation hardly matters. In most published models the stream of the first token is many times as
+# long as the others, and rules explained variance: a warning says so, and `pos=slice(1, None)` leaves it as it is and scores the rest.
+# `feature_cards`, `purity` and `max_activating` take `pos=` too, as `harvest` does.
 
 # %%
 texts = [

@@ -1,12 +1,17 @@
 """Picture: a figure that a notebook shows without any setting."""
 
 import io
+import os
 
 from matplotlib.figure import Figure
 
 
 class Picture(Figure):
     """A figure of matplotlib. As the last line of a cell it shows itself."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, as views do; the end of its name says the format: png, svg or pdf."""
+        self.savefig(path, bbox_inches="tight")
 
     def _repr_png_(self) -> bytes:
         # A fresh kernel knows no other way: matplotlib's own is set by `%matplotlib inline`.
