@@ -23,12 +23,17 @@ class Piece:
         start: its first column, padding included; None for whole texts.
         real: which columns, up to its last, are no padding; None if all are, or nobody knows.
         moved: whether its rows are not those of the piece before it, as in a beam search.
+        began: how many columns the text had when its generation began, if each run reads all of it again.
     """
 
     def __init__(
-        self, start: int | None = None, real: Mask | None = None, moved: bool = False
+        self,
+        start: int | None = None,
+        real: Mask | None = None,
+        moved: bool = False,
+        began: int | None = None,
     ) -> None:
-        self.start, self.real, self.moved = start, real, moved
+        self.start, self.real, self.moved, self.began = start, real, moved, began
 
     @cached_property
     def columns(self) -> list[list[int]] | None:

@@ -111,6 +111,28 @@ def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(state
         assert torch.equal(written[:, : pos + 1], plain[:, : pos + 1])
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("pos", [-1, slice(-1, None), [-2, -1], slice(5, None), 7])
+@pytest.mark.parametrize("name", ["llama", "mpt", "gemma3_text", "phi"])
+@torch.no_grad()
+def test_edits_of_generation_without_a_cache_act_as_with_one(name, pos):
+    model = made(name)
+    own = model.generate
+    prompt, mask = padded(ROWS[:1] if pos == 7 else ROWS, 5)
+    new = dict(
+        attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    vector = 30 * torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    plain = model.generate(prompt, **new)
+    with attach(model):
+        with HookedRunner(model).hooks({"blocks.0.resid_post": edits.add(vector, pos=pos)}):
+            cached, whole = (model.generate(prompt, use_cache=use, **new) for use in (True, False))
+        assert torch.equal(model.generate(prompt, use_cache=False, **new), plain)
+    assert torch.equal(cached, whole)
+    assert not torch.equal(cached, plain)
+    assert model.generate == own
+
+
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_states_of_several_texts_are_told_apart():

@@ -52,9 +52,8 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #   architectures that have a plan were tried, once, in two processes with gloo: each point equals that of one process to 1e-5.
 # - Readings of weights alone (`ov_circuit` and its like) need a family of `from_hf`.
 # - A keyword that the model's forward does not know is refused, where `transformers` would drop it in its `**kwargs`.
-# - In `model.generate(use_cache=False)`, and where a model has no cache, each step reads the whole text again: an edit at `pos=-1` then acts on
-#   its last token alone, and `pos=slice(n, None)` is refused before the text has more than n tokens. With a cache tokens that were the
-#   newest stay edited; steer with one.
+# - In `model.generate(use_cache=False)`, and where a model has no cache, each step reads the whole text again. Edits act as with a cache
+#   there: `pos=-1` on every token that was the newest, from the last one of the prompt on.
 # - Edits during generation count positions of the whole text, also where a state takes the place of keys (mamba, rwkv). The virtual
 #   tokens of prefix tuning are no positions. A generation is kept as one cache where its pieces follow one another;
 #   it is refused with beams, with an assistant, or without a cache of keys.

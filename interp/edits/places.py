@@ -158,7 +158,10 @@ def locate(
         is_text = axis in TEXT_AXES
         whole = not is_text or start is None
         real = _unpadded(piece.columns_of(n_rows, sizes[at]), where, sizes[at]) if is_text else None
-        rows = where.get(axis, _ALL).rows(sizes[at], f"{axis} at {point.name}", n_rows, real, whole)
+        selected, what = where.get(axis, _ALL), f"{axis} at {point.name}"
+        rows = selected.rows(sizes[at], what, n_rows, real, whole)
+        if at == along and piece.began is not None and selected.counts_back:
+            rows = _so_far(selected, range(piece.began, sizes[at] + 1), what, n_rows, real)
         sources = source.rows(n_source, "source_pos", n_rows, source_real) if source else [[0]]
         chosen = _source_columns(rows, sources, range(firsts[at], sizes[at]), whole)
         chosen = chosen[box[batch]] if len(chosen) > 1 else chosen
@@ -174,6 +177,19 @@ def locate(
             taken = taken if source is None else columns.clamp(min=0)
             mask = columns >= 0 if mask is None else mask & (columns >= 0)
     return Place(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
+
+
+def _so_far(
+    selected: Selection, sizes: range, what: str, n_rows: int, real: Rows | None
+) -> list[list[int]]:
+    """The places that were selected of a text at any of its sizes so far, as with a cache of keys."""
+    places: list[set[int]] = [set() for _ in range(n_rows)]
+    for size in sizes:
+        inside = real and [[column for column in columns if column < size] for columns in real]
+        rows = selected.rows(size, what, n_rows, inside, whole=False)
+        for row, more in zip(places, itertools.cycle(rows)):  # one row may be for all
+            row.update(more)
+    return [sorted(row) for row in places]
 
 
 def _axis_of_positions(

@@ -23,7 +23,7 @@ from models.attached.configs import (
     own_configs,
     text_config,
 )
-from models.attached.forward import Forward
+from models.attached.forward import Forward, Generate
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, blocks_of, layout_of
 from models.attached.points import TOP, Blocks, Wiring
@@ -69,6 +69,8 @@ class Attached(ReadsText):
             probe = self._probed(reference, watching.functions)
             chain = blocks_of(probe, model)
             self._runs.forward = self._forward
+            if hasattr(self._runs, "generate"):
+                self._runs.generate = Generate(self._runs)
             layouts = [layout_of(call, probe, text_config(model)) for call in chain]
             self._put_points(probe, chain, layouts)
             language = AttachedLanguage(model, probe, chain, layouts)

@@ -21,9 +21,32 @@ from hooks import HookError, start_of_piece
 from hooks._torch import memory_of
 from hooks.pieces import Piece, reading
 from hooks.point import tensors_in
+from hooks.scoped import Scoped
 from hooks.words import Words
 from models.attached.configs import HOOKED
 from models.attached.wiring import Output, texts_read
+
+_generation = Scoped[dict[str, int] | None]("generation", None)
+
+
+class Generate:
+    """A model's `generate`. Runs in it know how long the prompt was, also where each reads the whole text again.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        replaced: the `generate` that somebody else had put on the model, if any.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.replaced = vars(model).get("generate")
+        self._inner = self.__wrapped__ = model.generate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` returns."""
+        with _generation.set({}):
+            return self._inner(*args, **kwargs)
 
 
 class Forward:
@@ -107,9 +130,12 @@ class Forward:
                     None if real is None else real[:, self.virtual :],
                 )
             # A model that is told to cache may make the cache itself, for the first piece of a text.
+            began = None
+            if start is None and (generation := _generation.get()) is not None:
+                start, began = 0, generation.setdefault("began", texts[1])
             if start is None:
                 start = 0 if kwargs.get("use_cache") else start_of_piece()
-            with reading(Piece(start, real, moved)):
+            with reading(Piece(start, real, moved, began)):
                 output = self._inner(*args, **kwargs)
             self._left = None if cache is None else _mark(cache)
             self._note_end([cache, *_fields(output)], (start or 0) + texts[1])

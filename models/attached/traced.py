@@ -21,7 +21,7 @@ from hooks.point import tensors_in
 from hooks.session import is_listened_to
 from models.attached.attention import AttentionPoints
 from models.attached.checked import slope_of
-from models.attached.forward import Forward
+from models.attached.forward import Forward, Generate
 from models.attached.past import first_new, layer_of, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
 from models.attached.wiring import fire
@@ -81,12 +81,14 @@ class TracedForward:
 
 
 def restore_forwards(model: nn.Module) -> None:
-    """Gives the modules in a model the forward back that they had before attach."""
+    """Gives the modules in a model the `forward` and `generate` back that they had before attach."""
     for module in model.modules():
-        if isinstance(forward := vars(module).get("forward"), Forward | TracedForward):
-            del module.forward
-            if forward.replaced is not None:
-                module.forward = forward.replaced
+        for name in ("forward", "generate"):
+            method = vars(module).get(name)
+            if isinstance(method, Forward | TracedForward | Generate):
+                delattr(module, name)
+                if method.replaced is not None:
+                    setattr(module, name, method.replaced)
 
 
 def _changed(points: TracedPoints) -> HookError:
