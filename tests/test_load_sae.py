@@ -22,7 +22,7 @@ ALONE = sorted(
     for folder in FIXTURES.rglob("expected.safetensors")
     if not folder.parent.name.startswith(("circuit_tracer", "cross_layer"))
 )
-CLOSE = {"atol": 1e-6, "rtol": 1e-5}
+CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # rounding differs by processor
 
 
 def expected(folder):

@@ -79,7 +79,8 @@ def test_logits_of_unequal_texts(ours, theirs):
     for row, text in enumerate(TEXTS):
         alone = torch.tensor([ours.tokenizer.encode(text)])
         wanted = theirs(alone).logits[0]
-        assert (logits[row][batch.attention_mask[row]] - wanted).abs().max() < 1e-4
+        largest = wanted.abs().max()
+        assert (logits[row][batch.attention_mask[row]] - wanted).abs().max() < 1e-5 * largest
         assert torch.equal(ours(alone)[0], wanted)  # the same kernels in the same order
 
 
