@@ -28,7 +28,7 @@ from hooks.point import HookPoint, Point, point_at
 from hooks.processes import mesh_of
 from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force, is_listened_to, owners
-from hooks.words import Words
+from hooks.words import Words, forwards_in
 
 
 class Points(dict[str, Point]):
@@ -296,7 +296,7 @@ class HookedRunner(SaysOurs):
 
     @functools.cached_property
     def _words(self) -> Words:
-        return Words(self.model.forward, *(part.forward for part in self.model.children()))
+        return Words(self.model.forward, *forwards_in(self.model))
 
     def _options(
         self,

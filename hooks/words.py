@@ -9,7 +9,7 @@
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from hooks.foreign import ARGUMENTS
@@ -80,6 +80,16 @@ class Words:
             if not close and not self.is_open and len(self.known) < 12:
                 hint = f"; it takes {', '.join(sorted(self.known))}"
             raise TypeError(f"{what} takes no argument {name}={hint}")
+
+
+def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:
+    """The forwards of a module's parts, to which it may hand `**kwargs` on, and of theirs if these do so too."""
+    for part in module.children():
+        yield part.forward
+        if any(
+            p.kind is p.VAR_KEYWORD for p in inspect.signature(part.forward).parameters.values()
+        ):
+            yield from forwards_in(part)
 
 
 def _close(name: str, words: Collection[str]) -> list[str]:

@@ -318,6 +318,37 @@ def test_patches_of_unusual_architectures_are_those_of_hooks(name, rows):
             assert effects.values[layer, pos].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
 
 
+@torch.no_grad()
+def test_a_model_that_reads_images_too():
+    """Its forward hands keywords on to a part, and that to the model of the text."""
+    text = transformers.LlamaConfig(**SIZES | dict(vocab_size=29))
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=10, intermediate_size=14, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=28, image_seq_length=4, vision_feature_layer=-1
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    given = dict(
+        input_ids=torch.tensor([[3, 28, 28, 28, 28, 5]]), pixel_values=torch.randn(1, 3, 8, 8)
+    )
+    plain = model(**given, output_hidden_states=True)
+    words = torch.tensor([[3, 5, 7, 2]])
+    pairs = Pairs(words, words + 1, metric=log_prob(3))
+    with attach(model):
+        runner = HookedRunner(model)
+        output, cache = runner.run_with_cache(**given, use_cache=False)
+        torch.testing.assert_close(output.logits, plain.logits)
+        assert torch.equal(model(**given).logits, plain.logits)
+        for layer in range(2):
+            torch.testing.assert_close(cache["resid_pre", layer], plain.hidden_states[layer])
+        with pytest.raises(TypeError, match="takes no argument use_cach="):
+            runner.run_with_cache(**given, use_cach=False)
+        assert logit_lens(model, cache).tokens.shape[:3] == (len(model.blocks) + 1, 1, 6)
+        assert edge_attribution(model, pairs).values.isfinite().all()
+
+
 class Packed(torch.Tensor):
     """Stands for the weights of a library that quantizes: a tensor that another package defines."""
 

@@ -158,9 +158,8 @@ class Direction:
                 self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None
             ) -> Any:
                 numbers = super()._get(offset, dtype, count, override_order)
-                if (
-                    len(numbers) < count
-                ):  # the library would go on for as long as a wrong length says
+                # The library would go on for as long as a wrong length says.
+                if len(numbers) < count:
                     raise ValueError(f"the file must have {count} numbers at byte {offset}")
                 return numbers
 

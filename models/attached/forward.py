@@ -22,7 +22,7 @@ from hooks._torch import memory_of
 from hooks.pieces import Piece, reading
 from hooks.point import tensors_in
 from hooks.scoped import Scoped
-from hooks.words import Words
+from hooks.words import Words, forwards_in
 from models.attached.configs import HOOKED
 from models.attached.wiring import Output, texts_read
 
@@ -67,9 +67,8 @@ class Forward:
         self.replaced = vars(model).get("forward")
         self._inner = model.forward
         self.__wrapped__ = model.forward  # its signature is this one's
-        parts = (part.forward for part in model.children())
         self._config = vars(model).get("config")
-        self._words, self._model = Words(self, *parts), type(model).__name__
+        self._words, self._model = Words(self, *forwards_in(model)), type(model).__name__
         names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
         self._words.known.add(
