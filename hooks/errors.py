@@ -15,6 +15,8 @@ import difflib
 import functools
 from collections.abc import Container, Iterable
 
+from torch import nn
+
 NEVER_FIRED = (
     "this input may not lead there, a parent may compute it another way (PyTorch's own attention layers "
     "do unless torch.backends.mha.set_fastpath_enabled(False)), or the model was compiled before the "
@@ -135,6 +137,23 @@ class CacheError(HookError):
     Traceback (most recent call last):
     hooks.errors.CacheError: only a lazy cache can drop values and compute them again
     """
+
+
+def require_module(model: object) -> None:
+    """Refuses a model that is no module, such as a runner, an attachment or a cache.
+
+    Raises:
+        TypeError: if it is none.
+
+    >>> require_module("gpt2")
+    Traceback (most recent call last):
+    TypeError: model must be a torch.nn.Module; got str
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        hint = f" (give the {kind}'s .model)" if hasattr(model, "model") else ""
+        hint = hint or (" (a cache comes after the model)" if kind == "ActivationCache" else "")
+        raise TypeError(f"model must be a torch.nn.Module; got {kind}{hint}")
 
 
 def unknown_name(name: object, known: Iterable[str], what: str) -> UnknownNameError:

@@ -16,7 +16,7 @@ from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, memory_in
 from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
-from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
+from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError, require_module
 from hooks.foreign import SaysOurs
 from hooks.memory import Bound
 from hooks.modes import Mode, Options
@@ -74,6 +74,7 @@ class HookedRunner(SaysOurs):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        require_module(model)
         self.model = model
         modules, mesh = model.named_modules(remove_duplicate=False), mesh_of(model)
         self._known = {name: point_at(name, module, mesh) for name, module in modules if name}

@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
+from hooks.errors import require_module
 
 
 class Sizes(Protocol):
@@ -77,13 +78,9 @@ def of(model: nn.Module, *parts: str) -> Any:
         parts: the names in `LanguageModel` that the analysis needs.
 
     Raises:
-        TypeError: if the model lacks one of them, or is a runner or a cache.
+        TypeError: if the model lacks one of them, or is no module.
     """
-    if isinstance(model, HookedRunner | ActivationCache):
-        rule = (
-            "give runner.model" if isinstance(model, HookedRunner) else "the cache comes after it"
-        )
-        raise TypeError(f"the model must be a module; got {type(model).__name__} ({rule})")
+    require_module(model)
     language: Any = vars(model).get("language_parts", model)
     # The class first, because reading a weight view from the instance computes it.
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
@@ -166,10 +163,7 @@ def runner_of(model: nn.Module) -> HookedRunner:
         TypeError: if it is no module.
         ModeError: if any part of the model is in training mode.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"the model must be a module; got {type(model).__name__} (of a runner, give runner.model; a cache comes after it)"
-        )
+    require_module(model)
     if any(module.training for module in model.modules()):
         raise ModeError("the model must be in evaluation mode: call model.eval() first")
     return HookedRunner(model)

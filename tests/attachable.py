@@ -186,7 +186,10 @@ def made(name, attention=None, config=None):
         config._attn_implementation = attention
     torch.manual_seed(0)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    # Buffers that training moves; the others are frequencies, encodings and masks.
+    trained = ("layer_scalar", "e_score_correction_bias")
+    buffers = [value for name, value in model.named_buffers() if name.endswith(trained)]
     with torch.no_grad():
-        for value in model.parameters():
+        for value in [*model.parameters(), *buffers]:
             value.copy_(value.mean() + 0.3 * torch.randn(value.shape))
     return model

@@ -8,9 +8,12 @@ from interp import (
     Pairs,
     activation_patching,
     direct_logit_attribution,
+    edge_attribution,
     edits,
+    faithfulness,
     head_scores,
     load_sae,
+    log_prob,
     logit_lens,
     pictures,
     splice,
@@ -51,14 +54,16 @@ def test_features_are_points_inside_a_splice(model, cache):
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_model_is_told_so(model, cache):
-    with pytest.raises(TypeError, match="got HookedRunner .give runner.model"):
+    with pytest.raises(TypeError, match="HookedRunner's .model"):
         logit_lens(HookedRunner(model), cache)
+    with pytest.raises(TypeError, match="HookedRunner's .model"):
+        HookedRunner(HookedRunner(model))
     for swapped in (
         lambda: logit_lens(cache, model),
         lambda: direct_logit_attribution(cache, model, right="a"),
         lambda: head_scores(cache, model, "induction"),
     ):
-        with pytest.raises(TypeError, match="got ActivationCache .*cache comes after it"):
+        with pytest.raises(TypeError, match="got ActivationCache .*cache comes after"):
             swapped()
     with pytest.raises(TypeError, match="patterns are of .model, cache.; got a ActivationCache"):
         pictures.patterns(cache, model)
@@ -87,3 +92,9 @@ def test_a_cache_of_other_weights_says_to_run_again(cache):
     other.blocks[0].mlp.output.bias.data += 1
     with pytest.raises(CacheError, match="run this model again"):
         logit_lens(other, cache)
+
+
+@pytest.mark.parametrize("analysis", [activation_patching, edge_attribution, faithfulness])
+def test_a_metric_goes_into_the_pairs(model, analysis):
+    with pytest.raises(TypeError, match=rf"{analysis.__name__} .* Pairs\(\.\.\., metric=\.\.\.\)"):
+        analysis(model, Pairs(TEXT, OTHER), metric=log_prob(3))

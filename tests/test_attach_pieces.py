@@ -181,3 +181,21 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
             seen = []
             model.generate(input_ids=tokens, max_new_tokens=3, do_sample=False)
         assert seen == [0, 5, 6]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient")  # of peft
+@torch.no_grad()
+def test_virtual_tokens_of_prompt_tuning_are_positions_of_the_base_model():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    tokens, chosen = (
+        torch.tensor(ROWS[:1]),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    )
+    tuned = peft.get_peft_model(made("llama"), chosen).eval()
+    with pytest.raises(ValueError, match="attach its base model, and give the adapter as run="):
+        attach(tuned)
+    expected = tuned(tokens, output_hidden_states=True)
+    with attach(tuned.get_base_model()) as attached:
+        output, cache = HookedRunner(attached.model).run_with_cache(tokens, run=tuned)
+    torch.testing.assert_close(output.logits, expected.logits)
+    torch.testing.assert_close(cache["resid_post", 0], expected.hidden_states[1])

@@ -13,6 +13,8 @@ from hooks import HookedRunner, HookError, HookPoint, start_of_piece
 from interp import (
     Pairs,
     activation_patching,
+    decompose,
+    direct_logit_attribution,
     edge_attribution,
     edits,
     log_prob,
@@ -346,6 +348,11 @@ def test_a_model_that_reads_images_too():
         with pytest.raises(TypeError, match="takes no argument use_cach="):
             runner.run_with_cache(**given, use_cach=False)
         assert logit_lens(model, cache).tokens.shape[:3] == (len(model.blocks) + 1, 1, 6)
+        parts = decompose(model, cache)
+        assert parts["input"][0].any(-1).tolist() == [False, True, True, True, True, False]
+        assert parts["embed"][0].any(-1).tolist() == [True, False, False, False, False, True]
+        shares = direct_logit_attribution(model, cache, right=7, pos=2)
+        torch.testing.assert_close(shares.values.sum(), output.logits[0, 2, 7])
         assert edge_attribution(model, pairs).values.isfinite().all()
 
 

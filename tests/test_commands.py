@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from interp.cli.edits import parsed
 from interp.directions import Direction
 from interp.store import Activations, harvest
 from models import generate_text, load
+from models.checkpoints.loading import locate
 
 CLEAN, OTHER = (f"part ZQXJ-KV8{digit} is out; ask for ZQXJ-KV8" for digit in "14")
 
@@ -185,6 +187,18 @@ def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(tmp_path))
     given[1] = "some/olmoe"
     assert json.loads(printed(capsys, "lens", *given)) == data
+
+
+def test_a_model_without_a_tokenizer_is_given_one(tmp_path, capsys):
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    for file in (weights, config):
+        shutil.copy(locate("pydoc-4l") / file.name, file)
+    given = ["lens", "--prompt", "def", "--json", "--model"]
+    assert "--tokenizer" in refused(capsys, *given, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    assert "--tokenizer" in refused(capsys, *given, str(tmp_path))
+    expected = printed(capsys, *given, "pydoc-4l")
+    assert printed(capsys, *given, str(tmp_path), "--tokenizer", "pydoc-4l") == expected
 
 
 @pytest.mark.parametrize(

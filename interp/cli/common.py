@@ -28,6 +28,11 @@ def add_model(command: argparse.ArgumentParser) -> None:
         "Face hub or, for points, a registered config (%(default)s)",
     )
     command.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="a directory, tokenizer.json, GGUF file or model on the hub whose tokenizer is used (the model's own)",
+    )
+    command.add_argument(
         "--device", type=_device, metavar="NAME", help="where it runs, such as cuda (cpu)"
     )
     command.add_argument("--dtype", choices=DTYPES, help="of its weights (the file's own)")
@@ -99,7 +104,7 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
     name, dtype = options.model, options.dtype and getattr(torch, options.dtype)
     # The hub has weights under the names of GPT-2's sizes.
     if name not in available() or os.path.exists(name) or (trained and name in SIZES):
-        return _loaded(name, options.device, dtype)
+        return _loaded(name, options.tokenizer, options.device, dtype)
     if trained:
         raise ValueError(
             f"a run needs a trained model; got the config {name!r}: train it, for instance with "
@@ -109,9 +114,11 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
         return build(name)
 
 
-def _loaded(name: str, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+def _loaded(
+    name: str, reader: str | None, device: torch.device | None, dtype: torch.dtype | None
+) -> nn.Module:
     """A plain model, or an attached one of `transformers` where the family of a directory or hub model has no table."""
-    from models import attach, load
+    from models import attach, load, load_tokenizer
     from models.checkpoints.huggingface import FAMILIES
     from models.checkpoints.loading import locate
     from models.files import library, read_object
@@ -119,11 +126,16 @@ def _loaded(name: str, device: torch.device | None, dtype: torch.dtype | None) -
     config = locate(name, weights=False) / "config.json"
     described = read_object(config) if config.is_file() else {}
     if "model_type" not in described or described["model_type"] in FAMILIES:
-        return load(name, device=device, dtype=dtype)
+        loaded = load(name, device=device, dtype=dtype)
+        if reader:
+            loaded.tokenizer = load_tokenizer(reader)
+        return loaded
     transformers, folder = library("transformers"), locate(name)
     options = {} if dtype is None else {"dtype": dtype}
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = (
+        load_tokenizer(reader) if reader else transformers.AutoTokenizer.from_pretrained(folder)
+    )
     attach(model.to(device) if device else model, tokenizer=tokenizer)
     return model
 

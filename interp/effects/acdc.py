@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
-from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for
 from interp.inputs.token_positions import Tokens
 from interp.metrics import kl_divergence
 from interp.protocol import logits_of, runner_of
@@ -24,6 +24,7 @@ from interp.running.masked import MaskedRuns, Source
 
 
 @without_gradients
+@of_pairs
 def acdc(
     model: nn.Module,
     pairs: Pairs,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hooks import Point
 from hooks.names import layers as by_layer
 from hooks.session import Session
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.results.result import Result
 from interp.running.gradients.attention import Attention, OtherKeys, OtherQueries
 from interp.running.gradients.backward import Gradients
@@ -26,6 +26,7 @@ from interp.running.gradients.estimates import (
 from interp.running.sites import Choice, Some
 
 
+@of_pairs
 def attribution_patching(
     model: nn.Module,
     pairs: Pairs,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hooks._torch import without_gradients
 from hooks.errors import unknown_name
 from interp.graph import Graph
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.edge_paths import Found, Paths
@@ -34,6 +34,7 @@ METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
 
 @without_gradients
+@of_pairs
 def edge_attribution(
     model: nn.Module,
     pairs: Pairs,

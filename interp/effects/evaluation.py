@@ -14,7 +14,7 @@ from hooks._torch import without_gradients
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
-from interp.inputs.pairs import Pairs, pairs_for
+from interp.inputs.pairs import Pairs, of_pairs, pairs_for
 from interp.results.result import Result
 from interp.running.masked import MaskedRuns, Source
 
@@ -25,6 +25,7 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges at which the MIB benchmark runs circuits (Mueller et al. 2025)."""
 
 
+@of_pairs
 def faithfulness(
     model: nn.Module,
     pairs: Pairs,
@@ -69,6 +70,7 @@ def faithfulness(
     return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
 
 
+@of_pairs
 def completeness(
     model: nn.Module,
     pairs: Pairs,
@@ -102,6 +104,7 @@ def completeness(
     return runs.shares(differences, "without", (*nodes, "circuit"))
 
 
+@of_pairs
 def minimality(
     model: nn.Module,
     pairs: Pairs,
@@ -186,6 +189,7 @@ class Curve:
         return "\n  ".join(lines)
 
 
+@of_pairs
 def curve(
     model: nn.Module,
     pairs: Pairs,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hooks import Point
 from interp import edits
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.inputs.token_positions import at_least_float32
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
@@ -17,6 +17,7 @@ from interp.running.gradients.trapezoid import Mean, Steps, averaged
 from interp.running.sites import Choice, Some
 
 
+@of_pairs
 def integrated_gradients(
     model: nn.Module,
     pairs: Pairs,

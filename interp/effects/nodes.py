@@ -4,12 +4,13 @@ import torch
 from torch import nn
 
 from hooks._torch import without_gradients
-from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for
 from interp.results.result import Result
 from interp.running.masked import MaskedRuns, Source
 
 
 @without_gradients
+@of_pairs
 def node_effects(
     model: nn.Module,
     pairs: Pairs,

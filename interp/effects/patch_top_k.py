@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from interp import edits
-from interp.inputs.pairs import Pairs
+from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
 from interp.running.gradients.estimates import contrast
 from interp.running.sites import SELECTS, Choice, entries, labels_of
@@ -59,6 +59,7 @@ class Verified:
         return "\n  ".join(lines)
 
 
+@of_pairs
 def patch_top_k(
     model: nn.Module,
     pairs: Pairs,

@@ -10,7 +10,7 @@ from hooks import ActivationCache
 from hooks._torch import without_gradients
 from interp import edits
 from interp.edits import Edit
-from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for
 from interp.inputs.texts import Text
 from interp.measuring import Metric
 from interp.protocol import runner_of
@@ -30,6 +30,7 @@ from interp.running.sweep import sweep_text
 
 
 @without_gradients
+@of_pairs
 def activation_patching(
     model: nn.Module,
     pairs: Pairs,

@@ -8,12 +8,13 @@ from torch import nn
 
 from hooks._torch import without_gradients
 from interp.graph.nodes import listed
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.results.result import Result
 from interp.running.path_edits import PathEdits
 
 
 @without_gradients
+@of_pairs
 def edge_patching(
     model: nn.Module,
     pairs: Pairs,
@@ -71,6 +72,7 @@ def edge_patching(
 
 
 @without_gradients
+@of_pairs
 def path_patching(
     model: nn.Module,
     pairs: Pairs,

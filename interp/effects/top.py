@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner
 from hooks.names import layers as by_layer
 from hooks.transfer import to_device
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.inputs.texts import are_aligned
 from interp.inputs.token_positions import at_least_float32
 from interp.protocol import require_points, runner_of
@@ -19,6 +19,7 @@ from interp.running.gradients.estimates import require_numbers, warn_of_flat, wa
 from interp.running.sites import two_runs
 
 
+@of_pairs
 def top_attributions(
     model: nn.Module,
     pairs: Pairs,

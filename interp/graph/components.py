@@ -153,10 +153,7 @@ class ResidualComponents:
     ) -> Iterator[ComponentGroup]:
         """Yield the components before a block, or before the unembedding, in the order of computation."""
         layers, writers = self.graph.layers, self.graph.writers
-        inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
-        yield ComponentGroup(
-            writers[: len(inputs)], rearrange(inputs, "writer batch pos d -> batch pos writer d")
-        )
+        yield from self._inputs()
         for n, layer in enumerate(layers[:before]):
             at, attn = f"blocks.{n}", layer.attention.sublayer
             heads, z = writers[layer.heads], self.at(f"{at}.attn.z")
@@ -168,6 +165,20 @@ class ResidualComponents:
                 yield from self._written(names, hidden, weight, mlp.b_out, norm, f"m{n}.bias")
             elif layer.mlp is not None:
                 yield ComponentGroup([f"m{n}"], self.at(f"{at}.mlp_out")[:, :, None])
+
+    def _inputs(self) -> Iterator[ComponentGroup]:
+        """Yield the embeddings and, where something else stands in their place, such as an image, the stream."""
+        inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
+        inputs = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
+        names, first = self.graph.writers[: inputs.shape[2]], "blocks.0.resid_pre"
+        if first in self._cache:
+            stream = self.at(first)
+            allowed = 8 * torch.finfo(self.dtype).eps * stream.abs().max()
+            replaced = ((inputs.sum(2) - stream).abs() > allowed).any(-1)[:, :, None, None]
+            if replaced.any():
+                inputs = torch.cat([inputs * ~replaced, stream[:, :, None] * replaced], 2)
+                names = (*names, "input")
+        yield ComponentGroup(names, inputs)
 
     def _written(
         self,

@@ -1,8 +1,9 @@
 """Pairs of clean and corrupted texts, checked for alignment, with their answers and named spans."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Int, Shaped
@@ -31,6 +32,8 @@ Direction = Literal["denoising", "noising"]
 """Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
 
 _TOKENS_AT_ONCE = 2048
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Pairs:
@@ -326,6 +329,20 @@ class Pairs:
         if self.spans:
             parts.append(f"spans {', '.join(self.spans)}")
         return f"Pairs: {', '.join(parts)}"
+
+
+def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
+    """An analysis of pairs whose error for `metric=` says that the pairs hold it."""
+
+    @functools.wraps(analysis)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "metric" in kwargs:
+            raise TypeError(
+                f"{analysis.__name__} takes no metric=, because the pairs hold it: Pairs(..., metric=...)"
+            )
+        return analysis(*args, **kwargs)
+
+    return run
 
 
 def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:

@@ -106,7 +106,7 @@ class Wiring:
         if stream.shape[:2] != SHAPE:
             raise ValueError(
                 f"the stream must have a position for each of {SHAPE[1]} tokens; got {[*stream.shape]} in "
-                f"{type(self.model).__name__} (where an adapter puts virtual tokens first, attach its base model)"
+                f"{type(self.model).__name__} (where an adapter puts virtual tokens first, attach its base model, and give the adapter as run=)"
             )
         if tokens is None:
             return None

@@ -66,6 +66,9 @@ def is_columns(texts: object) -> bool:
     return isinstance(texts, Mapping) or hasattr(texts, "columns")
 
 
+_SET_ANOTHER = "set model.tokenizer (load_tokenizer(path) or one of transformers; --tokenizer on the command line)"
+
+
 class ReadsText:
     """A model's own reading of texts, by its tokenizer.
 
@@ -87,7 +90,10 @@ class ReadsText:
             ValueError: if its files are damaged or of an unknown kind.
         """
         if isinstance(self._tokenizer, partial):
-            self._tokenizer = self._tokenizer()
+            try:
+                self._tokenizer = self._tokenizer()
+            except ValueError as error:
+                raise ValueError(f"{error} (instead of it {_SET_ANOTHER})") from None
         return self._tokenizer
 
     @tokenizer.setter
@@ -102,8 +108,8 @@ class ReadsText:
         """
         if (tokenizer := self.tokenizer) is None:
             raise ValueError(
-                "the model must have a tokenizer to read or write text; it has none: set "
-                "model.tokenizer (load_tokenizer(path) or one of transformers), or give tokens"
+                "the model must have a tokenizer to read or write text; it has none: "
+                f"{_SET_ANOTHER}, or give tokens"
             )
         return tokenizer
 
