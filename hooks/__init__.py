@@ -14,7 +14,6 @@ from hooks.errors import (
     SelectionError,
     UnknownNameError,
 )
-from hooks.foreign import hooks_name
 from hooks.modes import Mode, Options
 from hooks.names import Selector
 from hooks.pieces import position_offset, start_of_piece
@@ -53,7 +52,6 @@ __all__ = [
     "SelectionError",
     "Selector",
     "UnknownNameError",
-    "hooks_name",
     "index_by_axis",
     "position_offset",
     "start_of_piece",

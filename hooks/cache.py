@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hooks import names, storage
 from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
-from hooks.foreign import SaysOurs, unknown_point
+from hooks.hints import HintsAtNames, unknown_point
 from hooks.memory import Bound, require_room
 from hooks.modes import Options
 from hooks.origin import Origin
@@ -29,7 +29,7 @@ _FORMAT = "hookscope-cache-5"
 _GRAD, _INPUT, _MASK = ".grad.", ".input.", ".mask."
 
 
-class ActivationCache(SaysOurs, Mapping[str, Tensor]):
+class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     """A read-only mapping from names of points to the values they had in one run.
 
     Keys are full names. A pair is a short form: `cache["pattern", 3]` is `blocks.3.attn.pattern`, and
@@ -104,13 +104,13 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
         return name
 
     def _layered(self, short: str, layer: int) -> str:
-        names_by_layer = names.layers(short, self._all_names())
-        index = layer + max(names_by_layer) + 1 if layer < 0 else layer
-        if index not in names_by_layer:
+        by_layer = names.names_by_layer(short, self._all_names())
+        index = layer + max(by_layer) + 1 if layer < 0 else layer
+        if index not in by_layer:
             raise UnknownNameError(
-                f"{short!r} has layers {min(names_by_layer)} to {max(names_by_layer)}; got {layer}"
+                f"{short!r} has layers {min(by_layer)} to {max(by_layer)}; got {layer}"
             )
-        return names_by_layer[index]
+        return by_layer[index]
 
     def _all_names(self) -> list[str]:
         return list(dict.fromkeys([*self._origin.known, *self._values]))
@@ -184,15 +184,15 @@ class ActivationCache(SaysOurs, Mapping[str, Tensor]):
             UnknownNameError: if there is no such value.
             CacheError: if the model has such a value in a layer, and this cache does not.
         """
-        names_by_layer = names.layers(short, self._all_names())
-        missing = [name for name in names_by_layer.values() if name not in self._values]
+        by_layer = names.names_by_layer(short, self._all_names())
+        missing = [name for name in by_layer.values() if name not in self._values]
         if missing:
             raise CacheError(
                 f"all layers of {short!r} are needed, and {', '.join(missing[:4])} "
                 f"{'is' if len(missing) == 1 else 'are'} not in this cache"
                 + "".join(f"; {self.skipped[name]}" for name in missing[:4] if name in self.skipped)
             )
-        return names_by_layer
+        return by_layer
 
     def layers(self, short: str) -> Iterator[Tensor]:
         """The values of all layers whose names end in `short`, one after the other. A lazy cache keeps none of them.

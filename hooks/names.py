@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import Tensor, nn
 
 from hooks.errors import UnknownNameError
-from hooks.foreign import ATTACH, unknown_point
+from hooks.hints import how_to_mark, unknown_point
 from hooks.modes import LAST_PARTS, Mode
 from hooks.point import LAYER, HookPoint, HookPoints, Point, layer_of
 
@@ -74,7 +74,7 @@ def _matching(
         return matches
     if not isinstance(part, str) or isinstance(part, Mode):
         what = getattr(part, "__name__", part)
-        hint = "" if any(point.axes for point in known.values()) else ATTACH
+        hint = "" if any(point.axes for point in known.values()) else how_to_mark()
         raise UnknownNameError(f"{what} matches no hook point of this model{hint}")
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; for the mode, give mode={part!r}")
@@ -94,23 +94,23 @@ def _glob(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
-def layers(short: str, names: Collection[str]) -> dict[int, str]:
+def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     """The names that end in `short`, by layer.
 
     Raises:
         UnknownNameError: if no name with a layer ends in `short`, or two in one layer do.
     """
-    names_by_layer: dict[int, str] = {}
+    by_layer: dict[int, str] = {}
     for name in names:
         if not (name == short or name.endswith("." + short)) or (layer := layer_of(name)) is None:
             continue
-        if layer in names_by_layer:
-            both = (names_by_layer[layer], name)
+        if layer in by_layer:
+            both = (by_layer[layer], name)
             raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}", short, both)
-        names_by_layer[layer] = name
-    if not names_by_layer:
+        by_layer[layer] = name
+    if not by_layer:
         raise unknown_point(short, names, "value of a layer")
-    return dict(sorted(names_by_layer.items()))
+    return dict(sorted(by_layer.items()))
 
 
 def aligned(described: Mapping[str, str], limit: int | None = None) -> str:

@@ -125,9 +125,18 @@ class HookPoints(nn.Module):
         vars(module)["hook_points"] = self
 
 
+def carried(module: nn.Module, name: str) -> Any:
+    """What a module carries beside its own attributes; None if nothing.
+
+    `hook_points` are points that fire while it runs, `language_parts` what analyses use of an attached model, `shards` how
+    a value is divided among processes.
+    """
+    return vars(module).get(name)
+
+
 def inside(module: nn.Module) -> set[nn.Module]:
     """Return a module, the modules in it, and its points elsewhere."""
-    points: nn.Module | None = vars(module).get("hook_points")
+    points: nn.Module | None = carried(module, "hook_points")
     return {*module.modules(), *(points.modules() if points is not None else ())}
 
 

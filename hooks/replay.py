@@ -30,7 +30,7 @@ from hooks.memory import Bound
 from hooks.modes import Options
 from hooks.names import Blocks
 from hooks.pieces import piece_read, reading
-from hooks.point import Point, inside, mapped
+from hooks.point import Point, carried, inside, mapped
 from hooks.samples import agree, numerics, sampled
 from hooks.session import Edits, Session, hooks_disabled
 
@@ -78,7 +78,7 @@ def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
     """
     if isinstance(leaf, _PLAIN):
         return leaf
-    plain = getattr(vars(module).get("hook_points"), "plain", None)
+    plain = getattr(carried(module, "hook_points"), "plain", None)
     if plain is None:
         got = f"{name} got a {type(leaf).__name__}"
         raise HookError(f"lazy=True needs plain arguments; {got} (use_cache=False may help)")

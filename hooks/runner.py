@@ -17,7 +17,7 @@ from hooks.capture import Complete, Recorder, memory_in
 from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError, require_module
-from hooks.foreign import SaysOurs
+from hooks.hints import HintsAtNames
 from hooks.memory import Bound
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
@@ -49,7 +49,7 @@ def table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
 _UNREAD = "run= returned an iterator, which may run the model only when it is read"
 
 
-class HookedRunner(SaysOurs):
+class HookedRunner(HintsAtNames):
     """Reads and edits a model's values with forward hooks that live only inside a call or a `with`.
 
     Works on any `nn.Module`. Points are the model's `HookPoint`s, or all its modules if it has none.

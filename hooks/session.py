@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import nn
 
 from hooks._torch import children, has_hooks, hooks_of, insert_hook, remove_hook, traced_as_constant
+from hooks.hints import is_watcher
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -242,17 +243,12 @@ def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
 def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
     if isinstance(hook, Wire | PartHook):
         return parts and isinstance(hook, PartHook)
-    return hook.acts() if isinstance(hook, _Listener) else not _collects(hook)
+    return hook.acts() if isinstance(hook, _Listener) else not is_watcher(hook)
 
 
 def is_foreign(hook: Callable[..., Any]) -> bool:
-    """Whether somebody else registered a hook, not this package or `transformers` to collect its outputs."""
-    return not (isinstance(hook, Wire | PartHook | _Listener) or _collects(hook))
-
-
-def _collects(hook: Callable[..., Any]) -> bool:
-    """Whether `transformers` registered a hook to collect outputs: it stays after the run, and only looks."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    """Whether somebody else registered a hook that does more than look at values."""
+    return not (isinstance(hook, Wire | PartHook | _Listener) or is_watcher(hook))
 
 
 class FusedUnlessHooked:

@@ -73,6 +73,7 @@ from interp.running.sweep import sweep
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.targets import residual_stream, spectra, svd_targets
 from interp.tracing import attribution_graph
+from interp.transformer_lens import hooks_name
 
 __all__ = [
     "Circuit",
@@ -109,6 +110,7 @@ __all__ = [
     "full_circuits",
     "graph",
     "head_scores",
+    "hooks_name",
     "integrated_gradients",
     "jacobian_lens",
     "kl_divergence",

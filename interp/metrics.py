@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.transfer import to_device
+from hooks.shared import to_device
 from interp.inputs.texts import Texts, is_worded, text_for, token_ids
 from interp.inputs.token_positions import (
     Mask,

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
-from hooks.errors import require_module
+from hooks.shared import carried, require_module
 
 
 class Sizes(Protocol):
@@ -81,7 +81,7 @@ def of(model: nn.Module, *parts: str) -> Any:
         TypeError: if the model lacks one of them, or is no module.
     """
     require_module(model)
-    language: Any = vars(model).get("language_parts", model)
+    language: Any = carried(model, "language_parts") or model
     # The class first, because reading a weight view from the instance computes it.
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
     lacking = [part for part in parts if not has(part)]

@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, HookError
-from hooks._torch import without_gradients
-from hooks.progress import progress_bar
+from hooks.shared import progress_bar, without_gradients
 from interp import pictures
 from interp.effects.patching import patched
 from interp.graph.graph import Graph

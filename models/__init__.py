@@ -1,6 +1,7 @@
 """Transformers, checkpoints, tokenizers, generation and training."""
 
-from hooks.transfer import trusted
+from hooks.shared import trusted
+from models import hints as _hints  # noqa: F401  # registers them
 from models.attached import Attached, attach, detach
 from models.attention import Attention, causal_mask, scaled_dot_product_attention
 from models.block import Block

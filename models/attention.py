@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks._torch import is_unwatched
-from hooks.memory import require_room
+from hooks.shared import is_unwatched, require_room
 from models.config import TransformerConfig
 from models.kernels import by_blocks, fused
 from models.linear import Linear

@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor
-from hooks.transfer import is_trusted
+from hooks.shared import FakeTensor, is_trusted
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

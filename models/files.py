@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hooks.errors import UnknownNameError, unknown_name
+from hooks import UnknownNameError
+from hooks.shared import unknown_name
 
 
 def library(name: str) -> Any:

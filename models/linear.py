@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import Component
+from hooks.shared import Component
 
 
 class Linear(Component, nn.Linear):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor, traced_as_constant
+from hooks.shared import FakeTensor, traced_as_constant
 from models.config import RotaryScaling, TransformerConfig
 
 Rotation = tuple[Tensor, Tensor]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from models.checkpoints.assemble import without_values
 from models.checks import mode, require
 from models.config import TransformerConfig

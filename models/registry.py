@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 from models.config import TransformerConfig
 from models.transformer import Transformer
 

@@ -9,9 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks._torch import without_gradients
-from hooks.foreign import SaysOurs
-from hooks.transfer import to_device
+from hooks.shared import HintsAtNames, to_device, without_gradients
 from models.attention import SoftCap
 from models.block import Block
 from models.checks import check_tokens, should_read
@@ -64,7 +62,7 @@ class TokenEmbedding(nn.Embedding):
             )
 
 
-class Transformer(SaysOurs, ReadsText, BlockWeights):
+class Transformer(HintsAtNames, ReadsText, BlockWeights):
     """A decoder-only transformer: tokens to logits. With a `tokenizer` it also reads strings.
 
     The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`. Blocks may be on

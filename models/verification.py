@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hooks import HookedRunner
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from models.block import Block
 from models.checks import mode
 from models.config import TransformerConfig

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,9 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
     try:
         killer.start()
         # A third worker has no room, and the others do its jobs.
-        store = harvest("pydoc-4l", corpus, NAME, out, per_file=4, engine="ray", workers=3)
+        store = harvest(
+            partial(load, "pydoc-4l"), corpus, NAME, out, per_file=4, engine="ray", workers=3
+        )
         killer.join()
         assert killed
         assert store.checksums == one.checksums

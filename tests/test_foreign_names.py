@@ -7,8 +7,9 @@ import torch
 
 import interp
 import models
-from hooks import HookedRunner, UnknownNameError, hooks_name
-from hooks.foreign import ARGUMENTS, ATTRIBUTES
+from hooks import HookedRunner, UnknownNameError
+from hooks.hints import ARGUMENTS, ATTRIBUTES
+from interp import hooks_name
 from models import causal_mask, from_transformer_lens, load
 from tests import transformer_lens as lens
 from tests.transformer_lens import bridge

@@ -584,7 +584,7 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (ValueError, "layers.*embed", {"site": "embed", "layers": 0}),
         (ValueError, "'layer' at embed", {"site": "embed", "over": ("layer",)}),
         (TypeError, "got Tensor", {"pairs": CLEAN}),
-        (TypeError, "runner.model", {"model": HookedRunner(variant("pre"))}),
+        (TypeError, "HookedRunner's .model", {"model": HookedRunner(variant("pre"))}),
         (EditError, "pos", {"edit": edits.zero(pos=7), "over": ("layer",)}),
         (EditError, "size 5", {"edit": edits.replace(torch.zeros(4, POS, 10))}),
     ],

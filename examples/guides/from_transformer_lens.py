@@ -22,7 +22,7 @@
 # the lines of the tables use what is imported
 import torch
 
-from hooks import HookedRunner, hooks_name
+from hooks import HookedRunner
 from interp import (
     FactoredMatrix,
     Pairs,
@@ -35,6 +35,7 @@ from interp import (
     direct_logit_attribution,
     edits,
     head_scores,
+    hooks_name,
     logit_diff,
     measure,
     ov_circuit,

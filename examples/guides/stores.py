@@ -51,11 +51,11 @@ print(store)
 # ## Ray
 #
 # ```python
-# harvest("gpt2", "s3://bucket/corpus-*.jsonl", names, "s3://bucket/store", engine="ray", workers=8, resources={"num_gpus": 1})
+# harvest(partial(load, "gpt2"), "s3://bucket/corpus-*.jsonl", names, "s3://bucket/store", engine="ray", workers=8, resources={"num_gpus": 1})
 # ```
 #
-# `pip install "hookscope[ray]"`. Each worker is an actor with a model of its own, loaded from a name or made by a function
-# (`lambda: load("gpt2").cuda()`), and does four jobs or more of `shard=(n, 4 * workers)`. Ray starts a worker that died again, with its job,
+# `pip install "hookscope[ray]"`. Each worker is an actor with a model of its own, made by a function
+# (`lambda: load("gpt2").cuda()` is one too), and does four jobs or more of `shard=(n, 4 * workers)`. Ray starts a worker that died again, with its job,
 # which goes on at its first missing file. Workers need this package, and the paths that you give.
 #
 # ## Reading

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import Runs
 from interp.edits.kinds import orthonormal

@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hooks import Point
-from hooks.errors import unknown_name
-from hooks.pieces import real_columns
-from hooks.positions import Selection
-from hooks.transfer import to_device
+from hooks.shared import Selection, real_columns, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.texts import Text

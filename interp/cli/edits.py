@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 from interp import edits
 from interp.edits.edit import Edit
 

@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import Point, storage
-from hooks.errors import unknown_name
-from hooks.point import layer_of
+from hooks import Point
+from hooks.shared import layer_of, storage, unknown_name
 
 _KIND = "direction"
 

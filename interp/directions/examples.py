@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, SelectionError
-from hooks.names import layers
-from hooks.positions import Index, Selection
+from hooks.shared import Index, Selection, names_by_layer
 from interp.inputs.texts import Text, Texts, batches, text_of
 from interp.inputs.token_positions import finite
 from interp.inputs.wording import named_spans
@@ -41,7 +40,7 @@ def points_of(model: nn.Module, site: str) -> list[str]:
     known = runner_of(model).points
     if site in known:
         return [site]
-    return [*layers(site, known).values()]
+    return [*names_by_layer(site, known).values()]
 
 
 def examples(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, EditError
-from hooks._torch import without_gradients
-from hooks.positions import Index
+from hooks.shared import Index, without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, Moments, leace
 from interp.directions.examples import examples, points_of

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache
-from hooks._torch import without_gradients
-from hooks.positions import Index
+from hooks.shared import Index, without_gradients
 from interp import pictures
 from interp.directions.direction import Direction
 from interp.directions.examples import examples, points_of

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hooks._torch import without_gradients
-from hooks.positions import Index
+from hooks.shared import Index, without_gradients
 from interp import edits, pictures
 from interp.directions.direction import Direction
 from interp.edits import Edit

@@ -19,7 +19,7 @@ tensor([[[1., 1.],
          [1., 1.]]])
 """
 
-from hooks.positions import all_but
+from hooks.shared import all_but
 from interp.edits.edit import Edit
 from interp.edits.kinds import (
     add,

@@ -12,11 +12,17 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
-from hooks.errors import unknown_name
-from hooks.pieces import piece_read, real_columns
-from hooks.point import POSITION_AXES
-from hooks.positions import TEXT_AXES, Index, Rows, Selection
-from hooks.transfer import to_device
+from hooks.shared import (
+    POSITION_AXES,
+    TEXT_AXES,
+    Index,
+    Rows,
+    Selection,
+    piece_read,
+    real_columns,
+    to_device,
+    unknown_name,
+)
 from interp.edits.places import Place, Where, axes_of, first_column, locate
 
 

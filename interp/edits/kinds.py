@@ -8,8 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import EditError, Point
-from hooks.positions import Index, Selection
-from hooks.transfer import to_device
+from hooks.shared import Index, Selection, to_device
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Axes, Change, Edit, Source, Values
 from interp.edits.places import Place

@@ -9,10 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import EditError, Point, SelectionError, start_of_piece
-from hooks.pieces import piece_read
-from hooks.point import require_axes
-from hooks.positions import TEXT_AXES, Rows, Selection, broadcast
-from hooks.transfer import to_device
+from hooks.shared import TEXT_AXES, Rows, Selection, broadcast, piece_read, require_axes, to_device
 
 Where = Mapping[str, Selection]
 """The selection along each axis."""

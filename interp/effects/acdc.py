@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.names import layers as by_layer
-from hooks.session import Session
+from hooks.shared import Session, names_by_layer
 from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.results.result import Result
 from interp.running.gradients.attention import Attention, OtherKeys, OtherQueries
@@ -138,8 +137,8 @@ def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
     """For each layer the points of what it adds to the residual stream."""
-    attn = by_layer("attn_out", points)
-    mlp = by_layer("mlp_out", points) if any(n.endswith("mlp_out") for n in points) else {}
+    attn = names_by_layer("attn_out", points)
+    mlp = names_by_layer("mlp_out", points) if any(n.endswith("mlp_out") for n in points) else {}
     added = [[attn[layer], *filter(None, [mlp.get(layer)])] for layer in attn]
     if len(added) < 2:
         raise ValueError(f"grad_drop needs at least 2 layers; got {len(added)}")

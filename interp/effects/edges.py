@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.results.result import Result

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for
 from interp.results.result import Result
 from interp.running.masked import MaskedRuns, Source

@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from hooks import ActivationCache
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.graph.nodes import listed
 from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.results.result import Result

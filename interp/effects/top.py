@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.names import layers as by_layer
-from hooks.transfer import to_device
+from hooks.shared import names_by_layer, to_device
 from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.inputs.texts import are_aligned
 from interp.inputs.token_positions import at_least_float32
@@ -91,7 +90,7 @@ def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> di
     if directions is not None:
         return {name: name for name in directions}
     require_points(runner)
-    points = by_layer("mlp.post", runner.points)
+    points = names_by_layer("mlp.post", runner.points)
     return {name: f"layer {layer}" for layer, name in points.items()}
 
 

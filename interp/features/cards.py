@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import storage
-from hooks._torch import without_gradients
-from hooks.positions import Index
-from hooks.transfer import to_device
+from hooks.shared import Index, storage, to_device, without_gradients
 from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed, splice

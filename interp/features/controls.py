@@ -4,9 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
-from hooks.positions import Index
-from hooks.transfer import to_device
+from hooks.shared import Index, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of

@@ -19,10 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Hook, Point
-from hooks._torch import without_gradients
-from hooks.parts import with_parts
-from hooks.positions import Index
-from hooks.transfer import to_device
+from hooks.shared import Index, to_device, with_parts, without_gradients
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.texts import Text, Texts, batches
 from interp.measuring import measure

@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:/(.+))?")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 from interp.features.bundled import NAMES, bundled
 from interp.features.forms import FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND

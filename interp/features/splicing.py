@@ -7,7 +7,7 @@
 3. While nobody listens to the features nothing is computed. With `error=None` the reconstruction is passed on instead.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,11 +16,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
-from hooks.foreign import unknown_point
-from hooks.names import blocks_of
-from hooks.names import layers as by_layer
-from hooks.parts import Part, PartPoint, with_parts
-from hooks.transfer import to_device
+from hooks.shared import (
+    Part,
+    PartPoint,
+    blocks_of,
+    names_by_layer,
+    register_hints,
+    to_device,
+    unknown_name,
+    unknown_point,
+    with_parts,
+)
 from interp.features.dictionary import CrossLayerTranscoder, Dictionary
 from interp.features.forms.places import point_at
 from interp.protocol import of, runner_of
@@ -200,6 +206,19 @@ def _place_of(dictionary: nn.Module) -> str:
     return place
 
 
+def _only_inside(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
+    """The error for features where no dictionary is spliced in."""
+    if not name.endswith("features"):
+        return None
+    error = unknown_name(name, known, what)
+    hint = "features of a dictionary are there inside `with interp.splice(model, sae)`"
+    error.args = (f"{error.args[0]} ({hint})",)
+    return error
+
+
+register_hints(_only_inside)
+
+
 def _point(runner: HookedRunner, name: str, option: str) -> Point:
     """The point that a name means here; the option is what says another."""
     known = point_at(name, runner.model, runner.points)
@@ -230,7 +249,7 @@ def _reading(
                 f"the transcoder at {point.name} does not say what it reads: give reads="
             )
     if point.layer is not None and any(each.endswith(f".{name}") for each in runner.points):
-        name = by_layer(name, runner.points).get(point.layer, name)
+        name = names_by_layer(name, runner.points).get(point.layer, name)
     source = _point(runner, name, "reads")
     blocks = blocks_of(runner.model)
     if blocks.get(source.name) != blocks.get(point.name):

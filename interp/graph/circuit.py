@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks import storage
-from hooks.errors import unknown_name
+from hooks.shared import storage, unknown_name
 from interp.graph.graph import Graph
 
 if TYPE_CHECKING:

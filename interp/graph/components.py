@@ -12,9 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner
-from hooks.pieces import real_columns
-from hooks.positions import Index, Selection
-from hooks.transfer import to_device
+from hooks.shared import Index, Selection, real_columns, to_device
 from interp.graph.graph import Graph
 from interp.inputs.texts import mask_of
 from interp.inputs.token_positions import at_least_float32, like

@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError, HookedRunner, HookError, storage
-from hooks.errors import unknown_name
-from hooks.session import is_listened_to
+from hooks import ActivationCache, CacheError, HookedRunner, HookError
+from hooks.shared import is_listened_to, storage, unknown_name
 from interp.graph.nodes import At, add, layer_of
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import like, real_of

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import storage
+from hooks.shared import storage
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.transfer import all_to_device
+from hooks.shared import all_to_device
 from interp.inputs.token_positions import like
 from interp.linear.norms import is_identity, linear_part
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.inputs.spans import (
     Spans,
     as_answers,

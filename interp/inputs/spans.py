@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.pieces import real_columns
-from hooks.positions import Index, Selection
+from hooks.shared import Index, Selection, real_columns
 
 Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""

@@ -9,9 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.pieces import encoded
-from hooks.positions import Index, Selection
-from hooks.transfer import to_device
+from hooks.shared import Index, Selection, encoded, to_device
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
 

@@ -7,9 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from hooks.pieces import real_columns
-from hooks.positions import Selection
-from hooks.transfer import to_device
+from hooks.shared import Selection, real_columns, to_device
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each. A token may be a text, where a model reads it."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 from interp.inputs.texts import Text, Texts, is_worded, text_for
 from interp.protocol import of
 

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import HookedRunner, storage
-from hooks.names import layers
-from hooks.transfer import to_device
+from hooks import HookedRunner
+from hooks.shared import names_by_layer, storage, to_device
 from interp.inputs.token_positions import at_least_float32
 from interp.protocol import n_logits, of, runner_of
 
@@ -54,7 +53,9 @@ def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
     if torch.is_inference_mode_enabled():
         raise ValueError("gradients must be possible; got PyTorch's inference mode")
     runner = runner_of(model)
-    entering, leaving = (layers(name, runner.points) for name in ("resid_pre", "resid_post"))
+    entering, leaving = (
+        names_by_layer(name, runner.points) for name in ("resid_pre", "resid_post")
+    )
     return runner, [*entering.values(), leaving[max(leaving)]]
 
 

@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.transfer import stacked, to_device
+from hooks.shared import stacked, to_device
 from interp.inputs.token_positions import at_least_float32
 from interp.linear.norms import LinearPart, linear_part
 from interp.protocol import plain

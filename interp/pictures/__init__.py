@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
+from hooks.shared import carried
 from interp.pictures.parts import axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, plotted_axes, visible, visible_title
 
@@ -490,7 +491,7 @@ def _window(
 
 def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
     """The text of each token and True, or the numbers of tokens and False where there is no tokenizer."""
-    language: Any = getattr(model, "language_parts", model)
+    language: Any = None if model is None else carried(model, "language_parts") or model
     try:
         if getattr(language, "tokenizer", None) is not None:
             return language.to_pieces(row), True

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hooks import storage
-from hooks.errors import unknown_name
+from hooks.shared import storage, unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

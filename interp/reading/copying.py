@@ -5,8 +5,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks._torch import without_gradients
-from hooks.transfer import to_device
+from hooks.shared import to_device, without_gradients
 from interp.inputs.token_positions import at_least_float32
 from interp.linear.folded import FoldedWeights
 from interp.protocol import runner_of

@@ -7,9 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks._torch import without_gradients
-from hooks.errors import unknown_name
-from hooks.transfer import to_device
+from hooks.shared import to_device, unknown_name, without_gradients
 from interp.graph.components import ResidualComponents
 from interp.inputs.token_positions import at_least_float32, like
 from interp.results.result import Result

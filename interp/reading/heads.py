@@ -8,11 +8,8 @@ from einops import rearrange
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import ActivationCache
-from hooks._torch import without_gradients
-from hooks.errors import CacheError, HookError, unknown_name
-from hooks.positions import Index, Selection
-from hooks.transfer import stacked
+from hooks import ActivationCache, CacheError, HookError
+from hooks.shared import Index, Selection, stacked, unknown_name, without_gradients
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import at_least_float32, like, real_of
 from interp.protocol import of

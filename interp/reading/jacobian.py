@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import HookedRunner, storage
-from hooks._torch import peak_bytes
-from hooks.transfer import stacked
+from hooks import HookedRunner
+from hooks.shared import peak_bytes, stacked, storage
 from interp.inputs.texts import Texts, batches
 from interp.inputs.token_positions import at_least_float32
 from interp.linear.affine import AffineLens, for_fit

@@ -9,8 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks._torch import without_gradients
-from hooks.transfer import stacked, to_device
+from hooks.shared import stacked, to_device, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
 from interp.inputs.token_positions import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded

@@ -13,9 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks._torch import without_gradients
-from hooks.positions import Index
-from hooks.transfer import stacked, to_device
+from hooks.shared import Index, stacked, to_device, without_gradients
 from interp.graph.components import ResidualComponents
 from interp.inputs.texts import nan_at_padding, text_of, token_ids, words_of
 from interp.inputs.token_positions import at_least_float32, like, short, tokens_of

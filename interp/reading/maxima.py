@@ -9,10 +9,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
-from hooks.point import index_by_axis
-from hooks.positions import Index
-from hooks.transfer import to_device
+from hooks import index_by_axis
+from hooks.shared import Index, to_device, without_gradients
 from interp.inputs.texts import Texts, batches, writer_of
 from interp.inputs.token_positions import at_least_float32, like
 from interp.protocol import runner_of

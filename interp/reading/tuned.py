@@ -17,9 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import HookedRunner, storage
-from hooks._torch import without_gradients
-from hooks.transfer import stacked, to_device
+from hooks import HookedRunner
+from hooks.shared import stacked, storage, to_device, without_gradients
 from interp.inputs.texts import Texts, each_text, padded
 from interp.inputs.token_positions import divergence, finite
 from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.inputs.texts import token_ids, writer_of
 from interp.inputs.token_positions import tokens_of
 from interp.linear.folded import FoldedWeights

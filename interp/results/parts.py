@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 from interp.inputs.token_positions import short
 
 if TYPE_CHECKING:

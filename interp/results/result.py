@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import storage
+from hooks.shared import storage
 from interp.results import parts
 from interp.results.intervals import Interval, auroc, interval, share
 from interp.results.places import Place, Places

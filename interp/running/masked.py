@@ -21,9 +21,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks._torch import without_gradients
-from hooks.session import Session
-from hooks.transfer import all_to_device, to_device
+from hooks.shared import Session, all_to_device, to_device, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer

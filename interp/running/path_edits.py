@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.session import Session
-from hooks.transfer import all_to_device, to_device
+from hooks.shared import Session, all_to_device, to_device
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer

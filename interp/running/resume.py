@@ -18,10 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import peak_bytes
-from hooks.point import inside
-from hooks.session import Edits
-from hooks.transfer import to_device, trusted
+from hooks.shared import Edits, inside, peak_bytes, to_device, trusted
 from interp.running.rows import Done, Job, acting, copied, stacked, too_small
 from interp.running.unedited import Unedited
 

@@ -10,12 +10,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookError, Point, start_of_piece
-from hooks._torch import peak_bytes
-from hooks.errors import NEVER_FIRED, require_fired
-from hooks.pieces import Piece, reading
-from hooks.point import first_tensor, with_first_tensor
-from hooks.session import Edits, Session
-from hooks.transfer import to_device, trusted
+from hooks.shared import (
+    NEVER_FIRED,
+    Edits,
+    Piece,
+    Session,
+    first_tensor,
+    peak_bytes,
+    reading,
+    require_fired,
+    to_device,
+    trusted,
+    with_first_tensor,
+)
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import check_tokens, columns_of_last
 from interp.measuring import Metric, last_of, per_example

@@ -10,10 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks._torch import without_gradients
-from hooks.foreign import unknown_point
-from hooks.names import layers as by_layer
-from hooks.point import layer_of
+from hooks.shared import layer_of, names_by_layer, unknown_point, without_gradients
 from interp.edits import Edit
 from interp.inputs.pairs import Direction, Pairs, pairs_for
 from interp.inputs.texts import Text, are_aligned, words_of
@@ -71,7 +68,7 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
         require_points(runner)
         in_layers = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
         raise unknown_point(choice.site, dict.fromkeys(in_layers), "site")
-    return _some("layers", by_layer(choice.site, points), choice.layers)
+    return _some("layers", names_by_layer(choice.site, points), choice.layers)
 
 
 @dataclass(frozen=True, eq=False)

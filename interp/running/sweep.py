@@ -19,9 +19,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import EditedPoint, Hooks
-from hooks._torch import without_gradients
-from hooks.progress import progress_bar
-from hooks.session import is_listened_to
+from hooks.shared import is_listened_to, progress_bar, without_gradients
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs
 from interp.inputs.texts import Text, Texts, text_for

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner
-from hooks._torch import version
-from hooks.point import first_tensor, inside, tensors_in
-from hooks.session import Session
-from hooks.transfer import to_device
+from hooks.shared import Session, first_tensor, inside, tensors_in, to_device, version
 from interp.edits import Edit
 from interp.protocol import logits_of, of
 from interp.running.rows import Batch, Job

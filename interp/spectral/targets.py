@@ -9,9 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
-from hooks._torch import without_gradients
-from hooks.memory import require_room
-from hooks.transfer import to_device
+from hooks.shared import require_room, to_device, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.protocol import LanguageModel, of
 from interp.running.sites import Some

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 from interp.directions.erasing import Moments
 from interp.inputs.texts import writer_of
 from interp.reading.maxima import Activation

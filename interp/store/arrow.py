@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks import hooks_name
-from hooks.errors import unknown_name
+from hooks.shared import unknown_name
 from interp.inputs.token_positions import at_least_float32
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
 from interp.store.harvesting import finish, known, write
 from interp.store.rows import FORMAT, Settings
+from interp.transformer_lens import hooks_name
 
 TOKENS = "token_ids"
 

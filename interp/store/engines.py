@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-Model = nn.Module | str | Callable[[], nn.Module]
-"""A model, the name of one that `models.load` reads, or a function that makes one."""
+Model = nn.Module | Callable[[], nn.Module]
+"""A model, or a function that makes one."""
 
 JOBS_OF_WORKER = 4
 """Jobs for each worker: several, so that one that is late or lost keeps few others waiting."""
@@ -22,15 +22,11 @@ def loaded(model: Model) -> nn.Module:
     Raises:
         TypeError: if it is none of these.
     """
-    if isinstance(model, str):
-        # The one place of the library that loads by name: workers elsewhere have nothing else.
-        from models import load
-
-        return load(model)
     made = model if isinstance(model, nn.Module) or not callable(model) else model()
     if not isinstance(made, nn.Module):
         raise TypeError(
-            f"model must be a module, a name or a function that makes one; got {type(made).__name__}"
+            "model must be a module, or a function that makes one, such as "
+            f"partial(models.load, 'gpt2'); got {type(made).__name__}"
         )
     return made
 

@@ -28,7 +28,8 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import safe_open
 from torch import Tensor
 
-from hooks import CacheError, storage
+from hooks import CacheError
+from hooks.shared import storage
 
 KIND = "store"
 MANIFEST = "manifest.json"

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hooks import CacheError, Selector
-from hooks._torch import without_gradients
-from hooks.positions import Index
+from hooks.shared import Index, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, Piece, count, runs
 from interp.store.engines import Model, loaded, on_ray
@@ -66,8 +65,8 @@ def harvest(
     refused. If `dtype` could not hold a value, the same call with another one begins again, and takes the old files away.
 
     Args:
-        model: any model with hook points, in evaluation mode; or the name of one for `models.load`, or a function that makes
-            one, which is what jobs on several machines take.
+        model: any model with hook points, in evaluation mode; or a function that makes one, such as
+            `partial(models.load, "gpt2")`, which each of several workers calls.
         texts: a path, texts, or rows of a table; see `interp.store.corpora`. They are read once, so they may stream. Every
             job is given all of them, and reads its own.
         names: which points: names, globs or a mode. Their first axes must be `batch pos`.

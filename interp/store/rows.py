@@ -9,12 +9,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import HookedRunner, HookError, Selector, storage
-from hooks.names import resolve
-from hooks.parts import parts_of
-from hooks.positions import Index, Selection
-from hooks.session import edits_in_force
-from hooks.transfer import to_device
+from hooks import HookedRunner, HookError, Selector
+from hooks.shared import Index, Selection, edits_in_force, parts_of, resolve, storage, to_device
 from interp.inputs.texts import padded, places_inside
 from interp.inputs.token_positions import at_least_float32
 from interp.protocol import of, runner_of

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
-from hooks._torch import without_gradients
-from hooks.transfer import to_device
+from hooks.shared import to_device, without_gradients
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of
 from interp.results.result import Result

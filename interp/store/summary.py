@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks import Point, storage
+from hooks import Point
+from hooks.shared import storage
 from interp.edits.draws import hashes
 
 _KIND = "statistics-1"

@@ -14,9 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
-from hooks.errors import unknown_name
-from hooks.progress import progress_bar
+from hooks.shared import progress_bar, unknown_name, without_gradients
 from interp.inputs.texts import Texts
 from interp.inputs.token_positions import finite
 from interp.results.result import Result

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.graph import Graph
 from interp.inputs.texts import Texts, text_for, writer_of
 from interp.inputs.token_positions import at_least_float32, finite, like

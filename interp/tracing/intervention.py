@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks import Point
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from interp.inputs.token_positions import at_least_float32, finite, like
 from interp.results.places import written
 from interp.tracing.frozen import FrozenRun

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from hooks import storage
-from hooks.errors import unknown_name
+from hooks.shared import storage, unknown_name
 from interp import pictures
 from interp.tracing import influence, neuronpedia
 from interp.tracing.nodes import Link, Node

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints, Point
-from hooks._torch import remove_hooks, without_gradients
-from hooks.point import tensors_in
-from hooks.processes import Shards, is_whole, mesh_of
-from hooks.session import Session, Wire
+from hooks.shared import (
+    Session,
+    Shards,
+    Wire,
+    carried,
+    is_whole,
+    mesh_of,
+    remove_hooks,
+    tensors_in,
+    without_gradients,
+)
 from models.attached.attention import AttentionPoints, register
 from models.attached.checked import has_other_terms, problem_of
 from models.attached.configs import (
@@ -120,7 +127,7 @@ class Attached(ReadsText):
 
     @property
     def _language(self) -> AttachedLanguage:
-        if (language := vars(self.model).get("language_parts")) is None:
+        if (language := carried(self.model, "language_parts")) is None:
             raise ValueError("the model must be attached to read texts; its points were removed")
         return language
 

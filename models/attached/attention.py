@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, HookPoints
-from hooks.session import is_listened_to
+from hooks.shared import carried, is_listened_to
 from models.attached.configs import HOOKED, Kernel, kernel_name, kernel_of
 from models.attached.past import (
     Keys,
@@ -52,7 +52,7 @@ def hooked_attention(
     """Attention of one module, through its points if it has any; see `AttentionPoints`."""
     if isinstance(attention_mask, Tensor):  # some families make it longer
         attention_mask = attention_mask[..., : key.shape[2]]
-    points: AttentionPoints | None = vars(module).get("hook_points")
+    points: AttentionPoints | None = carried(module, "hook_points")
     if points is None:
         return kernel_of(module)(module, query, key, value, attention_mask, **kwargs)
     return points.attend(module, query, key, value, attention_mask, **kwargs)

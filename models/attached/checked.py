@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks._torch import without_gradients
-from hooks.point import mapped, tensors_in
-from hooks.session import Session
+from hooks.shared import Session, carried, mapped, tensors_in, without_gradients
 from models.attached.probe import kind_of
 from models.attached.sums import HALF, agree
 
@@ -85,7 +83,7 @@ def in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, An
 def has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether attention gives something else where its scores and its pattern are listened to."""
     module, args, kwargs = in_float32(module, args, kwargs)
-    points: Any = vars(module)["hook_points"]
+    points: Any = carried(module, "hook_points")
     output = next(tensors_in(module(*args, **kwargs)))
     with Session() as session:
         session.after(points.pattern, lambda pattern: None)
@@ -101,10 +99,10 @@ def problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
         module: the attention module, with `TracedPoints`.
         args, kwargs: its arguments in some run.
     """
-    traced: Any = vars(module)["hook_points"]
+    traced: Any = carried(module, "hook_points")
     module, args, kwargs = in_float32(module, args, kwargs)
     values, read = _values_of(module, args, kwargs, edits=False)
-    traced.scale = vars(module)["hook_points"].scale
+    traced.scale = carried(module, "hook_points").scale
     edited, _ = _values_of(module, args, kwargs, edits=True)
     return _broken(values, read) or _broken(edited)
 
@@ -113,7 +111,7 @@ def _values_of(
     module: nn.Module, args: Any, kwargs: Any, edits: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The values at the points of one run, and what modules read, or may read, of it. Edits turn what can be edited."""
-    points: Any = vars(module)["hook_points"]
+    points: Any = carried(module, "hook_points")
     values: dict[str, Tensor] = {}
     read: list[Tensor] = []
     with Session() as session:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hooks.point import mapped, tensors_in
+from hooks.shared import carried, mapped, tensors_in
 from models.attached.forward import is_cache
 from models.attached.past import Past, keeps_only_keys, layer_of
 
@@ -98,7 +98,7 @@ def context_of(
         names = list(inspect.signature(block.forward).parameters)
         named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
         cache = next((named[name] for name in CACHES if is_cache(named.get(name))), None)
-        kept = layer_of(cache, vars(block)["hook_points"].layer)
+        kept = layer_of(cache, carried(block, "hook_points").layer)
         n_pos = args[0].shape[1] if args else 0
         if not keeps_only_keys(kept) or kept.keys is None or kept.keys.shape[2] != n_pos:
             return None

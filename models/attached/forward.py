@@ -18,11 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookError, start_of_piece
-from hooks._torch import memory_of
-from hooks.pieces import Piece, reading
-from hooks.point import tensors_in
-from hooks.scoped import Scoped
-from hooks.words import Words, forwards_in
+from hooks.shared import Piece, Scoped, Words, forwards_in, memory_of, reading, tensors_in
 from models.attached.configs import HOOKED
 from models.attached.wiring import Output, texts_read
 

@@ -11,10 +11,16 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor, without_gradients
-from hooks.point import inside, tensors_in
-from hooks.scoped import Scoped
-from hooks.session import Session, hooks_disabled, is_listened_to
+from hooks.shared import (
+    FakeTensor,
+    Scoped,
+    Session,
+    hooks_disabled,
+    inside,
+    is_listened_to,
+    tensors_in,
+    without_gradients,
+)
 from models.attached.configs import base_of, text_config
 from models.attached.context import CACHES, AttachedContext, context_of
 from models.attached.layout import BlockLayout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hooks.session import hooks_disabled
+from hooks.shared import hooks_disabled
 from models.attached.probe import Call
 from models.attached.sums import HALF, is_same
 from models.norm import widened

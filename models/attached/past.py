@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookError, HookPoint, start_of_piece
-from hooks._torch import memory_of
-from hooks.session import Wire, is_listened_to
+from hooks.shared import Wire, is_listened_to, memory_of
 from models.attached.forward import is_cache
 from models.attached.wiring import fire
 from models.running.context import joined

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookPoint, HookPoints
-from hooks._torch import hooks_last
+from hooks.shared import hooks_last
 from models.attached.attention import AttentionPoints
 from models.attached.configs import text_config
 from models.attached.layout import BlockLayout

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks._torch import memory_of, version, without_gradients
-from hooks.point import tensors_in
+from hooks.shared import memory_of, tensors_in, version, without_gradients
 from models.attached.configs import kernel_of
 from models.checks import mode
 

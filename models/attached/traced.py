@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hooks import HookError, HookPoint
-from hooks.point import tensors_in
-from hooks.session import is_listened_to
+from hooks.shared import is_listened_to, tensors_in
 from models.attached.attention import AttentionPoints
 from models.attached.checked import slope_of
 from models.attached.forward import Forward, Generate

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity, position_offset, start_of_piece
-from hooks._torch import without_gradients
+from hooks.shared import carried, without_gradients
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call, tokens_for
@@ -78,7 +78,7 @@ class PlainView(nn.Module):
         for n, layout in enumerate(layouts):
             if layout.attention is None or layout.attn_out is None or layout.mid_out is not None:
                 raise missing(n, "attention that adds to the stream")
-            if shards := vars(model.blocks[n].attn.z).get("shards"):
+            if shards := carried(model.blocks[n].attn.z, "shards"):
                 rule = f"heads that are not split over {shards.mesh.size()} processes"
                 raise missing(n, rule)
         tokens = tokens_for(model)

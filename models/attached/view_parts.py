@@ -9,8 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity
-from hooks.point import tensors_in
-from hooks.session import Session, hooks_disabled
+from hooks.shared import Session, hooks_disabled, tensors_in
 from models.attached.layout import BlockLayout
 from models.attached.norms import norm_of
 from models.attached.probe import Call

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.point import mapped, tensors_in
-from hooks.session import Session
+from hooks.shared import Session, mapped, tensors_in
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call
 from models.attached.sums import agree

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookPoint
-from hooks.point import tensors_in, with_first_tensor
-from hooks.processes import Shards
-from hooks.session import Wire, is_listened_to
+from hooks.shared import Shards, Wire, carried, is_listened_to, tensors_in, with_first_tensor
 from models.attached.norms import Norm
 
 # Dataclasses, because a copy of the model must have hooks that know the copy's points.
@@ -34,7 +32,7 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
         return point(value) if value.ndim == len(point.axes) else value
     texts = texts_read.get()
     apart = value if value.ndim == len(point.axes) else value.view(*texts, -1)
-    shards: Shards | None = vars(point).get("shards")
+    shards: Shards | None = carried(point, "shards")
     whole = shards.joined(apart) if shards else apart
     new = point(whole)
     texts_read.set(texts)  # a hook may have run a model

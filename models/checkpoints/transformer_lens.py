@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks._torch import without_gradients
+from hooks.shared import without_gradients
 from models.checkpoints.assemble import Reader, Source, assemble
 from models.checkpoints.huggingface.family import Family, Rows
 from models.checkpoints.transformer_lens_config import lens_config

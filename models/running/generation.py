@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from hooks._torch import without_gradients
-from hooks.transfer import to_device, trusted
+from hooks.shared import to_device, trusted, without_gradients
 from models.checks import check_tokens, check_whole, require
 from models.running.kvcache import KVCache
 from models.running.sampling import Sampling, row_generator

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hooks.transfer import to_device
+from hooks.shared import to_device
 from models.checks import check_types
 
 GREEDY_BELOW = 1e-6

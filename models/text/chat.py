@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hooks.shared import carried
 from models.text.templates import ChatTemplate, Messages
 from models.text.texts import TokenBatch
 
@@ -54,7 +55,7 @@ def chat(
             raise ValueError(
                 f"a message must have a role and a content, both texts; got {message!r:.80}"
             )
-    language = vars(model).get("language_parts", model)
+    language: Any = carried(model, "language_parts") or model
     tokenizer = language.require_tokenizer()
     chosen = getattr(tokenizer, "chat_template", None) if template is None else template
     if chosen is None:

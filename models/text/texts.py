@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from hooks.pieces import encoded
+from hooks.shared import encoded
 from models.checks import check_choice
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 

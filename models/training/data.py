@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks._torch import without_gradients
-from hooks.transfer import to_device, trusted
+from hooks.shared import to_device, trusted, without_gradients
 from models.checks import INTEGERS, check_types, check_whole, mode
 from models.norm import widened
 from models.transformer import Transformer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.progress import progress_bar
+from hooks.shared import progress_bar
 from models.checks import mode
 from models.training.data import (
     Batches,

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks import storage
-from hooks.transfer import later, stacked
+from hooks.shared import later, stacked, storage
 from models.files import one_error, read_saved
 from models.training.data import Loss, TrainingConfig, check_learnable, evaluate, row_losses
 from models.transformer import Transformer

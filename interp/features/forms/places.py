@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import HookedRunner, Point, UnknownNameError, hooks_name
-from hooks.point import tensors_in
+from hooks import HookedRunner, Point, UnknownNameError
+from hooks.shared import tensors_in
 from interp.protocol import n_logits, of
+from interp.transformer_lens import hooks_name
 
 # A block of a model of `transformers`, a module in it, and whether what that reads or what it gives is meant.
 _MODULE = re.compile(

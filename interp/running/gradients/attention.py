@@ -21,12 +21,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoints, Options
-from hooks._torch import without_gradients
-from hooks.capture import Recorder
-from hooks.errors import unknown_name
-from hooks.point import mapped
-from hooks.replay import plain_argument, replay
-from hooks.session import Session, edits_in_force
+from hooks.shared import (
+    Recorder,
+    Session,
+    edits_in_force,
+    mapped,
+    plain_argument,
+    replay,
+    unknown_name,
+    without_gradients,
+)
 from interp.inputs.token_positions import at_least_float32
 
 Patterns = Float[Tensor, "batch head query key"]

@@ -10,10 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookedRunner, HookError, Point
-from hooks.errors import NEVER_FIRED, require_fired
-from hooks.point import first_tensor, point_at, with_first_tensor
-from hooks.session import Session
-from hooks.transfer import to_device
+from hooks.shared import (
+    NEVER_FIRED,
+    Session,
+    first_tensor,
+    point_at,
+    require_fired,
+    to_device,
+    with_first_tensor,
+)
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import at_least_float32, last_real
 from interp.measuring import Metric, evaluate, last_of

@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.transfer import all_to_device, to_device
+from hooks.shared import all_to_device, to_device
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
 from interp.inputs.token_positions import at_least_float32

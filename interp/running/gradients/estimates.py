@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Point
-from hooks.point import layer_of
-from hooks.transfer import to_device
+from hooks.shared import layer_of, to_device
 from interp import edits
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.token_positions import at_least_float32

@@ -8,9 +8,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks._torch import without_gradients
-from hooks.replay import replay
-from hooks.transfer import all_to_device, to_device
+from hooks.shared import all_to_device, replay, to_device, without_gradients
 from interp.graph import Graph
 from interp.inputs.token_positions import at_least_float32
 from interp.linear.norms import is_identity, linear_part

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.transfer import to_device
+from hooks.shared import to_device
 
 _FIRST, _MOST = 4, 1024
 

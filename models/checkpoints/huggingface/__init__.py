@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import hooks_of
-from hooks.session import is_foreign
+from hooks.shared import hooks_of, is_foreign
 from models.checkpoints.assemble import Reader, assemble, end_tokens
 from models.checkpoints.huggingface import gpt, llama, opt
 from models.checkpoints.huggingface.family import Attributes, Family

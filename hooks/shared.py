@@ -1,0 +1,54 @@
+"""Parts of this package that `models` and `interp` build with, and no user needs.
+
+Nothing else of `hooks` is imported there, but for what `hooks` itself exports.
+"""
+
+from hooks import storage
+from hooks._torch import (
+    Component,
+    FakeTensor,
+    hooks_last,
+    hooks_of,
+    is_unwatched,
+    memory_of,
+    peak_bytes,
+    remove_hooks,
+    traced_as_constant,
+    version,
+    without_gradients,
+)
+from hooks.capture import Recorder
+from hooks.errors import NEVER_FIRED, require_fired, require_module, unknown_name
+from hooks.hints import HintsAtNames, register_hints, unknown_point
+from hooks.memory import require_room
+from hooks.names import blocks_of, names_by_layer, resolve
+from hooks.parts import Part, PartPoint, parts_of, with_parts
+from hooks.pieces import Piece, encoded, piece_read, reading, real_columns
+from hooks.point import (
+    POSITION_AXES,
+    carried,
+    first_tensor,
+    inside,
+    layer_of,
+    mapped,
+    point_at,
+    require_axes,
+    tensors_in,
+    with_first_tensor,
+)
+from hooks.positions import TEXT_AXES, Index, Rows, Selection, all_but, broadcast
+from hooks.processes import Shards, is_whole, mesh_of
+from hooks.progress import progress_bar
+from hooks.replay import plain_argument, replay
+from hooks.scoped import Scoped
+from hooks.session import (
+    Edits,
+    Session,
+    Wire,
+    edits_in_force,
+    hooks_disabled,
+    is_foreign,
+    is_listened_to,
+)
+from hooks.transfer import all_to_device, is_trusted, later, stacked, to_device, trusted
+from hooks.words import Words, forwards_in
