@@ -35,7 +35,7 @@ class Recorder:
         optional: names of points that may have no value.
         stops: whether to end the run, by `Complete`, once every point has fired.
         joined: a point may fire many times. Its values are joined along the position axis.
-        unkept: names of points whose values are not kept. It is only noted that they fired.
+        unkept: points of which only the names are recorded, once they fire.
         bound: counts what is kept, and refuses too much.
         borrowed: None to copy values. Otherwise nothing writes into a value during the run, so it is kept as it is,
             unless its memory is one of these (see `_torch.memory_of`).
@@ -166,7 +166,7 @@ class Recorder:
                 return
             # A copy, because PyTorch may use the same memory for the `grad` of a leaf.
             with reading(piece):
-                grads[point.name] = options.kept(private(grad), point)
+                grads[point.name] = options.apply(private(grad), point)
 
         value.register_hook(keep)
         return value
@@ -174,7 +174,7 @@ class Recorder:
     def _keep(self, value: Tensor, point: Point) -> None:
         name = point.name
         if value.requires_grad and not self.options.detach:
-            kept = self.options.kept(value, point)
+            kept = self.options.apply(value, point)
             if self.joined or not _torch.has_storage(kept):
                 # A later run may write there: into a key/value cache, for instance.
                 kept = kept.clone()
@@ -195,7 +195,7 @@ class Recorder:
 
     def _copied(self, point: Point, value: Tensor) -> Tensor:
         value = value.detach()
-        kept = self.options.kept(value, point)
+        kept = self.options.apply(value, point)
         return private(kept) if kept is value and not self._may_keep(value) else kept
 
     def _may_keep(self, value: Tensor) -> bool:

@@ -114,7 +114,7 @@ class Options:
         chosen = {name: value for name, value in kwargs.items() if name in names}
         return cls(**chosen), {name: kwargs[name] for name in kwargs if name not in names}
 
-    def kept(self, value: Tensor, point: Point) -> Tensor:
+    def apply(self, value: Tensor, point: Point) -> Tensor:
         """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and in the dtype.
 
         Padding is what `hooks.position_offset` says here. It is `value` itself or a new tensor, never a view.

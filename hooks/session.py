@@ -188,7 +188,7 @@ class _Before(_Listener):
 
 _no_session = Session()
 _DISABLED = weakref.ref(_no_session)
-"""Stands first among the sessions of a context in which no earlier hooks act, those that stay included."""
+"""The first session of a context in which no hooks act that were set outside of it."""
 
 
 def _in_force() -> tuple[weakref.ref[Session], ...]:

@@ -15,7 +15,7 @@ from models.kernels import by_blocks, fused
 from models.linear import Linear
 from models.norm import ByConfig, QKNorm, dropout
 from models.positions import rotary
-from models.running.context import Context, ContextOrMask, place
+from models.running.context import Context, ContextOrMask, make_context
 from models.running.masks import Mask, dense
 
 
@@ -191,7 +191,7 @@ class Attention(ByConfig):
             if context is None and not self.is_causal:
                 context = x.new_ones(x.shape[1], x.shape[1], dtype=torch.bool)
             rotate = partial(self.rotary.rotation, dtype=x.dtype)
-            context = place(x, {self.window}, self.heads[0], rotate, query_key_mask=context)
+            context = make_context(x, {self.window}, self.heads[0], rotate, query_key_mask=context)
         return self.mix(*self.project(x), context)
 
     def project(

@@ -66,7 +66,7 @@ class NoPositions(nn.Module):
 
 
 class ReadPositions(nn.Embedding):
-    """Learned encodings that queries and keys read, and nobody else (Press et al. 2021)."""
+    """Learned encodings that only queries and keys read (Press et al. 2021)."""
 
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Tensor:
         """The encodings themselves, which blocks are given in place of a rotation."""

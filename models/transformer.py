@@ -17,7 +17,7 @@ from models.config import TransformerConfig
 from models.linear import Linear
 from models.norm import dropout, norm
 from models.positions import added_positions, rotary
-from models.running.context import Context, place
+from models.running.context import Context, make_context
 from models.running.kvcache import KVCache
 from models.text.texts import ReadsText, Texts, read
 from models.weights import BlockWeights, tie
@@ -171,7 +171,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
         elif new > config.n_ctx:
             raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
         if not config.causal:
-            query_key_mask = _everything(tokens, query_key_mask, kv_cache)
+            query_key_mask = full_mask(tokens, query_key_mask, kv_cache)
         weight = self.token_embedding.weight
         if tokens.device != weight.device:
             # Only the embedding needs the numbers.
@@ -179,7 +179,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
         encoder = self.position_embedding if config.positions == "shortformer" else self.rotary
         rotate = partial(encoder.rotation, dtype=weight.dtype)
         masks = (attention_mask, query_key_mask)
-        return place(tokens, set(config.windows), config.n_heads, rotate, *masks, kv_cache)
+        return make_context(tokens, set(config.windows), config.n_heads, rotate, *masks, kv_cache)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Context | None = None
@@ -263,7 +263,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
-def _everything(tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None) -> Tensor:
+def full_mask(tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None) -> Tensor:
     """The mask of a model that is not causal: every query sees every key, unless the caller says otherwise.
 
     Raises:
@@ -276,7 +276,7 @@ def _everything(tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None) -
 
 
 def _tokens_unread(stream: Tensor) -> Tensor:
-    """Tokens of a run that starts from a stream: they say how many there are, and where, and no more.
+    """Return placeholder tokens for a run that starts from a stream: only their number counts.
 
     Raises:
         ValueError: if the stream is none.

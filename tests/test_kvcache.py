@@ -283,14 +283,14 @@ def test_a_window_bounds_the_memory(piece, window):
 @pytest.mark.parametrize("window", [0, 1, STEP, 2 * STEP])
 def test_buffers_are_moved_once_a_step_at_most(window, monkeypatch):
     """Also where the window is as wide as a step or several."""
-    buffers, extended = [], module.LayerCache.extended
+    buffers, extended = [], module.LayerCache.append
 
     def noting(*args):
         keys, values = extended(*args)
         buffers.append(keys.untyped_storage())  # held, so that no address comes twice
         return keys, values
 
-    monkeypatch.setattr(module.LayerCache, "extended", noting)
+    monkeypatch.setattr(module.LayerCache, "append", noting)
     model, cache = build("rotary", n_ctx=71, n_layers=1, window=window), KVCache()
     for token in text(2, 41).split(1, 1):
         model(token, kv_cache=cache)

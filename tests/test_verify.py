@@ -73,7 +73,7 @@ def test_autocast_of_the_caller_is_not_the_models_fault():
 
 def test_the_model_that_ships_passes_when_it_is_loaded(monkeypatch):
     assert isinstance(load("pydoc-4l", verify=True), Transformer)
-    monkeypatch.setattr(LayerCache, "extended", rolled)
+    monkeypatch.setattr(LayerCache, "append", rolled)
     with pytest.raises(VerificationError, match="in pieces"):
         load("pydoc-4l", verify=True)
     load("pydoc-4l")
@@ -101,7 +101,7 @@ def rows_mixed(x):
     return x + x.roll(1, 0) * 0.1
 
 
-def rolled(self, start, k, v, plain=LayerCache.extended):
+def rolled(self, start, k, v, plain=LayerCache.append):
     """A cache that hands out the right keys for the wrong positions, once it has several."""
     k, v = plain(self, start, k, v)
     return (k.roll(1, 2), v) if start else (k, v)
@@ -231,12 +231,12 @@ def test_right_padding_has_a_check_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_cache_is_checked_for_one_more_position_and_for_several(several, monkeypatch):
-    def wrong(self, start, k, v, plain=LayerCache.extended):
+    def wrong(self, start, k, v, plain=LayerCache.append):
         breaks = start and (k.shape[2] > 1) == several
         k, v = plain(self, start, k, v)
         return (k, v.roll(1, 2)) if breaks else (k, v)
 
-    monkeypatch.setattr(LayerCache, "extended", wrong)
+    monkeypatch.setattr(LayerCache, "append", wrong)
     refused(built(), "a text read in pieces")
 
 

@@ -1,4 +1,4 @@
-"""The check for effects of a subspace that are made of parts which the model does not use (Makelov et al. 2023).
+"""Check whether a subspace acts through directions that the model does not use (Makelov et al. 2023).
 
 Makelov et al. 2023, "Is This the Subspace You Are Looking for? An Interpretability Illusion for Subspace Activation Patching".
 A direction can join one along which runs differ but which nobody reads to one that somebody reads but along which no run

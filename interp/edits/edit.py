@@ -40,8 +40,9 @@ Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor m
 integer selects, and then leading ones."""
 
 Change = Callable[[Tensor, Tensor, Place], Tensor]
-"""The new value of a region, or what broadcasts to it, from its value, the source's there, and where it
-is. Without a source its second argument has no meaning."""
+"""Computes the new value of a region, or one that broadcasts to it.
+
+Its arguments are the value there, the source's value there (meaningless without a source), and the place."""
 
 Axes = tuple[str, ...]
 
@@ -228,7 +229,7 @@ class Edit:
             return activation
         region = activation[place.box]
         if self.source is not None:
-            value = place.taken(
+            value = place.source_values(
                 value, source_axes, activation, self.source.whole, self.source.fixed
             )
         new = self.change(region, value, place)

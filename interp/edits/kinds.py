@@ -77,7 +77,7 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
     >>> replace(source, pos=0, source_pos=-1)(torch.ones(1, 3), Point("any", ("batch", "pos")))
     tensor([[7., 1., 1.]])
     """
-    return Edit("replace", _taken, {"0": source}, _source(source, source_pos)).at(**where)
+    return Edit("replace", _source_values, {"0": source}, _source(source, source_pos)).at(**where)
 
 
 def interchange(
@@ -163,7 +163,7 @@ def mean(
     if not dropped:
         raise ValueError("over must name at least one axis; got ()")
     if isinstance(reference, Means):
-        return Edit("mean", _taken, {"0": reference}, Source(reference)).at(**where)
+        return Edit("mean", _source_values, {"0": reference}, Source(reference)).at(**where)
     source = Source(reference, dropped)
     # On the CPU, where the check below waits for nothing.
     real = source.mask if attention_mask is None else attention_mask.bool().cpu()
@@ -305,7 +305,7 @@ def _source(values: Values, columns: Index | None) -> Source:
     return Source(values, columns=None if columns is None else Selection(columns))
 
 
-def _taken(region: Tensor, value: Tensor, place: Place) -> Tensor:
+def _source_values(region: Tensor, value: Tensor, place: Place) -> Tensor:
     return value
 
 
@@ -340,7 +340,7 @@ def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Place) -> T
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")
-    real_there = place.taken(real, axes, real, dropped, what="attention_mask")
+    real_there = place.source_values(real, axes, real, dropped, what="attention_mask")
     sizes = [[x.shape[place.axes.index(axis)] for axis in axes] for x in (value, real_there)]
     if sizes[0] != sizes[1]:
         rule = f"attention_mask must fit the reference, {sizes[0]} along {' and '.join(axes)}"

@@ -67,7 +67,7 @@ class Place:
         """The sizes of the box."""
         return tuple(part.stop - part.start for part in self.box)
 
-    def taken(
+    def source_values(
         self,
         value: Shaped[Tensor, "..."],
         axes: tuple[str, ...],

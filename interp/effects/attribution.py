@@ -18,7 +18,7 @@ from interp.running.gradients.estimates import (
     contrast,
     effects,
     joined,
-    others,
+    replacement_values,
     summed,
     warn_of_flat,
 )
@@ -96,12 +96,12 @@ def attribution_patching(
             effects, points[name], run.values[name], source=runs.cache, places=runs.places
         )
 
-    estimates = {heard: estimate(name) for heard, name in listened.items()}
+    estimates = {recorded: estimate(name) for recorded, name in listened.items()}
     by_point: dict[str, Tensor] = {}
 
-    def receive(heard: str, gradient: Tensor) -> None:
-        if heard in listened:
-            effect, name = estimates[heard](gradient), listened[heard]
+    def receive(recorded: str, gradient: Tensor) -> None:
+        if recorded in listened:
+            effect, name = estimates[recorded](gradient), listened[recorded]
             if grad_drop:
                 effect = by_point.get(name, 0) + effect.abs() / (len(dropped) - 1)
             by_point[name] = effect
@@ -150,7 +150,7 @@ def _corrected(runs: Contrast, point: Point, attention: Attention) -> Callable[[
     kind = OtherQueries if point.name.endswith(".q") else OtherKeys
     base = attention.values()
     value = base[point.name.rpartition(".")[2]]
-    moved = others(point, value, runs.cache, runs.places)
+    moved = replacement_values(point, value, runs.cache, runs.places)
     changes = [kind(attention, base, other) for other in moved]
     axes = point.axes[:-1]
 

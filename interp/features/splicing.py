@@ -64,7 +64,7 @@ class SplicedDictionary(Part):
         n = dictionary.n_features
         self.features = PartPoint("batch pos feature", f"{n} features of a dictionary")
 
-    def _unheard(self, value: Value, read: Value) -> Value:
+    def _fused(self, value: Value, read: Value) -> Value:
         if self.error is None:
             return self.replaced(value, self.dictionary(self.vector(read)))
         return value if self.error == "live" else self._explicit(value, read)
@@ -85,7 +85,7 @@ class SplicedDictionary(Part):
                 before = before + rest @ dictionary.W_skip
         return self.put(value, before + dictionary.write(edited - features, x))
 
-    forward = FusedUnlessHooked("features", fused=_unheard)(_explicit)
+    forward = FusedUnlessHooked("features", fused=_fused)(_explicit)
 
     def vector(self, value: Value) -> Float[Tensor, "batch pos d"]:
         """What the dictionary sees of a value: one head, or all in a row."""

@@ -66,10 +66,10 @@ class Resumed:
         """Finds where a run begins."""
         stages = set().union(*(self.base.stages[edited.point.module] for edited in job.edits))
         blocks = len(self._inside)
-        job.early, job.late = -1 in stages, blocks - 0.5 in stages
+        job.before_blocks, job.after_blocks = -1 in stages, blocks - 0.5 in stages
         inside = [layer for layer in range(blocks) if layer in stages]
-        job.layer = 0 if job.early else min(inside, default=blocks)
-        if job.late:  # edits of the unembedding are given whole texts
+        job.layer = 0 if job.before_blocks else min(inside, default=blocks)
+        if job.after_blocks:  # edits of the unembedding are given whole texts
             job.pos = 0
 
     def _work(self, job: Job) -> float:
@@ -88,8 +88,8 @@ class Resumed:
             """The streams before and after one more run begins, what a block makes, and joined keys."""
             return (2 * stream + block) * (self.n_pos - pos) // self.n_pos + (past if pos else 0)
 
-        # An early run computes its own first stream, and one run at a time is measured.
-        once = metric + stream * any(job.early for job in jobs)
+        # A run that edits before the blocks computes its own first stream, and one run at a time is measured.
+        once = metric + stream * any(job.before_blocks for job in jobs)
         least = max(max(running(job.pos), stream + unembed) for job in jobs) + once
         if free < least:
             raise too_small(max_bytes, held_bytes + least)
@@ -111,7 +111,7 @@ class Resumed:
                 lambda: self.model.run_block(layer, base.streams[layer], base.contexts[layer])
             )
         stream = base.streams[-1]
-        stream = stream if any(job.late for job in jobs) else self.batch.read(stream)
+        stream = stream if any(job.after_blocks for job in jobs) else self.batch.read(stream)
         _, unembed = peak_bytes(lambda: self.model.unembed(stream))
         _, metric = peak_bytes(lambda: self.batch.measure(base.logits))
         return block, unembed + base.logits.nbytes, metric
@@ -156,7 +156,7 @@ class Resumed:
 
     def _entering(self, job: Job) -> Tensor:
         """The stream that enters the first block of a run, at all positions."""
-        if not job.early:
+        if not job.before_blocks:
             return self.base.streams[job.layer]
         # The unedited run has checked the texts.
         with trusted(), acting(stacked([job], self.batch)):
@@ -169,7 +169,7 @@ class Resumed:
         """Each run with its metric."""
         pos = jobs[0].pos
         streams = dict(zip(jobs, stream.split(self.size), strict=True))
-        for job in [job for job in jobs if job.late]:
+        for job in [job for job in jobs if job.after_blocks]:
             with acting(stacked([job], self.batch)):
                 logits = self.model.unembed(streams.pop(job))
             yield job, self.batch.measure(self.batch.read(logits))

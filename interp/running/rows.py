@@ -41,7 +41,7 @@ class Job:
         edits: what it edits.
         pos: the first position that it runs.
         layer: the first block that it runs.
-        early, late: whether it edits the model before and after its blocks.
+        before_blocks, after_blocks: whether it edits the model before and after its blocks.
         fired: the names of the edited points that it reached.
     """
 
@@ -49,8 +49,8 @@ class Job:
     edits: Sequence[EditedPoint]
     pos: int = 0
     layer: int = 0
-    early: bool = False
-    late: bool = False
+    before_blocks: bool = False
+    after_blocks: bool = False
     fired: set[str] = field(default_factory=set)
 
     def require_fired(self) -> None:

@@ -129,7 +129,7 @@ class Reader:
         """The pieces that the model reads of some texts, of which `first` is the number of the first."""
         return cut(self.model, texts, first, self.settings.context, self.settings.pack)
 
-    def rows(self, piece: Piece) -> Bool[Tensor, " _pos"]:
+    def kept_mask(self, piece: Piece) -> Bool[Tensor, " _pos"]:
         """A mask of the tokens of a piece that are kept."""
         n = piece.shape[1]
         kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
@@ -156,7 +156,7 @@ class Reader:
         # Without any token, one is read for the sizes, and not kept.
         for start in range(0, max(1, len(pieces)), self.settings.batch):
             batch = pieces[start : start + self.settings.batch] or [nothing]
-            kept = [self.rows(piece) & bool(pieces) for piece in batch]
+            kept = [self.kept_mask(piece) & bool(pieces) for piece in batch]
             for name, value in self._values(batch, kept).items():
                 parts[name].append(value)
             for name, row in zip(ROWS, torch.cat([*map(_placed, batch)], 1), strict=True):

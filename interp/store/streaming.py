@@ -127,7 +127,7 @@ def plan(
     for run in runs(texts, kept.column, kept.per_file):
         read = reader.pieces(run, n_texts)
         first += read[: kept.batch - len(first)]
-        counts = [int(reader.rows(piece).sum()) for piece in read]
+        counts = [int(reader.kept_mask(piece).sum()) for piece in read]
         n_texts, n_files = n_texts + len(run), n_files + 1
         n_tokens += sum(piece.shape[1] for piece in read)
         n_rows += sum(map(bool, counts)) if kept.pool else sum(counts)

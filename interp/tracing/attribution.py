@@ -182,7 +182,7 @@ class AttributionGraph:
             )
         ]
         left = stays.nonzero()[:, 0]
-        raised = self.run.raised(left[left < len(self.run.layer)])
+        raised = self.run.promoted_tokens(left[left < len(self.run.layer)])
         kept = [self.nodes[n] for n in left.tolist()]
         kept[: len(raised)] = [
             node._replace(raises=words) for node, words in zip(kept, raised, strict=False)

@@ -213,7 +213,7 @@ class FrozenRun:
         )
 
     @without_gradients
-    def raised(self, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
+    def promoted_tokens(self, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
         """The tokens whose logits the decoders of features raise most, all layers that they write to together."""
         if not len(sources):
             return []

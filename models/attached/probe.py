@@ -49,7 +49,7 @@ class Call:
             split in two.
         output: likewise of the first tensor that it returned; None until it returns, or without one.
         began, ended: when, in calls and returns of all modules.
-        heard: how many parts of attention were computed before.
+        recorded: how many parts of attention were computed before.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Call:
     began: int
     output: Tensor | None = None
     ended: int = -1
-    heard: int = 0
+    recorded: int = 0
     _returned: Tensor | None = None
     _written: int = 0
 
@@ -88,7 +88,7 @@ class Probe:
     parts: list[str] | None = None
     functions: list[str] = field(default_factory=list)
     _open: list[Call] = field(default_factory=list)
-    _told: int = 0
+    _recorded: int = 0
     _clock: int = 0
 
     @property
@@ -108,7 +108,7 @@ class Probe:
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
         inputs = [_by_text(_copy(tensor)) for tensor in tensors]
-        self._open.append(Call(name, module, inputs, self._clock, heard=len(self.parts or ())))
+        self._open.append(Call(name, module, inputs, self._clock, recorded=len(self.parts or ())))
         self.calls.append(self._open[-1])
         self._clock += 1
 
@@ -120,10 +120,13 @@ class Probe:
             break
         call.ended = self._clock
         self._clock += 1
-        parts = (self.parts or [])[call.heard :]
-        if call.heard >= self._told and parts in ([*ATTENTION], [FUSED]):  # no module inside did
+        parts = (self.parts or [])[call.recorded :]
+        if call.recorded >= self._recorded and parts in (
+            [*ATTENTION],
+            [FUSED],
+        ):  # no module inside did
             self.attention[module] += 1
-            self._told = call.heard + len(parts)
+            self._recorded = call.recorded + len(parts)
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Computes attention, and notes which module asked for it."""

@@ -77,7 +77,7 @@ def _explains(term: Tensor, change: Tensor) -> bool:
 
 
 def _error(after: Tensor, *terms: Tensor) -> float:
-    """By how many roundings a sum of terms is not `after`, where that is worst. They are added in order."""
+    """Return the largest error of a sum of terms, added in order, against `after`, in units of rounding."""
     error = 0.0
     for part in (slice(1), slice(None)):  # most are wrong at once
         few = [term[part, part] for term in (*terms, after)]

@@ -114,7 +114,7 @@ def norm_like(call: Call | None) -> nn.Module:
 def mlp_modules(
     n: int, layout: BlockLayout, calls: dict[nn.Module, Call], norms: Sequence[Call | None]
 ) -> tuple[list[nn.Module], Call | None]:
-    """The modules from one that reads a norm, or the stream, to one that gives what is added; with that norm."""
+    """Return the chain of modules of an MLP, from its norm or the stream to what it adds, and that norm."""
     added, after = layout.mlp_out, layout.norms.get("ln2_post")
     assert added is not None
     wanted = calls[added.module].output if after is None else calls[after.module].inputs[0]
@@ -139,7 +139,7 @@ def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) ->
     return []
 
 
-def gives(call: Call, read: Tensor) -> bool:
+def is_projection(call: Call, read: Tensor) -> bool:
     """Whether a module with weights read this, and gave a vector for each position."""
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
     return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)

@@ -15,8 +15,8 @@ from models.attached.sums import agree
 from models.attached.view_parts import (
     ViewContext,
     columns_of,
-    gives,
     instead,
+    is_projection,
     linear_of,
     missing,
     outermost,
@@ -60,7 +60,7 @@ class ViewAttention(nn.Module):
         for name, point in points.named_children():
             setattr(self, name, point)
         inside = [calls[part] for part in module.modules() if part in calls and part is not module]
-        projections = outermost([c for c in inside if gives(c, read)])
+        projections = outermost([c for c in inside if is_projection(c, read)])
         if not projections:
             raise missing(layer, "projections that read what attention reads")
         # Not a submodule: its parameters are not the view's.

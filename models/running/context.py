@@ -76,7 +76,7 @@ class Context(NamedTuple):
     ]:
         """Return the earlier and new keys and values of a layer."""
         if self.kv_cache is not None:
-            return self.kv_cache.layers[layer].extended(self.start, k, v)
+            return self.kv_cache.layers[layer].append(self.start, k, v)
         if self.past is not None:
             old_k, old_v = self.past[layer]
             return joined(old_k, k), joined(old_v, v)
@@ -148,7 +148,7 @@ of `Transformer.forward`, or None for the causal rule and the window. Positions 
 """
 
 
-def place(
+def make_context(
     x: Shaped[Tensor, "batch pos *d_model"],
     windows: Collection[int],
     n_heads: int,

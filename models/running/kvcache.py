@@ -117,7 +117,7 @@ class LayerCache:
         """The memory it holds, in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
-    def extended(
+    def append(
         self,
         start: int,
         k: Float[Tensor, "batch kv_head pos d_head"],

@@ -131,11 +131,13 @@ def effects(
         Estimated effects [*axes, example], the axes of the places without `layer`.
     """
     gradient = at_least_float32(gradient)
-    changes = [at_least_float32(other) - base for other in others(point, base, source, places)]
+    changes = [
+        at_least_float32(other) - base for other in replacement_values(point, base, source, places)
+    ]
     return joined([summed(point.axes, places, change, gradient) for change in changes], places)
 
 
-def others(
+def replacement_values(
     point: Point,
     base: Float[Tensor, "..."],
     source: ActivationCache,
@@ -155,7 +157,7 @@ def others(
 def joined(
     by_span: list[Float[Tensor, "..."]], places: Mapping[str, list[Place]]
 ) -> Float[Tensor, "..."]:
-    """The effects of each of `others` as one tensor [*axes, example]."""
+    """The effects of each of `replacement_values` as one tensor [*axes, example]."""
     axes = [axis for axis in places if axis != "layer"]
     return torch.stack(by_span, axes.index("span")) if "span" in axes else by_span[0]
 
