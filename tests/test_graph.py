@@ -78,7 +78,10 @@ def test_what_is_written_follows_the_gain_of_its_norm():
     at = {point: cache[name] for point, name in zip(nodes.points, nodes.needed, strict=True)}
 
     def total():
-        return sum(part.square().sum() for part in nodes.layers[1].added(at.__getitem__))
+        return sum(
+            part.vectors().square().sum()
+            for part in nodes.layers[1].attention_writers(at.__getitem__)
+        )
 
     (found,) = torch.autograd.grad(total(), gain)
     with torch.no_grad():

@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -14,58 +14,14 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookedRunner
 from hooks.shared import Index, Selection, real_columns, to_device
 from interp.graph.graph import Graph
+from interp.graph.nodes import At, Writers
 from interp.inputs.texts import mask_of
-from interp.inputs.token_positions import at_least_float32, like
+from interp.inputs.token_positions import at_least_float32
 from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.protocol import plain
 
 # What is read of a run, but for neurons.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
-
-
-class ComponentGroup(NamedTuple):
-    """Components that write to the stream by one map, or that are vectors of the stream.
-
-    Attributes:
-        names: those of the components.
-        values: what is mapped, already divided by the scale of the norm of what is added.
-        map: the weights, and what that norm does besides; None for vectors.
-    """
-
-    names: Sequence[str]
-    values: Float[Tensor, "batch pos component size"]
-    map: tuple[Float[Tensor, "component size d_model"], LinearPart] | None = None
-
-    def write(self, out: Float[Tensor, "component batch pos d_model"]) -> None:
-        """Puts what each component wrote into `out`."""
-        values = like(self.values, out)
-        vectors = rearrange(values, "batch pos component size -> component batch pos size")
-        if self.map is None:
-            out.copy_(vectors)
-        else:
-            weight, norm = self.map
-            torch.bmm(vectors.flatten(1, 2), like(norm.after(weight), out), out=out.flatten(1, 2))
-
-    def along(
-        self,
-        direction: Float[Tensor, "_batch _pos d_model"],
-        out: Float[Tensor, "batch pos component"],
-    ) -> None:
-        """Puts what each component wrote along a direction into `out`, without making what it wrote."""
-        values, read = like(self.values, out), direction[:, :, None]
-        if self.map is not None:
-            weight, norm = self.map
-            maps = rearrange(
-                like(weight, out), "component size d_model -> d_model (component size)"
-            )
-            read = norm.before(direction) @ maps
-            read = rearrange(
-                read, "... (component size) -> ... component size", size=weight.shape[1]
-            )
-        if values.shape[-1] == 1:
-            torch.mul(values[..., 0], read[..., 0], out=out)
-        else:
-            torch.sum(values * read, -1, out=out)
 
 
 class ResidualComponents:
@@ -146,27 +102,20 @@ class ResidualComponents:
         name = next(name for name, module in self.model.named_modules() if module is norm)
         return linear_part(norm, stream.shape[2]), self.at(f"{name}.scale")
 
-    def __call__(
-        self, before: int | None = None, neurons: bool = False
-    ) -> Iterator[ComponentGroup]:
+    def __call__(self, before: int | None = None, neurons: bool = False) -> Iterator[Writers]:
         """Yield the components before a block, or before the unembedding, in the order of computation."""
-        layers, writers = self.graph.layers, self.graph.writers
-        yield from self._inputs()
-        for n, layer in enumerate(layers[:before]):
-            at, attn = f"blocks.{n}", layer.attention.sublayer
-            heads, z = writers[layer.heads], self.at(f"{at}.attn.z")
-            yield from self._written(heads, z, attn.W_O, attn.b_O, f"{at}.ln1_post", f"a{n}.bias")
-            if layer.mlp is not None and neurons:
-                hidden, mlp = self.at(f"{at}.mlp.post")[..., None], layer.mlp.branch.sublayer
-                names = [f"m{n}.n{neuron}" for neuron in range(hidden.shape[2])]
-                weight, norm = mlp.W_out[:, None], f"{at}.ln2_post"
-                yield from self._written(names, hidden, weight, mlp.b_out, norm, f"m{n}.bias")
-            elif layer.mlp is not None:
-                yield ComponentGroup([f"m{n}"], self.at(f"{at}.mlp_out")[:, :, None])
 
-    def _inputs(self) -> Iterator[ComponentGroup]:
-        """Yield the embeddings and, where something else stands in their place, such as an image, the stream."""
-        inputs = self.graph.inputs(lambda point: self.at(self.graph.names[point]))
+        def at(point: nn.Module) -> Tensor:
+            return self.at(self.graph.names[point])
+
+        yield self._inputs(at)
+        for layer in self.graph.layers[:before]:
+            yield from layer.attention_writers(at)
+            yield from layer.mlp_writers(at, neurons)
+
+    def _inputs(self, at: At) -> Writers:
+        """The embeddings and, where something else stands in their place, such as an image, the stream."""
+        inputs = self.graph.inputs(at)
         inputs = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
         names, first = self.graph.writers[: inputs.shape[2]], "blocks.0.resid_pre"
         if first in self._cache:
@@ -176,28 +125,7 @@ class ResidualComponents:
             if replaced.any():
                 inputs = torch.cat([inputs * ~replaced, stream[:, :, None] * replaced], 2)
                 names = (*names, "input")
-        yield ComponentGroup(names, inputs)
-
-    def _written(
-        self,
-        names: Sequence[str],
-        values: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        norm: str,
-        rest: str,
-    ) -> Iterator[ComponentGroup]:
-        """Yield components that are added and normed together, then the bias that is added with them."""
-        module = self.model.get_submodule(norm)
-        linear = linear_part(module, len(bias))
-        bias = like(linear.after(bias), values)
-        if not is_identity(module):
-            scale = self.at(f"{norm}.scale")
-            values, bias = values / scale[..., None], bias / scale
-        yield ComponentGroup(names, values, (weight, linear))
-        bias = bias + like(linear.bias, bias)
-        if bias.any():
-            yield ComponentGroup([rest], bias.expand(*values.shape[:2], -1)[:, :, None])
+        return Writers(names, inputs)
 
     def check(
         self, total: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor

@@ -1,20 +1,21 @@
 """The graph of a model: what writes to the residual stream, what reads it, and the edges between them.
 
 Circuits, edge attribution and decompositions stand on it: on `Graph.layers`, which says where the nodes of a
-block are among writers and readers, and on `Layer.written`, which says how its heads write.
+block are among writers and readers, and on `Graph.written`, which says what each writer adds.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
 from hooks.shared import is_listened_to, storage, unknown_name
-from interp.graph.nodes import At, add, layer_of
+from interp.graph.nodes import Added, At, Writers, add, layer_of
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import like, real_of
 from interp.linear.norms import is_identity, linear_part
@@ -88,7 +89,7 @@ class Graph:
         varying = [
             layer.bias
             for layer in self.layers
-            if layer.scale is not None and layer.written.bias.any()
+            if layer.scale is not None and layer.added.bias.any()
         ]
         varies = [n in varying or not name.endswith("bias") for n, name in enumerate(writers)]
         wrote, reads = (torch.tensor([*nodes.values()]) for nodes in (writers, readers))
@@ -219,13 +220,10 @@ class Graph:
 
         stream = at(self.points[-1])
         contributions = stream.new_empty(len(self.writers), *stream.shape)
-        inputs = self.inputs(at)
-        contributions[: len(inputs)] = inputs
-        for layer in self.layers:
-            for start, part in zip((layer.heads.start, layer.bias), layer.added(at), strict=False):
-                contributions[start : start + len(part)] = part
-            if layer.mlp is not None:
-                contributions[layer.mlp.writer] = at(layer.mlp.branch.added)
+        start = 0
+        for writers in self.written(at):
+            contributions[start : start + len(writers.names)] = writers.vectors()
+            start += len(writers.names)
         _check_sum(contributions.detach().sum(0), stream)
         return contributions
 
@@ -253,6 +251,24 @@ class Graph:
             )
         weights = real.to(contributions.dtype) / real.sum(0)
         return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
+
+    def written(
+        self, at: At, before: int | None = None, added: Sequence[Added | None] | None = None
+    ) -> Iterator[Writers]:
+        """Yield what the writers add, in their order.
+
+        Args:
+            at: gives values of a run.
+            before: only those before this block; None for all.
+            added: factors of what the attention of each block adds, where they are at hand.
+        """
+        inputs = self.inputs(at)
+        vectors = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
+        yield Writers(self.writers[: len(inputs)], vectors)
+        factors = added or [None] * len(self.layers)
+        for layer, factor in [*zip(self.layers, factors, strict=True)][:before]:
+            yield from layer.attention_writers(at, factor)
+            yield from layer.mlp_writers(at)
 
     def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
         """Return the contributions of the first writers: the embeddings."""

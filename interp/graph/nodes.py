@@ -1,10 +1,11 @@
 """The nodes of one block in a graph: its heads and its MLP, among the writers and the readers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -16,21 +17,97 @@ At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 """The value that a point had in a run."""
 
 
-class Written(NamedTuple):
-    """Factors of what attention writes: `attn_out = sum_h (z_h / scale) weight_h + bias / scale + constant`.
-
-    The scale is that of the norm of what attention adds, in the same run; 1 without such a norm. With one,
-    all are in at least float32.
+class Writers(NamedTuple):
+    """Neighbouring writers, and what they add to the stream in a run: vectors, or values that weights map to vectors.
 
     Attributes:
-        weight: `W_O`, passed through the norm without its division.
-        bias: `b_O`, likewise.
+        names: the names of the writers.
+        values: divided by the scale of the norm of what is added.
+        weight: passed through that norm without its division; None where values are vectors.
+    """
+
+    names: Sequence[str]
+    values: Float[Tensor, "batch pos writer size"]
+    weight: Float[Tensor, "writer size d_model"] | None = None
+
+    def vectors(self) -> Float[Tensor, "writer batch pos d_model"]:
+        """Return what each adds."""
+        if self.weight is None:
+            return rearrange(self.values, "batch pos writer d_model -> writer batch pos d_model")
+        weight = like(self.weight, self.values)
+        return torch.einsum("bpws,wsd->wbpd", self.values, weight)
+
+    def put(self, out: Float[Tensor, "writer batch pos d_model"]) -> None:
+        """Put what each adds into `out`, without gradients."""
+        values = rearrange(like(self.values, out), "batch pos writer size -> writer batch pos size")
+        if self.weight is None:
+            out.copy_(values)
+        else:
+            torch.bmm(values.flatten(1, 2), like(self.weight, out), out=out.flatten(1, 2))
+
+    def along(
+        self,
+        direction: Float[Tensor, "_batch _pos d_model"],
+        out: Float[Tensor, "batch pos writer"],
+    ) -> None:
+        """Put what each adds along a direction into `out`, without making the vectors."""
+        values, read = like(self.values, out), direction[:, :, None]
+        if self.weight is not None:
+            maps = rearrange(like(self.weight, out), "writer size d_model -> d_model (writer size)")
+            read = rearrange(
+                direction @ maps,
+                "batch pos (writer size) -> batch pos writer size",
+                size=self.weight.shape[1],
+            )
+        if values.shape[-1] == 1:
+            torch.mul(values[..., 0], read[..., 0], out=out)
+        else:
+            torch.sum(values * read, -1, out=out)
+
+
+class Added(NamedTuple):
+    """Factors of what a branch adds: `sum_w (value_w / scale) weight_w + bias / scale + constant`.
+
+    The scale is that of the norm of what is added, in the same run; 1 without such a norm. With one, all are in at
+    least float32.
+
+    Attributes:
+        weight: of each writer, passed through the norm without its division.
+        bias: the branch's bias, likewise.
         constant: the bias of that norm.
     """
 
-    weight: Float[Tensor, "head d_head d_model"]
+    weight: Float[Tensor, "writer size d_model"]
     bias: Float[Tensor, " d_model"]
     constant: Float[Tensor, " d_model"]
+
+    def writers(
+        self,
+        names: Sequence[str],
+        rest: str | None,
+        values: Float[Tensor, "batch pos writer size"],
+        scale: Float[Tensor, "batch pos 1"] | None,
+    ) -> Iterator[Writers]:
+        """Yield the writers and, if it has a name, the rest: what is added beside them."""
+        weight, bias, constant = all_to_device(self, values.device)
+        if scale is not None:
+            values, bias = (values / scale[..., None]).to(values.dtype), bias / scale
+        yield Writers(names, values, weight)
+        if rest is not None:
+            bias = (bias + constant).to(values.dtype)
+            yield Writers([rest], bias.expand(*values.shape[:2], -1)[:, :, None])
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether something is added beside the writers."""
+        return bool(self.bias.any() or self.constant.any())
+
+
+def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
+    """Return the factors of what a branch adds, from its output weights and bias."""
+    linear = linear_part(branch.after, len(bias))
+    bias = linear.after(bias)
+    return Added(linear.after(weight), bias, like(linear.bias, bias))
 
 
 class MLP(NamedTuple):
@@ -46,6 +123,7 @@ class Layer:
     """The nodes of one block, as places among the writers and the readers of a graph.
 
     Attributes:
+        n: the number of the block.
         attention: the block's branch of attention; see `interp.protocol.LanguageModel`.
         heads: its heads among the writers.
         bias: the writer of what attention adds beside its heads, which is the next one; None if that is zero.
@@ -53,6 +131,7 @@ class Layer:
         mlp: the MLP; None without one.
     """
 
+    n: int
     attention: Any
     heads: slice
     bias: int | None
@@ -74,8 +153,7 @@ class Layer:
     @property
     def scale(self) -> nn.Module | None:
         """The point of the scale that divides what attention adds; None without one."""
-        norm = self.attention.after
-        return None if is_identity(norm) else norm.scale
+        return _scale_of(self.attention)
 
     @property
     def attn(self) -> slice:
@@ -83,29 +161,38 @@ class Layer:
         return self.heads if self.bias is None else slice(self.heads.start, self.bias + 1)
 
     @property
-    def written(self) -> Written:
-        """Factors of what attention writes, from the live weights."""
-        return written(self.attention)
+    def added(self) -> Added:
+        """Factors of what attention adds, from the live weights."""
+        attn = self.attention.sublayer
+        return added_by(self.attention, attn.W_O, attn.b_O)
 
-    def added(self, at: At) -> list[Float[Tensor, "writer batch pos d_model"]]:
-        """Return the contributions of the heads to the stream and, if it is a writer, of the bias."""
-        z = at(self.attention.sublayer.z)
-        weight, bias, constant = all_to_device(self.written, z.device)
-        if self.scale is not None:
-            scale = at(self.scale)
-            z, bias = (z / scale[..., None]).to(z.dtype), bias / scale
-        heads = torch.einsum("bphe,hed->hbpd", z, weight.to(z.dtype))
-        if self.bias is None:
-            return [heads]
-        return [heads, (bias + constant).to(z.dtype).expand_as(heads[:1])]
+    def attention_writers(self, at: At, added: Added | None = None) -> Iterator[Writers]:
+        """Yield the heads and, if it is a writer, the bias. `added` are the factors, where they are at hand."""
+        heads = [f"a{self.n}.h{head}" for head in range(self.heads.stop - self.heads.start)]
+        scale = None if self.scale is None else at(self.scale)
+        z, added = at(self.attention.sublayer.z), added or self.added
+        rest = None if self.bias is None else f"a{self.n}.bias"
+        yield from added.writers(heads, rest, z, scale)
+
+    def mlp_writers(self, at: At, neurons: bool = False) -> Iterator[Writers]:
+        """Yield the MLP, if there is one, or each of its neurons and its bias."""
+        if self.mlp is None:
+            return
+        branch = self.mlp.branch
+        if not neurons:
+            yield Writers([f"m{self.n}"], at(branch.added)[:, :, None])
+            return
+        mlp, scale = branch.sublayer, _scale_of(branch)
+        hidden = at(mlp.post)[..., None]
+        names = [f"m{self.n}.n{neuron}" for neuron in range(hidden.shape[2])]
+        added = added_by(branch, mlp.W_out[:, None], mlp.b_out)
+        scales = None if scale is None else at(scale)
+        rest = f"m{self.n}.bias" if added.has_rest else None
+        yield from added.writers(names, rest, hidden, scales)
 
 
-def written(attention: Any) -> Written:
-    """Return the factors of what a branch of attention writes, from the live weights."""
-    weight, bias = attention.sublayer.W_O, attention.sublayer.b_O
-    linear = linear_part(attention.after, len(bias))
-    bias = linear.after(bias)
-    return Written(linear.after(weight), bias, like(linear.bias, bias))
+def _scale_of(branch: Any) -> nn.Module | None:
+    return None if is_identity(branch.after) else branch.after.scale
 
 
 def layer_of(n: int, block: Any, writers: dict[str, int], readers: dict[str, int]) -> Layer:
@@ -117,14 +204,13 @@ def layer_of(n: int, block: Any, writers: dict[str, int], readers: dict[str, int
         for part, heads in (("q", queries), ("k", keys), ("v", keys))
     )
     heads, bias, mlp = add(writers, 2 * n + 1, [f"a{n}.h{head}" for head in queries]), None, None
-    wrote = written(attention)
-    if wrote.bias.any() or wrote.constant.any():
+    if added_by(attention, attention.sublayer.W_O, attention.sublayer.b_O).has_rest:
         bias = add(writers, 2 * n + 1, [f"a{n}.bias"]).start
     for branch in others:
         time = 2 * n + (branch.reads is not attention.reads)
         read = add(readers, time, [f"m{n}"]).start
         mlp = MLP(add(writers, 2 * n + 2, [f"m{n}"]).start, read, branch)
-    return Layer(attention, heads, bias, q, k, v, mlp)
+    return Layer(n, attention, heads, bias, q, k, v, mlp)
 
 
 def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:

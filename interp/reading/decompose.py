@@ -105,7 +105,7 @@ def decompose(
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")
     values = stream.new_empty(len(names), *stream.shape)
     for part, out in zip(groups, values.split([len(p.names) for p in groups]), strict=True):
-        part.write(out)
+        part.put(out)
     # A matrix product is twice as fast as a sum over the first axis.
     total = values.new_ones(len(names)) @ values.flatten(1)
     parts.check(total.view_as(stream), stream, stream, values)

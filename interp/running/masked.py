@@ -262,8 +262,8 @@ def _after(
     attention, mlp = layer.attention, layer.mlp
     q, k, v = readers.projected(layer, before)
     after = before + attention.finished(attention.sublayer.mix(q, k, v, context))
-    for part in layer.added(values.__getitem__):
-        readers.wrote(part)
+    for writers in layer.attention_writers(values.__getitem__):
+        readers.wrote(writers.vectors())
     if mlp is None:
         return after
     stream = before if layer.is_parallel else after

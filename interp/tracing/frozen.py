@@ -306,13 +306,11 @@ class FrozenRun:
     ) -> Float[Tensor, "pos target d_model"]:
         """What attention passes on of a direction. What its constants add goes to the bias."""
         layer, (stop, n_targets, _) = self.graph.layers[n], g.shape
-        attention, written = layer.attention.sublayer, layer.written
-        rows[:, -1] += g.sum(0) @ self._like(written.constant)
+        attention, added = layer.attention.sublayer, layer.added
+        rows[:, -1] += g.sum(0) @ self._like(added.constant)
         along = g if layer.scale is None else g / self._at(layer.scale)[:stop, None]
-        rows[:, -1] += along.sum(0) @ self._like(written.bias)
-        W_O, W_V, b_V = (
-            self._like(part) for part in (written.weight, attention.W_V, attention.b_V)
-        )
+        rows[:, -1] += along.sum(0) @ self._like(added.bias)
+        W_O, W_V, b_V = (self._like(part) for part in (added.weight, attention.W_V, attention.b_V))
         heads, d_head, _ = W_O.shape
         at_z = (along @ W_O.flatten(0, 1).mT).unflatten(-1, (heads, d_head))
         if strengths is not None:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -121,7 +120,7 @@ class Scores:
         self.graph, self._source, self._device = graph, source, device
         self.where: Positions = all_to_device(where, device)
         self._readings = [*readings(graph)]
-        self._written = [all_to_device(layer.written, device) for layer in graph.layers]
+        self._factors = [all_to_device(layer.added, device) for layer in graph.layers]
         self.added = _writers_by_point(graph)
         read = [name for reading in self._readings for name in (reading.stream, reading.at)]
         self.names = [*graph.needed, *self.added, *read]
@@ -137,24 +136,14 @@ class Scores:
         """
         graph, (here, there, _, _) = self.graph, self.where
         base, source = self._values(self.base, here, rows), self._values(self._source, there, rows)
-        inputs = graph.inputs(source.__getitem__) - graph.inputs(base.__getitem__)
-        size = len(graph.writers), *inputs.shape[1:]
-        changes = inputs.new_zeros(size) if space is None else space
-        changes[: len(inputs)] = inputs
-        for layer, written in zip(graph.layers, self._written, strict=True):
-            z, scale = layer.attention.sublayer.z, layer.scale
-            now, then = source[z], base[z]
-            if scale is not None:
-                now, then = now / source[scale][..., None], then / base[scale][..., None]
-                if layer.bias is not None:
-                    by = source[scale].reciprocal() - base[scale].reciprocal()
-                    changes[layer.bias] = by * at_least_float32(written.bias)
-            by_head = rearrange(now - then, "batch n head d_head -> head (batch n) d_head")
-            weight = at_least_float32(written.weight)
-            torch.bmm(by_head, weight, out=changes[layer.heads].flatten(1, 2))
-            if layer.mlp is not None:
-                mlp_out = layer.mlp.branch.added
-                torch.sub(source[mlp_out], base[mlp_out], out=changes[layer.mlp.writer])
+        stream = base[graph.points[-1]]
+        size = len(graph.writers), *stream.shape
+        changes, start = stream.new_empty(size) if space is None else space, 0
+        now, then = (graph.written(run.__getitem__, added=self._factors) for run in (source, base))
+        for those, others in zip(now, then, strict=True):
+            stop = start + len(those.names)
+            those._replace(values=those.values - others.values).put(changes[start:stop])
+            start = stop
         return changes
 
     def _values(
