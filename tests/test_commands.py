@@ -97,7 +97,9 @@ def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):
         assert main([*given, "--shard", job]) == 0
     names = ["blocks.1.mlp_out", "blocks.1.attn.z"]
     settings = {"context": 8, "pack": True, "pos": slice(1, None), "dtype": torch.float16}
-    store = harvest("pydoc-4l", texts, names, tmp_path / "python", batch=3, per_file=7, **settings)
+    store = harvest(
+        load("pydoc-4l"), texts, names, tmp_path / "python", batch=3, per_file=7, **settings
+    )
     assert Activations(tmp_path / "out").checksums == store.checksums
     out = capsys.readouterr().out.splitlines()
     assert out == ["Activations of 2 points, not complete", repr(store)]

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import interp
-import interp.report
+import interp.report as reports
 from hooks import HookedRunner
-from interp.report import build_report, peak, render
+from interp.pictures.view import visible
 from models import CharTokenizer, Transformer, TransformerConfig
 from tests.test_interp import predictions
 from tests.test_pictures import seen_in_browser
@@ -46,19 +46,12 @@ def encoded(text):
 
 def report(model, clean, corrupted):
     other = None if corrupted is None else encoded(corrupted)
-    facts, name = {"n_layers": 2, "n_heads": 3}, "a <model>"
-    return build_report(model, encoded(clean), other, name=name, facts=facts, period=11)
+    return reports.report(model, encoded(clean), other, name="a <model>", period=11)
 
 
 @pytest.fixture(scope="module")
 def page(model):
-    """Of the whole module; the clean text is run once."""
-    runs = []
-    handle = model.register_forward_pre_hook(lambda _, args: runs.append(args[0]))
-    page = render(report(model, CLEAN, CORRUPTED))
-    handle.remove()
-    assert sum(torch.equal(tokens, encoded(CLEAN)) for tokens in runs) == 1
-    return page
+    return report(model, CLEAN, CORRUPTED).view.html()
 
 
 def attention(model, text):
@@ -80,31 +73,28 @@ def numbers(packed):
 
 
 def embedded(page):
-    """The parts of the page by name."""
+    """The parts of the page by heading."""
     parts = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["parts"]
-    return {part["title"].partition(",")[0]: part for part in parts}
+    return {part["heading"]: part for part in parts}
 
 
 def scores_of(page, kind):
-    return numbers(embedded(page)[f"{kind} scores"]["values"])[0]
+    return numbers(embedded(page)[f"{kind} heads"]["values"])[0]
 
 
 def patches_of(page):
-    """By site the layers, the shares [layer, place] and the metrics in nats."""
+    """By site the shares [layer, place]."""
+    sites = {f"Patching: {heading}": site for site, heading in reports.SITES.items()}
     return {
-        site: (
-            part["rows"]["labels"],
-            numbers(part["values"])[0],
-            numbers(part["more"]["metric in nats"])[0],
-        )
-        for site, part in embedded(page).items()
-        if site in interp.report.SITES
+        sites[heading]: numbers(part["values"])[0]
+        for heading, part in embedded(page).items()
+        if heading in sites
     }
 
 
 def drawn(page):
     """The attention patterns that the page holds, [layer, head, query, key]."""
-    part = embedded(page)["attention patterns"]
+    part = embedded(page)["Attention patterns"]
     return numbers(part["values"]).unflatten(0, (-1, part["across"]))
 
 
@@ -113,7 +103,7 @@ def test_loss_is_the_cross_entropy_of_each_next_token(model, page):
     with torch.no_grad():
         logits = model(tokens)[0, :-1].double()
     expected = logits.exp().sum(-1).log() - logits[range(len(CLEAN) - 1), tokens[0, 1:]]
-    first, *rest = numbers(embedded(page)["loss"]["values"]).tolist()
+    first, *rest = numbers(embedded(page)["Loss of each token"]["values"]).tolist()
     assert math.isnan(first)
     assert rest == pytest.approx(expected.tolist(), abs=2e-5)
 
@@ -125,9 +115,9 @@ def test_attention_survives_its_encoding(pattern, page):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_drawn_as_it_is(model, dtype):
     half = copy.deepcopy(model).to(dtype)
-    page = render(report(half, "the cat", "the bat"))
+    page = report(half, "the cat", "the bat").view.html()
     assert (drawn(page) - attention(half, "the cat")).abs().max() <= 1e-6
-    assert numbers(embedded(page)["loss"]["values"])[1:].min() > 0
+    assert numbers(embedded(page)["Loss of each token"]["values"])[1:].min() > 0
 
 
 FORMS = [
@@ -141,28 +131,28 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_of_model_has_a_report_of_what_it_has(form):
     sizes = dict(vocab_size=29, n_ctx=37, n_layers=2, n_heads=3, d_model=15)
+    torch.manual_seed(3)
     other = Transformer(TransformerConfig(**sizes | form)).eval().bfloat16()
     for weights in other.parameters():
         nn.init.normal_(weights, std=0.2)
-    data = report(other, "the cat", "the bat")
-    page = render(data)
+    made = report(other, "the cat", "the bat")
+    page = made.view.html()
     found, lacking = patches_of(page), {"mlp_out"} if form.get("mlp") == "none" else set()
-    assert found.keys() == set(interp.report.SITES) - lacking
+    assert found.keys() == reports.SITES.keys() - lacking
     assert len(re.findall("<figure", page)) == len(embedded(page))
     with torch.no_grad():
         probabilities = other(encoded("the cat"))[0, -1].double().softmax(-1)
-    assert data.guesses[-1][-1][0].probability == pytest.approx(
-        probabilities.max().item(), rel=0.02
-    )
+    chance = float(re.search(r"next token .*? ([\d.]+)%", made.summary)[1]) / 100
+    assert chance == pytest.approx(probabilities.max().item(), rel=0.03)
     # The last position of the stream entering layer 0 is the same in both runs, so nothing changes.
-    assert data.shares()["resid_pre"][0, -1] == pytest.approx(0, abs=1e-6)
+    assert found["resid_pre"][0, -1] == pytest.approx(0, abs=1e-6)
     # Where one token differs, the stream that enters layer 0 restores everything.
-    assert found["resid_pre"][0] == ["1"]
+    assert found["resid_pre"][0, 4] == pytest.approx(1, abs=1e-2)
 
 
 def test_guesses_are_the_lens_of_each_stream_and_the_model_last(model, page):
     probabilities = predictions(model, encoded(CLEAN))
-    part = embedded(page)["lens"]
+    part = embedded(page)["Logit lens"]
     chances = numbers(part["values"])[0].flip(0)
     assert chances.shape == (3, len(CLEAN))
     for layer, pos in ((0, 0), (0, 17), (1, 3), (2, 9), (2, len(CLEAN) - 1)):
@@ -170,7 +160,7 @@ def test_guesses_are_the_lens_of_each_stream_and_the_model_last(model, page):
         assert chances[layer, pos] == pytest.approx(best.values[0].item(), abs=2e-6)
         told = part["tips"][(2 - layer) * len(CLEAN) + pos]
         expected = [CHARACTERS.characters[token] for token in best.indices[:5]]
-        assert [text for text, _ in told] == list(map(interp.report.visible, expected))
+        assert [text for text, _ in told] == list(map(visible, expected))
         shares = [float(share.removesuffix(" %")) / 100 for _, share in told]
         assert shares == pytest.approx(best.values[:5].tolist(), rel=6e-3)
         assert part["cells"][(2 - layer) * len(CLEAN) + pos] == told[0][0]
@@ -188,14 +178,14 @@ def followed(weights, text):
 
 def test_head_scores_are_means_over_queries(model, pattern, page):
     means = [[head[range(1, 29), range(28)].mean().item() for head in layer] for layer in pattern]
-    for found, expected in zip(scores_of(page, "previous").tolist(), means, strict=True):
+    for found, expected in zip(scores_of(page, "Previous-token").tolist(), means, strict=True):
         assert found == pytest.approx(expected, abs=2e-6)
     repeated = interp.repeated_tokens(29, 11)
     _, cache = interp.run_with_cache(model, repeated, names="*.pattern")
     weights = cache["blocks.1.attn.pattern"][:, 2]
     texts = zip(weights, repeated.tolist(), strict=True)
     mean = statistics.mean(followed(own, text) for own, text in texts)
-    assert scores_of(page, "induction")[1, 2].item() == pytest.approx(mean, abs=2e-6)
+    assert scores_of(page, "Induction")[1, 2].item() == pytest.approx(mean, abs=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -215,20 +205,17 @@ def test_a_patch_is_a_corrupted_run_with_one_clean_value(model, page, site, laye
     outputs = patched, logits, model(corrupted)
     answer = logits[0, -1].argmax()
     nats, right, wrong = (x[0, -1].double().log_softmax(-1)[answer].item() for x in outputs)
-    _, shares, metrics = patches_of(page)[site]
-    assert metrics[layer, place].item() == pytest.approx(nats, abs=1e-5)
+    shares = patches_of(page)[site]
     share = (nats - wrong) / (right - wrong)
     assert shares[layer, place].item() == pytest.approx(share, abs=1e-4)
 
 
-def test_the_scale_and_the_marks_of_the_pictures(page):
-    parts, patches = embedded(page), patches_of(page)
-    largest = max(1.0, *(shares.abs().max().item() for _, shares, _ in patches.values()))
-    for site in patches:
-        assert parts[site]["limit"] == pytest.approx(largest, abs=1e-5)
-    assert parts["mlp_out"]["marked"] == [0, 18, 22]
-    assert parts["attention patterns"]["start"] == scores_of(page, "induction").argmax().item()
-    assert peak(torch.tensor([[0.1, -0.7], [0.5, 0.6]])) == (0, 1, pytest.approx(-0.7))
+def test_the_marks_and_links_of_the_pictures(page):
+    parts = embedded(page)
+    assert parts["Patching: What the MLP adds"]["marked"] == [0, 18, 22]
+    patterns = [*parts].index("Attention patterns")
+    assert parts["Attention patterns"]["start"] == scores_of(page, "Induction").argmax().item()
+    assert parts["Induction heads"]["link"] == patterns
 
 
 def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(model, monkeypatch):
@@ -245,15 +232,16 @@ def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(model, monk
     # Logits of other positions would take memory in proportion to text and vocabulary.
     made = []
     with HookedRunner(model).hooks({"unembedding": lambda logits, _: made.append(logits.shape)}):
-        interp.report.derive_corruption(model, encoded(text), interp.log_prob(int(answer)))
+        reports.derive_corruption(model, encoded(text), interp.log_prob(int(answer)))
     assert made == [(len(text) - 1, 1, 29)]
     # In chunks of one row each it is the same.
     for size in (1, 99):
-        monkeypatch.setattr(interp.report, "_TOKENS_PER_FORWARD", size)
-        data = report(model, text, None)
-        assert "".join(data.corrupted) == expected
-    assert f"at position {data.changed[0]} became" in render(data)
-    assert "".join(report(model, "ab", None).corrupted) == "bb"
+        monkeypatch.setattr(reports, "_TOKENS_PER_FORWARD", size)
+        made = report(model, text, None)
+        assert f"corrupted  {expected}".replace(" ", "·") in made.summary.replace(" ", "·")
+    [pos] = [n for n in range(len(text)) if text[n] != expected[n]]
+    assert f"{text[pos]!r} at position {pos} became {expected[pos]!r}" in made.summary
+    assert "corrupted  bb" in report(model, "ab", None).summary
 
 
 def test_a_model_that_gives_no_numbers_is_refused(model):
@@ -283,24 +271,18 @@ def test_prompts_and_names_are_escaped_everywhere(page):
     ]  # fmt: skip
     assert not re.search(r"<(b|model)>", page)
     assert html.escape("Inside a <model>") in page
+    assert html.escape("clean      cat·</script><b>") in page
     data_script = page.split('id="data">')[1].split("</script>")[0]
     assert not set("<>&") & set(data_script)
-    assert "".join(embedded(page)["loss"]["tokens"]) == CLEAN.replace(" ", "·").replace("\n", "⏎")
-    assert "<span>&lt;</span>" in page
-    assert "<span>&amp;</span>" in page
-    assert '<span class="changed">c</span>' in page
+    assert "".join(embedded(page)["Loss of each token"]["tokens"]) == CLEAN.replace(
+        " ", "·"
+    ).replace("\n", "⏎")
 
 
-def test_attribution_and_continuation_are_those_of_the_model(model):
-    data = report(model, CLEAN, CORRUPTED)
+def test_the_attribution_adds_up_to_the_logit(model, page):
     with torch.no_grad():
-        row = encoded(CLEAN)
-        while row.shape[1] <= 37 and len(data.continuation) > row.shape[1] - len(CLEAN):
-            row = torch.cat([row, model(row)[:, -1:].argmax(-1)], 1)
         logit = model(encoded(CLEAN))[0, -1].max().item()
-    assert "".join(data.continuation) == CHARACTERS.decode(row[0, len(CLEAN) :].tolist())
-    assert len(data.continuation) == 37 - len(CLEAN) + 1
-    values = numbers(embedded(render(data))["mean effects"]["values"])
+    values = numbers(embedded(page)["Direct attribution"]["values"])
     assert values.sum().item() == pytest.approx(logit, abs=1e-4)
 
 
@@ -316,7 +298,6 @@ def test_the_page_links_heads_to_their_patterns_in_a_browser(pattern, page, tmp_
     assert float(seen["attention"].split()[0]) == pytest.approx(
         pattern[1, 1, 7, 2].item(), abs=2e-5
     )
-    nats = patches_of(page)["mlp_out"][2][1, 5].item()
-    assert f"{nats:.4f}"[1:6] in seen["patch"]
+    share = patches_of(page)["mlp_out"][1, 5].item()
+    assert seen["patch"].startswith(f"{share:.5g}".replace("-", "\u2212"))
     assert seen["changed"] == [[], [0, 18, 22]]
-    assert seen["settings"] is False

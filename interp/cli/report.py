@@ -1,7 +1,6 @@
 """`report`: a page about what happens inside a model on a text."""
 
 import argparse
-import dataclasses
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from torch import Tensor
 from interp.cli.common import STREAMS, add_model, model_of, replacing
 
 if TYPE_CHECKING:
-    from interp.report import ReportData
     from models import Transformer
 
 # A name that is in no text, so only its first occurrence tells how the second ends.
@@ -46,23 +44,17 @@ def add(report: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the page, and print what it shows in a few lines."""
-    from interp.report import build_report, render
+    from interp.report import report
 
     with replacing(options.out) as page:
         model = model_of(options, trained=True)
         model.require_tokenizer()
         clean, corrupted = _prompts(options, model)
-        data = build_report(
-            model,
-            clean,
-            corrupted,
-            name=options.model,
-            facts=dataclasses.asdict(model.config),
-            period=min(INDUCTION_PERIOD, model.config.n_ctx // 2),
-        )
-        html = render(data)
+        period = min(INDUCTION_PERIOD, model.config.n_ctx // 2)
+        made = report(model, clean, corrupted, name=options.model, period=period)
+        html = made.view.html()
         page.write(html)
-    said = f"{_summary(data)}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
+    said = f"{made.summary}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
     # On stdout, the page is alone.
     print(said, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
 
@@ -89,41 +81,3 @@ def _prompts(
     # Not as a text, which may be more tokens when it is encoded again.
     written = generate(model, [[0]], max_new_tokens=new, temperature=1.0, stop=())
     return torch.tensor(written, device=options.device), corrupted
-
-
-def _summary(data: "ReportData") -> str:
-    """The report in a few lines."""
-    from interp.report import peak, visible
-
-    clean, corrupted = (_shortened(visible("".join(text))) for text in (data.clean, data.corrupted))
-    lines = [f"model      {data.name}", f"clean      {clean}", f"corrupted  {corrupted}"]
-    if data.derived:
-        [pos] = data.changed
-        lines.append(
-            f"           derived: {data.clean[pos]!r} at position {pos} became {data.corrupted[pos]!r}"
-        )
-    lines += ["", "next token after the clean prompt"]
-    lines += [f"  {text!r:<8} {probability:6.1%}" for text, probability in data.guesses[-1][-1]]
-    lines += ["", "strongest heads (mean attention, 0 to 1)"]
-    for kind, scores in (("previous-token", data.previous), ("induction", data.induction)):
-        layer, head, score = peak(scores)
-        lines.append(f"  {kind:<15} layer {layer} head {head}  {score:.2f}")
-    lines += [
-        "",
-        f"log-probability of {data.answer!r}, in nats: {data.target:.2f} clean, "
-        f"{data.base:.2f} corrupted",
-        "largest share of the difference that one patch restores",
-    ]
-    for site, shares in data.shares().items():
-        # Where one token differs, the stream that enters layer 0 is the whole difference.
-        first = int(site == "resid_pre" and len(data.changed) == 1)
-        if len(shares) == first:
-            continue
-        layer, place, share = peak(shares[first:])
-        where = f"head {place}" if site == "z" else f"position {place} {data.clean[place]!r}"
-        lines.append(f"  {site:<10} layer {layer + first} {where:<17} {share:7.1%}")
-    return "\n".join(lines)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:50]} ... {text[-50:]}"

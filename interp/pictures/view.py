@@ -61,6 +61,7 @@ class View:
         title: one line above the picture.
         parts: what it consists of; `interp.pictures` makes them.
         plot: draws it with matplotlib, where it is a plot.
+        says: lines below the title.
 
     >>> from interp import pictures
     >>> view = pictures.text(["Re", "turn"], [0.5, 2.0], unit="nats")
@@ -75,8 +76,9 @@ class View:
         title: str,
         parts: Sequence[Mapping[str, Any]],
         plot: Callable[[], "Figure"] | None = None,
+        says: Sequence[str] = (),
     ) -> None:
-        self.title, self.parts, self._plot = title, [*parts], plot
+        self.title, self.parts, self._plot, self.says = title, [*parts], plot, says
 
     @property
     def figure(self) -> "Figure":
@@ -89,18 +91,16 @@ class View:
             raise ValueError(f"only plots have a figure; got {self.title}: use .save() or .show()")
         return self._plot()
 
-    def html(self, body: str | None = None) -> str:
-        """The whole page.
-
-        Args:
-            body: HTML with a `<figure data-part="0">` for each part; None for the title and the parts.
-        """
-        headings = (part.get("heading", "") for part in self.parts)
-        places = "".join(
-            f'{heading and f"<h2>{html.escape(heading)}</h2>"}<figure data-part="{n}"></figure>'
-            for n, heading in enumerate(headings)
-        )
-        body = body or f"<main><h1>{html.escape(visible_title(self.title))}</h1>{places}</main>"
+    def html(self) -> str:
+        """The whole page: the title, and each part under its heading and what it says."""
+        said = html.escape("\n".join(self.says))
+        places = [f"<pre>{said}</pre>"] if said else []
+        for n, part in enumerate(self.parts):
+            lines = ("h2", part.get("heading")), ("p", part.get("says"))
+            places += [f"<{tag}>{html.escape(line)}</{tag}>" for tag, line in lines if line]
+            places.append(f'<figure data-part="{n}"></figure>')
+        title = html.escape(visible_title(self.title))
+        body = f"<main><h1>{title}</h1>{''.join(places)}</main>"
         whole = _page(self.title, body, self.parts, exact=True)
         return whole if len(whole) <= BUDGET else _page(self.title, body, self.parts, exact=False)
 
