@@ -77,7 +77,7 @@ def as_option(reason: str) -> str:
 def require_matplotlib(out: Path | None = None) -> None:
     """Raises ModuleNotFoundError before the work, not after it, and makes a directory for figures."""
     if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[report]"')
+        raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[plots]"')
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
 

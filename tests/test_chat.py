@@ -12,7 +12,7 @@ from models import ChatTemplate, attach, chat, load, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2", reason="needs the extra report")
+pytest.importorskip("jinja2", reason="needs the extra hf")
 
 TEMPLATES = {
     "chatml": """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}

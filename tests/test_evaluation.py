@@ -108,7 +108,7 @@ def test_a_curve_has_the_areas_of_the_benchmark():
     random = [metric(circuits.random(GRAPH, int(p * len(EDGES)), 2)) for p in SHARES]
     expected = torch.stack([share(values, none, whole) for values in random])
     torch.testing.assert_close(found.random.mean(), expected)
-    pytest.importorskip("matplotlib", reason="needs the extra report")
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
     lines = {line.get_label(): line for line in found.plot().axes[0].lines}
     for kind in ("signed", "absolute", "random"):
         shown = lines[kind].get_xydata()

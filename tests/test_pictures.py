@@ -346,7 +346,7 @@ def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_pat
 
 
 def test_plots_have_a_figure(values):
-    pytest.importorskip("matplotlib", reason="needs the extra report")
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
     axes = pictures.curves({"a": [3.0, 2.0]}, axis="rank").figure.axes[0]
     assert axes.lines[0].get_ydata().tolist() == [3.0, 2.0]
     assert pictures.effects(Result(values, ("row", "column", "example"))).figure.axes

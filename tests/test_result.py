@@ -249,7 +249,7 @@ def test_a_result_prints_what_it_is(result):
 
 
 def test_plots(result):
-    pytest.importorskip("matplotlib", reason="needs the extra report")
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
     axes, bar = result.plot().axes
     np.testing.assert_allclose(axes.images[0].get_array(), result.mean())
     # Colours reach the difference of the runs, and have no range below 0 for what is never below.
@@ -421,7 +421,7 @@ def test_differences(result):
 
 
 def test_a_heat_map_for_each_label_of_a_facet():
-    pytest.importorskip("matplotlib", reason="needs the extra report")
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
     values = torch.randn(3, 5, 2, 7)
     result = Result(values, ("layer", "pos", "head", "example"), labels={"pos": [*"abcde"]})
     *panels, bar = result.plot(facet="pos").axes

@@ -264,7 +264,7 @@ def test_matplotlib_is_asked_for_before_the_training(call, tmp_path, monkeypatch
     monkeypatch.setattr("commands.find_spec", lambda name: None)
     status, _, complaints = call()
     assert status == 1
-    assert 'pip install "hookscope[report]"' in complaints
+    assert 'pip install "hookscope[plots]"' in complaints
     assert not (tmp_path / "out").exists()
 
 

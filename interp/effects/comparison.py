@@ -57,7 +57,7 @@ class Comparison:
     unit: str
 
     def plot(self) -> "Figure":
-        """The estimate over the exact effect, one dot for each place. It needs the extra `report`."""
+        """The estimate over the exact effect, one dot for each place. It needs the extra `plots`."""
         from interp.pictures.plots import scatter
 
         named = [(miss.exact, miss.estimate, miss.place) for miss in self.misses]

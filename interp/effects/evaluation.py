@@ -170,7 +170,7 @@ class Curve:
         return _area(self.absolute, from_one=True)
 
     def plot(self) -> "Figure":
-        """The three curves with 95% intervals. It needs the extra `report`."""
+        """The three curves with 95% intervals. It needs the extra `plots`."""
         from interp.pictures.plots import curves
 
         kinds = {"signed": self.signed, "absolute": self.absolute, "random": self.random}

@@ -13,8 +13,6 @@ from hooks.shared import storage, unknown_name
 from interp.graph.graph import Graph
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from interp.pictures.view import Arrow
 
 _FORMAT = "hookscope-circuit-2"
@@ -145,15 +143,6 @@ class Circuit:
             if torch.equal(connected, kept):
                 return self._with(kept)
             kept = connected
-
-    def plot(self) -> "Figure":
-        """Layers upward, heads as boxes, edges as wide as their scores. It needs the extra `report`.
-
-        Only what is connected is drawn. Blue edges help the metric, red ones harm it.
-        """
-        from interp.pictures.network import drawn
-
-        return drawn(*self.drawn(), repr(self.pruned()))
 
     def drawn(self) -> tuple[list[list[str]], list["Arrow"]]:
         """Nodes that are connected, in rows from the input upward, and the edges between them."""

@@ -1,7 +1,7 @@
 """Pictures of caches, texts, lenses, results, circuits and curves. Each function returns a `View`.
 
 A `View` shows itself in a notebook, and has `.save("x.html")`, `.show()` and, where it is a plot, `.figure`.
-Figures of matplotlib need the extra `report`, so they are imported only when one is drawn.
+Figures of matplotlib need the extra `plots`, so they are imported only when one is drawn.
 """
 
 import math
@@ -299,7 +299,7 @@ def circuit(circuit: Any, curve: Any = None) -> View:
         means = curve.absolute.mean().tolist()
         sizes = (int(share * every) for share in curve.absolute.labels["edges"])
         part["faithfulness"] = [*zip(sizes, means, strict=True)]
-    return View(repr(circuit), [part], circuit.plot)
+    return View(repr(circuit), [part])
 
 
 def features(cards: Sequence[Any]) -> View:

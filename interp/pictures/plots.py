@@ -1,4 +1,4 @@
-"""Plots of numbers: effects, estimates over exact effects, and faithfulness over the size of a circuit."""
+"""Figures for papers, by matplotlib: effects, estimates over exact effects, faithfulness over the size of a circuit, lines."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,37 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from interp.pictures.figure import Picture
+from interp.pictures.view import plotted_axes
 
 Labels = Mapping[str, Sequence[Any]]
 """By the name of an axis, in order, a label for each index."""
 
 _COLOURS = {"signed": "#2166ac", "absolute": "#1b7837", "random": "grey"}
 _NAMED = 5  # of the places where estimates are furthest off
+
+
+def effects(result: Any, facet: str | None = None) -> Figure:
+    """The mean effects of a result; see `Result.plot`."""
+    axes = plotted_axes(result.axes[:-1], facet)
+    unit = f"mean ({result.unit})" if result.unit else "mean"
+    title = ", ".join(f"{name}: {value}" for name, value in result.about.items())
+    labels = {axis: _labels_with_words(result, axis) for axis in axes}
+    means = result.mean()
+    if len(axes) == 1:
+        return bars(means, *result.interval(), labels, unit, title)
+    base, target = result.base, result.target
+    reach = 0.0 if base is None or target is None else (target - base).mean().abs().item()
+    if facet is None:
+        return heat_maps(means[None], labels, [""], unit, title, reach)
+    names = [f"{facet} {label}" for label in _labels_with_words(result, facet)]
+    return heat_maps(means.movedim(result.axes.index(facet), 0), labels, names, unit, title, reach)
+
+
+def _labels_with_words(result: Any, axis: str) -> list[Any]:
+    """The labels of an axis, with its words."""
+    labels = result.labels[axis]
+    pairs = zip(labels, result.words.get(axis) or [""] * len(labels), strict=True)
+    return [f"{label} {word!r}" if word else label for label, word in pairs]
 
 
 def heat_maps(

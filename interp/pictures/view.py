@@ -82,7 +82,7 @@ class View:
 
     @property
     def figure(self) -> "Figure":
-        """The picture of matplotlib, to print. It needs the extra `report`.
+        """The picture of matplotlib, to print. It needs the extra `plots`.
 
         Raises:
             ValueError: if the picture is no plot.

@@ -248,7 +248,7 @@ class Result:
         """The mean effects: a heat map of two axes, or bars with 95% intervals of one.
 
         White is 0. Colours reach at least the difference of target and base, where there are both, and have
-        no range below 0 where no mean is. It needs the extra `report`.
+        no range below 0 where no mean is. It needs the extra `plots`.
 
         Args:
             facet: of three axes, the one that has a heat map for each label.
@@ -257,9 +257,9 @@ class Result:
             UnknownNameError: if there is no such axis.
             ValueError: if there are not one or two axes besides `example` and the facet.
         """
-        from interp.results.plot import plot
+        from interp.pictures.plots import effects
 
-        return plot(self, facet)
+        return effects(self, facet)
 
     def to_dataframe(self) -> Any:
         """A table of pandas, with a row for each place: its labels and words, mean effect and 95% interval."""
