@@ -27,7 +27,8 @@ def effects(result: Any, facet: str | None = None) -> Figure:
     labels = {axis: _labels_with_words(result, axis) for axis in axes}
     means = result.mean()
     if len(axes) == 1:
-        return bars(means, *result.interval(), labels, unit, title)
+        low, high = result.interval()
+        return bars(means, low, high, labels, unit, title)
     base, target = result.base, result.target
     reach = 0.0 if base is None or target is None else (target - base).mean().abs().item()
     if facet is None:
