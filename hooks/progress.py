@@ -13,4 +13,4 @@ def progress_bar(**options: Any) -> Any:
         from tqdm.auto import tqdm
     ipython = sys.modules.get("IPython")
     in_notebook = ipython is not None and ipython.get_ipython() is not None
-    return tqdm(**options, disable=False if in_notebook else None)
+    return tqdm(**{"disable": False if in_notebook else None} | options)

@@ -248,12 +248,15 @@ def create(partial: Path, path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, place: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
+def replacing(
+    path: Path, place: Callable[[Path, Path], object] | None = None, alone: bool = False
+) -> Iterator[Path]:
     """A path to write to. That file takes the place of `path` at the end, unless something was raised.
 
     Args:
         path: the file.
-        place: moves a file to it: `create` refuses to replace one.
+        place: moves a file to it, by default in place of another: `create` refuses to replace one.
+        alone: whether nobody else writes this file now. Then one that a killed process left is written over.
 
     Raises:
         FileNotFoundError: if there is no such directory.
@@ -261,10 +264,10 @@ def replacing(path: Path, place: Callable[[Path, Path], object] = os.replace) ->
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
     # In the same directory, because a move between file systems is a copy.
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    partial = path.with_name(f"{path.name}{'' if alone else f'.{uuid.uuid4().hex}'}.partial")
     try:
         yield partial
-        place(partial, path)
+        (place or os.replace)(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -5,12 +5,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+
+from hooks.shared import storage
 
 DEFAULT_MODEL = "pydoc-4l"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -141,28 +143,25 @@ def _loaded(
 
 
 @contextmanager
-def replacing(out: str) -> Iterator[TextIO]:
+def replacing(out: str) -> Iterator[IO[str]]:
     """A new file that replaces `out`, or the file that it links to, when it is complete.
 
     What is not a file, such as a pipe, is written to directly.
     """
     path = Path(os.path.realpath(out))
-    partial = path.with_name(f".report-{os.getpid()}.partial")
     try:
         replaces = not out.startswith(STREAMS) and (path.is_file() or not path.exists())
-        partial = partial if replaces else Path(out)
-        file = partial.open("w" if replaces else "a", encoding="utf-8", newline="\n")
+        with ExitStack() as stack:
+            held = stack.enter_context(storage.replacing(path)) if replaces else Path(out)
+            mode = "w" if replaces else "a"
+            file = stack.enter_context(held.open(mode, encoding="utf-8", newline="\n"))
+            opened = stack.pop_all()
     except OSError as error:
+        reason = error.strerror or error
         raise ValueError(
-            f"--out must be a file that can be written; got {out!r}: {error.strerror}"
+            f"--out must be a file that can be written; got {out!r}: {reason}"
         ) from None
-    try:
-        with file:
-            yield file
-        if replaces:
-            with suppress(FileNotFoundError):
-                shutil.copymode(path, partial)
-            os.replace(partial, path)
-    finally:
-        if replaces:
-            partial.unlink(missing_ok=True)
+    with opened:
+        yield file
+        if replaces and path.exists():
+            shutil.copymode(path, held)

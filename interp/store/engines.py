@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from tqdm import tqdm
+
+from hooks.shared import progress_bar
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that makes one."""
@@ -91,7 +92,7 @@ def on_ray(
     busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
     of = JOBS_OF_WORKER * workers
     jobs, left = iter(range(of)), of
-    with tqdm(total=of, disable=not progress, unit="job") as bar:
+    with progress_bar(total=of, disable=not progress, unit="job") as bar:
         while left:
             (done,), _ = ray.wait([*busy])
             worker = busy.pop(done)

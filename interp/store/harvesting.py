@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from hooks import CacheError, Selector
-from hooks.shared import Index, without_gradients
+from hooks.shared import Index, progress_bar, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, Piece, count, runs
 from interp.store.engines import Model, loaded, on_ray
@@ -145,7 +144,7 @@ def harvest_shard(
     store = store_of(manifest)
     here: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
-    with tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
+    with progress_bar(disable=not progress, unit="tok", unit_scale=True) as bar:
         for number, run in enumerate(runs(texts, settings.column, settings.per_file)):
             first, n_files, n_texts = n_texts, number + 1, n_texts + len(run)
             if number % jobs != job:

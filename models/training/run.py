@@ -6,7 +6,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -231,19 +231,15 @@ class Run:
     @contextmanager
     def _replacing(self, path: Path) -> Iterator[BinaryIO]:
         """A new file that replaces the old one when it is complete."""
-        # In the same directory, because a move between file systems is a copy.
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            with self._naming(path):
-                with partial.open("wb") as file:
-                    yield file
-                    file.flush()
-                    # Without this, a power failure could leave an empty file under the name.
-                    os.fsync(file.fileno())
-                partial.replace(path)
-        finally:
-            with suppress(OSError):  # which would hide why it cannot be written
-                partial.unlink()
+        with (
+            self._naming(path),
+            storage.replacing(path, alone=True) as partial,
+            partial.open("wb") as file,
+        ):
+            yield file
+            file.flush()
+            # Without this, a power failure could leave an empty file under the name.
+            os.fsync(file.fileno())
 
     @contextmanager
     def _naming(self, path: Path) -> Iterator[None]:
