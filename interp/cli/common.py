@@ -101,11 +101,11 @@ def _device(name: str) -> torch.device:
 def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
     """A model that can be loaded or, if it need not be trained, one of a registered config."""
     from models import available, build
-    from models.registry import SIZES
+    from models.registry import ON_HUB
 
     name, dtype = options.model, options.dtype and getattr(torch, options.dtype)
     # The hub has weights under the names of GPT-2's sizes.
-    if name not in available() or os.path.exists(name) or (trained and name in SIZES):
+    if name not in available() or os.path.exists(name) or (trained and name in ON_HUB):
         return _loaded(name, options.tokenizer, options.device, dtype)
     if trained:
         raise ValueError(

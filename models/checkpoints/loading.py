@@ -16,7 +16,7 @@ from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
 from models.files import library, one_error, read_object, read_saved, without
-from models.registry import SIZES, available
+from models.registry import ON_HUB, available
 from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
@@ -214,7 +214,7 @@ def locate(
         )
     may_be_on_hub = named and _HUB_NAME.fullmatch(name)
     # Of our configs, only those of GPT-2 are models on the hub.
-    if not may_be_on_hub or (name in available() and name not in SIZES):
+    if not may_be_on_hub or (name in available() and name not in ON_HUB):
         raise FileNotFoundError(missing)
     try:
         return _download(name, weights, revision)
