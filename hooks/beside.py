@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks.errors import HookError
-from hooks.names import has_forward
-from hooks.point import Point, mapped, tensors_in
+from hooks.point import Point, has_forward, mapped, tensors_in
 
 
 class Watch:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hooks.errors import UnknownNameError
 from hooks.hints import how_to_mark, unknown_point
 from hooks.modes import LAST_PARTS, Mode
-from hooks.point import LAYER, HookPoint, HookPoints, Point, layer_of
+from hooks.point import LAYER, HookPoint, HookPoints, Point, has_forward, layer_of
 
 Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 """A name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.
@@ -137,11 +137,6 @@ def _shared_name(pattern: str, group: list[str]) -> str:
     whole = numbers == list(range(numbers[0], numbers[-1] + 1))
     text = f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))
     return pattern.replace("#", text, 1)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called. Containers such as ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward
 
 
 Blocks = dict[str, tuple[str, nn.Module]]

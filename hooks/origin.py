@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks import storage
 from hooks.copies import private
 from hooks.errors import CacheError
+from hooks.hashes import config_hash, weights_hash
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -23,7 +23,7 @@ class Origin:
         known: the names of all points of the model, in order.
         config_hash: the hash of its configuration.
         inputs: what the run was given; see `bound`.
-        hashed: `storage.weights_hash` of a model that is no longer at hand; empty where it is not known.
+        hashed: `weights_hash` of a model that is no longer at hand; empty where it is not known.
 
     >>> Origin(("embed",)).known
     ('embed',)
@@ -39,7 +39,7 @@ class Origin:
     def weights_hash(self) -> str:
         """The hash of the model's weights as they are now; empty where nothing is known of them."""
         model = None if self.model is None else self.model()
-        return self.hashed if model is None else storage.weights_hash(model)
+        return self.hashed if model is None else weights_hash(model)
 
     def require(self, model: nn.Module) -> None:
         """Refuses a model that is known to have another configuration or other weights.
@@ -50,8 +50,8 @@ class Origin:
         if self.model is not None and self.model() is model:
             return
         for what, ours, theirs in (
-            ("config", self.config_hash, storage.config_hash(model)),
-            ("weights", hashed := self.weights_hash(), hashed and storage.weights_hash(model)),
+            ("config", self.config_hash, config_hash(model)),
+            ("weights", hashed := self.weights_hash(), hashed and weights_hash(model)),
         ):
             if ours != theirs:
                 raise CacheError(

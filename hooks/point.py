@@ -147,6 +147,11 @@ def point_at(name: str, module: nn.Module, mesh: Any = None) -> Point:
     return Point(name, (), type(module).__name__, module, mesh)
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called. Containers such as ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
 def index_by_axis(
     axes: tuple[str, ...], where: Mapping[str, Index], what: str
 ) -> tuple[int | slice | list[int], ...]:

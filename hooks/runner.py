@@ -10,21 +10,21 @@ from typing import Any
 from torch import nn
 
 from hooks import names as layered
-from hooks import storage
 from hooks._torch import is_fully_sharded, state_of, without_gradients
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, memory_in
 from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError, require_module
+from hooks.hashes import config_hash
 from hooks.hints import HintsAtNames
 from hooks.memory import Bound
 from hooks.modes import Mode, Options
-from hooks.names import Blocks, Selector, blocks_of, flatten, has_forward, resolve
+from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
 from hooks.origin import Origin, bound, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
-from hooks.point import HookPoint, Point, point_at
+from hooks.point import HookPoint, Point, has_forward, point_at
 from hooks.processes import mesh_of
 from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force, is_listened_to, owners
@@ -293,7 +293,7 @@ class HookedRunner(HintsAtNames):
     @functools.cached_property
     def config_hash(self) -> str:
         """A hash of the model's configuration; caches carry it."""
-        return storage.config_hash(self.model)
+        return config_hash(self.model)
 
     @functools.cached_property
     def _words(self) -> Words:

@@ -19,6 +19,7 @@ from hooks._torch import (
 )
 from hooks.capture import Recorder
 from hooks.errors import NEVER_FIRED, require_fired, require_module, unknown_name
+from hooks.hashes import config_hash, weights_hash
 from hooks.hints import HintsAtNames, register_hints, unknown_point
 from hooks.memory import require_room
 from hooks.names import blocks_of, names_by_layer, resolve

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from interp.inputs.token_positions import Mask, Position, at_least_float32, last_real
+from interp.inputs.token_positions import Mask, Position, last_real
+from interp.numbers.precision import at_least_float32
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A user's own function is a metric as it is. An attribute `last` says how many of the last real

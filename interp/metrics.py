@@ -13,8 +13,6 @@ from interp.inputs.token_positions import (
     Position,
     SeveralTokens,
     Tokens,
-    at_least_float32,
-    divergence,
     fitting,
     last_real,
     real_of,
@@ -22,6 +20,7 @@ from interp.inputs.token_positions import (
     tokens_of,
 )
 from interp.measuring import Metric, TokenMetric, WordedMetric
+from interp.numbers.precision import at_least_float32, divergence
 
 
 def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:

@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import is_unwatched, require_room
+from hooks.shared import Component, is_unwatched, require_room
 from models.config import TransformerConfig
 from models.kernels import by_blocks, fused
-from models.linear import Linear
-from models.norm import ByConfig, QKNorm, dropout
+from models.linear import Linear, dropout
+from models.norm import QKNorm
 from models.positions import rotary
 from models.running.context import Context, ContextOrMask, make_context
 from models.running.masks import Mask, dense
@@ -126,11 +126,11 @@ class SoftCap(nn.Module):
         return torch.where(x == -torch.inf, x, self.cap * torch.tanh(x / self.cap))
 
 
-class Attention(ByConfig):
+class Attention(Component):
     """Causal attention, `softmax(scale q k^T) v` in each head (Vaswani et al. 2017).
 
     One linear map gives queries, keys and values. `n_heads / n_kv_heads` query heads share a key head.
-    If the config has an `attn_cap`, a `CappedAttention` is made instead. Outside a model, weights start
+    `attention_of` makes the form that a config describes. Outside a model, weights start
     as those of `nn.Linear`; a `Transformer` draws them as `init` says.
 
     The point `scores` is before the mask, so it is not zero above the diagonal, where a query would see
@@ -293,7 +293,7 @@ class Attention(ByConfig):
         return self.qkv.offset.unflatten(0, (-1, self.d_head)).split(self.heads)
 
 
-class ShortformerAttention(Attention, when=lambda config: config.positions == "shortformer"):
+class ShortformerAttention(Attention):
     """Attention whose queries and keys read position encodings besides the stream (Press et al. 2021).
 
     `project` is without them, and `mix` adds what they give.
@@ -324,10 +324,23 @@ class ShortformerAttention(Attention, when=lambda config: config.positions == "s
         return super().mix(q + q_added, k + k_added, v, context)
 
 
-class CappedAttention(Attention, when=lambda config: config.attn_cap):
+class CappedAttention(Attention):
     """Attention with scores capped before the mask (Gemma 2)."""
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         return by_blocks(self._explicit, q, k, v, mask)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(Attention._explicit)
+
+
+def attention_of(config: TransformerConfig, layer: int = 0) -> Attention:
+    """The attention that a config describes."""
+    is_shortformer = config.positions == "shortformer"
+    kind = (
+        ShortformerAttention
+        if is_shortformer
+        else CappedAttention
+        if config.attn_cap
+        else Attention
+    )
+    return kind(config, layer)

@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity
-from models.attention import Attention
+from hooks.shared import Component
+from models.attention import attention_of
 from models.config import TransformerConfig
-from models.mlp import MLP
-from models.norm import ByConfig, norm
+from models.mlp import mlp_of
+from models.norm import norm
 from models.running.context import ContextOrMask
 
 ADDED = "what the sublayer adds: the norm of its output"
@@ -53,11 +54,10 @@ class Branch:
         return self.added(self.after(output))
 
 
-class Block(ByConfig):
+class Block(Component):
     """Attention, then the MLP; each reads the residual stream and adds to it (GPT-2).
 
-    Other forms, such as `PostNormBlock`, are made instead if the config says so. `norm_place` chooses
-    the norms: `ln1` and `ln2` of what the sublayers read, `ln1_post` and `ln2_post` of what they add.
+    `block_of` makes the form that a config describes, such as `PostNormBlock`. `norm_place` chooses the norms: `ln1` and `ln2` of what the sublayers read, `ln1_post` and `ln2_post` of what they add.
     Absent norms are identities. It is called as `Attention` is, alone or by a model.
 
     Args:
@@ -76,7 +76,7 @@ class Block(ByConfig):
         after = config.norm_place in ("output", "sandwich")
         self.resid_pre = HookPoint("batch pos d_model", "residual stream entering the block")
         self.ln1 = norm(config, before)
-        self.attn = Attention(config, layer)
+        self.attn = attention_of(config, layer)
         self.ln1_post = norm(config, after, ADDED)
         self.attn_out = HookPoint("batch pos d_model", "what attention adds to the residual stream")
         if config.mlp != "none":
@@ -85,7 +85,7 @@ class Block(ByConfig):
                     "batch pos d_model", "residual stream between the two sublayers"
                 )
             self.ln2 = norm(config, before)
-            self.mlp = MLP(config)
+            self.mlp = mlp_of(config)
             self.ln2_post = norm(config, after, ADDED)
             self.mlp_out = HookPoint(
                 "batch pos d_model", "what the MLP adds to the residual stream"
@@ -118,7 +118,7 @@ class Block(ByConfig):
         return self.resid_post(resid + mlp(resid))
 
 
-class PostNormBlock(Block, when=lambda config: config.norm_place == "post"):
+class PostNormBlock(Block):
     """After each sublayer, the norm of the sum of stream and sublayer (Vaswani et al. 2017)."""
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
@@ -145,7 +145,7 @@ class PostNormBlock(Block, when=lambda config: config.norm_place == "post"):
         return self.resid_post(self.ln2(resid + mlp(resid)))
 
 
-class ParallelBlock(Block, when=lambda config: config.parallel):
+class ParallelBlock(Block):
     """Attention and the MLP read the same stream, and both are added to it (GPT-NeoX)."""
 
     @property
@@ -162,7 +162,7 @@ class ParallelBlock(Block, when=lambda config: config.parallel):
         return self.resid_post(resid + attention(resid, context) + mlp(resid))
 
 
-class AttentionBlock(Block, when=lambda config: config.mlp == "none"):
+class AttentionBlock(Block):
     """Attention without an MLP."""
 
     @property
@@ -177,3 +177,12 @@ class AttentionBlock(Block, when=lambda config: config.mlp == "none"):
         resid = self.resid_pre(resid)
         (attention,) = self.branches
         return self.resid_post(resid + attention(resid, context))
+
+
+def block_of(config: TransformerConfig, layer: int = 0) -> Block:
+    """The block that a config describes."""
+    if config.mlp == "none":
+        return AttentionBlock(config, layer)
+    if config.norm_place == "post":
+        return PostNormBlock(config, layer)
+    return ParallelBlock(config, layer) if config.parallel else Block(config, layer)

@@ -1,15 +1,14 @@
-"""Checks of arguments: config fields, whole numbers, tokens and masks. Also sets a model's mode."""
+"""Checks of arguments: config fields, whole numbers, tokens and masks."""
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hooks.shared import FakeTensor, is_trusted
 
@@ -88,18 +87,6 @@ def can_be_read(tensor: Tensor) -> bool:
 def should_read(tensor: Tensor) -> bool:
     """Whether to check a tensor's numbers: they can be read, and the caller does not vouch for them."""
     return can_be_read(tensor) and not is_trusted()
-
-
-@contextmanager
-def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Sets training or evaluation mode, and restores the mode of each module afterwards."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before:
-            module.training = was
 
 
 def _is(value: object, kind: Any) -> bool:

@@ -9,10 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookPoint
+from hooks.shared import Component
 from models.checks import require
 from models.config import TransformerConfig
-from models.linear import Linear
-from models.norm import ByConfig, LayerNorm, dropout
+from models.linear import Linear, dropout
+from models.norm import LayerNorm
 
 
 def _solu(x: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(ByConfig):
-    """`activation(x W_in + b_in) W_out + b_out`, or a `GatedMLP` or `NormedMLP` if the config says so.
+class MLP(Component):
+    """`activation(x W_in + b_in) W_out + b_out`. `mlp_of` makes the form that a config describes.
 
     Args:
         config: sizes and choices.
@@ -38,7 +39,7 @@ class MLP(ByConfig):
         ValueError: if the config has no MLP.
 
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp="gated")
-    >>> type(MLP(config)).__name__
+    >>> type(mlp_of(config)).__name__
     'GatedMLP'
     """
 
@@ -79,7 +80,7 @@ class MLP(ByConfig):
         return self.output.offset
 
 
-class NormedMLP(MLP, when=lambda config: config.mlp_norm):
+class NormedMLP(MLP):
     """`norm(activation(x W_in + b_in)) W_out + b_out`, with a LayerNorm of the hidden layer (Elhage et al. 2022).
 
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp_norm=True)
@@ -101,7 +102,7 @@ class NormedMLP(MLP, when=lambda config: config.mlp_norm):
         return self.output_dropout(self.output(self.hidden_dropout(self.post(self.ln(hidden)))))
 
 
-class GatedMLP(MLP, when=lambda config: config.mlp == "gated"):
+class GatedMLP(MLP):
     """`(activation(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out` (Shazeer 2020).
 
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp="gated")
@@ -131,3 +132,9 @@ class GatedMLP(MLP, when=lambda config: config.mlp == "gated"):
     def b_gate(self) -> Float[Tensor, " d_mlp"]:
         """Gate biases."""
         return self.gate.offset
+
+
+def mlp_of(config: TransformerConfig) -> MLP:
+    """The MLP that a config describes."""
+    kind = GatedMLP if config.mlp == "gated" else NormedMLP if config.mlp_norm else MLP
+    return kind(config)

@@ -1,7 +1,4 @@
-"""LayerNorm and RMSNorm with hook points, and the choice of a model's parts by its config."""
-
-from collections.abc import Callable
-from typing import Any, ClassVar
+"""LayerNorm and RMSNorm with hook points."""
 
 import torch
 from jaxtyping import Float
@@ -145,27 +142,6 @@ class QKNorm(nn.Module):
         return torch.rms_norm(flat, flat.shape[-1:], self.weight, self.eps).view(x.shape)
 
 
-class ByConfig(Component):
-    """A component of several forms. Calling its class makes the form that the config describes.
-
-    A form is a subclass with a condition: `class GatedMLP(MLP, when=lambda config: ...)`. At most one
-    condition may hold. Calling a form's own class makes that form.
-    """
-
-    forms: ClassVar[list[tuple[Callable[[TransformerConfig], object], type]]]
-
-    def __init_subclass__(cls, when: Callable[[TransformerConfig], object] | None = None) -> None:
-        super().__init_subclass__()
-        cls.forms = []
-        if when is not None:
-            cls.__mro__[1].forms.append((when, cls))  # type: ignore[attr-defined]  # a `ByConfig`
-
-    def __new__(cls, config: TransformerConfig | None = None, *_: object, **__: object) -> Any:
-        """An instance of the form. Copying and unpickling give no config, but the form's own class."""
-        fitting = (form for when, form in cls.forms if config is not None and when(config))
-        return super().__new__(next(fitting, cls))
-
-
 def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
     """The config's norm of the stream, or an identity if it is not `present`."""
     if not present or config.norm == "none":
@@ -174,11 +150,6 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
         return RMSNorm(config.d_model, config.norm_eps, config.norm_learned, meaning)
     learned, bias = config.norm_learned, config.norm_bias
     return LayerNorm(config.d_model, config.norm_eps, learned, bias, meaning)
-
-
-def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
-    """The config's dropout, or an identity if it is not `present` or its probability is zero."""
-    return nn.Dropout(config.dropout) if present and config.dropout else Identity()
 
 
 def widened(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:

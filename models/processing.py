@@ -8,8 +8,9 @@ from torch import Tensor
 
 from hooks.shared import without_gradients
 from models.checkpoints.assemble import without_values
-from models.checks import mode, require
+from models.checks import require
 from models.config import TransformerConfig
+from models.mode import mode
 from models.norm import widened
 from models.transformer import Transformer
 from models.verification import deviation, random_tokens

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks.shared import HintsAtNames, to_device, without_gradients
 from models.attention import SoftCap
-from models.block import Block
+from models.block import block_of
 from models.checks import check_tokens, should_read
 from models.config import TransformerConfig
-from models.linear import Linear
-from models.norm import dropout, norm
+from models.linear import Linear, dropout
+from models.norm import norm
 from models.positions import added_positions, rotary
 from models.running.context import Context, make_context
 from models.running.kvcache import KVCache
@@ -93,7 +93,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
         self.rotary = rotary(config)
         self.ln_embed = norm(config, config.embed_norm, "the embeddings' norm: the stream's start")
         self.embed_dropout = dropout(config)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(block_of(config, layer) for layer in range(config.n_layers))
         self.ln_final = norm(config, config.final_norm, "what the unembedding reads")
         self.unembedding = Linear(config.d_model, config.vocab_size_out, config.unembed_bias)
         self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Identity()

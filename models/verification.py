@@ -11,8 +11,8 @@ from torch import Tensor
 from hooks import HookedRunner
 from hooks.shared import without_gradients
 from models.block import Block
-from models.checks import mode
 from models.config import TransformerConfig
+from models.mode import mode
 from models.norm import widened
 from models.running.kvcache import KVCache
 from models.transformer import Transformer

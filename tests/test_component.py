@@ -10,8 +10,11 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from hooks._torch import Component
-from models import MLP, Attention, Block, GatedMLP
+from models import MLP, GatedMLP
+from models.attention import attention_of
+from models.block import block_of
 from models.linear import Linear
+from models.mlp import mlp_of
 from tests.reference import FORMS, POS, Reference, some_tokens, tolerance, variant
 
 
@@ -106,11 +109,11 @@ def test_parts_compute_what_their_config_says(name, mask):
         return
     reference(some_tokens(), None if mask is None else mask.expand(5, 6, -1, -1).numpy())
     for layer, inside in enumerate(model.blocks):
-        parts = [(inside, Block(config, layer), "resid_pre", "resid_post")]
+        parts = [(inside, block_of(config, layer), "resid_pre", "resid_post")]
         if config.norm_place == "pre":
-            parts += [(inside.attn, Attention(config, layer), "ln1.normalized", "attn_out")]
+            parts += [(inside.attn, attention_of(config, layer), "ln1.normalized", "attn_out")]
             if config.mlp != "none":
-                parts += [(inside.mlp, MLP(config=config), "ln2.normalized", "mlp_out")]
+                parts += [(inside.mlp, mlp_of(config), "ln2.normalized", "mlp_out")]
         for theirs, part, *points in parts:
             part.double().load_state_dict(theirs.state_dict())
             x, expected = (torch.tensor(reference.values[f"blocks.{layer}.{at}"]) for at in points)
@@ -120,12 +123,8 @@ def test_parts_compute_what_their_config_says(name, mask):
                 assert repr(same) == repr(theirs)
 
 
-def test_classes_by_config_and_subclasses_as_they_are():
-    class Own(Block):
-        pass
-
-    post = variant("post").config
-    assert [type(part).__name__ for part in (Block(post), Own(post))] == ["PostNormBlock", "Own"]
-    assert type(MLP(variant("gated").config)) is GatedMLP is type(GatedMLP(post))
+def test_forms_by_config():
+    assert type(block_of(variant("post").config)).__name__ == "PostNormBlock"
+    assert type(mlp_of(variant("gated").config)) is GatedMLP
     with pytest.raises(ValueError, match="'none'"):
         MLP(variant("attention only").config)

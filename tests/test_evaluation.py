@@ -17,7 +17,7 @@ from interp import (
 )  # fmt: skip
 from interp.effects.evaluation import completeness, minimality
 from interp.graph import Graph, circuits
-from interp.results.intervals import interval
+from interp.numbers.intervals import interval
 from tests.reference import some_tokens, variant
 from tests.streams import made
 from tests.test_circuits import EDGES, GRAPH, by_edge, scored

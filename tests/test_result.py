@@ -9,7 +9,7 @@ import torch
 
 from hooks import UnknownNameError
 from interp import Result
-from interp.results import intervals
+from interp.numbers import intervals
 
 LAYERS, HEADS, EXAMPLES = [4, 5, 7], 2, 13
 

@@ -7,7 +7,7 @@ import torch
 from hooks import CacheError, HookedRunner
 from interp import edits, head_scores, max_activating, tuned_lens
 from interp.directions import leace
-from interp.directions.erasing import Moments
+from interp.numbers.moments import Moments
 from interp.store import Statistics, StatisticsByPoint, harvest, statistics
 from tests.reference import variant
 
@@ -211,7 +211,7 @@ def test_erasers_come_from_a_store(tmp_path):
         NAME, lambda held: torch.stack([held["tokens"] % 2, held["tokens"] % 3 == 0], 1)
     )
     expected = Moments.of(torch.from_numpy(rows), torch.from_numpy(labels))
-    torch.testing.assert_close(moments.label_products, expected.label_products)
+    torch.testing.assert_close(moments.products, expected.products)
     erased = leace(moments)(torch.from_numpy(rows)).numpy()
     products = (erased - erased.mean(0)).T @ (labels - labels.mean(0))
     assert abs(products).max() < 1e-9

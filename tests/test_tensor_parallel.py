@@ -129,12 +129,13 @@ def longer(model):
 def observed(folder, name, **options):
     """All that is compared, of one model."""
     import models
-    from hooks import HookedRunner, storage
+    from hooks import HookedRunner
+    from hooks.hashes import weights_hash
 
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(path_of(folder, name), dtype=torch.float32, **options).eval()
     found = bare(model) if name == "llama" else {}
-    hashed = storage.weights_hash(model, whole=True)
+    hashed = weights_hash(model, whole=True)
     found["hash"] = torch.tensor(float(int(hashed[:12], 16)))
     with models.attach(model) as points:
         found["left out"] = points.left_out

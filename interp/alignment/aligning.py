@@ -26,7 +26,7 @@ from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Runs
 from interp.inputs.pairs import Direction, Pairs, pairs_for
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.places import written
 from interp.results.result import Result

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from interp.edits.kinds import orthonormal
 from interp.features.dictionary import Dictionary
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 
 
 @dataclass(frozen=True, eq=False, repr=False)

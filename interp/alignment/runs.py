@@ -13,8 +13,9 @@ from hooks.shared import Selection, real_columns, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.pairs import Direction, Pairs
 from interp.inputs.texts import Text
-from interp.inputs.token_positions import at_least_float32, last_real
+from interp.inputs.token_positions import last_real
 from interp.measuring import evaluate, last_of
+from interp.numbers.precision import at_least_float32
 from interp.protocol import logits_of, runner_of
 from interp.running.gradients.backward import Gradients
 

@@ -10,10 +10,11 @@
 """
 
 from interp.directions.direction import Direction
-from interp.directions.erasing import Eraser, Moments, leace
+from interp.directions.erasing import Eraser, leace
 from interp.directions.finding import Erasure, difference_of_means, erasure
 from interp.directions.probing import Probe, probe
 from interp.directions.steering import SteeringCurve, steering_curve
+from interp.numbers.moments import Moments
 
 __all__ = [
     "Direction",

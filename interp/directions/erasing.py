@@ -15,52 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
-@dataclass
-class Moments:
-    """Means and summed products of deviations of values and labels; those of parts can be put together.
-
-    Attributes:
-        n: how many rows were seen.
-        mean, label_mean: of values and labels.
-        products: of the deviations of values with each other.
-        label_products: of the deviations of values with those of labels.
-    """
-
-    n: int
-    mean: Float[Tensor, " d"]
-    label_mean: Float[Tensor, " label"]
-    products: Float[Tensor, "d d"]
-    label_products: Float[Tensor, "d label"]
-
-    @classmethod
-    def of(cls, values: Float[Tensor, "row d"], labels: Float[Tensor, "row label"]) -> "Moments":
-        """Those of some rows, in float64."""
-        x, z = values.double(), labels.double()
-        x_apart, z_apart = x - x.mean(0), z - z.mean(0)
-        return cls(len(x), x.mean(0), z.mean(0), x_apart.mT @ x_apart, x_apart.mT @ z_apart)
-
-    @property
-    def covariance(self) -> Float[Tensor, "d d"]:
-        """The covariance of values: the mean of the products."""
-        return self.products / self.n
-
-    def __add__(self, other: "Moments") -> "Moments":
-        """Those of both (Chan et al. 1979, "Updating formulae and a pairwise algorithm")."""
-        n = self.n + other.n
-        share, apart, labels_apart = (
-            other.n / n,
-            other.mean - self.mean,
-            other.label_mean - self.label_mean,
-        )
-        weight = self.n * share
-        return Moments(
-            n,
-            self.mean + share * apart,
-            self.label_mean + share * labels_apart,
-            self.products + other.products + weight * torch.outer(apart, apart),
-            self.label_products + other.label_products + weight * torch.outer(apart, labels_apart),
-        )
+from interp.numbers.moments import Moments
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +60,13 @@ def leace(moments: Moments) -> Eraser:
     """
     if moments.n < 2:
         raise ValueError(f"a concept is erased from at least 2 rows; got {moments.n}")
-    sizes, vectors = torch.linalg.eigh(moments.covariance)
+    d = len(moments.mean) - moments.n_labels
+    sizes, vectors = torch.linalg.eigh(moments.covariance[:d, :d])
     deviation = 10 * torch.finfo(torch.float32).eps
     kept = sizes > deviation**2 * sizes.max()
     roots, vectors = sizes[kept].sqrt(), vectors[:, kept]
     whiten, colour = (vectors / roots) @ vectors.mT, (vectors * roots) @ vectors.mT
-    seen = whiten @ (moments.label_products / moments.n)
+    seen = whiten @ moments.covariance[:d, d:]
     columns, strengths, _ = torch.linalg.svd(seen, full_matrices=False)
     columns = columns[:, strengths > 1e-12 * max(1.0, float(strengths.max()))]
-    return Eraser(whiten @ columns, columns.mT @ colour, moments.mean)
+    return Eraser(whiten @ columns, columns.mT @ colour, moments.mean[:d])

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, SelectionError
 from hooks.shared import Index, Selection, names_by_layer
 from interp.inputs.texts import Text, Texts, batches, text_of
-from interp.inputs.token_positions import finite
 from interp.inputs.wording import named_spans
+from interp.numbers.precision import finite
 from interp.protocol import runner_of
 
 

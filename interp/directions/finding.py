@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from hooks import ActivationCache, EditError
 from hooks.shared import Index, without_gradients
 from interp.directions.direction import Direction
-from interp.directions.erasing import Eraser, Moments, leace
+from interp.directions.erasing import Eraser, leace
 from interp.directions.examples import examples, points_of
 from interp.edits.edit import Edit
 from interp.edits.places import Place
 from interp.inputs.texts import Texts
+from interp.numbers.moments import Moments
 
 
 @without_gradients
@@ -56,10 +57,10 @@ def difference_of_means(
     moments = _moments(model, yes, no, site, pos, batch)
     vectors, offsets = {}, {}
     for name, each in moments.items():
-        share = float(each.label_mean)
+        share = float(each.mean[-1])
         # Σ (x - mean)(z - mean z) is n · share · (1 - share) times the difference of the means.
-        vector = each.label_products[:, 0] / (each.n * share * (1 - share))
-        middle = each.mean + (0.5 - share) * vector
+        vector = each.products[:-1, -1] / (each.n * share * (1 - share))
+        middle = each.mean[:-1] + (0.5 - share) * vector
         vectors[name], offsets[name] = vector.float(), -float(middle @ vector)
     return Direction(
         vectors, offsets, {"by": "difference of means", "site": site, **_counts(moments)}
@@ -136,4 +137,4 @@ def _moments(
 
 def _counts(moments: Mapping[str, Moments]) -> dict[str, int]:
     first = next(iter(moments.values()))
-    return {"rows": first.n, "yes": round(first.n * float(first.label_mean))}
+    return {"rows": first.n, "yes": round(first.n * float(first.mean[-1]))}

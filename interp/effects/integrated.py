@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hooks import Point
 from interp import edits
 from interp.inputs.pairs import Direction, Pairs, of_pairs
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.estimates import Contrast, contrast, effects

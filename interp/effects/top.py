@@ -10,7 +10,7 @@ from hooks import ActivationCache, HookedRunner
 from hooks.shared import names_by_layer, to_device
 from interp.inputs.pairs import Direction, Pairs, of_pairs
 from interp.inputs.texts import are_aligned
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 from interp.protocol import require_points, runner_of
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients

@@ -14,11 +14,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
-from hooks.shared import is_listened_to, storage, unknown_name
+from hooks.shared import config_hash, is_listened_to, unknown_name
 from interp.graph.nodes import Added, At, Writers, add, layer_of
 from interp.inputs.texts import text_of
-from interp.inputs.token_positions import like, real_of
+from interp.inputs.token_positions import real_of
 from interp.linear.norms import is_identity, linear_part
+from interp.numbers.precision import like, rounding
 from interp.protocol import plain, runner_of
 
 _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
@@ -177,7 +178,7 @@ class Graph:
     @cached_property
     def identity(self) -> list[Any]:
         """Nodes and hash of the configuration: equal for the graphs of equal models."""
-        return [[*self.writers], [*self.readers], storage.config_hash(self.model)]
+        return [[*self.writers], [*self.readers], config_hash(self.model)]
 
     def require(self, identity: list[Any]) -> None:
         """Refuses the identity of another graph.
@@ -304,7 +305,7 @@ def _check(blocks: nn.ModuleList) -> None:
 
 
 def _check_sum(total: Tensor, stream: Tensor) -> None:
-    size = min(0.03, 1000 * torch.finfo(stream.dtype).eps) * stream.abs().max()
+    size = rounding(stream.dtype) * stream.abs().max()
     if not torch.allclose(total, stream, rtol=0, atol=float(size), equal_nan=True):
         raise CacheError(
             "contributions must add up to the stream of the cache; they do not: it is of another model, was "

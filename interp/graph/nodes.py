@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.shared import all_to_device
-from interp.inputs.token_positions import like
 from interp.linear.norms import is_identity, linear_part
+from interp.numbers.precision import like
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 """The value that a point had in a run."""

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import names_by_layer, storage, to_device
-from interp.inputs.token_positions import at_least_float32
+from hooks.shared import config_hash, names_by_layer, storage, to_device
+from interp.numbers.precision import at_least_float32
 from interp.protocol import n_logits, of, runner_of
 
 L = TypeVar("L", bound="AffineLens")
@@ -102,9 +102,9 @@ class AffineLens:
                 f"the lens must have weights [layer, d_model, d_model], {list(wanted)}; "
                 f"got {list(self.weight.shape)}"
             )
-        if self.config_hash and self.config_hash != (config_hash := storage.config_hash(model)):
+        if self.config_hash and self.config_hash != (theirs := config_hash(model)):
             raise ValueError(
-                f"the lens must be of a model with this model's config hash, {config_hash[:12]}; "
+                f"the lens must be of a model with this model's config hash, {theirs[:12]}; "
                 f"got {self.config_hash[:12]}: fit one to this model"
             )
 

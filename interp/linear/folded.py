@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.shared import stacked, to_device
-from interp.inputs.token_positions import at_least_float32
 from interp.linear.norms import LinearPart, linear_part
+from interp.numbers.precision import at_least_float32
 from interp.protocol import plain
 
 Reading = Float[Tensor, "layer head d_model d_head"]

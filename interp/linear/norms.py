@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Identity
-from interp.inputs.token_positions import at_least_float32, like
+from interp.numbers.precision import at_least_float32, like
 
 _CENTRES = {nn.LayerNorm: True, nn.RMSNorm: False}
 

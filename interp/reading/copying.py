@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from hooks import Point
 from hooks.shared import to_device, without_gradients
-from interp.inputs.token_positions import at_least_float32
 from interp.linear.folded import FoldedWeights
+from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.shared import to_device, unknown_name, without_gradients
 from interp.graph.components import ResidualComponents
-from interp.inputs.token_positions import at_least_float32, like
+from interp.numbers.precision import at_least_float32, like
 from interp.results.result import Result
 
 

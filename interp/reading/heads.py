@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import Index, Selection, stacked, unknown_name, without_gradients
 from interp.inputs.texts import text_of
-from interp.inputs.token_positions import at_least_float32, like, real_of
+from interp.inputs.token_positions import real_of
+from interp.numbers.precision import at_least_float32, like
 from interp.protocol import of
 from interp.results.result import Result
 

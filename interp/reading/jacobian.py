@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import peak_bytes, stacked, storage
+from hooks.shared import config_hash, peak_bytes, stacked
 from interp.inputs.texts import Texts, batches
-from interp.inputs.token_positions import at_least_float32
 from interp.linear.affine import AffineLens, for_fit
+from interp.numbers.precision import at_least_float32
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,7 +119,7 @@ def jacobian_lens(
         jacobians = _jacobians(runner, names, text.tokens, skip, max_bytes)
         squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
         total, count = jacobians.add_(total), count + 1  # large models: no third copy
-    weight, hashed = total / count, storage.config_hash(model)
+    weight, hashed = total / count, config_hash(model)
     return JacobianLens(weight, torch.zeros_like(weight[..., 0]), hashed, count, squares / count)
 
 

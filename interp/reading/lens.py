@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import stacked, to_device, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
-from interp.inputs.token_positions import divergence
 from interp.linear.affine import AffineLens, split_rows, unembedded
+from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
 
 _SHOWN = 8  # positions in a printed table

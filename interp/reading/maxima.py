@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hooks import index_by_axis
 from hooks.shared import Index, to_device, without_gradients
 from interp.inputs.texts import Texts, batches, writer_of
-from interp.inputs.token_positions import at_least_float32, like
+from interp.numbers.precision import at_least_float32, like
 from interp.protocol import runner_of
 from interp.running.sites import SELECTS
 

@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import stacked, storage, to_device, without_gradients
+from hooks.shared import config_hash, stacked, storage, to_device, without_gradients
 from interp.inputs.texts import Texts, each_text, padded
-from interp.inputs.token_positions import divergence, finite
 from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
+from interp.numbers.precision import divergence, finite
 from interp.protocol import of
 
 
@@ -143,7 +143,7 @@ def tuned_lens(
     identity = torch.eye(size, dtype=dtype, device=parameter.device)
     translators = identity + weight.detach(), bias.detach()
     measured = finite(torch.stack(losses), "losses")
-    return TunedLens(*translators, storage.config_hash(model), measured)
+    return TunedLens(*translators, config_hash(model), measured)
 
 
 def _of_runs(

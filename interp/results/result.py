@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.shared import storage
+from interp.numbers.intervals import Interval, auroc, interval, share
 from interp.results import parts
-from interp.results.intervals import Interval, auroc, interval, share
 from interp.results.places import Place, Places
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Result:
 
         Shares, AUROCs and other numbers with bounds have intervals that stay between these, such as Wilson's.
         The ends are NaN below three examples, of `normalized()` below four, where nothing can be said. They are
-        infinite where target - base is so uncertain that a ratio has no bound. See `interp.results.intervals`.
+        infinite where target - base is so uncertain that a ratio has no bound. See `interp.numbers.intervals`.
 
         Args:
             confidence: how often such an interval should hold the true mean, between 0 and 1.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hooks import EditedPoint, HookedRunner
 from hooks.shared import Session, first_tensor, inside, tensors_in, to_device, version
 from interp.edits import Edit
+from interp.numbers.precision import rounding
 from interp.protocol import logits_of, of
 from interp.running.rows import Batch, Job
 
@@ -168,7 +169,7 @@ def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
 def _are_close(ours: Any, theirs: Tensor) -> bool:
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
         return False
-    size = min(0.03, 1000 * torch.finfo(theirs.dtype).eps) * theirs.abs().max().item()
+    size = rounding(theirs.dtype) * theirs.abs().max().item()
     if ours is theirs:
         return True
     return torch.allclose(ours, to_device(theirs, ours.device), rtol=0, atol=size, equal_nan=True)

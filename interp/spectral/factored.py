@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from interp.inputs.token_positions import finite
+from interp.numbers.precision import finite
 from interp.spectral.singular import SVD, svd
 
 _ENTRIES_AT_ONCE = 2**22  # 16 MiB in float32

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from interp.inputs.token_positions import finite
+from interp.numbers.precision import finite
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 
 from hooks import CacheError
 from hooks.shared import unknown_name
-from interp.directions.erasing import Moments
 from interp.inputs.texts import writer_of
+from interp.numbers.moments import Moments
 from interp.reading.maxima import Activation
 from interp.reading.maxima import Activations as Places
 from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
@@ -272,10 +272,7 @@ class Activations:
             held = self.file(number, [name, *ROWS])
             values = held[name].flatten(1)
             if len(values):
-                marked = (
-                    values.new_zeros(len(values), 0) if labels is None else labels(held).double()
-                )
-                one = Moments.of(values, marked)
+                one = Moments.of(values, None if labels is None else labels(held))
                 together = one if together is None else together + one
         if together is None:
             raise ValueError(f"statistics need at least one row; {self._folder.name} has none")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hooks.shared import unknown_name
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
 from interp.store.harvesting import finish, known, write

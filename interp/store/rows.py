@@ -10,9 +10,18 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookError, Selector
-from hooks.shared import Index, Selection, edits_in_force, parts_of, resolve, storage, to_device
+from hooks.shared import (
+    Index,
+    Selection,
+    config_hash,
+    edits_in_force,
+    parts_of,
+    resolve,
+    to_device,
+    weights_hash,
+)
 from interp.inputs.texts import padded, places_inside
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 from interp.protocol import of, runner_of
 from interp.store.corpora import Piece, cut
 from interp.store.files import ROWS
@@ -84,11 +93,11 @@ def by_token(runner: HookedRunner, names: Selector) -> list[str]:
 
 def identity(model: nn.Module) -> dict[str, Any]:
     """Hashes of a model, and of the dictionaries and other parts that it has at this time."""
-    parts = {name: storage.weights_hash(part, whole=True) for name, part in parts_of(model).items()}
+    parts = {name: weights_hash(part, whole=True) for name, part in parts_of(model).items()}
     return {
         "model": type(model).__name__,
-        "config": storage.config_hash(model),
-        "weights": storage.weights_hash(model, whole=True),
+        "config": config_hash(model),
+        "weights": weights_hash(model, whole=True),
         "parts": parts,
     }
 

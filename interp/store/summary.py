@@ -1,6 +1,6 @@
 """Statistics of points in one pass over any number of rows. Those of parts are put together with `+`, in any order.
 
-1. Means and products of deviations are summed in float64 (Chan et al. 1979, "Updating formulae and a pairwise algorithm").
+1. Means and products of deviations are summed in float64 (`interp.numbers.moments`).
 2. Of each column the largest values are kept, with their places.
 3. Quantiles are those of a uniform sample of rows: the ones whose places have the smallest hashes, whatever the order and
    the parts. It is the same sample for all points, and exact while there are no more rows than it has room for.
@@ -21,6 +21,7 @@ from torch import Tensor
 from hooks import Point
 from hooks.shared import storage
 from interp.edits.draws import hashes
+from interp.numbers.moments import Moments
 
 _KIND = "statistics-1"
 
@@ -83,16 +84,18 @@ class Statistics:
         exact = (
             values.flatten(1).double().cpu() if values.ndim > 1 else values[:, None].double().cpu()
         )
-        mean, places = exact.mean(0), torch.stack([text, pos], 1).long().cpu()
-        apart = exact - mean
+        moments, places = (
+            Moments.of(exact, pairs=covariance),
+            torch.stack([text, pos], 1).long().cpu(),
+        )
         rows = _top_rows(exact, min(top, len(exact)))
         largest = _largest(exact.gather(0, rows), places[rows], top)
         keys = hashes(str(seed), places)
         chosen = keys.argsort()[:sample]
         return cls(
             n=len(exact),
-            mean=mean.view(values.shape[1:]),
-            products=apart.mT @ apart if covariance else apart.square().sum(0),
+            mean=moments.mean.view(values.shape[1:]),
+            products=moments.products,
             low=exact.amin(0),
             high=exact.amax(0),
             positive=(exact > 0).sum(0),
@@ -117,17 +120,15 @@ class Statistics:
             raise ValueError(
                 f"parts must be made with the same columns and options; got {one} and {two}"
             )
-        n = self.n + other.n
-        step = (other.mean - self.mean).flatten()
-        spread = torch.outer(step, step) if self.products.ndim == 2 else step.square()
+        moments = self.moments + other.moments
         values = torch.cat([self.top_values, other.top_values])
         largest = _largest(values, torch.cat([self.top_places, other.top_places]), self.top)
         keys = torch.cat([self.keys, other.keys])
         chosen = keys.argsort()[: self.room]
         return Statistics(
-            n=n,
-            mean=self.mean + (other.mean - self.mean) * (other.n / n),
-            products=self.products + other.products + spread * (self.n * other.n / n),
+            n=moments.n,
+            mean=moments.mean.view_as(self.mean),
+            products=moments.products,
             low=torch.minimum(self.low, other.low),
             high=torch.maximum(self.high, other.high),
             positive=self.positive + other.positive,
@@ -138,6 +139,11 @@ class Statistics:
             room=self.room,
             top=self.top,
         )
+
+    @property
+    def moments(self) -> Moments:
+        """The mean and the products, of columns."""
+        return Moments(self.n, self.mean.flatten(), self.products)
 
     @property
     def variance(self) -> Float[Tensor, " d"]:
@@ -153,7 +159,7 @@ class Statistics:
         """
         if self.products.ndim < 2:
             raise ValueError("a covariance must be asked for: covariance=True")
-        return self.products / self.n
+        return self.moments.covariance
 
     @property
     def density(self) -> Float[Tensor, " d"]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hooks.shared import progress_bar, unknown_name, without_gradients
 from interp.inputs.texts import Texts
-from interp.inputs.token_positions import finite
+from interp.numbers.precision import finite
 from interp.results.result import Result
 from interp.tracing import influence, intervention
 from interp.tracing.encoders import Transcoders

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from interp.inputs.token_positions import finite
+from interp.numbers.precision import finite
 
 Rows = Float[Tensor, "row source"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hooks import Point
 from hooks.shared import without_gradients
-from interp.inputs.token_positions import at_least_float32, finite, like
+from interp.numbers.precision import at_least_float32, finite, like
 from interp.results.places import written
 from interp.tracing.frozen import FrozenRun
 

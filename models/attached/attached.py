@@ -37,7 +37,7 @@ from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Call, Probe, Watching, probed, tokens_for
 from models.attached.sums import HALF, agree, is_close, is_same
 from models.attached.traced import TracedPoints, restore_forwards
-from models.checks import mode
+from models.mode import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
 

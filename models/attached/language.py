@@ -28,7 +28,7 @@ from models.attached.probe import Call, Probe, tokens_for
 from models.attached.sums import HALF, agree, factors_of, is_close, is_same
 from models.attached.view import PlainView
 from models.checkpoints.huggingface import FAMILIES, from_memory
-from models.checks import mode
+from models.mode import mode
 from models.text.texts import ReadsText, is_tokens, read
 from models.transformer import Transformer
 from models.weights import BlockWeights

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hooks.shared import memory_of, tensors_in, version, without_gradients
 from models.attached.configs import kernel_of
-from models.checks import mode
+from models.mode import mode
 
 SHAPE = (2, 7)
 N = 14

@@ -38,7 +38,7 @@ from models.attached.view_parts import (
 )
 from models.attached.view_sublayers import ViewAttention, ViewMLP
 from models.block import Branch
-from models.checks import mode
+from models.mode import mode
 
 STREAM = "batch pos d_model"
 TOLERANCE = 1e-4

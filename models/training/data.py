@@ -10,7 +10,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks.shared import to_device, trusted, without_gradients
-from models.checks import INTEGERS, check_types, check_whole, mode
+from models.checks import INTEGERS, check_types, check_whole
+from models.mode import mode
 from models.norm import widened
 from models.transformer import Transformer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hooks.shared import progress_bar
-from models.checks import mode
+from models.mode import mode
 from models.training.data import (
     Batches,
     Evaluation,

@@ -31,7 +31,7 @@ from hooks.shared import (
     unknown_name,
     without_gradients,
 )
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 
 Patterns = Float[Tensor, "batch head query key"]
 _PARTS = ("q", "k", "scores", "pattern")

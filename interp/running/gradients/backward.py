@@ -20,8 +20,9 @@ from hooks.shared import (
     with_first_tensor,
 )
 from interp.inputs.texts import Text
-from interp.inputs.token_positions import at_least_float32, last_real
+from interp.inputs.token_positions import last_real
 from interp.measuring import Metric, evaluate, last_of
+from interp.numbers.precision import at_least_float32
 from interp.protocol import logits_of
 
 Receive = Callable[[str, Tensor], object]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hooks.shared import all_to_device, to_device
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.estimates import require_numbers
 from interp.running.gradients.pullback import Pullback, Pullbacks, readings

@@ -13,7 +13,7 @@ from hooks import ActivationCache, Point
 from hooks.shared import layer_of, to_device
 from interp import edits
 from interp.inputs.pairs import Direction, Pairs
-from interp.inputs.token_positions import at_least_float32
+from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients

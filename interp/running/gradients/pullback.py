@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hooks.shared import all_to_device, replay, to_device, without_gradients
 from interp.graph import Graph
-from interp.inputs.token_positions import at_least_float32
 from interp.linear.norms import is_identity, linear_part
+from interp.numbers.precision import at_least_float32
 
 
 class Reading(NamedTuple):

@@ -1,0 +1,1 @@
+"""Numbers: precision, running moments and intervals, for all rooms."""

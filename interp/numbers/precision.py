@@ -1,0 +1,48 @@
+"""Precision of numbers: their dtype, their device, and how far rounding may move them."""
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from hooks.shared import to_device
+
+
+def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Values in float32 if they are integers or in half precision; others do not change."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"]:
+    """The values, after a check that none is NaN or infinite.
+
+    Raises:
+        ValueError: if one is; the error gives the name, the value and its place.
+    """
+    wrong = ~values.isfinite()
+    if wrong.any():
+        where = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name} must be finite; got {values[tuple(where)].item()} at {where}")
+    return values
+
+
+def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axes"]:
+    """Values on the device and in the dtype of another tensor."""
+    return to_device(values, other.device).to(other.dtype)
+
+
+def divergence(
+    expected: Float[Tensor, "*axes vocab"], predicted: Float[Tensor, "*more vocab"]
+) -> Float[Tensor, "*more"]:
+    """KL(expected ‖ predicted) of log-probabilities, in nats; `predicted` may have more axes in front.
+
+    A token that is never expected adds nothing, even where both are -inf.
+
+    >>> divergence(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()).exp() ** 2
+    tensor(1.3333)
+    """
+    return (expected.exp() * (expected - predicted)).where(expected != -torch.inf, 0).sum(-1)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The share of the largest value by which sums of many terms, made in another order, may differ."""
+    return min(0.03, 1000 * torch.finfo(dtype).eps)
