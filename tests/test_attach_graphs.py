@@ -17,7 +17,7 @@ from interp import (
 )
 from models import attach, from_hf
 from models.attached.view import PlainView
-from models.checkpoints.huggingface import FAMILIES
+from models.checkpoints.huggingface.families import FAMILIES
 from tests.attachable import HEADS, KV_HEADS, VOCAB, made
 
 CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.checkpoints import from_hf, load
-from models.checkpoints.huggingface import FAMILIES, translated
+from models.checkpoints.huggingface import translated
+from models.checkpoints.huggingface.families import FAMILIES
 from models.config import RotaryScaling, TransformerConfig
 
 # config.json of published models.

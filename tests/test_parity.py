@@ -8,7 +8,7 @@ import torch
 from hooks import HookedRunner
 from models import KVCache
 from models.checkpoints import from_hf, load
-from models.checkpoints.huggingface import FAMILIES
+from models.checkpoints.huggingface.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 

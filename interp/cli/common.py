@@ -121,7 +121,7 @@ def _loaded(
 ) -> nn.Module:
     """A plain model, or an attached one of `transformers` where the family of a directory or hub model has no table."""
     from models import attach, load, load_tokenizer
-    from models.checkpoints.huggingface import FAMILIES
+    from models.checkpoints.huggingface.families import FAMILIES
     from models.checkpoints.loading import locate
     from models.files import library, read_object
 

@@ -27,7 +27,8 @@ from models.attached.layout import BlockLayout
 from models.attached.probe import Call, Probe, tokens_for
 from models.attached.sums import HALF, agree, factors_of, is_close, is_same
 from models.attached.view import PlainView
-from models.checkpoints.huggingface import FAMILIES, from_memory
+from models.checkpoints.huggingface import from_memory
+from models.checkpoints.huggingface.families import FAMILIES
 from models.mode import mode
 from models.text.texts import ReadsText, is_tokens, read
 from models.transformer import Transformer

@@ -38,6 +38,38 @@ class Source:
     convert: Callable[..., Tensor] = concatenated
 
 
+Rows = Mapping[str, str | Source]
+"""Keys of a file by our parameter names: `N` stands for each layer, and `*` for `weight` and `bias`."""
+
+
+def expanded(
+    rows: Rows,
+    config: TransformerConfig,
+    keys: Collection[str],
+    spelled: Callable[[str], str] = str,
+) -> dict[str, Source]:
+    """The source of each parameter of all layers.
+
+    Args:
+        rows: those of parameters that the config does not have may be there too.
+        config: says how many layers there are.
+        keys: of the file.
+        spelled: gives a key as the file spells it.
+    """
+
+    def filled(name: str, layer: int, kind: str) -> str:
+        return name.replace(".N.", f".{layer}.").replace("*", kind)
+
+    table: dict[str, Source] = {}
+    for ours, theirs in rows.items():
+        source = theirs if isinstance(theirs, Source) else Source((theirs,))
+        for kind in ("weight", "bias") if ours.endswith("*") else ("",):
+            for layer in range(min(config.n_layers, len(keys))) if ".N." in ours else (0,):
+                named = tuple(spelled(filled(key, layer, kind)) for key in source.keys)
+                table[filled(ours, layer, kind)] = Source(named, source.convert)
+    return table
+
+
 @dataclass(frozen=True)
 class Reader:
     """Tensors by name, read one at a time, so a file is never in memory twice.

@@ -19,8 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.shared import without_gradients
-from models.checkpoints.assemble import Reader, Source, assemble
-from models.checkpoints.huggingface.family import Family, Rows
+from models.checkpoints.assemble import Reader, Rows, Source, assemble, expanded
 from models.checkpoints.transformer_lens_config import lens_config
 from models.config import TransformerConfig
 from models.transformer import Transformer
@@ -76,7 +75,7 @@ def from_transformer_lens(
             "models.from_hf(bridge.original_model))"
         )
     ours = config if isinstance(config, TransformerConfig) else lens_config(weights, config)
-    table = Family(lambda a: ours, lambda c: _lens_rows(c, weights), "").table(ours, weights)
+    table = expanded(_lens_rows(ours, weights), ours, weights)
     reader = Reader(weights.keys(), weights.__getitem__, keep=False)
     model = assemble(ours, table, reader, "the state dict", _is_buffer, dtype, device)
     _check_buffers(model, weights)

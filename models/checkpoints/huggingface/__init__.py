@@ -9,41 +9,13 @@ from torch import Tensor, nn
 
 from hooks.shared import hooks_of, is_foreign
 from models.checkpoints.assemble import Reader, assemble, end_tokens
-from models.checkpoints.huggingface import gpt, llama, opt
+from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
 from models.checks import check_choice
 from models.config import TransformerConfig
 from models.files import one_error, read_object, without
 from models.transformer import Transformer
-
-_CAUSAL_BUFFERS = (r"h\.\d+\.attn\.(bias|masked_bias)",)
-_NEO_BUFFERS = (r"h\.\d+\.attn\.attention\.(bias|masked_bias)",)
-_ROTARY_BUFFERS = (r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
-_NEOX_BUFFERS = (r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
-
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(gpt.gpt2_config, gpt.gpt2_rows, "transformer.", 50256, ignored=_CAUSAL_BUFFERS),
-    "gpt_bigcode": Family(
-        gpt.bigcode_config, gpt.bigcode_rows, "transformer.", 50256, ignored=_CAUSAL_BUFFERS
-    ),
-    "gpt_neo": Family(gpt.neo_config, gpt.neo_rows, "transformer.", 50256, ignored=_NEO_BUFFERS),
-    "gpt_neox": Family(
-        gpt.neox_config,
-        gpt.neox_rows,
-        "gpt_neox.",
-        2,
-        renamed={"embed_out.weight": "lm_head.weight"},
-        ignored=_NEOX_BUFFERS,
-    ),
-    "opt": Family(opt.opt_config, opt.opt_rows, "model.", 2, ignored=(r"decoder\.version",)),
-    "llama": Family(llama.llama_config, llama.llama_rows, "model.", 2, ignored=_ROTARY_BUFFERS),
-    "mistral": Family(llama.mistral_config, llama.llama_rows, "model.", 2, ignored=_ROTARY_BUFFERS),
-    "qwen2": Family(llama.qwen2_config, llama.llama_rows, "model.", ignored=_ROTARY_BUFFERS),
-    "qwen3": Family(llama.qwen3_config, llama.qwen3_rows, "model."),
-    "olmo2": Family(llama.olmo2_config, llama.olmo2_rows, "model.", 50279),
-    "gemma2": Family(llama.gemma2_config, llama.gemma2_rows, "model.", 1),
-}
 
 
 def translated(described: Mapping[str, Any], where: str) -> tuple[Family, TransformerConfig]:
@@ -62,7 +34,9 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
     with one_error(where):
         config = family.config(attributes)
         attributes.finish()
-        ends = end_tokens(attributes.take("eos_token_id", family.eos), config.vocab_size)
+        ends = end_tokens(
+            attributes.take("eos_token_id", family.facts.get("eos")), config.vocab_size
+        )
         return family, config.replace(eos_token_ids=ends)
 
 

@@ -1,63 +1,25 @@
 """Families of Hugging Face checkpoints: a translation of the config, and a table of keys."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from models.checkpoints.assemble import Source
+from torch import Tensor
+
+from models.checkpoints.assemble import Source, expanded
 from models.config import RotaryScaling, TransformerConfig
 
-Rows = Mapping[str, str | Source]
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-
+_DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+ACTIVATIONS: Mapping[str, str] = _DATA["activations"]
 # Attributes that do not affect the function from tokens to logits.
-_TOKENS = """
-    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id
-    sep_token_id
-"""
-_GENERATION = """
-    bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_past output_scores
-    prefix remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
-    task_specific_params temperature top_k top_p typical_p use_cache
-"""
-_OTHER_TASKS = """
-    _num_labels finetuning_task id2label is_decoder label2id num_labels
-    problem_type summary_activation summary_proj_to_labels summary_type summary_use_proj
-    tie_encoder_decoder
-"""
-_TRAINING = "gradient_checkpointing initializer_range"
-_BOOKKEEPING = """
-    _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
-    chunk_size_feed_forward custom_pipelines dtype model_type name_or_path output_attentions
-    output_hidden_states return_dict tf_legacy_loss tokenizer_class torch_dtype torchscript
-    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_return_dict xla_device
-"""
-IDLE = frozenset(f"{_TOKENS} {_GENERATION} {_OTHER_TASKS} {_TRAINING} {_BOOKKEEPING}".split())
-
+IDLE = frozenset(" ".join(_DATA["idle"].values()).split())
 # Attributes of any family, with the values that can be expressed.
-FIXED: Mapping[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "is_encoder_decoder": (False,),
-    "per_layer_config": (None,),
-    "pruned_heads": ({},),
-    "quantization_config": (None,),
-}
+FIXED: Mapping[str, Any] = _DATA["only"]
+FACTS: Mapping[str, Mapping[str, Any]] = _DATA["families"]
 
 
 @dataclass(frozen=True)
@@ -65,45 +27,62 @@ class Family:
     """The reading of checkpoints of one `model_type`.
 
     Attributes:
-        config: makes our config from the attributes of config.json.
-        rows: the file's keys by our parameter names. `N` stands for each layer, and `*` for `weight`
-            and `bias`. Rows of parameters that a config does not have are not used.
-        prefix: the prefix of keys, unless the model was saved without its head.
-        eos: the token that ends a text if the config does not say.
-        renamed: keys of the table with their names in other versions of transformers.
-        ignored: patterns of keys, without the prefix, of buffers that old versions stored.
+        facts: its entry in families.json. `fields` are ours, each with the attribute and, where it may be absent, its
+            default; `values` are fixed. `rows` are the file's keys by our parameter names: `N` stands for each layer, `*`
+            for `weight` and `bias`. `prefix` is that of keys, unless the model was saved without its head; `eos` ends a
+            text if the config does not say; `renamed` are keys in other versions; `ignored` are patterns of keys, without
+            the prefix, of buffers that old versions stored.
+        more: gives fields that a table cannot say.
+        converters: make a parameter from tensors of the file, by the names in `rows`.
     """
 
-    config: Callable[["Attributes"], TransformerConfig]
-    rows: Callable[[TransformerConfig], Rows]
-    prefix: str
-    eos: int | None = None
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    facts: Mapping[str, Any]
+    more: Callable[["Attributes", Mapping[str, Any]], dict[str, Any]]
+    converters: Mapping[str, Callable[[TransformerConfig], Callable[..., Tensor]]]
+
+    def config(self, a: "Attributes") -> TransformerConfig:
+        """Our config from the attributes of config.json.
+
+        Raises:
+            KeyError, ValueError: if an attribute is missing or cannot be expressed.
+        """
+        facts = self.facts
+        a.idle(*facts.get("idle", "").split())
+        for name, allowed in facts.get("only", {}).items():
+            a.only(name, *allowed)
+        fields = dict(facts.get("values", {}))
+        for ours, (theirs, *default) in facts["fields"].items():
+            value = a.take(theirs, *default) if default else a.need(theirs)
+            # Null stands for 0 of the default's type.
+            is_float = bool(default) and isinstance(default[0], float)
+            fields[ours] = (0.0 if is_float else 0) if value is None else value
+        fields["activation"] = a.activation(*facts["activation"])
+        fields["dropout"] = a.dropout(facts["dropout"]) if "dropout" in facts else 0.0
+        return TransformerConfig(**fields | self.more(a, fields))
 
     def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, Source]:
         """The source of each parameter, in the spelling of a file that has these `keys`."""
-        table: dict[str, Source] = {}
-        for ours, theirs in self.rows(config).items():
-            source = theirs if isinstance(theirs, Source) else Source((theirs,))
-            for kind in ("weight", "bias") if ours.endswith("*") else ("",):
-                for layer in range(min(config.n_layers, len(keys))) if ".N." in ours else (0,):
-                    spelled = (self._spelled(_filled(k, layer, kind), keys) for k in source.keys)
-                    table[_filled(ours, layer, kind)] = Source(tuple(spelled), source.convert)
-        return table
+        rows: dict[str, str | Source] = {}
+        for ours, row in self.facts["rows"].items():
+            if isinstance(row, dict):
+                rows[ours] = Source(tuple(row["keys"]), self.converters[row["convert"]](config))
+            else:
+                rows[ours] = row if isinstance(row, str) else Source(tuple(row))
+        return expanded(rows, config, keys, lambda key: self._spelled(key, keys))
 
     def is_ignored(self, key: str) -> bool:
         """Whether the model does not need a key of a file."""
         bare = key.removeprefix(self.prefix)
-        return any(re.fullmatch(pattern, bare) for pattern in self.ignored)
+        return any(re.fullmatch(pattern, bare) for pattern in self.facts.get("ignored", ()))
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of keys."""
+        return str(self.facts["prefix"])
 
     def _spelled(self, key: str, keys: Collection[str]) -> str:
-        others = (key.removeprefix(self.prefix), self.renamed.get(key, key))
+        others = (key.removeprefix(self.prefix), self.facts.get("renamed", {}).get(key, key))
         return next((spelled for spelled in (key, *others) if spelled in keys), key)
-
-
-def _filled(name: str, layer: int, kind: str) -> str:
-    return name.replace(".N.", f".{layer}.").replace("*", kind)
 
 
 class Attributes:

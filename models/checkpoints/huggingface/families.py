@@ -1,0 +1,154 @@
+"""The families of Hugging Face checkpoints: their tables, and what a table cannot say."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.checkpoints.assemble import concatenated
+from models.checkpoints.huggingface.family import FACTS, Attributes, Family, rotary
+from models.config import TransformerConfig
+
+Fields = Mapping[str, Any]
+
+FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
+
+
+def windows(
+    a: Attributes,
+    window: int | None,
+    types: Sequence[str],
+    n_layers: int,
+    kinds: tuple[str, str] = KINDS,
+    spelled: tuple[str, str] = ("layer_types", "sliding_window"),
+) -> dict[str, Any]:
+    """The window fields of our config.
+
+    Args:
+        a: makes errors.
+        window: how many positions a query sees in layers that have a window.
+        types: the kind of attention in each layer.
+        n_layers: the number of layers.
+        kinds: the family's names of attention without and with a window.
+        spelled: the family's names of `types` and `window`, for errors.
+
+    Raises:
+        ValueError: if there are other kinds, or not one for each layer, or a window is missing.
+    """
+    if len(types) != n_layers or any(kind not in kinds for kind in types):
+        raise a.error(spelled[0], types, f"{n_layers} of {' and '.join(kinds)}")
+    sliding = tuple(layer for layer, kind in enumerate(types) if kind == kinds[1])
+    if not sliding:
+        return {}
+    if window is None or window < 1:
+        raise a.error(spelled[1], window, f"at least 1 where there is {kinds[1]}")
+    return {"window": window, "window_layers": () if len(sliding) == len(types) else sliding}
+
+
+def _gpt2(a: Attributes, fields: Fields) -> dict[str, Any]:
+    return {"attn_scale": 0.0 if a.take("scale_attn_weights", True) else 1.0}
+
+
+def _bigcode(a: Attributes, fields: Fields) -> dict[str, Any]:
+    n_kv_heads = 1 if a.take("multi_query", True) else fields["n_heads"]
+    a.only("num_key_value_heads", n_kv_heads)
+    return {"n_kv_heads": n_kv_heads, **_gpt2(a, fields)}
+
+
+def _neo(a: Attributes, fields: Fields) -> dict[str, Any]:
+    kinds = ("global", "local")
+    periods = a.take("attention_types", None) or [[kinds, 12]]
+    types = [kind for period, times in periods for _ in range(times) for kind in period]
+    types = a.take("attention_layers", None) or types
+    window, spelled = a.take("window_size", 256), ("attention_layers", "window_size")
+    return windows(a, window, types, fields["n_layers"], kinds, spelled)
+
+
+def _neox(a: Attributes, fields: Fields) -> dict[str, Any]:
+    spelled = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    return rotary(a, a.take("max_position_embeddings", 2048), spelled, fraction=0.25)
+
+
+def _opt(a: Attributes, fields: Fields) -> dict[str, Any]:
+    d_model, width = fields["d_model"], a.take("word_embed_proj_dim", None)
+    if width not in (None, d_model):  # OPT-350m
+        raise a.error(
+            "word_embed_proj_dim",
+            width,
+            f"hidden_size ({d_model}), as no map from narrower embeddings to the stream can be expressed",
+        )
+    before = a.take("do_layer_norm_before", True)
+    removed = a.take("_remove_final_layer_norm", False)
+    return {"norm_place": "pre" if before else "post", "final_norm": before and not removed}
+
+
+def _llama(a: Attributes, fields: Fields) -> dict[str, Any]:
+    positions = rotary(a, a.need("max_position_embeddings"))
+    if (fraction := positions["rotary_fraction"]) != 1:
+        raise a.error("partial_rotary_factor", fraction, "1.0")
+    return positions
+
+
+def _mistral(a: Attributes, fields: Fields) -> dict[str, Any]:
+    window, n_layers = a.take("sliding_window", 4096), fields["n_layers"]
+    types = [FULL if window is None else SLIDING] * n_layers
+    return _llama(a, fields) | windows(a, window, types, n_layers)
+
+
+def _qwen(a: Attributes, fields: Fields) -> dict[str, Any]:
+    """Windows in layers from `max_window_layers` on, if they are switched on."""
+    used, window = a.take("use_sliding_window", False), a.take("sliding_window", 4096)
+    first, n_layers = a.take("max_window_layers", 28), fields["n_layers"]
+    window = window if used else None
+    upper = [FULL if window is None or layer < first else SLIDING for layer in range(n_layers)]
+    types = a.take("layer_types", None) or upper
+    return _llama(a, fields) | windows(a, window, types, n_layers)
+
+
+def _gemma2(a: Attributes, fields: Fields) -> dict[str, Any]:
+    n_layers, window = fields["n_layers"], a.take("sliding_window", 4096)
+    a.only("sliding_window_size", window)
+    types = a.take("layer_types", None) or ([SLIDING, FULL] * n_layers)[:n_layers]
+    scales = {
+        "embed_scale": fields["d_model"] ** 0.5,
+        "attn_scale": a.take("query_pre_attn_scalar", 256) ** -0.5,
+    }
+    return _llama(a, fields) | windows(a, window, types, n_layers) | scales
+
+
+def _by_kind(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """A conversion from the order by head to all queries, then all keys, then all values."""
+
+    def convert(fused: Tensor) -> Tensor:
+        return fused.unflatten(0, (config.n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+    return convert
+
+
+def _by_kind_unless_shared(config: TransformerConfig) -> Callable[..., Tensor]:
+    """With one key head, the order of q, k and v is ours."""
+    return concatenated if config.n_kv_heads < config.n_heads else _by_kind(config)
+
+
+_CONVERTERS: Mapping[str, Callable[[TransformerConfig], Callable[..., Tensor]]] = {
+    "transposed": lambda config: torch.t,
+    "by_kind": _by_kind,
+    "by_kind_unless_shared": _by_kind_unless_shared,
+    "without_two": lambda config: lambda table: table[2:],
+    "plus_one": lambda config: lambda stored: stored + 1,
+}
+_MORE = {
+    "gpt2": _gpt2,
+    "gpt_bigcode": _bigcode,
+    "gpt_neo": _neo,
+    "gpt_neox": _neox,
+    "opt": _opt,
+    "mistral": _mistral,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "gemma2": _gemma2,
+}
+FAMILIES: Mapping[str, Family] = {
+    name: Family(facts, _MORE.get(name, _llama), _CONVERTERS) for name, facts in FACTS.items()
+}
