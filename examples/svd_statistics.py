@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from interp.results import intervals
+from interp.numbers import intervals
 
 FEWEST = 4  # a ratio's interval needs them
 
