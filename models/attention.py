@@ -16,7 +16,7 @@ from models.linear import Linear, dropout
 from models.norm import QKNorm
 from models.positions import rotary
 from models.running.context import Context, ContextOrMask, make_context
-from models.running.masks import Mask, dense
+from models.running.masks import Visible, dense
 
 
 def scaled_dot_product_attention(
@@ -220,7 +220,7 @@ class Attention(Component):
         z = self.z(self.attend(q, k, v, context.masks[self.window]).transpose(1, 2))
         return self.output_dropout(self.output(z.flatten(2)))
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
         dropout = self.pattern_dropout.p if self.pattern_dropout.training else 0.0
         return fused(q, k, v, mask, self.scale, dropout)
 
@@ -229,7 +229,7 @@ class Attention(Component):
         q: Float[Tensor, "batch head query d_head"],
         k: Float[Tensor, "batch kv_head key d_head"],
         v: Float[Tensor, "batch kv_head key d_head"],
-        mask: Mask,
+        mask: Visible,
     ) -> Float[Tensor, "batch head query d_head"]:
         """The output of each head. Without a mask a query sees all keys up to its own."""
         require_room_for_scores(q, k)
@@ -327,7 +327,7 @@ class ShortformerAttention(Attention):
 class CappedAttention(Attention):
     """Attention with scores capped before the mask (Gemma 2)."""
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
         return by_blocks(self._explicit, q, k, v, mask)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(Attention._explicit)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from models.running.masks import BLOCK, Mask, Rule, dense, part
+from models.running.masks import BLOCK, Rule, Visible, dense, part
 
 # Which kernels may run is a setting of the whole process.
 _CHOICE = RLock()
@@ -19,7 +19,7 @@ def fused(
     q: Float[Tensor, "batch head query d_head"],
     k: Float[Tensor, "batch kv_head key d_head"],
     v: Float[Tensor, "batch kv_head key d_head"],
-    mask: Mask,
+    mask: Visible,
     scale: float,
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch head query d_head"]:
@@ -32,7 +32,7 @@ def fused(
         k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     if isinstance(mask, Rule) or (mask is None and not has_all):
 
-        def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
             return _sdpa(q, k, v, dense(mask, (q.shape[2], k.shape[2]), q.device), scale, dropout)
 
         return by_blocks(kernel, q, k, v, mask)
@@ -80,11 +80,11 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def by_blocks(
-    kernel: Callable[[Tensor, Tensor, Tensor, Mask], Tensor],
+    kernel: Callable[[Tensor, Tensor, Tensor, Visible], Tensor],
     q: Float[Tensor, "batch head query d_head"],
     k: Float[Tensor, "batch kv_head key d_head"],
     v: Float[Tensor, "batch kv_head key d_head"],
-    mask: Mask,
+    mask: Visible,
 ) -> Float[Tensor, "batch head query d_head"]:
     """The output of a kernel that is called for some queries at a time, with the keys in their reach.
 

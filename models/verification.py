@@ -23,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 LENGTH = 12
 POINTS = ("resid_pre", "attn.z", "attn", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
-Identity = tuple[str, str, Tensor, Tensor]
+CheckedIdentity = tuple[str, str, Tensor, Tensor]
 """An identity, the point where it is checked, the value found there and the expected one."""
 
 
@@ -84,7 +84,7 @@ def deviation(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[flo
     return (actual - expected).abs().max().item(), TOLERANCE[dtype] * expected.abs().max().item()
 
 
-def _identities(model: Transformer) -> Iterator[Identity]:
+def _identities(model: Transformer) -> Iterator[CheckedIdentity]:
     runner, tokens = HookedRunner(model), random_tokens(model)
     yield from _sums(model, runner, tokens)
     real = torch.ones_like(tokens, dtype=torch.bool)
@@ -102,7 +102,7 @@ def _identities(model: Transformer) -> Iterator[Identity]:
             yield from _pieces_joined(runner, tokens, left, identity)
 
 
-def _sums(model: Transformer, runner: HookedRunner, tokens: Tensor) -> Iterator[Identity]:
+def _sums(model: Transformer, runner: HookedRunner, tokens: Tensor) -> Iterator[CheckedIdentity]:
     points = [point for point in POINTS if hasattr(model.blocks[0], point.partition(".")[0])]
     _, cache = runner.run_with_cache(tokens, names=[f"blocks.*.{point}" for point in points])
     for layer, block in enumerate(model.blocks):
@@ -137,7 +137,7 @@ def _sums_of_block(
 
 def _rows_alone(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
-) -> Iterator[Identity]:
+) -> Iterator[CheckedIdentity]:
     together = _stream(runner, tokens, real)
     for row, keep in enumerate(real):
         for name, alone in _stream(runner, tokens[row, keep][None]).items():
@@ -146,7 +146,7 @@ def _rows_alone(
 
 def _pieces_joined(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
-) -> Iterator[Identity]:
+) -> Iterator[CheckedIdentity]:
     width, cache = tokens.shape[1], KVCache()
     # Several positions first, several more, then one.
     pieces = [

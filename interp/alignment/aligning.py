@@ -25,7 +25,7 @@ from hooks.shared import without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Runs
-from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.places import written
@@ -100,7 +100,7 @@ def align(
     head: int | None = None,
     features: Featurizer | None = None,
     sparsity: float = 0.0,
-    direction: Direction = "denoising",
+    direction: PatchingDirection = "denoising",
     epochs: int = 3,
     rate: float = 1e-2,
     batch: int = 32,

@@ -20,7 +20,7 @@ from hooks.shared import without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import Runs
 from interp.edits.kinds import orthonormal
-from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.results.result import Result
 
 _NEGLIGIBLE = 1e-6
@@ -72,7 +72,7 @@ def null_spaces(
     reader: Float[Tensor, "d out"] | None = None,
     pos: int | str = -1,
     head: int | None = None,
-    direction: Direction = "denoising",
+    direction: PatchingDirection = "denoising",
 ) -> NullSpaces:
     """Measure how much of a subspace's effect goes through directions that no clean run uses.
 

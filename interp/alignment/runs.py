@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from hooks import Point
 from hooks.shared import Selection, real_columns, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import last_real
 from interp.measuring import evaluate, last_of
@@ -38,7 +38,7 @@ class Runs:
     """
 
     def __init__(
-        self, model: nn.Module, pairs: Pairs, name: str, pos: int | str, head: int | None, direction: Direction
+        self, model: nn.Module, pairs: Pairs, name: str, pos: int | str, head: int | None, direction: PatchingDirection
     ) -> None:  # fmt: skip
         self.runner, self.name, self.pairs = runner_of(model), name, pairs
         self.text, source = pairs.texts(direction)

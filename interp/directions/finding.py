@@ -13,7 +13,7 @@ from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
 from interp.directions.examples import examples, points_of
 from interp.edits.edit import Edit
-from interp.edits.places import Place
+from interp.edits.places import Region
 from interp.inputs.texts import Texts
 from interp.numbers.moments import Moments
 
@@ -82,7 +82,7 @@ class Erasure:
     def edit(self, **where: Index) -> Edit:
         """An edit that erases at each point that it acts on, at the positions given; at all by default."""
 
-        def erased(region: Tensor, value: Tensor, place: Place) -> Tensor:
+        def erased(region: Tensor, value: Tensor, place: Region) -> Tensor:
             eraser = self.erasers.get(place.point.name)
             if eraser is None:
                 raise EditError(

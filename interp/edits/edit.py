@@ -23,7 +23,7 @@ from hooks.shared import (
     to_device,
     unknown_name,
 )
-from interp.edits.places import Place, Where, axes_of, first_column, locate
+from interp.edits.places import Region, Where, axes_of, first_column, locate
 
 
 @runtime_checkable
@@ -39,7 +39,7 @@ Values = Shaped[Tensor, "..."] | ActivationCache | Vectors
 Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor may lack the axes that an
 integer selects, and then leading ones."""
 
-Change = Callable[[Tensor, Tensor, Place], Tensor]
+Change = Callable[[Tensor, Tensor, Region], Tensor]
 """Computes the new value of a region, or one that broadcasts to it.
 
 Its arguments are the value there, the source's value there (meaningless without a source), and the place."""

@@ -11,7 +11,7 @@ from hooks import EditError, Point
 from hooks.shared import Index, Selection, to_device
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Axes, Change, Edit, Source, Values
-from interp.edits.places import Place
+from interp.edits.places import Region
 
 
 @runtime_checkable
@@ -168,7 +168,7 @@ def mean(
     # On the CPU, where the check below waits for nothing.
     real = source.mask if attention_mask is None else attention_mask.bool().cpu()
 
-    def averaged(region: Tensor, value: Tensor, place: Place) -> Tensor:
+    def averaged(region: Tensor, value: Tensor, place: Region) -> Tensor:
         dims = [place.axes.index(axis) for axis in dropped]
         if all(value.shape[dim] == 1 for dim in dims):
             raise EditError(
@@ -221,7 +221,7 @@ def resample(
     real = values.mask if attention_mask is None else attention_mask.bool()
     padding = None if real is None else real.tolist()
 
-    def donated(region: Tensor, value: Tensor, place: Place) -> Tensor:
+    def donated(region: Tensor, value: Tensor, place: Region) -> Tensor:
         at = place.axes.index("batch")
         n, first = place.sizes[at], place.firsts[at]
         rows = [value.shape[at]] if padding is None else [value.shape[at], len(padding)]
@@ -256,7 +256,7 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     if scale < 0:
         raise ValueError(f"scale must be at least 0; got {scale}")
 
-    def noisy(region: Tensor, value: Tensor, place: Place) -> Tensor:
+    def noisy(region: Tensor, value: Tensor, place: Region) -> Tensor:
         drawn = scale * normal(f"{seed} {place.point.name}", place.firsts, place.lengths)
         return region + to_device(drawn.to(region.dtype), region.device)
 
@@ -305,7 +305,7 @@ def _source(values: Values, columns: Index | None) -> Source:
     return Source(values, columns=None if columns is None else Selection(columns))
 
 
-def _source_values(region: Tensor, value: Tensor, place: Place) -> Tensor:
+def _source_values(region: Tensor, value: Tensor, place: Region) -> Tensor:
     return value
 
 
@@ -335,7 +335,7 @@ def _inside(x: Tensor, basis: Tensor) -> Tensor:
     return (x.to(precision) @ basis @ basis.mT).to(x.dtype)
 
 
-def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Place) -> Tensor:
+def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Region) -> Tensor:
     """A mask of the columns of a reference that are not padding, with the axes of `value`, some of size 1."""
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:

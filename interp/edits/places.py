@@ -38,7 +38,7 @@ def first_column(where: Where, point: Point, n_pos: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Region:
     """The part of one activation that an edit changes.
 
     Attributes:
@@ -122,7 +122,7 @@ def locate(
     source_pos: Selection | None = None,
     n_source: int = 0,
     source_real: Rows | None = None,
-) -> Place | None:
+) -> Region | None:
     """The part of an activation that `where` selects; None if this piece of the text has nothing of it.
 
     Args:
@@ -173,7 +173,7 @@ def locate(
             )
             taken = taken if source is None else columns.clamp(min=0)
             mask = columns >= 0 if mask is None else mask & (columns >= 0)
-    return Place(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
+    return Region(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
 
 
 def _so_far(

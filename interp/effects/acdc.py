@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hooks.shared import without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
-from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
 from interp.inputs.token_positions import Tokens
 from interp.metrics import kl_divergence
 from interp.protocol import logits_of, runner_of
-from interp.running.masked import MaskedRuns, Source
+from interp.running.masked import CircuitSource, MaskedRuns
 
 
 @without_gradients
@@ -29,10 +29,10 @@ def acdc(
     model: nn.Module,
     pairs: Pairs,
     thresholds: float | Sequence[float],
-    source: Source = "pair",
+    source: CircuitSource = "pair",
     *,
     pos: Tokens | None = -1,
-    direction: Direction = "noising",
+    direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> dict[float, Circuit]:

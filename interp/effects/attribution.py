@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from hooks import Point
 from hooks.shared import Session, names_by_layer
-from interp.inputs.pairs import Direction, Pairs, of_pairs
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.running.gradients.attention import Attention, OtherKeys, OtherQueries
+from interp.running.gradients.attention import AttentionPoints, OtherKeys, OtherQueries
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.estimates import (
     Contrast,
@@ -32,7 +32,7 @@ def attribution_patching(
     site: str = "resid_pre",
     over: Sequence[str] | None = None,
     *,
-    direction: Direction = "denoising",
+    direction: PatchingDirection = "denoising",
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,
@@ -112,14 +112,14 @@ def attribution_patching(
     return runs.of_layers(by_point, run.base, **_about(qk_correction, grad_drop))
 
 
-def _attentions(runs: Contrast, site: str) -> dict[str, Attention]:
+def _attentions(runs: Contrast, site: str) -> dict[str, AttentionPoints]:
     """The attention of each point of queries or keys."""
     if site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
-    return {name: Attention(runs.runner, name) for name in runs.names.values()}
+    return {name: AttentionPoints(runs.runner, name) for name in runs.names.values()}
 
 
-def _run(runs: Contrast, attentions: Iterable[Attention], names: Sequence[str]) -> Gradients:
+def _run(runs: Contrast, attentions: Iterable[AttentionPoints], names: Sequence[str]) -> Gradients:
     """The edited run, with gradients at some points, while attention is recorded."""
     with Session() as session:
         for attention in attentions:
@@ -145,7 +145,9 @@ def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
     return added
 
 
-def _corrected(runs: Contrast, point: Point, attention: Attention) -> Callable[[Tensor], Tensor]:
+def _corrected(
+    runs: Contrast, point: Point, attention: AttentionPoints
+) -> Callable[[Tensor], Tensor]:
     """The effects of other queries or keys through the pattern, from the gradient there."""
     kind = OtherQueries if point.name.endswith(".q") else OtherKeys
     base = attention.values()

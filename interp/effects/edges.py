@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from hooks.shared import unknown_name, without_gradients
 from interp.graph import Graph
-from interp.inputs.pairs import Direction, Pairs, of_pairs
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
 from interp.running.gradients.edge_paths import Found, Paths
-from interp.running.gradients.edge_scores import Scores, positions
+from interp.running.gradients.edge_scores import EdgeScores, positions
 from interp.running.gradients.estimates import warn_of_flat
 from interp.running.gradients.trapezoid import Steps
 from interp.running.sites import two_runs
@@ -42,7 +42,7 @@ def edge_attribution(
     *,
     steps: Steps = "auto",
     tolerance: float = 0.01,
-    direction: Direction = "noising",
+    direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
 ) -> Result:
     """Estimate the effects of all edges of a `Graph`: of replacing what one reader sees of one writer.
@@ -106,7 +106,7 @@ def edge_attribution(
     runs = two_runs(runner, pairs, direction, graph.needed)
     edited, metric, target = runs.edited, runs.metric, runs.target
     where = positions(over, edited, runs.source)
-    scores = Scores(graph, where, runs.cache, target.device)
+    scores = EdgeScores(graph, where, runs.cache, target.device)
     start = Gradients(runner, edited, metric, scores.names)
     scores.base, base = start.values, start.base
     scored, difference = Found(scores.of_all(start)), target - base

@@ -16,7 +16,7 @@ from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
 from interp.inputs.pairs import Pairs, of_pairs, pairs_for
 from interp.results.result import Result
-from interp.running.masked import MaskedRuns, Source
+from interp.running.masked import CircuitSource, MaskedRuns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def faithfulness(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    source: Source = "pair",
+    source: CircuitSource = "pair",
     *,
     seed: int = 0,
     max_bytes: int = 2**30,
@@ -75,7 +75,7 @@ def completeness(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    source: Source = "pair",
+    source: CircuitSource = "pair",
     *,
     max_bytes: int = 2**30,
 ) -> Result:
@@ -109,7 +109,7 @@ def minimality(
     model: nn.Module,
     pairs: Pairs,
     circuit: Circuit,
-    source: Source = "pair",
+    source: CircuitSource = "pair",
     *,
     max_bytes: int = 2**30,
 ) -> Result:
@@ -195,7 +195,7 @@ def curve(
     pairs: Pairs,
     graph: Graph,
     scores: Result,
-    source: Source = "pair",
+    source: CircuitSource = "pair",
     *,
     shares: Sequence[float] = SHARES,
     seed: int = 0,
@@ -289,7 +289,7 @@ class _Runs:
         model: nn.Module,
         pairs: Pairs,
         circuit: Circuit,
-        source: Source,
+        source: CircuitSource,
         max_bytes: int,
     ) -> None:
         pairs = pairs_for(model, pairs)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hooks import Point
 from interp import edits
-from interp.inputs.pairs import Direction, Pairs, of_pairs
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
@@ -26,7 +26,7 @@ def integrated_gradients(
     *,
     steps: Steps = "auto",
     tolerance: float = 0.01,
-    direction: Direction = "denoising",
+    direction: PatchingDirection = "denoising",
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from hooks.shared import without_gradients
-from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
 from interp.results.result import Result
-from interp.running.masked import MaskedRuns, Source
+from interp.running.masked import CircuitSource, MaskedRuns
 
 
 @without_gradients
@@ -14,9 +14,9 @@ from interp.running.masked import MaskedRuns, Source
 def node_effects(
     model: nn.Module,
     pairs: Pairs,
-    source: Source = "pair",
+    source: CircuitSource = "pair",
     *,
-    direction: Direction = "noising",
+    direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:

@@ -10,14 +10,14 @@ from hooks import ActivationCache
 from hooks.shared import without_gradients
 from interp import edits
 from interp.edits import Edit
-from interp.inputs.pairs import Direction, Pairs, of_pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
 from interp.inputs.texts import Text
 from interp.measuring import Metric
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.running.sites import (
     Choice,
-    Place,
+    PatchPlace,
     Some,
     entries,
     labels_of,
@@ -37,7 +37,7 @@ def activation_patching(
     site: str = "resid_pre",
     over: Sequence[str] | None = None,
     *,
-    direction: Direction = "denoising",
+    direction: PatchingDirection = "denoising",
     edit: Edit | None = None,
     layers: Some = None,
     heads: Some = None,
@@ -134,7 +134,7 @@ def _swept(
     texts: Sequence[Text],
     put: Callable[..., Edit],
     names: Mapping[int, str],
-    places: Mapping[str, list[Place]],
+    places: Mapping[str, list[PatchPlace]],
     metric: Metric,
     max_bytes: int,
 ) -> Result:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hooks.shared import without_gradients
 from interp.graph.nodes import listed
-from interp.inputs.pairs import Direction, Pairs, of_pairs
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.running.path_edits import PathEdits
 
@@ -20,7 +20,7 @@ def edge_patching(
     pairs: Pairs,
     edges: str | Iterable[str] | None = None,
     *,
-    direction: Direction = "noising",
+    direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:
@@ -80,7 +80,7 @@ def path_patching(
     senders: str | Iterable[str] | None = None,
     *,
     mlps: Literal["recomputed", "frozen"] = "recomputed",
-    direction: Direction = "noising",
+    direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Result:

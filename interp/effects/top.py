@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
 from hooks.shared import names_by_layer, to_device
-from interp.inputs.pairs import Direction, Pairs, of_pairs
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
 from interp.numbers.precision import at_least_float32
 from interp.protocol import require_points, runner_of
@@ -25,7 +25,7 @@ def top_attributions(
     directions: Mapping[str, Float[Tensor, "dim _n"]] | None = None,
     *,
     k: int = 100,
-    direction: Direction = "denoising",
+    direction: PatchingDirection = "denoising",
 ) -> Result:
     """Find the `k` largest estimated effects of MLP neurons, or of directions, at single positions.
 

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding_bag
 
 from interp.features.activations import Features, Gated, JumpReLU, TopK
 
-Norm = Literal["none", "constant_norm_rescale", "layer_norm"]
+NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
 
 
 class Dictionary(nn.Module):
@@ -67,7 +67,7 @@ class Dictionary(nn.Module):
         *,
         W_skip: Float[Tensor, "d_in d_out"] | None = None,
         subtracts_b_dec: bool = False,
-        norm: Norm = "none",
+        norm: NormKind = "none",
         reads: str | None = None,
         writes: str | None = None,
         head: int | None = None,

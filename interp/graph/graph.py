@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
 from hooks.shared import config_hash, is_listened_to, unknown_name
-from interp.graph.nodes import Added, At, Writers, add, layer_of
+from interp.graph.nodes import Added, At, Writers, add, nodes_of_block
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import real_of
 from interp.linear.norms import is_identity, linear_part
@@ -82,7 +82,9 @@ class Graph:
         )
         if linear_part(self._norm, self.model.config.d_model).bias.any():
             add(writers, 0, ["input.bias"])
-        self.layers = tuple(layer_of(n, block, writers, readers) for n, block in enumerate(blocks))
+        self.layers = tuple(
+            nodes_of_block(n, block, writers, readers) for n, block in enumerate(blocks)
+        )
         add(readers, 2 * len(blocks), ["logits"])
         self.writers, self.readers = tuple(writers), tuple(readers)
         nodes = {"writer": self.writers, "reader": self.readers}

@@ -195,7 +195,7 @@ def _scale_of(branch: Any) -> nn.Module | None:
     return None if is_identity(branch.after) else branch.after.scale
 
 
-def layer_of(n: int, block: Any, writers: dict[str, int], readers: dict[str, int]) -> Layer:
+def nodes_of_block(n: int, block: Any, writers: dict[str, int], readers: dict[str, int]) -> Layer:
     """Adds the nodes of a block."""
     attention, *others = block.branches
     queries, keys = range(len(attention.sublayer.W_Q)), range(len(attention.sublayer.W_K))

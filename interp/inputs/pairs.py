@@ -28,7 +28,7 @@ from interp.protocol import logits_of, runner_of
 Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[Any]
 """The right token of each text, or the right and the wrong one, as numbers or as text."""
 
-Direction = Literal["denoising", "noising"]
+PatchingDirection = Literal["denoising", "noising"]
 """Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
 
 _TOKENS_AT_ONCE = 2048
@@ -204,7 +204,7 @@ class Pairs:
         same._metric, same.solved_of = metric, self.solved_of
         return same
 
-    def texts(self, direction: Direction) -> tuple[Text, Text]:
+    def texts(self, direction: PatchingDirection) -> tuple[Text, Text]:
         """The text of the run that is edited, and that of the run that values come from.
 
         Raises:

@@ -12,7 +12,7 @@ from interp.linear.norms import LinearPart, linear_part
 from interp.numbers.precision import at_least_float32
 from interp.protocol import plain
 
-Reading = Float[Tensor, "layer head d_model d_head"]
+FoldedReading = Float[Tensor, "layer head d_model d_head"]
 Writing = Float[Tensor, "layer head d_head d_model"]
 
 
@@ -77,7 +77,7 @@ class FoldedWeights:
         layers = zip(self.reads, at_least_float32(self._held(name)), strict=True)
         return stacked(part.before(w.mT).mT for part, w in layers)
 
-    def values(self) -> Reading:
+    def values(self) -> FoldedReading:
         """`W_V` of every head."""
         return self._by_head(self.read("W_V"))
 
@@ -118,7 +118,7 @@ class FoldedWeights:
             columns = columns - held.mean(-1, keepdim=True, dtype=columns.dtype)
         return self.final.before(columns.mT).mT
 
-    def queries_and_keys(self, distance: int | None) -> tuple[Reading, Reading]:
+    def queries_and_keys(self, distance: int | None) -> tuple[FoldedReading, FoldedReading]:
         """`W_Q` and `W_K`, rotated as for a key `distance` positions before the query.
 
         Folded, they have the gains of norms of queries and keys.

@@ -7,7 +7,7 @@
    intervals hold the mean at n = 4). On that side, t is 1 + 2.5 g / √(n - 2) times as large, where g is the
    skewness of x - r y; its direction is Johnson's (1978), its size is chosen by simulation (`tests/test_result.py`).
 4. Means of numbers between two bounds, and AUROCs, have score intervals, which never leave the bounds: both ends m solve
-   |estimate - m| = q √V(m), where V(m) is what the variance would be if m were the truth (`share`, `auroc`).
+   |estimate - m| = q √V(m), where V(m) is what the variance would be if m were the truth (`share_interval`, `auroc_interval`).
 """
 
 import math
@@ -76,7 +76,7 @@ def interval(
     return Interval(end(-1), end(1))
 
 
-def share(
+def share_interval(
     values: Float[Tensor, "place example"], bounds: tuple[float, float], confidence: float = 0.95
 ) -> Interval:
     """Intervals of the means of numbers between two bounds, in float64; NaN below three examples.
@@ -89,7 +89,7 @@ def share(
     Raises:
         ValueError: if confidence is not between 0 and 1.
 
-    >>> share(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), (0.0, 1.0)).low.round(decimals=4)
+    >>> share_interval(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), (0.0, 1.0)).low.round(decimals=4)
     tensor([0.3006], dtype=torch.float64)
     """
     low, width, n = bounds[0], bounds[1] - bounds[0], values.shape[1]
@@ -104,7 +104,7 @@ def share(
     return Interval(*(low + width * end for end in _score(mean, lambda m: per * m * (1 - m))))
 
 
-def auroc(
+def auroc_interval(
     values: Float[Tensor, "place fold"], counts: tuple[float, float], confidence: float = 0.95
 ) -> Interval:
     """Intervals of the mean AUROC of folds, in float64; NaN below three texts of a kind.

@@ -24,7 +24,7 @@ from interp.results.result import Result
 Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
 """One token for all positions, one for each example, or one for each position; as a text too, such as `" Mary"`."""
 
-Direction = (
+LogitDirection = (
     Float[Tensor, " d_model"] | Float[Tensor, "batch d_model"] | Float[Tensor, "batch pos d_model"]
 )
 """One direction of what the unembedding reads, one for each example, or one for each position."""
@@ -37,7 +37,7 @@ def direct_logit_attribution(
     *,
     right: Tokens | None = None,
     wrong: Tokens | None = None,
-    direction: Direction | None = None,
+    direction: LogitDirection | None = None,
     pos: Index | None = None,
     neurons: bool = False,
 ) -> Result:
@@ -105,7 +105,7 @@ def accumulated(
     *,
     right: Tokens | None = None,
     wrong: Tokens | None = None,
-    direction: Direction | None = None,
+    direction: LogitDirection | None = None,
     pos: Index | None = None,
 ) -> Result:
     """A logit, or a difference of logits, of the stream up to each layer, with the final norm's scale in the run.
@@ -156,7 +156,7 @@ class _Reading:
         cache: ActivationCache,
         right: Tokens | None,
         wrong: Tokens | None,
-        direction: Direction | None,
+        direction: LogitDirection | None,
         pos: Index | None,
     ) -> None:
         self._named, self._cache = model, cache

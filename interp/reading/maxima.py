@@ -49,7 +49,7 @@ class Activation(NamedTuple):
         return f"{self.value:.4g} in text {self.text} at {self.pos}: {self.around}"
 
 
-class Activations(list[Activation]):
+class TopActivations(list[Activation]):
     """Places of texts, the largest value first. A notebook shows them as a table."""
 
     def _repr_html_(self) -> str:
@@ -75,7 +75,7 @@ def max_activating(
     pos: Index | None = None,
     k: int = 10,
     batch: int = 16,
-) -> Activations:
+) -> TopActivations:
     """Runs the model on many texts, and keeps the `k` places where a value is largest.
 
     The value is that of a neuron or a feature, or the dot product with a direction. A vector without a direction counts
@@ -131,9 +131,9 @@ def max_activating(
         # Stable, so of equal values the earlier is first.
         kept = heapq.nlargest(k, itertools.chain(kept, new), key=lambda place: place.value)
     if (written := writer_of(model)) is None:
-        return Activations(kept)
+        return TopActivations(kept)
     pieces = (tuple(written([*place.tokens])) for place in kept)
-    return Activations(
+    return TopActivations(
         place._replace(pieces=text) for place, text in zip(kept, pieces, strict=True)
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Place(NamedTuple):
+class Entry(NamedTuple):
     """One entry of a result: its labels by axis, its mean effect and the 95% interval; and words, by axis."""
 
     where: Mapping[str, Any]
@@ -28,7 +28,7 @@ def written(low: float, high: float, form: str = "+.4g") -> str:
     return "" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]"
 
 
-class Places(tuple[Place, ...]):
+class Entries(tuple[Entry, ...]):
     """Entries of a result. They print one a line."""
 
     __slots__ = ()

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.shared import storage
-from interp.numbers.intervals import Interval, auroc, interval, share
+from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results import parts
-from interp.results.places import Place, Places
+from interp.results.places import Entries, Entry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,9 +112,9 @@ class Result:
     def _interval(self, rows: Float[Tensor, "place example"], confidence: float = 0.95) -> Interval:
         gap = None
         if self.counts is not None:
-            return auroc(rows, self.counts, confidence)
+            return auroc_interval(rows, self.counts, confidence)
         if self.bounds is not None:
-            return share(rows, self.bounds, confidence)
+            return share_interval(rows, self.bounds, confidence)
         if self.is_ratio:
             base, target = self._runs()
             gap = target - base
@@ -218,7 +218,7 @@ class Result:
         """
         return parts.difference(self, other) if isinstance(other, Result) else NotImplemented
 
-    def top(self, k: int = 10) -> Places:
+    def top(self, k: int = 10) -> Entries:
         """The `k` places with the largest mean effects, by absolute value, with their 95% intervals.
 
         Raises:
@@ -229,7 +229,7 @@ class Result:
         size = self.mean().flatten().abs().nan_to_num(nan=-1.0)
         return self.places(size.argsort(descending=True, stable=True)[:k].tolist())
 
-    def places(self, indices: Sequence[int]) -> Places:
+    def places(self, indices: Sequence[int]) -> Entries:
         """The entries at some indices, counted over all axes but `example`."""
         rows = self.values.reshape(-1, self.values.shape[-1])[indices]
         low, high = self._interval(rows)
@@ -241,8 +241,8 @@ class Result:
             index = dict(zip(self.axes[:-1], along, strict=True))
             where = {axis: self.labels[axis][n] for axis, n in index.items()}
             words = {axis: self.words[axis][n] for axis, n in index.items() if axis in self.words}
-            places.append(Place(where, mean, start, end, words))
-        return Places(places)
+            places.append(Entry(where, mean, start, end, words))
+        return Entries(places)
 
     def plot(self, facet: str | None = None) -> "Figure":
         """The mean effects: a heat map of two axes, or bars with 95% intervals of one.

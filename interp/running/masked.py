@@ -25,16 +25,18 @@ from hooks.shared import Session, all_to_device, to_device, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.texts import Text, are_aligned
 from interp.measuring import evaluate
 from interp.running.rows import Batch
 
-Mask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
+EdgeMask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
 """For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no edge do not
 count."""
 
-Source = Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
+CircuitSource = (
+    Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
+)
 """The source of replaced values: the other text of each pair, another run of texts with the same positions,
 what each writer adds (`Graph.contributions`, or `Graph.mean` of several texts), or zeros."""
 
@@ -45,10 +47,10 @@ _QUICK = 2**28
 def run_circuit(
     model: nn.Module,
     pairs: Pairs,
-    circuit: Mask | Iterable[str],
-    source: Source = "pair",
+    circuit: EdgeMask | Iterable[str],
+    source: CircuitSource = "pair",
     *,
-    direction: Direction = "noising",
+    direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Float[Tensor, "batch pos vocab"]:
@@ -63,7 +65,7 @@ def run_circuit(
         pairs: the texts. Corrupted ones are needed if the source is `pair`.
         circuit: the edges to keep, as a `Circuit` or by name, or a mask of the edges to replace. Gradients flow
             to a mask; freeze the model's weights if theirs are not wanted.
-        source: where replaced values come from; see `Source`.
+        source: where replaced values come from; see `CircuitSource`.
         direction: noising runs the clean texts, denoising the corrupted ones.
         split_embeddings: see `Graph`.
         max_bytes: bounds the memory beyond the model, the source and the result, where no gradient is
@@ -100,8 +102,8 @@ class MaskedRuns:
         self,
         model: nn.Module,
         pairs: Pairs,
-        source: Source = "pair",
-        direction: Direction = "noising",
+        source: CircuitSource = "pair",
+        direction: PatchingDirection = "noising",
         split_embeddings: bool = False,
         max_bytes: int = 2**30,
     ) -> None:
@@ -117,11 +119,11 @@ class MaskedRuns:
         self._source = self._checked(source)
         self._held: Tensor | None = None  # the source of all examples, if these run together
 
-    def logits(self, circuit: Mask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
+    def logits(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
         """The logits of one circuit."""
         return self._run(circuit, self._model.unembed)
 
-    def metric(self, circuit: Mask | Iterable[str]) -> Float[Tensor, " batch"]:
+    def metric(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, " batch"]:
         """The metric of one circuit, from logits only where the metric reads them.
 
         Args:
@@ -136,7 +138,7 @@ class MaskedRuns:
         with torch.set_grad_enabled(read.requires_grad):
             return evaluate(metric, self._model.unembed(read), len(read))
 
-    def _checked(self, source: Source) -> Tensor | str:
+    def _checked(self, source: CircuitSource) -> Tensor | str:
         writers, (size, n_pos) = self.graph.writers, self.text.tokens.shape
         if isinstance(source, str):
             if source not in ("pair", "zero"):
@@ -164,7 +166,7 @@ class MaskedRuns:
             )
         return added
 
-    def _mask(self, circuit: Mask | Iterable[str]) -> Tensor:
+    def _mask(self, circuit: EdgeMask | Iterable[str]) -> Tensor:
         """The mask of what is replaced, 0 where there is no edge."""
         if isinstance(circuit, Circuit):
             self.graph.require(circuit.graph.identity)
@@ -187,7 +189,7 @@ class MaskedRuns:
         return mask * (allowed if mask.ndim == 2 else allowed[..., None])
 
     def _run(
-        self, circuit: Mask | Iterable[str], read: Callable[[Tensor], Tensor]
+        self, circuit: EdgeMask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
         """Apply `read` to the stream that the logits see, some examples at a time."""
         self.graph.runner()

@@ -22,7 +22,7 @@ from hooks.shared import Session, all_to_device, to_device
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.inputs.texts import are_aligned
 from interp.measuring import measure
 from interp.protocol import logits_of
@@ -50,7 +50,7 @@ class PathEdits:
         self,
         model: nn.Module,
         pairs: Pairs,
-        direction: Direction,
+        direction: PatchingDirection,
         max_bytes: int,
         split_embeddings: bool = False,
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner
 from hooks.shared import layer_of, names_by_layer, unknown_point, without_gradients
 from interp.edits import Edit
-from interp.inputs.pairs import Direction, Pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.texts import Text, are_aligned, words_of
 from interp.measuring import Metric, measure
 from interp.protocol import logits_of, require_points
@@ -28,7 +28,7 @@ SELECTS = {
     "key": ("key",),
 }
 """The axes of a result besides `layer`, each with the axes of a point that it may be."""
-Place = tuple[int | str, dict[str, Any]]
+PatchPlace = tuple[int | str, dict[str, Any]]
 """A label, and what is selected there: along `layer` a point's name."""
 Some = int | Sequence[int] | None
 """One of several, some of them, or all."""
@@ -117,7 +117,7 @@ def worded(
 
 @without_gradients
 def two_runs(
-    runner: HookedRunner, pairs: Pairs, direction: Direction, names: Iterable[str]
+    runner: HookedRunner, pairs: Pairs, direction: PatchingDirection, names: Iterable[str]
 ) -> TwoRuns:
     """Runs the text that values come from, and keeps its values at some points.
 
@@ -143,7 +143,7 @@ def places_of(
     values: ActivationCache,
     edited: Text,
     source: Text | None = None,
-) -> dict[str, list[Place]]:
+) -> dict[str, list[PatchPlace]]:
     """The places along each axis of the result. Along `feature` they are those that are active in either text.
 
     Args:
@@ -183,7 +183,7 @@ def places_of(
 
 
 def entries(
-    names: Mapping[int, str], places: Mapping[str, list[Place]], put: Callable[..., Edit]
+    names: Mapping[int, str], places: Mapping[str, list[PatchPlace]], put: Callable[..., Edit]
 ) -> list[list[tuple[list[str], Edit]]]:
     """For each place, in order, the edit that `put` makes there, as `sweep` takes it.
 
@@ -200,7 +200,7 @@ def entries(
     return jobs
 
 
-def labels_of(places: Mapping[str, list[Place]]) -> dict[str, list[int | str]]:
+def labels_of(places: Mapping[str, list[PatchPlace]]) -> dict[str, list[int | str]]:
     """The labels along each axis."""
     return {axis: [label for label, _ in along] for axis, along in places.items()}
 
@@ -238,7 +238,7 @@ def _along(
     edited: Text,
     source: Text | None,
     features: Sequence[int],
-) -> list[Place]:
+) -> list[PatchPlace]:
     """The places along one axis of a point with these sizes."""
     point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
     if point_axis is None:
@@ -247,7 +247,7 @@ def _along(
     if axis == "span":
         if not edited.spans:
             raise ValueError("over=['span'] needs Pairs with spans; got none")
-        spans: list[Place] = [(name, {point_axis: at}) for name, at in edited.spans.items()]
+        spans: list[PatchPlace] = [(name, {point_axis: at}) for name, at in edited.spans.items()]
         if source is None:
             return spans
         return [(name, at | {"source_pos": source.spans[str(name)]}) for name, at in spans]

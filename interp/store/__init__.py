@@ -13,12 +13,12 @@ Activations of 2 points, 17 rows of 2 texts
 from interp.store.activations import Activations
 from interp.store.arrow import from_arrow, to_arrow
 from interp.store.harvesting import harvest
-from interp.store.streaming import Planned, plan, statistics
+from interp.store.streaming import PlannedHarvest, plan, statistics
 from interp.store.summary import Statistics, StatisticsByPoint
 
 __all__ = [
     "Activations",
-    "Planned",
+    "PlannedHarvest",
     "Statistics",
     "StatisticsByPoint",
     "from_arrow",

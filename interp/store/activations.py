@@ -16,8 +16,7 @@ from hooks import CacheError
 from hooks.shared import unknown_name
 from interp.inputs.texts import writer_of
 from interp.numbers.moments import Moments
-from interp.reading.maxima import Activation
-from interp.reading.maxima import Activations as Places
+from interp.reading.maxima import Activation, TopActivations
 from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
 from interp.store.rows import FORMAT, identity
 from interp.store.shuffling import Shared, shuffled
@@ -228,7 +227,7 @@ class Activations:
 
     def top(
         self, sums: StatisticsByPoint, name: str, column: int, model: nn.Module | None = None
-    ) -> Places:
+    ) -> TopActivations:
         """The places where a column of a point is largest, as `max_activating` shows them, without a run.
 
         Args:
@@ -251,7 +250,7 @@ class Activations:
             pieces = None if written is None else tuple(written(tokens))
             pos = held["offset"].tolist().index(offset)
             places.append(Activation(value, text, pos, tuple(tokens), pieces))
-        return Places(places)
+        return TopActivations(places)
 
     def moments(
         self, name: str, labels: Callable[[Mapping[str, Tensor]], Tensor] | None = None

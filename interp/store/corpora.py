@@ -24,7 +24,7 @@ Corpus = Texts | str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """Texts, which may stream; the path of a file, or several; or rows with a column of texts, as `datasets` has them. A string
 is a path or an address of `fsspec`, with `*` for any name: lines of a `.txt`, objects of a `.jsonl` or rows of a `.npy`."""
 
-Piece = Int[Tensor, "3 _pos"]
+TextPiece = Int[Tensor, "3 _pos"]
 """Tokens that a model reads at once: at each position the token, the number of its text, and its place in that."""
 
 
@@ -133,7 +133,7 @@ _READERS = {".txt": _lines, ".jsonl": _objects, ".npy": _rows_of_array}
 
 def cut(
     model: nn.Module, texts: Sequence[Any], first: int, context: int | None, pack: bool
-) -> list[Piece]:
+) -> list[TextPiece]:
     """Pieces that the model reads of some texts: each by itself, or one after another, cut to the context. An empty text is none.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hooks import CacheError, Selector
 from hooks.shared import Index, progress_bar, without_gradients
 from interp.store.activations import Activations
-from interp.store.corpora import Corpus, Piece, count, runs
+from interp.store.corpora import Corpus, TextPiece, count, runs
 from interp.store.engines import Model, loaded, on_ray
 from interp.store.files import (
     FOREIGN,
@@ -168,7 +168,7 @@ def harvest_shard(
     finish(manifest, folder, shard, {"of": n_files, "texts": n_texts, "files": here})
 
 
-def _digest(pieces: Sequence[Piece]) -> str:
+def _digest(pieces: Sequence[TextPiece]) -> str:
     """A hash of the tokens of pieces, and of which texts they are."""
     hashed = hashlib.sha256()
     for piece in pieces:

@@ -23,7 +23,7 @@ from hooks.shared import (
 from interp.inputs.texts import padded, places_inside
 from interp.numbers.precision import at_least_float32
 from interp.protocol import of, runner_of
-from interp.store.corpora import Piece, cut
+from interp.store.corpora import TextPiece, cut
 from interp.store.files import ROWS
 
 FORMAT = "hookscope-store-3"
@@ -134,11 +134,11 @@ class Reader:
             **self.settings.described(),
         }
 
-    def pieces(self, texts: Sequence[Any], first: int) -> list[Piece]:
+    def pieces(self, texts: Sequence[Any], first: int) -> list[TextPiece]:
         """The pieces that the model reads of some texts, of which `first` is the number of the first."""
         return cut(self.model, texts, first, self.settings.context, self.settings.pack)
 
-    def kept_mask(self, piece: Piece) -> Bool[Tensor, " _pos"]:
+    def kept_mask(self, piece: TextPiece) -> Bool[Tensor, " _pos"]:
         """A mask of the tokens of a piece that are kept."""
         n = piece.shape[1]
         kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
@@ -149,7 +149,7 @@ class Reader:
         return kept & inside
 
     def tensors(
-        self, pieces: Sequence[Piece], done: Callable[[int], Any] = lambda n_tokens: None
+        self, pieces: Sequence[TextPiece], done: Callable[[int], Any] = lambda n_tokens: None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """The values of some pieces at the chosen tokens, and where each row is from.
 
@@ -177,7 +177,7 @@ class Reader:
         return {name: torch.cat(each) for name, each in parts.items()}
 
     def _values(
-        self, batch: Sequence[Piece], kept: Sequence[Bool[Tensor, " _pos"]]
+        self, batch: Sequence[TextPiece], kept: Sequence[Bool[Tensor, " _pos"]]
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """The rows of each point, on the CPU, from one run."""
         text = padded([piece[0] for piece in batch], self.model, range(len(batch)))
@@ -204,6 +204,6 @@ class Reader:
         return values
 
 
-def _placed(piece: Piece) -> Int[Tensor, "4 _pos"]:
+def _placed(piece: TextPiece) -> Int[Tensor, "4 _pos"]:
     """The facts that `ROWS` names, at each token of a piece."""
     return torch.cat([piece, torch.arange(piece.shape[1])[None]]).int()

@@ -13,7 +13,7 @@ from hooks.shared import to_device, without_gradients
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.store.corpora import Corpus, Piece, runs
+from interp.store.corpora import Corpus, TextPiece, runs
 from interp.store.engines import Model, loaded
 from interp.store.files import Folder
 from interp.store.rows import Reader, Settings, by_token
@@ -68,7 +68,7 @@ def statistics(
     return StatisticsByPoint.together(parts())
 
 
-class Planned(NamedTuple):
+class PlannedHarvest(NamedTuple):
     """The size of a harvest, before it is made.
 
     Attributes:
@@ -108,7 +108,7 @@ def plan(
     names: Selector,
     out: str | os.PathLike[str] = ".",
     **settings: Any,
-) -> Planned:
+) -> PlannedHarvest:
     """Count what `harvest` would write, and time its first batch.
 
     The texts are all read, so a generator is used up.
@@ -121,7 +121,7 @@ def plan(
     >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and four of 4
     (800, 422400, True)
     """
-    kept, first = Settings(**settings), list[Piece]()
+    kept, first = Settings(**settings), list[TextPiece]()
     reader = Reader(loaded(model), names, kept)
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
     for run in runs(texts, kept.column, kept.per_file):
@@ -136,4 +136,4 @@ def plan(
     rate = sum(piece.shape[1] for piece in first) / (time.perf_counter() - start)
     of_row = sum(value.shape[1:].numel() * value.element_size() for value in tensors)
     size, seconds = n_rows * of_row, n_tokens / max(1e-9, rate)
-    return Planned(n_texts, n_tokens, n_rows, n_files, size, seconds, Folder(out).free)
+    return PlannedHarvest(n_texts, n_tokens, n_rows, n_files, size, seconds, Folder(out).free)

@@ -27,7 +27,7 @@ from interp.protocol import logits_of, of
 from interp.tracing.encoders import Encoder, Transcoders, encoders_of
 
 
-class Reading(NamedTuple):
+class FrozenReading(NamedTuple):
     """What an MLP, a transcoder or the unembedding reads in the run, and the norm before it.
 
     Attributes:
@@ -328,7 +328,7 @@ class FrozenRun:
 
     def _targets(
         self,
-        reading: Reading,
+        reading: FrozenReading,
         layer: int,
         pos: Int[Tensor, " target"],
         direction: Float[Tensor, "target d_model"],
@@ -357,14 +357,14 @@ class FrozenRun:
     def _like(self, values: Tensor) -> Tensor:
         return like(values, self.logits)
 
-    def _reading(self, norm: Any, stream: nn.Module) -> Reading:
+    def _reading(self, norm: Any, stream: nn.Module) -> FrozenReading:
         linear = linear_part(norm, self._inputs.shape[-1])
         point = stream if is_identity(norm) else norm.normalized
         value = self._at(point)
         scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self._at(norm.scale)
-        return Reading(self.graph.names[point], value, linear, scale)
+        return FrozenReading(self.graph.names[point], value, linear, scale)
 
-    def _read_by(self, encoder: Encoder) -> Reading:
+    def _read_by(self, encoder: Encoder) -> FrozenReading:
         """What features read: what the MLP reads, or the stream."""
         branch, names = self._mlps[encoder.layer], self.graph.names
         known = {names[branch.reads]: None}

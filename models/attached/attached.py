@@ -32,9 +32,9 @@ from models.attached.configs import (
 )
 from models.attached.forward import Forward, Generate
 from models.attached.language import AttachedLanguage
-from models.attached.layout import BlockLayout, blocks_of, layout_of
+from models.attached.layout import BlockLayout, block_calls, layout_of
 from models.attached.points import TOP, Blocks, Wiring
-from models.attached.probe import Call, Probe, Watching, probed, tokens_for
+from models.attached.probe import Call, ProbeRun, Watching, probed, tokens_for
 from models.attached.sums import HALF, agree, is_close, is_same
 from models.attached.traced import TracedPoints, restore_forwards
 from models.mode import mode
@@ -74,7 +74,7 @@ class Attached(ReadsText):
         self._forward = Forward(self._runs)
         try:
             probe = self._probed(reference, watching.functions)
-            chain = blocks_of(probe, model)
+            chain = block_calls(probe, model)
             self._runs.forward = self._forward
             if hasattr(self._runs, "generate"):
                 self._runs.generate = Generate(self._runs)
@@ -149,7 +149,7 @@ class Attached(ReadsText):
             module.config = config
         self._configs = {}
 
-    def _probed(self, reference: Tensor, functions: list[str]) -> Probe:
+    def _probed(self, reference: Tensor, functions: list[str]) -> ProbeRun:
         """A probe whose logits, and functions that compute attention, are those of the model before."""
         probe = probed(self.model)
         is_same_code = probe.functions == functions and is_same(probe.logits, reference.cpu())
@@ -162,7 +162,7 @@ class Attached(ReadsText):
         return probe
 
     def _put_points(
-        self, probe: Probe, chain: Sequence[Call], layouts: Sequence[BlockLayout]
+        self, probe: ProbeRun, chain: Sequence[Call], layouts: Sequence[BlockLayout]
     ) -> None:
         """Puts points where the layouts say, and notes which ones cannot be there."""
         model = self.model

@@ -12,10 +12,10 @@ from hooks import FusedUnlessHooked, HookPoint, HookPoints
 from hooks.shared import carried, is_listened_to
 from models.attached.configs import HOOKED, Kernel, kernel_name, kernel_of
 from models.attached.past import (
+    AttachedPast,
     Keys,
-    Past,
+    cached_layer,
     first_new,
-    layer_of,
     number_of,
     passed,
     past_of,
@@ -99,7 +99,7 @@ class AttentionPoints(HookPoints):
     ) -> tuple[Tensor, Any]:
         """z, [batch, query, head, d_head], and the pattern or None."""
         cache, layer = take_cache(), number_of(module)
-        held = None if isinstance(cache, Past) else layer_of(cache, layer)
+        held = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
         start = first_new(key, query.shape[2], cache, layer)
         new = range(start, start + query.shape[2])
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)

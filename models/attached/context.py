@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hooks.shared import carried, mapped, tensors_in
 from models.attached.forward import is_cache
-from models.attached.past import Past, keeps_only_keys, layer_of
+from models.attached.past import AttachedPast, cached_layer, keeps_only_keys
 
 # The arguments whose meaning is known, with their axis over queries.
 AXES = {"attention_mask": 2, "position_ids": 1, "position_embeddings": 1, "cache_position": 0}
@@ -37,7 +37,9 @@ class AttachedContext(NamedTuple):
         """The arguments of a block besides the stream."""
         kwargs = dict(self.calls[layer])
         if self.past:
-            kwargs[next(name for name in CACHES if name in kwargs)] = Past(*self.past[layer])
+            kwargs[next(name for name in CACHES if name in kwargs)] = AttachedPast(
+                *self.past[layer]
+            )
         return kwargs
 
     def repeated(self, n: int) -> "AttachedContext":
@@ -98,7 +100,7 @@ def context_of(
         names = list(inspect.signature(block.forward).parameters)
         named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
         cache = next((named[name] for name in CACHES if is_cache(named.get(name))), None)
-        kept = layer_of(cache, carried(block, "hook_points").layer)
+        kept = cached_layer(cache, carried(block, "hook_points").layer)
         n_pos = args[0].shape[1] if args else 0
         if not keeps_only_keys(kept) or kept.keys is None or kept.keys.shape[2] != n_pos:
             return None

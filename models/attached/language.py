@@ -24,7 +24,7 @@ from hooks.shared import (
 from models.attached.configs import base_of, text_config
 from models.attached.context import CACHES, AttachedContext, context_of
 from models.attached.layout import BlockLayout
-from models.attached.probe import Call, Probe, tokens_for
+from models.attached.probe import Call, ProbeRun, tokens_for
 from models.attached.sums import HALF, agree, factors_of, is_close, is_same
 from models.attached.view import PlainView
 from models.checkpoints.huggingface import from_memory
@@ -79,7 +79,7 @@ class AttachedLanguage(ReadsText):
     uncached: Mapping[str, Any] = {"use_cache": False}
 
     def __init__(
-        self, model: Any, probe: Probe, chain: Sequence[Call], layouts: Sequence[BlockLayout]
+        self, model: Any, probe: ProbeRun, chain: Sequence[Call], layouts: Sequence[BlockLayout]
     ) -> None:
         assert probe.logits is not None
         config = text_config(model)
@@ -294,7 +294,7 @@ class Unembedding:
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
 
-def unembed_of(model: Any, probe: Probe, last: Call) -> Unembedding | None:
+def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
     """The modules after the blocks, if they give the logits. A model without a head gives no logits."""
     if model.get_output_embeddings() is None:
         return None

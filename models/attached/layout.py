@@ -2,7 +2,7 @@
 
 No architecture is named here; all is found from what modules read and gave:
 
-1. The blocks are the `ModuleList` whose modules run once each, every one on what the last one gave (`blocks_of`).
+1. The blocks are the `ModuleList` whose modules run once each, every one on what the last one gave (`block_calls`).
 2. Attention is the module in a block that calls an attention function.
 3. What a sublayer adds is the output, times a factor of the config, that makes the stream a later module reads of the one
    that entered the block (`_sublayers`). The first such sublayer after attention began is attention's, the other the MLP's.
@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models.attached.norms import Norm, norm_of
-from models.attached.probe import SHAPE, Call, Probe
+from models.attached.norms import TracedNorm, norm_of
+from models.attached.probe import SHAPE, Call, ProbeRun
 from models.attached.sums import Summand, factors_of, is_close, is_same, parallel, summand
 
 
@@ -44,14 +44,14 @@ class BlockLayout:
     mlp_out: Summand | None = None
     mid_in: nn.Module | None = None
     mid_out: nn.Module | None = None
-    norms: dict[str, Norm] = field(default_factory=dict)
+    norms: dict[str, TracedNorm] = field(default_factory=dict)
     act: nn.Module | None = None
     post: nn.Module | None = None
     linear: nn.Module | None = None
     experts: nn.Module | None = None
 
 
-def blocks_of(probe: Probe, model: nn.Module) -> list[Call]:
+def block_calls(probe: ProbeRun, model: nn.Module) -> list[Call]:
     """The calls of the blocks: of a `ModuleList` outside all others, each on what the last one returned.
 
     Attention is in it, if any list has some; otherwise it is the largest that ran.
@@ -87,7 +87,7 @@ def _is_chain(calls: Sequence[Call]) -> bool:
     return all(is_same(one.output, two.inputs[0]) for one, two in pairs)
 
 
-def layout_of(block: Call, probe: Probe, *configs: Any) -> BlockLayout:
+def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
     """The parts of a block; the configs may hold factors of what it adds."""
     # Modules of a list, such as experts, may see some positions only.
     lists = [m for m in block.module.modules() if isinstance(m, nn.ModuleList)]

@@ -15,7 +15,7 @@ from models.norm import widened
 
 
 @dataclass(frozen=True)
-class Norm:
+class TracedNorm:
     """A norm, `out = (x - mean) / scale * gain + bias` along the last axis.
 
     Attributes:
@@ -45,7 +45,7 @@ class Norm:
         return x - x.mean(-1, keepdim=True) if self.centered else x
 
 
-def norm_of(call: Call) -> Norm | None:
+def norm_of(call: Call) -> TracedNorm | None:
     """The norm that a module computed in this call, or None if it is none that we know."""
     module, output = call.module, call.output
     if output is None or len(call.inputs) != 1 or call.inputs[0].shape != output.shape:
@@ -66,7 +66,7 @@ def norm_of(call: Call) -> Norm | None:
     if is_same(x, output):
         return None  # what was normed before
     for centered, eps in itertools.product((True, False), _epsilons(module)):
-        candidate = Norm(module, centered, eps, isinstance(bias, Tensor))
+        candidate = TracedNorm(module, centered, eps, isinstance(bias, Tensor))
         shape = candidate._centered(x) / candidate.scale(x)
         for gain in gains:
             normed = shape * gain + (widened(bias) if isinstance(bias, Tensor) else 0.0)

@@ -42,7 +42,7 @@ class CacheGiven(Wire):
             _cache.set(next(filter(is_cache, (*args, *kwargs.values())), None))
 
 
-class Past:
+class AttachedPast:
     """Keys and values of one layer, to which a call adds its own without changing them.
 
     Args:
@@ -61,7 +61,7 @@ class Past:
         return joined(self.keys, keys), joined(self.values, values)
 
 
-def past_of(cache: Any, layer: int | None) -> Past | None:
+def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
     """A copy of what a cache holds for a layer; None if it is empty.
 
     Raises:
@@ -69,13 +69,13 @@ def past_of(cache: Any, layer: int | None) -> Past | None:
     """
     if not is_cache(cache):
         raise HookError(f"lazy=True needs plain arguments; got a {type(cache).__name__}")
-    held = layer_of(cache, layer)
+    held = cached_layer(cache, layer)
     if held is not None and not held.get_seq_length():
         return None
     if not keeps_only_keys(held):
         got = type(cache if held is None else held).__name__
         raise HookError(f"lazy=True needs a DynamicCache of keys and values; got a {got}")
-    return Past(held.keys.detach().clone(), held.values.detach().clone())
+    return AttachedPast(held.keys.detach().clone(), held.values.detach().clone())
 
 
 def keeps_only_keys(held: Any) -> bool:
@@ -88,7 +88,7 @@ def number_of(attention: nn.Module) -> Any:
     return getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
 
 
-def layer_of(cache: Any, layer: Any) -> Any:
+def cached_layer(cache: Any, layer: Any) -> Any:
     """The part of a cache for one layer, or None."""
     layers = getattr(cache, "layers", ())
     return layers[layer] if isinstance(layer, int) and 0 <= layer < len(layers) else None
@@ -96,7 +96,7 @@ def layer_of(cache: Any, layer: Any) -> Any:
 
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
     """The place where the keys of the `new` positions begin. A static cache has free places after them."""
-    held = layer_of(cache, layer)
+    held = cached_layer(cache, layer)
     if type(held).__name__.startswith("Static") and _is_part(held.keys, keys):
         # A window that is full moves on, and the new ones are its last.
         return min(start_of_piece() or 0, keys.shape[2] - new)
@@ -123,7 +123,7 @@ def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any, is_l
     after = fire(point, before)
     if after is before:
         return keys
-    if not is_lent and (cache is None or isinstance(cache, Past)):
+    if not is_lent and (cache is None or isinstance(cache, AttachedPast)):
         if len(new) == keys.shape[2]:
             return after.transpose(1, 2)
         return torch.cat([keys[:, :, : new.start], after.transpose(1, 2)], 2)

@@ -10,12 +10,12 @@ from hooks.shared import hooks_last
 from models.attached.attention import AttentionPoints
 from models.attached.configs import text_config
 from models.attached.layout import BlockLayout
-from models.attached.norms import Norm, norm_of
+from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
-from models.attached.probe import SHAPE, Call, Probe
+from models.attached.probe import SHAPE, Call, ProbeRun
 from models.attached.sums import Summand, factors_of, is_same, summand
 from models.attached.traced import TracedPoints, restore_forwards
-from models.attached.wiring import BlockInput, Input, Output, Positions, Routing, Scale
+from models.attached.wiring import BlockInput, Input, Output, PositionsWire, Routing, Scale
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
 TOP = ("embed", "pos_embed", "blocks", "ln_final")
@@ -91,7 +91,7 @@ class Wiring:
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
-    def embeddings(self, probe: Probe, first: Call) -> Output | None:
+    def embeddings(self, probe: ProbeRun, first: Call) -> Output | None:
         """Adds `embed`, and `pos_embed` where positions have vectors, from what enters the first block.
 
         Returns:
@@ -119,7 +119,7 @@ class Wiring:
             if vectors is not None and (explained := summand(vectors, stream, [tokens], factors)):
                 added = explained[1]
                 self.model.pos_embed = HookPoint(STREAM, "additive position encodings")
-                self._listen(call.module, Positions(self.model.pos_embed))
+                self._listen(call.module, PositionsWire(self.model.pos_embed))
                 break
         self.model.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
         return Output(self.model.embed, added.factor, added.is_overwritten)
@@ -175,14 +175,14 @@ class Wiring:
         if name in layout.norms:
             setattr(parent, name, self._around(nn.Module(), layout.norms[name]))
 
-    def _around(self, points: nn.Module, norm: Norm) -> nn.Module:
+    def _around(self, points: nn.Module, norm: TracedNorm) -> nn.Module:
         points.scale = HookPoint("batch pos 1", "what the norm divides by")
         points.normalized = HookPoint(STREAM, "the norm's output")
         self._listen(norm.module, Scale(points.scale, norm))
         self._listen(norm.module, Output(points.normalized))
         return points
 
-    def final_norm(self, probe: Probe, last: Call) -> None:
+    def final_norm(self, probe: ProbeRun, last: Call) -> None:
         """Adds `ln_final` where a norm reads the stream that leaves the last block."""
         for call in (c for c in probe.single if c.began > last.ended):
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):

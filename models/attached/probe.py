@@ -69,7 +69,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Probe:
+class ProbeRun:
     """A record of a run.
 
     Attributes:
@@ -176,10 +176,10 @@ def tokens_for(model: Any) -> Tensor:
 
 
 @without_gradients
-def probed(model: Any, watch: bool = False) -> Probe:
+def probed(model: Any, watch: bool = False) -> ProbeRun:
     """Runs the model, whose attention must be `hooked_attention` or is watched, on `tokens_for` it."""
     watching = Watching()
-    probe, handles = Probe(parts=watching.parts if watch else None), []
+    probe, handles = ProbeRun(parts=watching.parts if watch else None), []
     probe.functions = watching.functions
     try:
         for name, module in model.named_modules():

@@ -21,7 +21,7 @@ from hooks.shared import is_listened_to, tensors_in
 from models.attached.attention import AttentionPoints
 from models.attached.checked import slope_of
 from models.attached.forward import Forward, Generate
-from models.attached.past import first_new, layer_of, number_of, passed, take_cache
+from models.attached.past import cached_layer, first_new, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
 from models.attached.wiring import fire
 
@@ -143,7 +143,7 @@ class _Passing(TorchFunctionMode):
             raise _changed(points)
         *added, query, key = (*args, *(kwargs.pop(n) for n in OPERANDS if n in kwargs))
         self._cache, self._number = take_cache(), number_of(points.module)
-        self._held = layer_of(self._cache, self._number)
+        self._held = cached_layer(self._cache, self._number)
         query = self._by_position(points.q, query)
         key = self._passed(points.k, "keys", key.mT).mT
         product = func(*added, query, key, **kwargs)

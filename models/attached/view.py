@@ -29,11 +29,11 @@ from models.attached.probe import Call, tokens_for
 from models.attached.sums import agree
 from models.attached.view_parts import (
     ViewContext,
-    context_of,
     missing,
     mlp_modules,
     norm_like,
     recorded,
+    view_context_of,
     weights_of,
 )
 from models.attached.view_sublayers import ViewAttention, ViewMLP
@@ -84,7 +84,7 @@ class PlainView(nn.Module):
         tokens = tokens_for(model)
         with mode(model, training=False):
             calls, logits = recorded(model, tokens)
-            context = context_of(model, [layout.attention for layout in layouts], tokens, {})
+            context = view_context_of(model, [layout.attention for layout in layouts], tokens, {})
             self.blocks = nn.ModuleList(
                 ViewBlock(n, layout, model.blocks[n], calls, context)
                 for n, layout in enumerate(layouts)
@@ -115,7 +115,7 @@ class PlainView(nn.Module):
             arguments = {**self.language.positions_of(mask), **arguments}
         layouts = self.language.layouts
         attention = [layout.attention for layout in layouts]
-        return context_of(self._model, attention, tokens, arguments)
+        return view_context_of(self._model, attention, tokens, arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext

@@ -64,7 +64,7 @@ def recorded(model: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]
     return {module: call for module, call in calls.items() if module not in again}, logits
 
 
-def context_of(
+def view_context_of(
     model: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
 ) -> ViewContext:
     """The arguments of attention modules in a run of the model."""

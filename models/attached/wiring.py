@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hooks import HookPoint
 from hooks.shared import Shards, Wire, carried, is_listened_to, tensors_in, with_first_tensor
-from models.attached.norms import Norm
+from models.attached.norms import TracedNorm
 
 # Dataclasses, because a copy of the model must have hooks that know the copy's points.
 
@@ -111,7 +111,7 @@ class Scale(Wire):
     """Passes what a norm divides by through a point. An edit rescales the norm's output."""
 
     point: HookPoint
-    norm: Norm
+    norm: TracedNorm
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Any:
         """The output, rescaled if the point changes the scale."""
@@ -123,7 +123,7 @@ class Scale(Wire):
 
 
 @dataclass(eq=False)
-class Positions(Wire):
+class PositionsWire(Wire):
     """Passes the vectors of positions, which rows may share, through a point with a row for each text."""
 
     point: HookPoint

@@ -12,9 +12,11 @@ from hooks import position_offset, start_of_piece
 from hooks.shared import all_to_device, mapped, to_device
 from models.positions import Rotation
 from models.running.kvcache import KVCache, oldest_reached
-from models.running.masks import Mask, Rule, as_real, as_seen, has_gaps, shared
+from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, shared
 
-Past = tuple[Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]]
+KeysAndValues = tuple[
+    Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]
+]
 """One layer's keys and values, after norm and rotation."""
 
 
@@ -24,7 +26,7 @@ class Context(NamedTuple):
     Attributes:
         positions: each token's position in its own text, without padding: Int[batch pos], or
             [1 pos] if all rows have the same.
-        masks: for each window in use, which keys a query sees; see `Mask`.
+        masks: for each window in use, which keys a query sees; see `Visible`.
         rotation: the cosines and sines that rotary models rotate queries and keys with, or the encodings that
             those of Shortformer add to what they read: Float[batch pos d_model].
         start: how many columns of the text come before these.
@@ -41,12 +43,12 @@ class Context(NamedTuple):
     """
 
     positions: Int[Tensor, "_batch pos"]
-    masks: dict[int, Mask]
+    masks: dict[int, Visible]
     rotation: Rotation | Tensor | None = None
     start: int = 0
     kv_cache: KVCache | None = None
     real: Bool[Tensor, "batch key"] | None = None
-    past: tuple[Past, ...] | None = None
+    past: tuple[KeysAndValues, ...] | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -100,7 +102,7 @@ class Context(NamedTuple):
         tiled = {name: _mapped(lambda part: _tiled(part, n), getattr(self, name)) for name in names}
         return self._replace(**tiled)
 
-    def after(self, pos: int, past: Sequence[Past]) -> "Context":
+    def after(self, pos: int, past: Sequence[KeysAndValues]) -> "Context":
         """The context of the same texts from column `pos` on.
 
         A block that runs on `resid[:, pos:]` gives the same values as on the whole text.
@@ -122,7 +124,7 @@ class Context(NamedTuple):
             raise ValueError(f"past must have the {pos} columns before pos; got {columns}")
         skipped, device = pos - self.start, self.positions.device
 
-        def later(mask: Mask) -> Mask:
+        def later(mask: Visible) -> Visible:
             if isinstance(mask, Tensor):
                 return mask if mask.shape[2] == 1 else mask[:, :, skipped:]
             return shared(mask, (end - pos, end), device)
@@ -192,7 +194,7 @@ def make_context(
     # Padding has no position, and no query sees it.
     counted = torch.arange(end, device=device)[None]
     counted = counted if here is None else (here.long().cumsum(1) - 1).clamp(min=0)
-    masks: dict[int, Mask]
+    masks: dict[int, Visible]
     if query_key_mask is not None:
         seen = to_device(query_key_mask, device)
         masks = dict.fromkeys(windows, seen if here is None else seen & here[:, None, None])

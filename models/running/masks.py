@@ -42,7 +42,7 @@ class Rule(NamedTuple):
         return seen[:, None]
 
 
-Mask = Tensor | Rule | None
+Visible = Tensor | Rule | None
 """The keys that queries see: Bool[batch head query key], where an axis may have size 1, or a rule.
 
 None means all keys up to the query's own. The last query is always at the last key.
@@ -50,7 +50,7 @@ None means all keys up to the query's own. The last query is always at the last 
 
 
 def part(
-    mask: Mask, queries: slice, shape: Sequence[int], device: torch.device
+    mask: Visible, queries: slice, shape: Sequence[int], device: torch.device
 ) -> tuple[slice, Bool[Tensor, "_batch _head _query _key"] | None]:
     """Return the keys that some queries may see at all, and the mask of these queries and keys.
 
@@ -69,7 +69,7 @@ def part(
 
 
 def dense(
-    mask: Mask, shape: Sequence[int], device: torch.device
+    mask: Visible, shape: Sequence[int], device: torch.device
 ) -> Bool[Tensor, "_batch _head _query _key"]:
     """The mask of all queries and all keys, as numbers."""
     if isinstance(mask, Tensor):
@@ -77,7 +77,7 @@ def dense(
     return (mask or Rule()).seen(0, shape[1] - shape[0], shape[1], device)
 
 
-def shared(mask: Mask, shape: Sequence[int], device: torch.device) -> Mask:
+def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible:
     """The form in which the layers of a model share a mask: numbers if few, otherwise the rule."""
     if (mask is None and shape[0] in (1, shape[1])) or shape[0] > BLOCK:
         return mask

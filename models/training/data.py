@@ -24,7 +24,7 @@ batches, without an error.
 """
 
 
-Text = Int[Tensor, "*_walk _pos"] | Sequence[int]
+TrainingText = Int[Tensor, "*_walk _pos"] | Sequence[int]
 """A text [pos], or walks [walk, pos]: texts of equal length. No window spans two of them."""
 
 
@@ -201,7 +201,7 @@ def sample_batch(
 @without_gradients
 def evaluate(
     model: Transformer,
-    tokens: Text,
+    tokens: TrainingText,
     batch: int = 16,
     characters_per_token: float = 0.0,
     loss: Loss = row_losses,

@@ -18,8 +18,8 @@ from models.training.data import (
     Batches,
     Evaluation,
     Loss,
-    Text,
     TrainingConfig,
+    TrainingText,
     check_learnable,
     row_losses,
     sample_batch,
@@ -58,10 +58,10 @@ class TrainingResult:
 
 def train(
     model: Transformer,
-    data: Text | Batches,
+    data: TrainingText | Batches,
     config: TrainingConfig,
     *,
-    validation: Text | None = None,
+    validation: TrainingText | None = None,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     after_step: Callable[[int, float], None] | None = None,
@@ -164,7 +164,10 @@ def _result(run: Run) -> TrainingResult:
 
 
 def _batches_and_texts(
-    data: Text | Batches, validation: Text | None, model: Transformer, config: TrainingConfig
+    data: TrainingText | Batches,
+    validation: TrainingText | None,
+    model: Transformer,
+    config: TrainingConfig,
 ) -> tuple[Batches, dict[str, Tensor]]:
     """The function that makes batches, and the texts that are known before training."""
     length, vocab_size = model.config.n_ctx + 1, model.config.vocab_size

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from interp.features.activations import Gated, JumpReLU, TopK
-from interp.features.dictionary import Dictionary, MatchingPursuit, Norm
+from interp.features.dictionary import Dictionary, MatchingPursuit, NormKind
 from interp.features.forms.common import Weights, json_of, no_factor, require, require_known
 from interp.features.forms.places import ours
 
@@ -65,7 +65,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     )  # fmt: skip
 
 
-def _sae_lens_norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[Norm, float]:
+def _sae_lens_norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[NormKind, float]:
     """The norm, and the factor that goes into the weights."""
     name = config.get("normalize_activations") or "none"
     if name == "expected_average_only_in":
@@ -78,7 +78,7 @@ def _sae_lens_norm(config: Mapping[str, Any], norm_factor: float | None) -> tupl
                 "a factor cannot go into the weights of matching pursuit, which are tied"
             )
         return "none", norm_factor
-    norms: dict[str, Norm] = {
+    norms: dict[str, NormKind] = {
         "none": "none",
         "constant_norm_rescale": "constant_norm_rescale",
         "layer_norm": "layer_norm",

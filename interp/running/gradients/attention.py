@@ -3,7 +3,7 @@
 The algorithm (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to
 components"), for one layer:
 
-1. In the base run, store the arguments of attention (`Attention`), and take the gradient g of the metric at the pattern.
+1. In the base run, store the arguments of attention (`AttentionPoints`), and take the gradient g of the metric at the pattern.
 2. Run this attention alone with other queries or keys, and read its new pattern or scores.
 3. For queries (`OtherQueries`): each query has its own row of the pattern. The effect of a query is the change of
    its row times g.
@@ -37,8 +37,8 @@ Patterns = Float[Tensor, "batch head query key"]
 _PARTS = ("q", "k", "scores", "pattern")
 
 
-class Attention:
-    """Attention of one layer in a run, which can be repeated with other queries or keys.
+class AttentionPoints:
+    """The attention of one layer in a run, which can be repeated with other queries or keys.
 
     Args:
         runner: the model's.
@@ -99,7 +99,7 @@ class OtherQueries:
 
     def __init__(
         self,
-        attention: Attention,
+        attention: AttentionPoints,
         base: Mapping[str, Tensor],
         queries: Float[Tensor, "batch pos head d_head"],
     ) -> None:
@@ -130,7 +130,7 @@ class OtherKeys:
 
     def __init__(
         self,
-        attention: Attention,
+        attention: AttentionPoints,
         base: Mapping[str, Tensor],
         keys: Float[Tensor, "batch pos kv_head d_head"],
     ) -> None:

@@ -12,7 +12,7 @@ from hooks import HookedRunner, Point
 from interp.inputs.texts import Text
 from interp.measuring import Metric, per_example
 from interp.running.gradients.backward import Gradients
-from interp.running.gradients.edge_scores import Scores
+from interp.running.gradients.edge_scores import EdgeScores
 from interp.running.gradients.trapezoid import Steps, averaged
 
 _TOKENS = 1024  # of runs that are rows of one batch
@@ -42,7 +42,7 @@ class Paths:
         runner: HookedRunner,
         text: Text,
         metric: Metric,
-        scores: Scores,
+        scores: EdgeScores,
         base: Float[Tensor, " batch"],
         size: Float[Tensor, ""],
         steps: Steps,

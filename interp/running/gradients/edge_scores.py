@@ -20,7 +20,7 @@ from interp.running.gradients.pullback import Pullback, Pullbacks, readings
 _ENOUGH = 60
 
 
-class Positions(NamedTuple):
+class ChangedPositions(NamedTuple):
     """Token positions at which writers change.
 
     Attributes:
@@ -49,7 +49,7 @@ class Positions(NamedTuple):
         return 1 if self.labels is None else len(self.labels)
 
 
-def positions(over: str | None, edited: Text, source: Text) -> Positions:
+def positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
     """The positions of one of the ways to sum; see `edge_attribution`.
 
     Raises:
@@ -63,8 +63,8 @@ def positions(over: str | None, edited: Text, source: Text) -> Positions:
             raise ValueError(f"over must be 'span' where positions do not correspond; got {over!r}")
         columns = torch.arange(n, device=edited.tokens.device).expand(batch, n)
         if over is None:
-            return Positions(columns, columns, torch.zeros_like(columns), None)
-        return Positions(columns, columns, columns, [*range(n)])
+            return ChangedPositions(columns, columns, torch.zeros_like(columns), None)
+        return ChangedPositions(columns, columns, columns, [*range(n)])
     if not edited.spans:
         raise ValueError("over='span' needs Pairs with spans; got none")
     here, there, group = [], [], []
@@ -74,7 +74,7 @@ def positions(over: str | None, edited: Text, source: Text) -> Positions:
         there.append(source.spans[name])
         group.append(torch.full_like(columns, place).masked_fill(again, len(edited.spans)))
     joined = [torch.cat(part, 1) for part in (here, there, group)]
-    return Positions(joined[0], joined[1], joined[2], [*edited.spans])
+    return ChangedPositions(joined[0], joined[1], joined[2], [*edited.spans])
 
 
 class _Target(NamedTuple):
@@ -91,7 +91,7 @@ class _Target(NamedTuple):
     columns: slice
 
 
-class Scores:
+class EdgeScores:
     """Scores of the edges of a graph, from gradients of runs of one text.
 
     Besides the readers there is a last column: the writer's own score, by the gradient where it is added to
@@ -113,12 +113,12 @@ class Scores:
     def __init__(
         self,
         graph: Graph,
-        where: Positions,
+        where: ChangedPositions,
         source: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
         self.graph, self._source, self._device = graph, source, device
-        self.where: Positions = all_to_device(where, device)
+        self.where: ChangedPositions = all_to_device(where, device)
         self._readings = [*readings(graph)]
         self._factors = [all_to_device(layer.added, device) for layer in graph.layers]
         self.added = _writers_by_point(graph)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from hooks import ActivationCache, Point
 from hooks.shared import layer_of, to_device
 from interp import edits
-from interp.inputs.pairs import Direction, Pairs
+from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.running.gradients.backward import Gradients
-from interp.running.sites import Choice, Place, TwoRuns, labels_of, named, places_of, two_runs
+from interp.running.sites import Choice, PatchPlace, TwoRuns, labels_of, named, places_of, two_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Contrast(TwoRuns):
     """
 
     names: Mapping[int, str]
-    places: Mapping[str, list[Place]]
+    places: Mapping[str, list[PatchPlace]]
 
     def of_layers(self, by_point: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
         """The effects of all layers together.
@@ -87,7 +87,7 @@ def contrast(
     model: nn.Module,
     pairs: Pairs,
     choice: Choice,
-    direction: Direction,
+    direction: PatchingDirection,
 ) -> Contrast:
     """Runs the model on the text that values come from; for arguments see `attribution_patching`.
 
@@ -116,7 +116,7 @@ def effects(
     base: Float[Tensor, "..."],
     gradient: Float[Tensor, "..."],
     source: ActivationCache,
-    places: Mapping[str, list[Place]],
+    places: Mapping[str, list[PatchPlace]],
 ) -> Float[Tensor, "..."]:
     """(source - base) · gradient at each place of one point, in float32 at least.
 
@@ -141,7 +141,7 @@ def replacement_values(
     point: Point,
     base: Float[Tensor, "..."],
     source: ActivationCache,
-    places: Mapping[str, list[Place]],
+    places: Mapping[str, list[PatchPlace]],
 ) -> list[Float[Tensor, "..."]]:
     """Return the values that would take the place of a point's: one for each span, or one for all places.
 
@@ -155,7 +155,7 @@ def replacement_values(
 
 
 def joined(
-    by_span: list[Float[Tensor, "..."]], places: Mapping[str, list[Place]]
+    by_span: list[Float[Tensor, "..."]], places: Mapping[str, list[PatchPlace]]
 ) -> Float[Tensor, "..."]:
     """The effects of each of `replacement_values` as one tensor [*axes, example]."""
     axes = [axis for axis in places if axis != "layer"]
@@ -163,7 +163,7 @@ def joined(
 
 
 def summed(
-    axes: Sequence[str], places: Mapping[str, list[Place]], *factors: Float[Tensor, "..."]
+    axes: Sequence[str], places: Mapping[str, list[PatchPlace]], *factors: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
     """The product of the factors, summed over all axes but `batch` and those that places select along.
 

@@ -14,7 +14,7 @@ from interp.linear.norms import is_identity, linear_part
 from interp.numbers.precision import at_least_float32
 
 
-class Reading(NamedTuple):
+class StreamReaders(NamedTuple):
     """Readers that read one stream through one norm: the heads of a block, its MLP, or the logits.
 
     Attributes:
@@ -32,19 +32,21 @@ class Reading(NamedTuple):
     readers: slice
 
 
-def readings(graph: Graph) -> Iterator[Reading]:
+def readings(graph: Graph) -> Iterator[StreamReaders]:
     """All readers of a graph, in the order of computation."""
     for n, layer in enumerate(graph.layers):
         attention, heads = layer.attention, slice(layer.q.start, layer.v.stop)
         weight = attention.sublayer.qkv.weight.unflatten(0, (-1, attention.sublayer.W_O.shape[1]))
         stream = graph.names[attention.reads]
-        yield Reading(stream, attention.norm, f"blocks.{n}.attn.qkv", weight, heads)
+        yield StreamReaders(stream, attention.norm, f"blocks.{n}.attn.qkv", weight, heads)
         if layer.mlp is not None:
             branch, one = layer.mlp.branch, slice(layer.mlp.reader, layer.mlp.reader + 1)
-            yield Reading(graph.names[branch.reads], branch.norm, f"blocks.{n}.ln2", None, one)
+            yield StreamReaders(
+                graph.names[branch.reads], branch.norm, f"blocks.{n}.ln2", None, one
+            )
     last = len(graph.readers) - 1
     norm = graph.model.ln_final
-    yield Reading(graph.needed[-1], norm, "ln_final", None, slice(last, last + 1))
+    yield StreamReaders(graph.needed[-1], norm, "ln_final", None, slice(last, last + 1))
 
 
 class Pullback:
@@ -64,7 +66,7 @@ class Pullback:
     @without_gradients
     def __init__(
         self,
-        reading: Reading,
+        reading: StreamReaders,
         stream: Float[Tensor, "batch pos d_model"],
         gradient: Float[Tensor, "batch pos d"],
         device: torch.device,

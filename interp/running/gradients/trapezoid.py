@@ -13,7 +13,7 @@ _FIRST, _MOST = 4, 1024
 Steps = int | Literal["auto"]
 """The number of steps of each path; `auto` doubles them until its gap is small enough, at most 1024."""
 
-At = Callable[
+AtShare = Callable[
     [Sequence[int], float], tuple[Float[Tensor, "_some *axes"], Float[Tensor, "_some batch"]]
 ]
 """The values on some paths, by index, after a share of them, and the metrics there."""
@@ -34,7 +34,7 @@ class Mean(NamedTuple):
 
 
 def averaged(
-    at: At,
+    at: AtShare,
     first: Float[Tensor, "path *axes"],
     base: Float[Tensor, " batch"],
     added: Callable[[Float[Tensor, "path *axes"]], Float[Tensor, "path batch"]],
