@@ -1,9 +1,9 @@
 """Analyses of what happens inside a model, through its hook points and `interp.protocol`.
 
 The analyses are in `effects` (values are changed), `reading` (caches and weights are read), `spectral`
-(singular values) and `tracing` (attribution graphs). They stand on `edits`, `running` (sweeps, masked runs, gradients), the `graph` of a model and
-`linear` maps, and give tables of `results`, which `pictures` draws. `inputs` are what they are given: texts, pairs
-of them, and positions; `metrics` say what is measured, and `protocol` what a model must have.
+(singular values) and `tracing` (attribution graphs). They stand on `edits`, `runs` (sweeps, masked runs, gradients), the
+`graph` of a model and `numbers`, and give tables of `results`, which `pictures` draws. `inputs` are what they are given:
+texts, pairs of them, and positions; `metrics` say what is measured, and `protocol` what a model must have.
 """
 
 import signal as _signal
@@ -68,8 +68,8 @@ from interp.reading.weights import (
     token_directions,
 )
 from interp.results.result import Result
-from interp.running.masked import run_circuit
-from interp.running.sweep import sweep
+from interp.runs.masked import run_circuit
+from interp.runs.sweep import sweep
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.targets import residual_stream, spectra, svd_targets
 from interp.tracing import attribution_graph

@@ -7,7 +7,7 @@ from hooks import HookedRunner
 from interp import Pairs, logit_diff, node_effects
 from interp.effects.acdc import acdc
 from interp.graph import Graph
-from interp.running.masked import run_circuit
+from interp.runs.masked import run_circuit
 from models import load
 from tests.reference import variant
 from tests.test_planted_circuits import case

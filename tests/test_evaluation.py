@@ -58,7 +58,7 @@ def test_a_mean_can_take_the_place_of_the_other_text():
 
 def test_examples_that_run_apart_get_their_own_source(monkeypatch):
     together = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
-    monkeypatch.setattr("interp.running.masked._QUICK", 1)
+    monkeypatch.setattr("interp.runs.masked._QUICK", 1)
     apart = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
     torch.testing.assert_close(apart.values, together.values)
 

@@ -73,7 +73,7 @@ def predictions(model, tokens):
 @pytest.mark.parametrize("lazy", [False, True])
 def test_the_lens_is_a_float64_unembedding_of_the_stream(model, tokens, lazy, monkeypatch):
     _, cache = run_with_cache(model, tokens, names=["*.resid_pre", "*.resid_post"], lazy=lazy)
-    monkeypatch.setattr(interp.linear.affine, "_LOGITS_AT_ONCE", 23 * 4 * 5 + 1)
+    monkeypatch.setattr(interp.reading.affine, "_LOGITS_AT_ONCE", 23 * 4 * 5 + 1)
     unembed, sizes = model.unembed, []
     monkeypatch.setattr(model, "unembed", lambda x: sizes.append(x.shape) or unembed(x))
     targets = tokens.roll(-1, 1)

@@ -42,13 +42,12 @@ def test_imports_go_one_way(path):
 
 # The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
 INTERP = """transformer_lens numbers pictures protocol inputs inputs.spans inputs.token_positions inputs.texts
-    inputs.wording measuring metrics inputs.pairs edits results linear graph running spectral reading features effects directions alignment
+    inputs.wording measuring metrics inputs.pairs edits results graph runs spectral reading features effects directions alignment
     tracing store report cli __main__""".split()  # noqa: SIM905  # as a list it would be thirty lines
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {
-    "linear": "norms",
     "spectral": "singular factored",
-    "reading": "",
+    "reading": "affine components folded",
     "effects": "",
     "pictures": "figure parts view",
 }

@@ -179,7 +179,7 @@ def mean_kl(model, weights, biases):
 
 def test_the_tuned_lens_takes_steps_of_adam_at_a_falling_rate(monkeypatch):
     monkeypatch.setattr(
-        "interp.linear.affine._LOGITS_AT_ONCE", 13 * 4 * 5
+        "interp.reading.affine._LOGITS_AT_ONCE", 13 * 4 * 5
     )  # five positions at once
     model = small()
     lens = tuned_lens(model, TEXTS, steps=2, batch=3, learning_rate=0.01)
@@ -309,7 +309,7 @@ def test_a_large_vocabulary_never_exists_whole():
 @pytest.mark.parametrize("at_once", [1, 130])
 def test_positions_read_in_parts_are_each_in_their_place(monkeypatch, at_once):
     """Of 4 streams and 13 tokens a part has one position, or two of the seven."""
-    from interp.linear import affine
+    from interp.reading import affine
 
     model = small()
     _, cache = run_with_cache(

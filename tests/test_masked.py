@@ -6,7 +6,7 @@ import torch
 from hooks import CacheError, HookedRunner, HookError, UnknownNameError
 from hooks._torch import PeakBytes
 from interp import Circuit, Pairs, graph, run_circuit
-from interp.running.masked import MaskedRuns
+from interp.runs.masked import MaskedRuns
 from tests.streams import FORMS, made, slow_run
 
 PLACES = torch.randint(23, (2, 5, 7), generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner
-from interp.linear.norms import linear_part
+from interp.graph.norms import linear_part
 from models import LayerNorm, RMSNorm, TransformerConfig
 from models.norm import QKNorm, norm
 

@@ -190,7 +190,7 @@ def test_gradients(model, error):
 
 
 def test_sweeps_share_forward_passes_and_equal_single_runs(model, pairs, monkeypatch):
-    from interp.running import sweep as sweeping
+    from interp.runs import sweep as sweeping
 
     jobs = [
         {"blocks.1.resid_post.features": edits.zero(feature=[n, 28 - n])} for n in range(11)

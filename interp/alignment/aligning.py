@@ -30,7 +30,7 @@ from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.places import written
 from interp.results.result import Result
-from interp.running.sites import Choice, named
+from interp.runs.sites import Choice, named
 
 CONTROLS = ("aligned", "random", "shuffled weights", "shuffled answers", "whole")
 """What is scored: what was learned, four controls, of which the last is the ceiling."""

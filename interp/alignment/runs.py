@@ -17,7 +17,7 @@ from interp.inputs.token_positions import last_real
 from interp.measuring import evaluate, last_of
 from interp.numbers.precision import at_least_float32
 from interp.protocol import logits_of, runner_of
-from interp.running.gradients.backward import Gradients
+from interp.runs.gradients.backward import Gradients
 
 
 class Runs:

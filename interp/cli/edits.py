@@ -1,18 +1,12 @@
 """Edits as texts of the command line: `blocks.1.attn.z zero head=3 pos=-1`."""
 
 import shlex
-from collections.abc import Callable
-from typing import Any
 
 from hooks.shared import unknown_name
 from interp import edits
 from interp.edits.edit import Edit
 
-KINDS: dict[str, tuple[Callable[..., Edit], int]] = {
-    "zero": (edits.zero, 0),
-    "scale": (edits.scale, 1),
-    "noise": (edits.noise, 1),
-}
+KINDS = {"zero": 0, "scale": 1, "noise": 1}  # with how many numbers each takes
 SYNTAX = (
     "An edit is a point (or a glob), a kind and what it acts on: 'blocks.1.attn.z zero head=3', "
     "'blocks.*.mlp_out scale 0.5 pos=-1', 'embed noise 0.1 pos=2:5'. Kinds: zero, scale FACTOR, noise SIZE. Axes take "
@@ -37,20 +31,16 @@ def parsed(text: str) -> tuple[str, Edit]:
     point, kind, *rest = words
     if kind not in KINDS:
         raise unknown_name(kind, KINDS, "kind of edit")
-    make, n_numbers = KINDS[kind]
     plain = [part for part in rest if "=" not in part]
-    if len(plain) != n_numbers:
-        raise ValueError(f"{kind} takes {n_numbers} numbers before axes; got {plain} in {text!r}")
-    where = dict(part.split("=", 1) for part in rest if "=" in part)
-    chosen: dict[str, Any] = {axis: _selection(axis, value) for axis, value in where.items()}
-    return point, make(*map(_number, plain), **chosen)
-
-
-def _number(text: str) -> float:
+    if len(plain) != KINDS[kind]:
+        raise ValueError(f"{kind} takes {KINDS[kind]} numbers before axes; got {plain} in {text!r}")
     try:
-        return float(text)
+        numbers = [*map(float, plain)]
     except ValueError:
-        raise ValueError(f"an edit's number must be one; got {text!r}") from None
+        raise ValueError(f"an edit's number must be one; got {plain[0]!r}") from None
+    where = dict(part.split("=", 1) for part in rest if "=" in part)
+    chosen = {axis: _selection(axis, value) for axis, value in where.items()}
+    return point, getattr(edits, kind)(*numbers, **chosen)
 
 
 def _selection(axis: str, text: str) -> int | slice | list[int]:

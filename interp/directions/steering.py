@@ -17,7 +17,7 @@ from interp.metrics import kl_divergence
 from interp.protocol import logits_of, runner_of
 from interp.results.places import written
 from interp.results.result import Result
-from interp.running.sweep import sweep, sweep_text
+from interp.runs.sweep import sweep, sweep_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)

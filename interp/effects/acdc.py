@@ -20,7 +20,7 @@ from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
 from interp.inputs.token_positions import Tokens
 from interp.metrics import kl_divergence
 from interp.protocol import logits_of, runner_of
-from interp.running.masked import CircuitSource, MaskedRuns
+from interp.runs.masked import CircuitSource, MaskedRuns
 
 
 @without_gradients

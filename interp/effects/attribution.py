@@ -11,9 +11,9 @@ from hooks import Point
 from hooks.shared import Session, names_by_layer
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.running.gradients.attention import AttentionPoints, OtherKeys, OtherQueries
-from interp.running.gradients.backward import Gradients
-from interp.running.gradients.estimates import (
+from interp.runs.gradients.attention import AttentionPoints, OtherKeys, OtherQueries
+from interp.runs.gradients.backward import Gradients
+from interp.runs.gradients.estimates import (
     Contrast,
     contrast,
     effects,
@@ -22,7 +22,7 @@ from interp.running.gradients.estimates import (
     summed,
     warn_of_flat,
 )
-from interp.running.sites import Choice, Some
+from interp.runs.sites import Choice, Some
 
 
 @of_pairs

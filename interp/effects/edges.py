@@ -22,12 +22,12 @@ from hooks.shared import unknown_name, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.running.gradients.backward import Gradients
-from interp.running.gradients.edge_paths import Found, Paths
-from interp.running.gradients.edge_scores import EdgeScores, positions
-from interp.running.gradients.estimates import warn_of_flat
-from interp.running.gradients.trapezoid import Steps
-from interp.running.sites import two_runs
+from interp.runs.gradients.backward import Gradients
+from interp.runs.gradients.edge_paths import Found, Paths
+from interp.runs.gradients.edge_scores import EdgeScores, positions
+from interp.runs.gradients.estimates import warn_of_flat
+from interp.runs.gradients.trapezoid import Steps
+from interp.runs.sites import two_runs
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 

@@ -16,7 +16,7 @@ from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
 from interp.inputs.pairs import Pairs, of_pairs, pairs_for
 from interp.results.result import Result
-from interp.running.masked import CircuitSource, MaskedRuns
+from interp.runs.masked import CircuitSource, MaskedRuns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

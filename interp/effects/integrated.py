@@ -11,10 +11,10 @@ from interp import edits
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
-from interp.running.gradients.backward import Gradients
-from interp.running.gradients.estimates import Contrast, contrast, effects
-from interp.running.gradients.trapezoid import Mean, Steps, averaged
-from interp.running.sites import Choice, Some
+from interp.runs.gradients.backward import Gradients
+from interp.runs.gradients.estimates import Contrast, contrast, effects
+from interp.runs.gradients.trapezoid import Mean, Steps, averaged
+from interp.runs.sites import Choice, Some
 
 
 @of_pairs

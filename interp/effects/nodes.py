@@ -6,7 +6,7 @@ from torch import nn
 from hooks.shared import without_gradients
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
 from interp.results.result import Result
-from interp.running.masked import CircuitSource, MaskedRuns
+from interp.runs.masked import CircuitSource, MaskedRuns
 
 
 @without_gradients

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from interp import edits
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
-from interp.running.gradients.estimates import contrast
-from interp.running.sites import SELECTS, Choice, entries, labels_of
-from interp.running.sweep import sweep_text
+from interp.runs.gradients.estimates import contrast
+from interp.runs.sites import SELECTS, Choice, entries, labels_of
+from interp.runs.sweep import sweep_text
 
 _CONFIDENCE = 0.95
 

@@ -15,7 +15,7 @@ from interp.inputs.texts import Text
 from interp.measuring import Metric
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.running.sites import (
+from interp.runs.sites import (
     Choice,
     PatchPlace,
     Some,
@@ -26,7 +26,7 @@ from interp.running.sites import (
     two_runs,
     worded,
 )
-from interp.running.sweep import sweep_text
+from interp.runs.sweep import sweep_text
 
 
 @without_gradients

@@ -10,7 +10,7 @@ from hooks.shared import without_gradients
 from interp.graph.nodes import listed
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.running.path_edits import PathEdits
+from interp.runs.path_edits import PathEdits
 
 
 @without_gradients

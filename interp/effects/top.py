@@ -13,9 +13,9 @@ from interp.inputs.texts import are_aligned
 from interp.numbers.precision import at_least_float32
 from interp.protocol import require_points, runner_of
 from interp.results.result import Result
-from interp.running.gradients.backward import Gradients
-from interp.running.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
-from interp.running.sites import two_runs
+from interp.runs.gradients.backward import Gradients
+from interp.runs.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
+from interp.runs.sites import two_runs
 
 
 @of_pairs

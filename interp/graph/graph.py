@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
 from hooks.shared import config_hash, is_listened_to, unknown_name
 from interp.graph.nodes import Added, At, Writers, add, nodes_of_block
+from interp.graph.norms import is_identity, linear_part
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import real_of
-from interp.linear.norms import is_identity, linear_part
 from interp.numbers.precision import like, rounding
 from interp.protocol import plain, runner_of
 

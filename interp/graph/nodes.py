@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.shared import all_to_device
-from interp.linear.norms import is_identity, linear_part
+from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import like
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]

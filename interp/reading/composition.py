@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.shared import without_gradients
-from interp.linear.folded import FoldedWeights
+from interp.reading.folded import FoldedWeights
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
 

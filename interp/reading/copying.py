@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from hooks import Point
 from hooks.shared import to_device, without_gradients
-from interp.linear.folded import FoldedWeights
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
+from interp.reading.folded import FoldedWeights
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.shared import to_device, unknown_name, without_gradients
-from interp.graph.components import ResidualComponents
 from interp.numbers.precision import at_least_float32, like
+from interp.reading.components import ResidualComponents
 from interp.results.result import Result
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from hooks import HookedRunner
 from hooks.shared import config_hash, peak_bytes, stacked
 from interp.inputs.texts import Texts, batches
-from interp.linear.affine import AffineLens, for_fit
 from interp.numbers.precision import at_least_float32
+from interp.reading.affine import AffineLens, for_fit
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import stacked, to_device, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
-from interp.linear.affine import AffineLens, split_rows, unembedded
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
+from interp.reading.affine import AffineLens, split_rows, unembedded
 
 _SHOWN = 8  # positions in a printed table
 _MOST_LAYERS = 36  # in a printed table

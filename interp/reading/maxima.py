@@ -14,7 +14,7 @@ from hooks.shared import Index, to_device, without_gradients
 from interp.inputs.texts import Texts, batches, writer_of
 from interp.numbers.precision import at_least_float32, like
 from interp.protocol import runner_of
-from interp.running.sites import SELECTS
+from interp.runs.sites import SELECTS
 
 
 class Activation(NamedTuple):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hooks import HookedRunner
 from hooks.shared import config_hash, stacked, storage, to_device, without_gradients
 from interp.inputs.texts import Texts, each_text, padded
-from interp.linear.affine import AffineLens, for_fit, split_rows, unembedded
 from interp.numbers.precision import divergence, finite
 from interp.protocol import of
+from interp.reading.affine import AffineLens, for_fit, split_rows, unembedded
 
 
 @dataclass(frozen=True, eq=False, repr=False)

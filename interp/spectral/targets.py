@@ -12,7 +12,7 @@ from hooks import ActivationCache, CacheError, UnknownNameError
 from hooks.shared import require_room, to_device, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.protocol import LanguageModel, of
-from interp.running.sites import Some
+from interp.runs.sites import Some
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import SVD, randomized_svd, svd
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from hooks.shared import without_gradients
 from interp.graph import Graph
+from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import Texts, text_for, writer_of
-from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.numbers.precision import at_least_float32, finite, like
 from interp.protocol import logits_of, of
 from interp.tracing.encoders import Encoder, Transcoders, encoders_of

@@ -12,7 +12,7 @@ from hooks.shared import Session, first_tensor, inside, tensors_in, to_device, v
 from interp.edits import Edit
 from interp.numbers.precision import rounding
 from interp.protocol import logits_of, of
-from interp.running.rows import Batch, Job
+from interp.runs.rows import Batch, Job
 
 
 class Unedited:

@@ -26,9 +26,9 @@ from interp.inputs.texts import Text, Texts, text_for
 from interp.measuring import Metric, evaluate, metric_for
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.running.resume import Resumed
-from interp.running.rows import Batch, Job, WholeRuns
-from interp.running.unedited import Unedited
+from interp.runs.resume import Resumed
+from interp.runs.rows import Batch, Job, WholeRuns
+from interp.runs.unedited import Unedited
 
 
 @without_gradients

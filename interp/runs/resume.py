@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.shared import Edits, inside, peak_bytes, to_device, trusted
-from interp.running.rows import Done, Job, acting, copied, stacked, too_small
-from interp.running.unedited import Unedited
+from interp.runs.rows import Done, Job, acting, copied, stacked, too_small
+from interp.runs.unedited import Unedited
 
 # A matrix product with fewer rows reads the weights for too little work.
 _ENOUGH = 256

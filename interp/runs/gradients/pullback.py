@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hooks.shared import all_to_device, replay, to_device, without_gradients
 from interp.graph import Graph
-from interp.linear.norms import is_identity, linear_part
+from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import at_least_float32
 
 

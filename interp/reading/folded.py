@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.shared import stacked, to_device
-from interp.linear.norms import LinearPart, linear_part
+from interp.graph.norms import LinearPart, linear_part
 from interp.numbers.precision import at_least_float32
 from interp.protocol import plain
 

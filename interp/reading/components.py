@@ -15,8 +15,8 @@ from hooks import ActivationCache, CacheError, HookedRunner
 from hooks.shared import Index, Selection, real_columns, to_device
 from interp.graph.graph import Graph
 from interp.graph.nodes import At, Writers
+from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import mask_of
-from interp.linear.norms import LinearPart, is_identity, linear_part
 from interp.numbers.precision import at_least_float32
 from interp.protocol import plain
 

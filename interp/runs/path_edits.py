@@ -27,9 +27,9 @@ from interp.inputs.texts import are_aligned
 from interp.measuring import measure
 from interp.protocol import logits_of
 from interp.results.result import Result
-from interp.running.rows import Batch
-from interp.running.sites import two_runs
-from interp.running.sweep import sweep_text
+from interp.runs.rows import Batch
+from interp.runs.sites import two_runs
+from interp.runs.sweep import sweep_text
 
 Carried = dict[str, edits.Edit] | Tensor
 """The change along one path: edits of points, by name, or the stream that the logits read."""

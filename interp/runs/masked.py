@@ -28,7 +28,7 @@ from interp.graph.nodes import Layer
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.texts import Text, are_aligned
 from interp.measuring import evaluate
-from interp.running.rows import Batch
+from interp.runs.rows import Batch
 
 EdgeMask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
 """For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no edge do not

@@ -11,9 +11,9 @@ from torch import Tensor
 from hooks import HookedRunner, Point
 from interp.inputs.texts import Text
 from interp.measuring import Metric, per_example
-from interp.running.gradients.backward import Gradients
-from interp.running.gradients.edge_scores import EdgeScores
-from interp.running.gradients.trapezoid import Steps, averaged
+from interp.runs.gradients.backward import Gradients
+from interp.runs.gradients.edge_scores import EdgeScores
+from interp.runs.gradients.trapezoid import Steps, averaged
 
 _TOKENS = 1024  # of runs that are rows of one batch
 

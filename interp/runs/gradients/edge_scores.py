@@ -12,9 +12,9 @@ from hooks.shared import all_to_device, to_device
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
 from interp.numbers.precision import at_least_float32
-from interp.running.gradients.backward import Gradients
-from interp.running.gradients.estimates import require_numbers
-from interp.running.gradients.pullback import Pullback, Pullbacks, readings
+from interp.runs.gradients.backward import Gradients
+from interp.runs.gradients.estimates import require_numbers
+from interp.runs.gradients.pullback import Pullback, Pullbacks, readings
 
 # A matrix product with fewer columns reads the changes for too little work.
 _ENOUGH = 60

@@ -16,8 +16,8 @@ from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.result import Result
-from interp.running.gradients.backward import Gradients
-from interp.running.sites import Choice, PatchPlace, TwoRuns, labels_of, named, places_of, two_runs
+from interp.runs.gradients.backward import Gradients
+from interp.runs.sites import Choice, PatchPlace, TwoRuns, labels_of, named, places_of, two_runs
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,1 +1,0 @@
-"""Linear maps: of norms, of heads with the norms around them folded in, and of lenses."""
