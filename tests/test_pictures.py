@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -343,6 +344,18 @@ def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_pat
     ):
         with pytest.raises(ValueError, match="must be"):
             call()
+
+
+def test_figures_say_what_they_need(values, monkeypatch):
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("interp.pictures.f", "interp.pictures.plots"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    with pytest.raises(ModuleNotFoundError, match=r"hookscope\[plots\]"):
+        Result(values, ("row", "column", "example")).plot()
 
 
 def test_plots_have_a_figure(values):

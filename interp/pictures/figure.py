@@ -3,7 +3,11 @@
 import io
 import os
 
-from matplotlib.figure import Figure
+try:
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[plots]"') from error
 
 
 class Picture(Figure):

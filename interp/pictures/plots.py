@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Float
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from interp.pictures.figure import Picture
+from interp.pictures.figure import Axes, Figure, Picture
 from interp.pictures.view import plotted_axes
 
 Labels = Mapping[str, Sequence[Any]]
