@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hooks import HookError
-from interp.cli import features, generate, harvest, lens, patch, points, report, trace
+from interp.cli import common, features, generate, harvest, lens, patch, points, report, trace
 
 COMMANDS = {
     "report": report,
@@ -66,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name, help=module.HELP, epilog=f"example: hookscope {module.EXAMPLE}"
         )
+        if hasattr(module, "TEXT"):  # what its text is
+            common.add_text(command, module.TEXT)
         module.add(command)
+        common.add_model(command)
+        if hasattr(module, "PRINTS"):  # its result, as text or JSON
+            common.add_output(command)
         command.set_defaults(command=module.run)
     return parser
 

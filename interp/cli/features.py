@@ -3,11 +3,13 @@
 import argparse
 from typing import Any
 
-from interp.cli.common import add_model, add_output, add_text, model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of
 from interp.features import feature_cards, load_sae, splice
 
 HELP = "list the features of a sparse autoencoder or a transcoder that are active in a text"
 EXAMPLE = 'features --prompt "part AB1 and part AB"'
+TEXT = "the text"
+PRINTS = True
 
 
 def add(features: argparse.ArgumentParser) -> None:
@@ -16,7 +18,6 @@ def add(features: argparse.ArgumentParser) -> None:
         "Shows the features with the largest activations in a text, or those that are named: where each is largest, and "
         "the tokens whose logits it raises."
     )
-    add_text(features, "the text")
     features.add_argument(
         "--dictionary",
         default="pydoc-4l/resid_post",
@@ -37,8 +38,6 @@ def add(features: argparse.ArgumentParser) -> None:
     features.add_argument(
         "--top", type=int, default=5, metavar="N", help="else how many features (%(default)s)"
     )
-    add_model(features)
-    add_output(features)
 
 
 def run(options: argparse.Namespace) -> None:

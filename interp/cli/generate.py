@@ -4,7 +4,7 @@ import argparse
 
 from hooks import HookedRunner
 from interp import edits
-from interp.cli.common import add_model, add_output, add_text, model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of
 from interp.cli.edits import SYNTAX, parsed
 from interp.directions import Direction
 from interp.edits.edit import Edit
@@ -12,12 +12,13 @@ from interp.protocol import of
 
 HELP = "continue a text, also while values are edited"
 EXAMPLE = 'generate --prompt "part AB1 and part AB" --tokens 3 --edit "blocks.3.attn.z zero head=0"'
+TEXT = "the text"
+PRINTS = True
 
 
 def add(generate: argparse.ArgumentParser) -> None:
     """Add the options."""
     generate.description = "Continues a text. " + SYNTAX
-    add_text(generate, "the text")
     generate.add_argument(
         "--tokens", type=int, default=40, metavar="N", help="new ones (%(default)s)"
     )
@@ -35,8 +36,6 @@ def add(generate: argparse.ArgumentParser) -> None:
         metavar="FILE[:SCALE]",
         help="add a direction (of Direction.save, or a control vector in GGUF), times a number (1)",
     )
-    add_model(generate)
-    add_output(generate)
 
 
 def run(options: argparse.Namespace) -> None:

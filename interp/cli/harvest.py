@@ -2,7 +2,7 @@
 
 import argparse
 
-from interp.cli.common import DTYPES, add_model, model_of
+from interp.cli.common import DTYPES, model_of
 
 HELP = "write values at every token of many texts to disk, as one of any number of jobs"
 EXAMPLE = (
@@ -44,7 +44,6 @@ def add(harvest: argparse.ArgumentParser) -> None:
     harvest.add_argument("--batch", type=int, default=16, help="texts read together (%(default)s)")
     harvest.add_argument("--per-file", type=int, default=64, help="texts of a file (%(default)s)")
     harvest.add_argument("--plan", action="store_true", help="say how large it will be, and end")
-    add_model(harvest)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -3,9 +3,6 @@
 import argparse
 
 from interp.cli.common import (
-    add_model,
-    add_output,
-    add_text,
     model_of,
     numbers,
     print_or_write,
@@ -16,6 +13,8 @@ from interp.inputs.pairs import Pairs
 
 HELP = "patch values of one text into a run on another, place by place"
 EXAMPLE = 'patch --prompt "part AB1 and part AB" --corrupted "part AB4 and part AB" --answers 1 4 --site z'
+TEXT = "the clean text"
+PRINTS = True
 
 
 def add(patch: argparse.ArgumentParser) -> None:
@@ -24,7 +23,6 @@ def add(patch: argparse.ArgumentParser) -> None:
         "Runs the model on the corrupted text and puts values of the clean text in their place, one layer and place at "
         "a time: how much of the answer does each bring back?"
     )
-    add_text(patch, "the clean text")
     patch.add_argument(
         "--corrupted",
         required=True,
@@ -47,8 +45,6 @@ def add(patch: argparse.ArgumentParser) -> None:
         "--direction", choices=("denoising", "noising"), default="denoising", help="(%(default)s)"
     )
     patch.add_argument("--top", type=int, default=10, metavar="N", help="places (%(default)s)")
-    add_model(patch)
-    add_output(patch)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from interp.cli.common import STREAMS, add_model, model_of, replacing
+from interp.cli.common import STREAMS, model_of, replacing
 
 if TYPE_CHECKING:
     from models import Transformer
@@ -39,7 +39,6 @@ def add(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--out", default="report.html", metavar="FILE", help="where the page goes (%(default)s)"
     )
-    add_model(report)
 
 
 def run(options: argparse.Namespace) -> None:

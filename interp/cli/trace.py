@@ -4,12 +4,13 @@ import argparse
 from pathlib import Path
 
 from interp import pictures
-from interp.cli.common import add_model, add_text, model_of, print_or_write, text_of
+from interp.cli.common import model_of, print_or_write, text_of
 from interp.features import load_sae
 from interp.tracing import AttributionGraph, PrunedGraph, attribution_graph
 
 HELP = "trace which features of transcoders make the next token (an attribution graph)"
 EXAMPLE = 'trace --prompt "part AB1 and part AB"'
+TEXT = "the text"
 
 
 def add(trace: argparse.ArgumentParser) -> None:
@@ -18,7 +19,6 @@ def add(trace: argparse.ArgumentParser) -> None:
         "Freezes attention and norms, replaces MLPs by transcoders and their errors, and shows what acts on the likeliest "
         "next tokens. With --out it writes a page, and a file that Neuronpedia and circuit-tracer's server read."
     )
-    add_text(trace, "the text")
     trace.add_argument(
         "--transcoders",
         default="pydoc-4l/transcoders",
@@ -51,7 +51,6 @@ def add(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--out", metavar="FOLDER", help="where NAME.html, NAME.json and their list go (nowhere)"
     )
-    add_model(trace)
 
 
 def run(options: argparse.Namespace) -> None:
