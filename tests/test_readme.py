@@ -288,6 +288,7 @@ def test_the_directions_example(printed, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_interchange_example(printed, tmp_path):
     added, copied = printed("interchange").split("\nA digit copied")
     assert "aligned           1.000" in added
