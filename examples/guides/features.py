@@ -108,5 +108,5 @@ view = pictures.features(cards)  # a notebook shows the cards themselves
 # is the same in every model; others, such as `layers.3.mlp`, are looked up in the model by `splice`, and where none has that value
 # `splice(..., at="blocks.3.mlp_out")` says which is meant.
 #
-# Features and outputs equal those of the libraries to 1e-6 (`tests/test_load_sae.py`), and the published formulas of the last four
-# (`tests/test_published_forms.py`). A field of a config is honoured, known to change nothing, or refused by name; so is a tensor. `expected_average_only_in` needs `norm_factor=`, which is not in the files.
+# Features and outputs equal those of the libraries to 1e-6 (`tests/interp/features/test_load_sae.py`), and the published formulas of the last four
+# (`tests/interp/features/test_published_forms.py`). A field of a config is honoured, known to change nothing, or refused by name; so is a tensor. `expected_average_only_in` needs `norm_factor=`, which is not in the files.

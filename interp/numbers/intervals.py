@@ -5,7 +5,7 @@
    (1954). Where y is 1 everywhere, that is Student's mean ± t s / √n.
 3. Few skewed numbers have too short an interval towards their long tail (of log-normal ones 0.82 of the 95 %
    intervals hold the mean at n = 4). On that side, t is 1 + 2.5 g / √(n - 2) times as large, where g is the
-   skewness of x - r y; its direction is Johnson's (1978), its size is chosen by simulation (`tests/test_result.py`).
+   skewness of x - r y; its direction is Johnson's (1978), its size is chosen by simulation (`tests/interp/results/test_result.py`).
 4. Means of numbers between two bounds, and AUROCs, have score intervals, which never leave the bounds: both ends m solve
    |estimate - m| = q √V(m), where V(m) is what the variance would be if m were the truth (`share_interval`, `auroc_interval`).
 """

@@ -1,4 +1,4 @@
-"""Makes the fixtures of tests/test_load_sae.py with the libraries whose formats they have.
+"""Makes the fixtures of tests/interp/features/test_load_sae.py with the libraries whose formats they have.
 
 By hand, in an environment with sae-lens 6.54, eai-sparsify 1.3, dictionary-learning 0.1 and circuit-tracer 0.5:
 `python tests/dictionaries/make.py`. Each folder has the files that the library wrote, and `expected.safetensors`: inputs,

@@ -1,4 +1,4 @@
-"""Makes the fixtures of tests/test_gguf_families.py with llama.cpp's own converter.
+"""Makes the fixtures of tests/models/checkpoints/test_gguf_families.py with llama.cpp's own converter.
 
 By hand, with transformers 5.24 and the llama.cpp that is unpacked in the source distribution of llama-cpp-python 0.3.36
 (`vendor/llama.cpp`): `python tests/gguf/make.py path/to/llama.cpp`. Each file is of a small random model of

@@ -1,0 +1,119 @@
+"""Interrupts at every step of a call: whatever was switched on is off afterwards, and nothing has changed."""
+
+import gc
+import itertools
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hooks import HookedRunner, HookPoint, position_offset, start_of_piece
+from hooks._torch import peak_bytes, without_gradients
+from hooks.scoped import Scoped
+from hooks.session import hooks_disabled
+from hooks.transfer import is_trusted, trusted
+from tests.hooks.test_leaks import hooks_of
+
+SCOPED = Scoped("number", 0)
+X = torch.randn(2, 3)
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def interrupted(call, stride):
+    """Calls `call` again and again, each time with an interrupt at the next of the places that it has.
+
+    They are those where Python itself looks for signals: where a function begins, and where a function
+    in C has returned.
+    """
+    for place in itertools.count(1, stride):
+        left = place
+
+        def step(frame, event, arg):
+            nonlocal left
+            left -= event in ("call", "c_return")
+            if left == 0:
+                left = -1
+                raise Interrupt
+
+        sys.setprofile(step)
+        try:
+            call()
+        except Interrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if left > 0:
+            return
+        yield place
+
+
+def model():
+    block = nn.Sequential(nn.Linear(3, 3), HookPoint("batch d"))
+    return nn.Sequential(nn.ModuleList([block]), nn.LayerNorm(3)).eval()
+
+
+def scoped(runner):
+    with SCOPED.set(5):
+        assert SCOPED.get() == 5
+
+
+def checks(runner):
+    with trusted():
+        assert is_trusted()
+
+
+def piece(runner):
+    with position_offset(5):
+        assert start_of_piece() == 5
+
+
+def edited(runner):
+    with runner.hooks({"0.0.1": lambda value, point: value * 2}):
+        runner.model(X)
+
+
+def read(runner):
+    with runner.hooks({"0.0.1": lambda value, point: value * 2}):
+        _, cache = runner.run_with_cache(X, lazy=True)
+    cache["0.0.1"]
+
+
+CALLS = {
+    "scoped": scoped,
+    "trusted": checks,
+    "piece": piece,
+    "hooks": edited,
+    "lazy": read,
+    "hooks_disabled": lambda runner: hooks_disabled(runner.model, X),
+    "bytes": lambda runner: peak_bytes(lambda: X + 1),
+    "no gradients": lambda runner: without_gradients(lambda: X + 1)(),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # an interrupted generator
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", CALLS)
+def test_an_interrupt_leaves_nothing_behind(kind):
+    made = model()
+    made.forward = lambda x: made[1](made[0][0](x))
+    plain, hooks = made(X), hooks_of(made)
+    runner = HookedRunner(made)
+    CALLS[kind](runner)  # what is done once
+    with runner.hooks({"0.0.1": lambda value, point: value + 1}):
+        outer = made(X)
+        for place in interrupted(lambda: CALLS[kind](runner), 1 + 12 * (kind == "lazy")):
+            assert torch.is_grad_enabled(), place
+            assert not _get_current_dispatch_mode_stack(), place
+            assert (SCOPED.get(), is_trusted(), start_of_piece()) == (0, False, None), place
+            assert {p.dtype for p in made.parameters()} == {torch.float32}, place
+            assert torch.equal(made(X), outer), place
+    gc.collect()
+    assert hooks_of(made) == hooks
+    assert torch.equal(made(X), plain)

@@ -1,0 +1,198 @@
+"""Measures of circuits against their definitions written out, run by run."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import trapezoid
+
+from interp import (
+    Circuit,
+    Pairs,
+    curve,
+    edge_attribution,
+    edge_patching,
+    faithfulness,
+    run_circuit,
+    run_with_cache,
+)  # fmt: skip
+from interp.effects.evaluation import completeness, minimality
+from interp.graph import Graph, circuits
+from interp.numbers.intervals import interval
+from tests.interp.graph.test_circuits import EDGES, GRAPH, by_edge, scored
+from tests.reference import some_tokens, variant
+from tests.streams import made
+
+ANSWERS = torch.stack([torch.tensor([3, 0, 7, 22, 5]), torch.tensor([1, 4, 2, 9, 8])], 1)
+PAIRS = Pairs(some_tokens(1), some_tokens(2), ANSWERS)
+TEXTS = torch.randint(23, (2, 5, 7), generator=torch.Generator().manual_seed(3))
+SHARES = (0.05, 0.4, 1.0)
+KEPT = EDGES[::2]
+
+
+def metric(edges, pairs=PAIRS, **options):
+    with torch.no_grad():
+        return pairs.metric(run_circuit(GRAPH.model, pairs, [*edges], **options))
+
+
+def share(values, none, whole):
+    return (values.mean() - none.mean()) / (whole.mean() - none.mean())
+
+
+def test_faithfulness_is_a_share_of_the_whole_effect():
+    found = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT), seed=3)
+    none, whole = metric([]), metric(EDGES)
+    random = [*circuits.random(GRAPH, len(KEPT), 3)]
+    expected = torch.stack([share(metric(edges), none, whole) for edges in (KEPT, random)])
+    torch.testing.assert_close(found.mean(), expected)
+    assert found.labels["circuit"] == ("circuit", "random")
+
+
+def test_a_mean_can_take_the_place_of_the_other_text():
+    with torch.no_grad():
+        _, cache = run_with_cache(GRAPH.model, some_tokens(4), names=GRAPH.needed)
+        source = GRAPH.mean(cache)
+    found = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT), source=source)
+    ends = metric([], source=source), metric(EDGES, source=source)
+    torch.testing.assert_close(found.mean()[0], share(metric(KEPT, source=source), *ends))
+
+
+def test_examples_that_run_apart_get_their_own_source(monkeypatch):
+    together = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
+    monkeypatch.setattr("interp.runs.masked._QUICK", 1)
+    apart = faithfulness(GRAPH.model, PAIRS, Circuit(GRAPH, KEPT))
+    torch.testing.assert_close(apart.values, together.values)
+
+
+def test_completeness_and_minimality_leave_out_one_node_at_a_time():
+    circuit = Circuit(GRAPH, KEPT)
+    none, whole = metric([]), metric(EDGES)
+    gap = (whole - none).mean()
+    complete = completeness(GRAPH.model, PAIRS, circuit)
+    minimal = minimality(GRAPH.model, PAIRS, circuit)
+    for node in ("input", "a0.h2", "m0"):
+        own, every = ([*edges.without(node)] for edges in (circuit, Circuit(GRAPH, EDGES)))
+        expected = (metric(every) - metric(own)).mean() / gap
+        torch.testing.assert_close(complete.select(without=node).mean(), expected)
+        lost = (metric(KEPT) - metric(own)).mean() / gap
+        torch.testing.assert_close(minimal.select(node=node).mean(), lost)
+    expected = (metric({*EDGES} - {*KEPT}) - none).mean() / gap
+    torch.testing.assert_close(complete.select(without="circuit").mean(), expected)
+
+
+def test_a_curve_has_the_areas_of_the_benchmark():
+    scores = scored(6)
+    found = curve(GRAPH.model, PAIRS, GRAPH, scores, shares=SHARES, seed=2)
+    none, whole = metric([]), metric(EDGES)
+    by_help = sorted(EDGES, key=by_edge(scores).get)
+    by_size = sorted(EDGES, key=lambda edge: -abs(by_edge(scores)[edge]))
+    runs = {
+        kind: np.stack([metric(order[: int(p * len(EDGES))]).numpy() for p in SHARES])
+        for kind, order in (("signed", by_help), ("absolute", by_size))
+    }
+
+    gap = (whole - none).double().numpy()
+    faithful = {kind: (run - none.numpy()) / gap.mean() for kind, run in runs.items()}
+    above = np.sign((gap / gap.mean() - faithful["absolute"]).mean(1, keepdims=True))
+    heights = {
+        "signed": faithful["signed"],
+        "absolute": above * (gap / gap.mean() - faithful["absolute"]),
+    }
+    for measured, kind, height in (
+        (found.cpr, "signed", lambda f: f), (found.cmd, "absolute", lambda f: abs(1 - f)),
+    ):  # fmt: skip
+        expected = trapezoid(height(faithful[kind].mean(1)), SHARES)
+        assert measured.value == pytest.approx(expected, rel=1e-5)
+        each = torch.from_numpy(trapezoid(heights[kind], SHARES, axis=0))
+        ends = [end.item() for end in interval(each[None], (whole - none) / gap.mean())]
+        assert (measured.low, measured.high) == pytest.approx(ends, rel=1e-4)
+    random = [metric(circuits.random(GRAPH, int(p * len(EDGES)), 2)) for p in SHARES]
+    expected = torch.stack([share(values, none, whole) for values in random])
+    torch.testing.assert_close(found.random.mean(), expected)
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    lines = {line.get_label(): line for line in found.plot().axes[0].lines}
+    for kind in ("signed", "absolute", "random"):
+        shown = lines[kind].get_xydata()
+        assert shown[:, 0] == pytest.approx(SHARES)
+        assert shown[:, 1] == pytest.approx(getattr(found, kind).mean().numpy())
+
+
+def test_pairs_that_a_circuit_was_found_on_are_noticed():
+    first, second = PAIRS[[0, 1, 2]], PAIRS[[2, 3, 4]]
+    circuit = circuits.top(GRAPH, scored(6, texts=first.digests()), 60)
+    with pytest.warns(UserWarning, match="1 of these 3 pairs"):
+        faithfulness(GRAPH.model, second, circuit)
+    faithfulness(GRAPH.model, second[[1, 2]], circuit)
+
+
+@pytest.mark.parametrize("find", [edge_patching, edge_attribution])
+def test_a_circuit_knows_the_pairs_that_its_scores_are_from(find):
+    model, pairs = made(n_layers=1), Pairs(*TEXTS, ANSWERS)
+    scores = find(model, pairs[[0, 1, 2]])
+    circuit = circuits.top(Graph(model), scores, 20)
+    assert circuit.found_on == {*pairs[[0, 1, 2]].digests()}
+    with pytest.warns(UserWarning, match="1 of these 3 pairs"):
+        faithfulness(model, pairs[[2, 3, 4]], circuit)
+    with pytest.warns(UserWarning, match="3 of these 3 pairs"):
+        curve(model, pairs[[0, 1, 2]], Graph(model), scores, shares=SHARES)
+
+
+def test_a_circuit_of_embeddings_apart():
+    model, pairs = made(embed_norm=True), Pairs(*TEXTS, ANSWERS)
+    nodes = Graph(model, split_embeddings=True)
+    edges = ["embed->a0.h1<v>", "pos_embed->a1.h5<q>", "a0.h3->logits"]
+    found = edge_patching(model, pairs, edges, split_embeddings=True)
+    for edge, effect in zip(edges, found.values, strict=True):
+        mask = torch.zeros(nodes.allowed.shape)
+        mask[nodes.index(edge)] = 1
+        with torch.no_grad():
+            exact = (
+                pairs.metric(run_circuit(model, pairs, mask, split_embeddings=True)) - found.base
+            )
+        torch.testing.assert_close(effect, exact)
+    kept = nodes.edges[::3]
+    measured = faithfulness(model, pairs, Circuit(nodes, kept), max_bytes=100_000)
+    with torch.no_grad():
+        own, none, whole = (
+            pairs.metric(run_circuit(model, pairs, given, split_embeddings=True))
+            for given in (kept, [], nodes.edges)
+        )
+    torch.testing.assert_close(measured.mean()[0], share(own, none, whole))
+    with pytest.raises(ValueError, match="max_bytes"):
+        faithfulness(model, pairs, Circuit(nodes, kept), max_bytes=100)
+
+
+@pytest.mark.parametrize("method", ["eap", "eap_ig_inputs"])
+def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
+    model = made(embed_norm=True, n_layers=1).requires_grad_(False)
+    nodes, pairs = Graph(model, split_embeddings=True), Pairs(*TEXTS, ANSWERS)
+    found = edge_attribution(
+        model, pairs, method=method, split_embeddings=True, steps=8, tolerance=0.1
+    )
+    joined = edge_attribution(model, pairs, method=method, steps=8, tolerance=0.1)
+    of_each = dict(zip(nodes.edges, found.values, strict=True))
+    for edge, values in zip(Graph(model).edges, joined.values, strict=True):
+        if edge.startswith("input->"):
+            each = [of_each[edge.replace("input", name)] for name in ("embed", "pos_embed")]
+            torch.testing.assert_close(sum(each), values)
+            assert each[1].abs().max() > 1e-6
+    assert found.about.get("gaps") == joined.about.get("gaps")
+    if method == "eap":
+        mask = torch.zeros(nodes.allowed.shape).double().requires_grad_()
+        pairs.metric(run_circuit(model, pairs, mask, split_embeddings=True)).mean().backward()
+        torch.testing.assert_close(found.mean(), mask.grad[nodes.allowed])
+
+
+@pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.2), (0.0, 1.0), (0.5, 1.5)])
+def test_shares_must_rise_to_at_most_1(shares):
+    with pytest.raises(ValueError, match="shares must"):
+        curve(GRAPH.model, PAIRS, GRAPH, scored(), shares=shares)
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="other nodes"):
+        faithfulness(variant("grouped", n_layers=3), PAIRS, Circuit(GRAPH, KEPT))
+    same = Pairs(PAIRS.clean, PAIRS.clean, ANSWERS)
+    with pytest.raises(ValueError, match="must differ"):
+        faithfulness(GRAPH.model, same, Circuit(GRAPH, KEPT))
+    with pytest.raises(ValueError, match="an edge"):
+        minimality(GRAPH.model, PAIRS, Circuit(Graph(GRAPH.model), []))

@@ -1,0 +1,462 @@
+"""Dictionaries of other libraries, against what those libraries computed (tests/dictionaries/make.py)."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from hooks import UnknownNameError
+from interp.features import CrossLayerTranscoder, Dictionary, load_sae, splice
+from models import load
+from tests.count import ROOT
+
+FIXTURES = ROOT / "tests" / "dictionaries"
+ALONE = sorted(
+    folder.parent
+    for folder in FIXTURES.rglob("expected.safetensors")
+    if not folder.parent.name.startswith(("circuit_tracer", "cross_layer"))
+)
+CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # rounding differs by processor
+
+
+def expected(folder):
+    return load_file(folder / "expected.safetensors")
+
+
+@pytest.mark.parametrize("folder", ALONE, ids=lambda folder: str(folder.relative_to(FIXTURES)))
+def test_features_and_outputs_are_the_library_s(folder):
+    asked = {"sae_lens_factor": {"norm_factor": 1.7}, "gemma_scope": {"scale_embeddings": False}}
+    made, wanted = load_sae(folder, **asked.get(folder.name, {})), expected(folder)
+    x = wanted["x"].flatten(1)
+    assert_close(made.encode(x), wanted["features"], **CLOSE)
+    assert_close(made(x), wanted["output"].flatten(1), **CLOSE)
+    assert_close(
+        made.write(made.encode(x), x) + made.decode(made.encode(x) * 0, x), made(x), **CLOSE
+    )
+    assert (wanted["features"] != 0).any()
+    assert not any(tensor.requires_grad for tensor in made.parameters())
+
+
+def test_layers_of_circuit_tracer():
+    folder = FIXTURES / "circuit_tracer"
+    wanted = expected(folder)
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    made = load_sae(folder)
+    assert [*made] == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
+    for n, coder in enumerate(made.values()):
+        x = wanted["x"][:, n]
+        assert (coder.reads, coder.writes) == (f"blocks.{n}.resid_mid", f"blocks.{n}.mlp_out")
+        assert_close(coder.encode(x), wanted["features"][:, n], **CLOSE)
+        assert_close(coder(x), wanted["output"][:, n], **CLOSE)
+
+
+def test_the_points_that_circuit_tracer_adds_have_our_names(tmp_path):
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
+    (folder / "config.yaml").write_text(
+        "feature_input_hook: mlp.hook_in\nfeature_output_hook: mlp.hook_out"
+    )
+    for n, (place, coder) in enumerate(load_sae(folder).items()):
+        assert place == coder.writes == f"blocks.{n}.mlp_out"
+        assert coder.reads == f"blocks.{n}.ln2.normalized"
+
+
+def yaml_changed(name, tmp_path, text, k=None):
+    """A copy of circuit-tracer's fixture with another `config.yaml`, and a `k` in the first file if one is given."""
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    folder = shutil.copytree(FIXTURES / name, tmp_path / "own")
+    (folder / "config.yaml").write_text(text)
+    if k is not None:
+        path = folder / "layer_0.safetensors"
+        save_file(load_file(path) | {"k": torch.tensor(k)}, path)
+    return folder
+
+
+def top_k(folder, x, k):
+    """Features and output of a top-k transcoder by circuit-tracer's formula, in float64."""
+    weights = {n: t.double().numpy() for n, t in load_file(folder / "layer_0.safetensors").items()}
+    pre = x.double().numpy() @ weights["W_enc"].T + weights["b_enc"]
+    features = np.where(pre >= np.sort(pre, axis=1)[:, [-k]], pre, 0.0)
+    return features, features @ weights["W_dec"] + weights["b_dec"]
+
+
+def test_top_k_of_circuit_tracer(tmp_path):
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    folder, wanted = FIXTURES / "circuit_tracer_topk", expected(FIXTURES / "circuit_tracer_topk")
+    (made,) = load_sae(folder).values()
+    x = wanted["x"]
+    assert_close(made.encode(x), wanted["features"], **CLOSE)
+    assert_close(made(x), wanted["output"], **CLOSE)
+    assert (wanted["features"] < 0).any()
+    unsaid = yaml_changed("circuit_tracer_topk", tmp_path, "activation_function: TopK")
+    with pytest.raises(ValueError, match="k="):
+        load_sae(unsaid)
+    (made,) = load_sae(unsaid, k=5).values()
+    features, output = top_k(unsaid, x, 5)
+    assert_close(made.encode(x).double(), torch.from_numpy(features), **CLOSE)
+    assert_close(made(x).double(), torch.from_numpy(output), atol=1e-5, rtol=1e-5)
+
+
+def test_a_saved_k_means_top_k(tmp_path):
+    folder = yaml_changed("circuit_tracer_topk", tmp_path, "scan: any", k=2)
+    x = expected(folder)["x"]
+    (made,) = load_sae(folder).values()
+    assert_close(made.encode(x).double(), torch.from_numpy(top_k(folder, x, 2)[0]), **CLOSE)
+    with pytest.raises(ValueError, match=r"k \[2, 3\]"):
+        load_sae(folder, k=3)
+
+
+YAML = {
+    "k of relu": ("circuit_tracer_topk", "k: 7", "one k"),
+    "two activations": ("circuit_tracer_topk", "{activation: relu, activation_function: topk, k: 7}", "relu and topk"),
+    "unknown activation": ("circuit_tracer_topk", "activation: batch_topk", "batchtopk"),
+    "no threshold": ("circuit_tracer_topk", "activation: jump_relu", "no threshold"),
+    "threshold": ("circuit_tracer", "activation: relu", "a threshold"),
+    "field": ("circuit_tracer", "acitvation: topk", "close matches: activation"),
+    "kind": ("circuit_tracer", "model_kind: cross_layer_transcoder", "model_kind"),
+    "other files": ("circuit_tracer", "transcoders: ['hf://a/b/layer_1.safetensors', 'hf://a/b/layer_0.safetensors']", "transcoders"),
+    "top-k of which layers": ("cross_layer_relu", "{activation: topk, k: 3}", "in one layer"),
+    "other kind": ("cross_layer_relu", "model_kind: transcoder_set", "model_kind"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", YAML)
+def test_a_config_of_circuit_tracer_is_honoured_or_refused(refused, tmp_path):
+    folder, text, words = YAML[refused]
+    with pytest.raises(ValueError, match=words):
+        load_sae(yaml_changed(folder, tmp_path, text))
+
+
+def test_a_list_of_its_own_files_changes_nothing(tmp_path):
+    listed = "['hf://a/b/layer_0.safetensors?revision=main', layer_1.safetensors]"
+    folder = yaml_changed("circuit_tracer", tmp_path, f"{{model_name: any, transcoders: {listed}}}")
+    assert len(load_sae(folder)) == 2
+    (folder / "config.yaml").write_text("activation: jump_relu")
+    with pytest.raises(ValueError, match="no threshold"):  # of layer 0, which is one of ReLU
+        load_sae(folder)
+
+
+@pytest.mark.parametrize("kind", ["relu", "jump_relu"])
+def test_cross_layer_transcoders(kind):
+    folder = FIXTURES / f"cross_layer_{kind}"
+    made, wanted = load_sae(folder), expected(folder)
+    assert isinstance(made, CrossLayerTranscoder)
+    features = made.encode([*wanted["x"]])
+    assert_close(torch.stack(features), wanted["features"], **CLOSE)
+    assert_close(torch.stack(made.decode(features)), wanted["output"], **CLOSE)
+
+
+def test_points_have_our_names():
+    assert load_sae(FIXTURES / "sae_lens_jumprelu").reads == "blocks.1.resid_post"
+    transcoder = load_sae(FIXTURES / "sae_lens_skip_transcoder")
+    assert (transcoder.reads, transcoder.writes) == ("blocks.1.resid_mid", "blocks.1.mlp_out")
+    assert load_sae(FIXTURES / "sae_lens_old").reads == "blocks.1.resid_pre"
+    assert load_sae(FIXTURES / "dictionary_learning_AutoEncoder").reads == "blocks.1.resid_post"
+    assert load_sae(FIXTURES / "gemma_scope_2").is_transcoder
+
+
+def test_a_transcoder_without_a_known_place_is_not_taken_for_an_autoencoder(tmp_path):
+    model = load("pydoc-4l")
+    shutil.copytree(
+        FIXTURES / "gemma_scope", tmp_path / "gemma-scope-2b-pt-transcoders" / "layer_1"
+    )
+    shutil.copytree(FIXTURES / "sparsify_transcoder", tmp_path / "sparsify")
+    for folder in ("gemma-scope-2b-pt-transcoders/layer_1", "sparsify/layers.1.mlp"):
+        with pytest.raises((ValueError, UnknownNameError), match="is named|reads="):
+            splice(model, {"blocks.1.mlp_out": load_sae(tmp_path / folder)}).__enter__()
+
+
+def test_the_bundled_ones():
+    made = load_sae("pydoc-4l/transcoders")
+    assert [*made] == [f"blocks.{n}.mlp_out" for n in range(4)]
+    assert made["blocks.3.mlp_out"].reads == "blocks.3.ln2.normalized"
+    assert load_sae("pydoc-4l/resid_post").writes == "blocks.2.resid_post"
+    files = Path(load_sae.__code__.co_filename).parent.joinpath("bundled_files").rglob("*.*")
+    assert sum(file.stat().st_size for file in files) < 2_000_000
+
+
+SHA, CACHE = "c1f6c4e0", "models--google--gemma-scope-2b-pt"
+SPELLINGS = {  # what path a folder or file has, and whether it is for embeddings and a transcoder
+    "a repository": ("gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6", True, False),
+    "embeddings in a cache": (f"{CACHE}-res/snapshots/{SHA}/embedding/width_4k/average_l0_6", True, False),
+    "a layer": ("gemma-scope-9b-it-res/layer_3/width_16k/average_l0_59", False, False),
+    "attention": ("gemma-scope-2b-pt-att/layer_3/width_16k/average_l0_59", False, False),
+    "transcoders in a cache": (f"{CACHE}-transcoders/snapshots/{SHA}/layer_3/width_16k/average_l0_59", False, True),
+    "without its repository": ("embedding/width_4k/average_l0_6", True, False),
+    "of somebody else": ("x/embedding/layer_3", False, None),
+    "a study of embeddings": ("embedding-study/a/b/layer_5", False, None),
+}  # fmt: skip
+
+
+def formula_of_gemma_scope(x, root):
+    """Features and output in float64, for weights that read what is scaled by 1 / root."""
+    with np.load(FIXTURES / "gemma_scope" / "params.npz") as arrays:
+        W = {name: arrays[name].astype(np.float64) for name in arrays}
+    pre = x.double().numpy() / root @ W["W_enc"] + W["b_enc"]
+    features = np.maximum(pre, 0) * (pre > W["threshold"])
+    return torch.from_numpy(features), torch.from_numpy(features @ W["W_dec"] * root + W["b_dec"])
+
+
+@pytest.mark.parametrize("spelling", ["folder", "file", "dot", "bare file", "link", "link in it"])
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_gemma_scope_is_known_by_its_path(kind, spelling, tmp_path, monkeypatch):
+    path, scaled, transcodes = SPELLINGS[kind]
+    folder = shutil.copytree(FIXTURES / "gemma_scope", tmp_path / path)
+    file = folder / "params.npz"
+    if "snapshots" in path:  # where files are links to what has no name
+        blob = folder.parents[len(Path(path).parts) - 2] / "blobs" / "0a1b"
+        blob.parent.mkdir()
+        file.rename(blob)
+        file.symlink_to(blob)
+    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "params.npz").symlink_to(file)
+    if spelling in ("dot", "bare file"):
+        monkeypatch.chdir(folder)
+    elif spelling == "link in it" and "snapshots" in path:
+        pytest.skip("a link into a cache ends at a file without a name")
+    where = {"folder": folder, "file": file, "dot": ".", "bare file": "params.npz"}
+    made = load_sae(where.get(spelling, tmp_path / ("own" if "in it" in spelling else "link")))
+    x = expected(FIXTURES / "gemma_scope")["x"] * 3
+    features, output = formula_of_gemma_scope(x, 6**0.5 if scaled else 1.0)
+    assert_close(made.encode(x).double(), features, **CLOSE)
+    assert_close(made(x).double(), output, atol=1e-5, rtol=1e-5)
+    assert made.transcodes is transcodes
+
+
+def test_points_of_gemma_scope(tmp_path):
+    for path, points in {
+        "gemma-scope-2b-pt-res/layer_3/width_16k": ("blocks.3.resid_post",) * 2,
+        "gemma-scope-2b-pt-res/embedding/width_4k": ("embed",) * 2,
+        "gemma-scope-2b-pt-mlp/layer_3/width_16k": ("blocks.3.mlp_out",) * 2,
+        "gemma-scope-2b-pt-att/layer_13/width_16k": ("blocks.13.attn.z",) * 2,
+        "gemma-scope-2b-pt-transcoders/layer_3/width_16k": ("blocks.3.ln2.hook_normalized", "blocks.3.mlp_out"),
+    }.items():  # fmt: skip
+        made = load_sae(shutil.copytree(FIXTURES / "gemma_scope", tmp_path / path))
+        assert (made.reads, made.writes) == points
+    gain = torch.arange(1.0, 7.0)
+    assert made.with_input_gain(gain).reads == "blocks.3.ln2.normalized"
+
+
+def test_a_link_has_the_name_of_its_repository(tmp_path):
+    shutil.copytree(FIXTURES / "gemma_scope", tmp_path / "data" / "layer_3")
+    link = tmp_path / "gemma-scope-2b-pt-transcoders"
+    link.symlink_to(tmp_path / "data", target_is_directory=True)
+    assert load_sae(link / "layer_3").transcodes is True
+
+
+def test_a_path_that_says_nothing_asks(tmp_path):
+    folder, model = FIXTURES / "gemma_scope", load("pydoc-4l")
+    other = shutil.copytree(folder, tmp_path / "x" / "embedding" / "run_2")
+    for each in (folder, other):
+        with pytest.raises(ValueError, match="scale_embeddings=.*transcodes="):
+            load_sae(each)
+    with pytest.raises(ValueError, match="scale_embeddings="):
+        load_sae(folder, transcodes=False)
+    x = expected(folder)["x"]
+    scaled = load_sae(folder, scale_embeddings=True)
+    assert_close(scaled.encode(x).double(), formula_of_gemma_scope(x, 6**0.5)[0], **CLOSE)
+    for asked in (None, True):  # what it reads is asked for, or needs the gain
+        made = load_sae(folder, scale_embeddings=False, transcodes=asked)
+        with pytest.raises(UnknownNameError, match="transcodes=" if asked is None else "gain"):
+            splice(model, {"blocks.1.mlp_out": made}).__enter__()
+    made = load_sae(folder, scale_embeddings=False, transcodes=False)
+    with pytest.raises(ValueError, match="must read 128 numbers"):  # its place is no question
+        splice(model, {"blocks.1.mlp_out": made}).__enter__()
+
+
+def test_a_transcoder_of_sparsify_is_known_by_its_skip_connection(tmp_path):
+    folder, model = FIXTURES / "sparsify_of_2024" / "layers.1.mlp", load("pydoc-4l")
+    made, W = load_sae(folder), load_file(folder / "sae.safetensors")
+    assert (made.is_transcoder, made.writes) == (True, "layers.1.mlp")
+    W = {name: weight.double().numpy() for name, weight in W.items()}
+    x = expected(folder)["x"].double().numpy()
+    pre = np.maximum((x - W["b_dec"]) @ W["encoder.weight"].T + W["encoder.bias"], 0)
+    features = np.where(pre >= np.sort(pre, axis=1)[:, [-3]], pre, 0.0)
+    output = features @ W["W_dec"] + W["b_dec"] + x @ W["W_skip"].T
+    assert_close(made.encode(expected(folder)["x"]).double(), torch.from_numpy(features), **CLOSE)
+    assert_close(made(expected(folder)["x"]).double(), torch.from_numpy(output), **CLOSE)
+    # Without one only the caller knows, and no file says otherwise.
+    plain = changed("sparsify_topk/layers.1.mlp", tmp_path, drop=["transcode"])
+    assert not load_sae(plain).is_transcoder
+    told = load_sae(plain, transcodes=True)
+    assert (told.is_transcoder, told.subtracts_b_dec) == (True, True)
+    with pytest.raises(ValueError, match="transcodes must be"):
+        load_sae(FIXTURES / "sparsify_topk" / "layers.1.mlp", transcodes=True)
+    with pytest.raises(ValueError, match="must read 128 numbers"):
+        splice(model, made).__enter__()  # at the point that the name means here
+
+
+def test_a_module_of_sparsify_is_the_folder_s_name(monkeypatch):
+    monkeypatch.chdir(FIXTURES / "sparsify_topk" / "layers.1.mlp")
+    assert load_sae(".").writes == load_sae("cfg.json").writes == "layers.1.mlp"
+
+
+def test_fields_that_change_nothing_are_accepted(tmp_path):
+    x = expected(FIXTURES / "sparsify_topk" / "layers.1.mlp")
+    made = load_sae(changed("sparsify_topk/layers.1.mlp", tmp_path, {"signed": False}))
+    assert_close(made.encode(x["x"]), x["features"], **CLOSE)
+
+
+def test_top_k_of_dictionary_learning_before_its_k_was_a_buffer(tmp_path):
+    folder = shutil.copytree(FIXTURES / "dictionary_learning_AutoEncoderTopK", tmp_path / "old")
+    weights, config = torch.load(folder / "ae.pt"), json.loads((folder / "config.json").read_text())
+    torch.save({n: weights[n] for n in weights.keys() - {"k", "threshold"}}, folder / "ae.pt")
+    with pytest.raises(ValueError, match="one k"):
+        load_sae(folder)
+    config["trainer"]["k"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    made, wanted = load_sae(folder), expected(folder)
+    assert_close(made.encode(wanted["x"]), wanted["features"], **CLOSE)
+    assert_close(made(wanted["x"]), wanted["output"], **CLOSE)
+    torch.save(weights | {"k": torch.tensor(4)}, folder / "ae.pt")
+    with pytest.raises(ValueError, match=r"\[3, 4\]"):
+        load_sae(folder)
+
+
+@pytest.mark.parametrize("name", ["batchtopk", "jumprelu", "matryoshka"])
+def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
+    """As version 6 wrote trainings before `training_architecture_details`, and with the model's fields in both forms."""
+    folder = f"sae_lens_raw_{name}"
+    flat = {
+        "hook_name": "blocks.2.hook_mlp_out",
+        "model_name": "any",
+        "lr": 0.1,
+        "hook_layer": 2,
+        "prepend_bos": True,
+    }
+    made = load_sae(changed(folder, tmp_path, flat | {"metadata": {"sae_lens_version": "6.0.0"}}))  # fmt: skip
+    wanted = expected(FIXTURES / folder)
+    assert_close(made.encode(wanted["x"]), wanted["features"], **CLOSE)
+    assert made.reads == made.writes == "blocks.2.mlp_out"
+    inner = {"metadata": {"hook_name": "blocks.1.hook_resid_post"}}
+    other = load_sae(changed(folder, tmp_path / "other", flat | inner, drop=["decoder_init_norm"]))
+    assert other.reads == "blocks.1.resid_post"  # which `metadata` says, where both do
+
+
+def test_a_transcoder_is_one_by_its_architecture(tmp_path):
+    names = {"hook_name": "blocks.1.hook_mlp_out", "hook_name_out": "blocks.1.hook_mlp_out"}
+    square = {"d_out": 6, "metadata": names}
+    weights = {"W_dec": torch.ones(11, 6), "b_dec": torch.zeros(6)}
+    made = load_sae(changed("sae_lens_transcoder_layer_norm", tmp_path, square, weights))
+    assert made.is_transcoder
+    x = torch.arange(6.0)[None] ** 2
+    assert_close(made(x), made.encode(x) @ torch.ones(11, 6))  # no norm is undone
+
+
+def test_weights_of_another_size_are_refused():
+    """In a process of its own, where nothing else checks shapes."""
+    code = """
+import torch
+from interp.features import Dictionary, JumpReLU
+right = dict(W_enc=(6, 11), W_dec=(11, 5), b_enc=(11,), b_dec=(5,), threshold=(11,), W_skip=(6, 5))
+for name, size in dict(b_enc=(1,), b_dec=(1,), W_dec=(5, 11), threshold=(1,), W_skip=(5, 6)).items():
+    weights = {n: torch.ones(size if n == name else shape) for n, shape in right.items()}
+    try:
+        Dictionary(activation=JumpReLU(weights.pop("threshold")), **weights)
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "b_enc",
+        "b_dec",
+        "W_dec",
+        "threshold",
+        "W_skip",
+    ], done.stderr
+
+
+def test_input_gain_before_the_encoder():
+    made, wanted = load_sae(FIXTURES / "gemma_scope_2"), expected(FIXTURES / "gemma_scope_2")
+    gain = torch.tensor([0.5, 2.0, -3.0, 1.5, 0.1, 7.0])
+    assert_close(
+        made.with_input_gain(gain)(wanted["x"] * gain), wanted["output"], rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(ValueError, match="before it"):
+        load_sae(FIXTURES / "sae_lens_standard").with_input_gain(gain)
+
+
+def changed(folder, tmp_path, config=None, weights=None, drop=()):
+    """A copy of a fixture with other fields or tensors."""
+    copy = tmp_path / "copy"
+    shutil.copytree(FIXTURES / folder, copy)
+    for path in (*copy.glob("cfg.json"), *copy.glob("config.json")):
+        fields = json.loads(path.read_text())
+        fields |= config or {}
+        path.write_text(json.dumps({name: fields[name] for name in fields if name not in drop}))
+    for path in copy.glob("*.safetensors"):
+        if path.name != "expected.safetensors":
+            tensors = load_file(path) | (weights or {})
+            save_file({n: t for n, t in tensors.items() if n not in drop}, path)
+    return copy
+
+
+REFUSED = {
+    "unknown field": ("sae_lens_standard", {"config": {"temperature": 2}}, "temperature"),
+    "temporal": ("sae_lens_standard", {"config": {"architecture": "temporal"}}, "'temporal'"),
+    "factor": ("sae_lens_factor", {}, "norm_factor="),
+    "norm": ("sae_lens_standard", {"config": {"normalize_activations": "whitening"}}, "'whitening'"),
+    "missing tensor": ("sae_lens_standard", {"drop": ["b_enc"]}, "b_enc"),
+    "extra tensor": ("sae_lens_standard", {"weights": {"r_mag": torch.ones(11)}}, "r_mag"),
+    "no threshold": ("sae_lens_jumprelu", {"drop": ["threshold"]}, "threshold"),
+    "old activation": ("sae_lens_old", {"config": {"activation_fn_str": "tanh-relu"}}, "tanh-relu"),
+    "old scale": ("sae_lens_old", {"weights": {"scaling_factor": torch.full((11,), 2.0)}}, "scaling_factor"),
+    "gemma": ("gemma_scope_2", {"config": {"architecture": "relu"}}, "'relu'"),
+    "old activation beside another": ("sae_lens_standard", {"config": {"activation_fn": "topk", "activation_fn_kwargs": {"k": 3}}}, "architecture"),
+    "shape": ("sae_lens_standard", {"config": {"reshape_activations": "other"}}, "'other'"),
+    "old unknown field": ("sae_lens_old", {"config": {"temprature": 2}}, "temprature"),
+    "close": ("sae_lens_standard", {"config": {"apply_b_dec_to_inputs": True}}, "close matches: apply_b_dec_to_input"),
+    "unknown field of sparsify": ("sparsify_topk/layers.1.mlp", {"config": {"K": 2}}, "'K'"),
+    "signed": ("sparsify_topk/layers.1.mlp", {"config": {"signed": True}}, "signed"),
+    "no skip": ("sparsify_topk/layers.1.mlp", {"config": {"skip_connection": True}}, "W_skip"),
+    "unknown field of gemma": ("gemma_scope_2", {"config": {"apply_b_dec_to_input": True}}, "apply_b_dec"),
+    "no affine": ("gemma_scope_2", {"config": {"affine_connection": False}}, "affine"),
+    "type": ("gemma_scope_2", {"config": {"type": "crosscoder"}}, "crosscoder"),
+    "sae of two points": ("gemma_scope_2", {"config": {"type": "sae"}}, "'sae'"),
+    "trainer": ("dictionary_learning_AutoEncoder", {"config": {"trainer": {"dict_class": "AutoEncoder", "temp": 1}}}, "'temp'"),
+    "top field": ("dictionary_learning_AutoEncoder", {"config": {"scale": 3}}, "'scale'"),
+    "field of the buffer": ("dictionary_learning_AutoEncoder", {"config": {"buffer": {"normalize": True}}}, "'normalize'"),
+    "buffer": ("dictionary_learning_AutoEncoder", {"config": {"buffer": {"io": "in_and_out"}}}, "io"),
+    "k": ("sae_lens_topk", {"drop": ["k"]}, "must say k"),
+    "too large k": ("sae_lens_topk", {"config": {"k": 12}}, "from 1 to 11"),
+    "class": ("dictionary_learning_AutoEncoder", {"config": {"trainer": {"dict_class": "Other"}}}, "'Other'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_we_do_not_know_is_refused_by_name(refused, tmp_path):
+    folder, change, words = REFUSED[refused]
+    with pytest.raises(ValueError, match=words):
+        load_sae(changed(folder, tmp_path, **change))
+
+
+def test_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match="cfg.json and sae_weights.safetensors"):
+        load_sae(tmp_path)
+    with pytest.raises(UnknownNameError, match="sae_lens"):
+        load_sae(tmp_path, "saelens")
+    both = changed("sae_lens_standard", tmp_path)
+    coder = FIXTURES / "sparsify_topk" / "layers.1.mlp"
+    shutil.copy(coder / "sae.safetensors", both)
+    with pytest.raises(ValueError, match="format="):
+        load_sae(both)
+    assert isinstance(load_sae(both, "sae_lens"), Dictionary)
+    assert_close(load_sae(both / "cfg.json", "sae_lens").W_enc, load_sae(both, "sae_lens").W_enc)
+    for finished in (coder, FIXTURES / "dictionary_learning_AutoEncoder"):
+        with pytest.raises(ValueError, match="norm_factor"):
+            load_sae(finished, norm_factor=2.0)
+    other = tmp_path / "sparsify"
+    shutil.copytree(coder, other)
+    (other / "cfg.json").write_text(
+        json.dumps(json.loads((coder / "cfg.json").read_text()) | {"signed": True})
+    )
+    with pytest.raises(ValueError, match="signed"):
+        load_sae(other)

@@ -1,0 +1,240 @@
+"""Names of places in the files of other libraries, against what modules of `transformers` read and give."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hooks import UnknownNameError
+from interp.features import Dictionary, JumpReLU, load_sae, splice
+from interp.features.forms.places import ours
+from models import Transformer, TransformerConfig, attach, from_hf, load
+from tests.interp.features.test_load_sae import FIXTURES, changed
+
+attachable = pytest.importorskip("tests.attachable", reason="needs the extra hf")
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+
+
+def made(name):
+    """A tiny random model, whose norms have gains and whose maps have biases of any size."""
+    torch.manual_seed(3)
+    model = attachable.made(name).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Each family once: as it is, attached, and as a plain model where we have the family."""
+    kept = {}
+
+    def of(name):
+        if name not in kept:
+            model = made(name)
+            try:
+                plain = from_hf(copy.deepcopy(model))
+            except ValueError:
+                plain = None
+            attached = copy.deepcopy(model)
+            attach(attached)
+            kept[name] = model, attached, plain
+        return kept[name]
+
+    return of
+
+
+def seen(model, name):
+    """What a module of `transformers` reads or gives, by its name in our tests: `layers.1.mlp.input`."""
+    path, end = name.rsplit(".", 1)
+    (module,) = [m for n, m in model.named_modules() if n == path or n.endswith(f".{path}")]
+    values = []
+
+    def hook(_, args, kwargs, output):
+        value = next(iter((*args, *kwargs.values()))) if end == "input" else output
+        values.append(value if isinstance(value, torch.Tensor) else value[0])
+
+    handle = module.register_forward_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        model(TOKENS)
+    handle.remove()
+    (value,) = values
+    return value.detach()
+
+
+def dictionary(size, **about):
+    draw = torch.Generator().manual_seed(0)
+    weights = [
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((size, 5), (5, size))
+    ]
+    biases = torch.zeros(5).double(), torch.zeros(size).double()
+    return Dictionary(*weights, *biases, JumpReLU(torch.zeros(5).double()), **about)
+
+
+# By family: the name that a file has, the module and the end of it that it means, and our point; None where none has the value.
+PLACES = {
+    "gemma3_text": {
+        "model.layers.1.output": ("layers.1.output", "blocks.1.resid_post"),
+        "model.layers.1.pre_feedforward_layernorm.output": ("layers.1.pre_feedforward_layernorm.output", "blocks.1.ln2.normalized"),
+        "model.layers.1.post_feedforward_layernorm.output": ("layers.1.post_feedforward_layernorm.output", "blocks.1.mlp_out"),
+        "model.layers.1.self_attn.o_proj.input": ("layers.1.self_attn.o_proj.input", "blocks.1.attn.z"),
+        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.ln2.normalized"),
+        "layers.1.mlp": ("layers.1.mlp.output", None),
+        "mlp_out_layer_1": ("layers.1.mlp.output", None),
+        "attention_out_layer_1": ("layers.1.self_attn.output", None),
+        "model.layers.1.post_attention_layernorm.output": ("layers.1.post_attention_layernorm.output", "blocks.1.attn_out"),
+    },
+    "gemma2": {
+        "layers.1": ("layers.1.output", "blocks.1.resid_post"),
+        "layers.1.mlp": ("layers.1.mlp.output", None),
+        "model.layers.0.post_feedforward_layernorm.output": ("layers.0.post_feedforward_layernorm.output", "blocks.0.mlp_out"),
+    },
+    "llama": {
+        "model.layers.1": ("layers.1.output", "blocks.1.resid_post"),
+        "layers.1.mlp": ("layers.1.mlp.output", "blocks.1.mlp_out"),
+        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.ln2.normalized"),
+        "layers.1.self_attn": ("layers.1.self_attn.output", "blocks.1.attn_out"),
+        "layers.1.input": ("layers.1.input", "blocks.1.resid_pre"),
+        "layers.1.self_attn.o_proj.input": ("layers.1.self_attn.o_proj.input", "blocks.1.attn.z"),
+    },
+    "gpt_neox": {
+        "resid_post_layer_1": ("layers.1.output", "blocks.1.resid_post"),
+        "mlp_out_layer_1": ("layers.1.mlp.output", "blocks.1.mlp_out"),
+        "attention_out_layer_1": ("layers.1.attention.output", "blocks.1.attn_out"),
+        "gpt_neox.layers.0.mlp": ("layers.0.mlp.output", "blocks.0.mlp_out"),
+    },
+    "gpt2": {
+        "transformer.h.1": ("h.1.output", "blocks.1.resid_post"),
+        "h.1.mlp": ("h.1.mlp.output", "blocks.1.mlp_out"),
+        "h.1.attn": ("h.1.attn.output", "blocks.1.attn_out"),
+    },
+    "olmo2": {  # norms of what is added, and none of what is read
+        "layers.1.mlp": ("layers.1.mlp.output", None),
+        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.resid_mid"),
+        "model.layers.1.post_feedforward_layernorm.output": ("layers.1.post_feedforward_layernorm.output", "blocks.1.mlp_out"),
+    },
+    "granite": {  # a factor of what is added
+        "layers.1": ("layers.1.output", "blocks.1.resid_post"),
+        "layers.1.mlp": ("layers.1.mlp.output", None),
+        "layers.1.self_attn": ("layers.1.self_attn.output", None),
+    },
+    "cohere": {  # one norm for both sublayers
+        "layers.1.mlp": ("layers.1.mlp.output", "blocks.1.mlp_out"),
+        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.ln1.normalized"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PLACES)
+def test_a_name_is_the_point_with_its_value(family, models):
+    theirs, *forms = models(family)
+    for name, (module, point) in PLACES[family].items():
+        value = seen(theirs, module)
+        for model in filter(None, forms):
+            sae = dictionary(value.shape[-1], reads=ours(name), writes=ours(name))
+            if point is None:
+                with pytest.raises(UnknownNameError, match="at="):
+                    splice(model, sae).__enter__()
+                continue
+            with splice(model, sae) as runner:
+                cache = runner.capture(TOKENS, names=[f"{point}.features", point])
+            # Norms of the attached ones are in float32, as theirs are.
+            close = {"atol": 1e-5, "rtol": 1e-5}
+            assert_close(cache[point].flatten(2), value, **close)
+            assert_close(cache[f"{point}.features"], sae.encode(value), **close)
+
+
+def test_families_that_are_plain_models_too(models):
+    assert [name for name in PLACES if models(name)[2] is not None] == ["gemma2", "llama", "olmo2"]
+
+
+def test_an_exact_name_is_ours_before_any_model():
+    exact = {
+        name: place[1]
+        for places in PLACES.values()
+        for name, place in places.items()
+        if place[0].count(".") == 2 and place[0][-6:] in ("output", ".input")
+    }
+    assert len(exact) == 6
+    assert {name: ours(name) for name in exact} == exact
+    for name in ("layers.3.mlp", "model.layers.3.self_attn.o_proj.input", "vision.layers.3", "any"):
+        assert ours(name) == name
+
+
+@pytest.mark.parametrize("mlp", [True, False], ids=["all of zeros", "attention too"])
+def test_a_value_of_zeros_means_no_point(mlp):
+    model = copy.deepcopy(load("pydoc-4l"))
+    for part in [model.blocks[1].mlp, *([] if mlp else [model.blocks[1].attn])]:
+        for parameter in part.output.parameters():
+            parameter.data.zero_()
+    with pytest.raises(UnknownNameError, match="at="):
+        splice(model, dictionary(128), at="layers.1.mlp").__enter__()
+
+
+def test_a_place_that_is_given():
+    model = load("pydoc-4l")
+    sae = dictionary(128, reads="layers.9.mlp", writes="layers.9.mlp")
+    with pytest.raises(UnknownNameError, match="at="):
+        splice(model, sae).__enter__()
+    for at in ("blocks.1.mlp_out", "layers.1.mlp", "mlp_out_layer_1", "blocks.1.hook_mlp_out"):
+        with splice(model, sae, at=at) as runner:
+            assert "blocks.1.mlp_out.features" in runner.points
+    with pytest.raises(ValueError, match="at must be None"):
+        splice(model, {"blocks.1.mlp_out": sae}, at="blocks.1.mlp_out").__enter__()
+    with pytest.raises(ValueError, match="at="):
+        splice(model, dictionary(128)).__enter__()
+    transcoder = dictionary(128, reads="layers.9.mlp.input", writes="layers.1.mlp")
+    with pytest.raises(UnknownNameError, match="reads="):
+        splice(model, transcoder).__enter__()
+    with splice(model, transcoder, reads="layers.1.mlp.input") as runner:
+        cache = runner.capture("def f", names=["*.features", "blocks.1.ln2.normalized"])
+    read = cache["blocks.1.ln2.normalized"]
+    assert_close(cache["blocks.1.mlp_out.features"], transcoder.encode(read))
+
+
+def test_no_hook_is_left_by_looking():
+    model = copy.deepcopy(load("pydoc-4l"))
+    with splice(model, dictionary(128), at="layers.1.mlp"):
+        pass
+    with pytest.raises(UnknownNameError):
+        splice(model, dictionary(128), at="layers.1.mlp.up_proj").__enter__()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_what_a_norm_gives_before_its_gain(learned):
+    config = dict(vocab_size=11, n_ctx=9, n_layers=2, n_heads=3, d_model=12, norm="rmsnorm")
+    model = Transformer(TransformerConfig(**config, norm_learned=learned)).double().eval()
+    coder = dictionary(12, reads="blocks.1.ln2.hook_normalized", writes="blocks.1.mlp_out")
+    tokens, names = torch.tensor([[3, 1, 4, 1, 5]]), ["*.features", "blocks.1.resid_mid"]
+    if learned:
+        gain = model.blocks[1].ln2.weight.data.normal_(1.0, 0.5)
+        with pytest.raises(UnknownNameError, match="gain"):
+            splice(model, coder).__enter__()
+        coder = coder.with_input_gain(gain)
+    with splice(model, coder) as runner:
+        cache = runner.capture(tokens, names=names)
+    x = cache["blocks.1.resid_mid"].numpy()
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + model.config.norm_eps)
+    W_enc = coder.W_enc.numpy() * (gain.numpy()[:, None] if learned else 1)
+    features = torch.from_numpy(np.maximum(x @ W_enc, 0))
+    assert_close(cache["blocks.1.mlp_out.features"], features)
+
+
+def test_a_dictionary_of_gemma_scope_2_in_its_model(models):
+    """A transcoder as published goes to its block by itself; only its size is not this model's."""
+    _, attached, _ = models("gemma3_text")
+    made = load_sae(FIXTURES / "gemma_scope_2")
+    assert (made.reads, made.writes) == ("blocks.1.ln2.normalized", "blocks.1.mlp_out")
+    with pytest.raises(ValueError, match="must read 24 numbers"):  # in the right block
+        splice(attached, made).__enter__()
+
+
+@pytest.mark.parametrize("hook", ["output", "post_feedforward_layernorm.output", "self_attn.o_proj.input"])  # fmt: skip
+def test_autoencoders_of_gemma_scope_2_have_our_points(hook, tmp_path):
+    fields = {"hf_hook_point_in": f"model.layers.1.{hook}", "type": "sae", "width": 11, "l0": 20, "affine_connection": False}  # fmt: skip
+    folder = changed("gemma_scope_2", tmp_path, fields, drop=["hf_hook_point_out", "affine_skip_connection"])  # fmt: skip
+    sae, point = load_sae(folder), PLACES["gemma3_text"][fields["hf_hook_point_in"]][1]
+    assert (sae.reads, sae.writes, sae.is_transcoder) == (point, point, False)

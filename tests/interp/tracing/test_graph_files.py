@@ -1,0 +1,234 @@
+"""Attribution graphs as circuit-tracer's page, Neuronpedia's server and Anthropic save them; see tests/tracing/make_files.py."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from interp.tracing import Link, Node, PrunedGraph
+from tests.count import ROOT
+
+HERE = ROOT / "tests" / "tracing"
+
+
+def graph_of(name):
+    return PrunedGraph.from_neuronpedia(HERE / f"{name}.json")
+
+
+def test_what_circuit_tracers_page_saved_is_read():
+    graph, data = graph_of("page"), json.loads((HERE / "page.json").read_text())
+    assert isinstance(data["qParams"]["pinnedIds"], str)
+    assert data["qParams"]["sg_pos"] is None
+    # The clicks: three features, the error of layer 0 at position 1, the second token, the likeliest logit.
+    assert graph.pins == ["0_100_5", "0_109_5", "1_100_5", "0_-1_1", "E_1_1", "4_2_5"]
+    assert graph.supernodes == {
+        "supernode": ["0_109_5", "1_100_5"],
+        'says "b", or ü': ["0_100_5", "0_-1_1"],
+    }
+    labels = {node.id: node.label for node in graph.nodes if node.kind == "feature" and node.label}
+    assert labels == {"0_100_5": 'says "b", or ü', "0_121_5": "seen, not pinned"}
+    assert graph["4_2_5"].label == " c"
+    assert graph["4_2_5"].layer == 3
+
+
+@pytest.mark.parametrize("name", ["page", "server", "anthropic"])
+def test_a_graph_survives_being_written(name, tmp_path):
+    graph = graph_of(name)
+    path = graph.to_neuronpedia(tmp_path, "again", "some-model")
+    again = PrunedGraph.from_neuronpedia(path)
+    for part in ("nodes", "links", "tokens", "pins", "supernodes", "node_threshold"):
+        assert getattr(again, part) == getattr(graph, part)
+    assert again.about["prompt"] == graph.about["prompt"]
+    for node in json.loads(path.read_text())["nodes"]:
+        if node["feature_type"] == "cross layer transcoder":
+            layer, number = int(node["layer"]), graph[node["node_id"]].number
+            assert node["feature"] == (layer + number) * (layer + number + 1) // 2 + number
+        if node["feature_type"] == "logit":  # circuit-tracer's page stops without
+            assert "(p=0." in node["clerp"]
+
+
+def test_what_neuronpedias_server_writes_is_read():
+    graph = graph_of("server")
+    influence = {node.id: node.influence for node in graph.nodes}
+    assert [node._replace(influence=None) for node in graph.nodes if node.pos >= 2] == [
+        Node("E_13_2", "token", -1, 2, 13, " of"),
+        Node("1_57794_2", "feature", 1, 2, 57794, "", 1.5),
+        Node("1_-1_2", "error", 1, 2, -1, 'Err: mlp " of"'),
+        Node("1_1203_3", "feature", 1, 3, 1203, "", 2.0),
+        Node("1_-1_3", "error", 1, 3, -1, 'Err: mlp " Texas"'),
+        Node("E_7_3", "token", -1, 3, 7, " Texas"),
+        Node("4_17_3", "logit", 3, 3, 17, " Austin", None, 0.625),
+        Node("4_5_3", "logit", 3, 3, 5, ' "Dallas"', None, 0.25),
+    ]
+    assert 0 < influence["1_57794_2"] < 1
+    assert Link("0_57_1", "1_57794_2", 2.0) in graph.links
+    assert graph.inputs("4_5_3") == [("1_1203_3", -2.0), ("1_57794_2", 1.0), ("1_-1_2", 0.0625)]
+
+
+def test_what_anthropic_published_is_read():
+    graph, data = graph_of("anthropic"), json.loads((HERE / "anthropic.json").read_text())
+    # Their page names nodes by where they are from the end among equals.
+    assert data["qParams"]["supernodes"][0] == ["capital", "1_1729136_-0", "3_10502022_-1"]
+    assert graph.supernodes["capital"] == ["1_1729136_5", "3_10502022_6"]
+    assert {*graph.pins} <= {node.id for node in graph.nodes}
+    assert graph.pins[0] == "19_16400899_11"
+    austin = graph["19_16400899_11"]
+    assert (austin.label, austin.layer) == ("Austin", 18)
+    assert austin.probability == pytest.approx(0.984, abs=1e-3)
+    assert graph["E_28948388_10"].label == " Dallas"
+    assert graph["3_10502022_6"].label == "capital (of)"
+    assert graph["0_-1_11"].kind == "error"
+    assert len(graph.links) == 27
+
+
+def test_nodes_that_anthropic_did_not_explore_are_features(tmp_path):
+    data = saved(lambda data: data["nodes"][0].update(feature_type="unexplored node"))
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    assert PrunedGraph.from_neuronpedia(tmp_path / "x.json").nodes == graph_of("page").nodes
+
+
+def saved(change):
+    data = json.loads((HERE / "page.json").read_text())
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data["nodes"][0].update(feature_type="lorsa error"), "'lorsa error' as 0_"),
+        (lambda data: data["nodes"][-1].update(layer="-1"), "got '-1' as 4_8_5"),
+        (lambda data: data["nodes"][0].update(ctx_idx=6), "6 tokens; 0_114_1 is at 6"),
+        (lambda data: data["nodes"][0].update(node_id="a"), "got 'a'"),
+        (lambda data: data["nodes"][0].pop("layer"), "has no 'layer'"),
+        (lambda data: data["qParams"].update(supernodes="[['"), "Neuronpedia"),
+        (lambda data: data["qParams"].update(supernodes=[[]]), "Neuronpedia"),
+        (lambda data: data["nodes"][1].update(data["nodes"][0], node_id="0_cro_114_1"), "1 names"),
+        (lambda data: data.update(nodes=[1]), "Neuronpedia"),
+        (lambda data: data.update(metadata=3), "Neuronpedia"),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused_by_the_name_of_its_file(change, message, tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(saved(change)))
+    with pytest.raises(ValueError, match=message) as raised:
+        PrunedGraph.from_neuronpedia(tmp_path / "x.json")
+    assert "x.json" in str(raised.value)
+    (tmp_path / "y.json").write_text("{")
+    with pytest.raises(ValueError, match=r"y\.json"):
+        PrunedGraph.from_neuronpedia(tmp_path / "y.json")
+
+
+def test_groups_of_one_name_and_labels_of_neuronpedias_page_are_kept(tmp_path):
+    groups, labels = [["a", "0_100_5"], ["a", "0_0_1"], ["a (2)"]], [["0_5150_5", "mine"]]
+    state = {"pinnedIds": "", "supernodes": groups, "clerps": labels}
+    (tmp_path / "x.json").write_text(json.dumps(saved(lambda data: data.update(qParams=state))))
+    graph = PrunedGraph.from_neuronpedia(tmp_path / "x.json")
+    assert graph.supernodes == {"a": ["0_100_5"], "a (2)": ["0_-1_1"], "a (2) (2)": []}
+    assert graph.pins == []
+    assert graph["0_100_5"].label == "mine"
+
+
+def test_a_directory_lists_its_graphs_as_circuit_tracers_page_asks(tmp_path):
+    graph, index = graph_of("server"), tmp_path / "graph-metadata.json"
+    assert "transcoder_list" not in graph.about
+    for slug, scan in (("one", "a"), ("two", "custom-1"), ("one", "b")):
+        graph.to_neuronpedia(tmp_path, slug, scan)
+    listed = json.loads(index.read_text())["graphs"]
+    assert [(each["slug"], each["scan"]) for each in listed] == [("two", "custom-1"), ("one", "b")]
+    for each in listed:
+        assert each == json.loads((tmp_path / f"{each['slug']}.json").read_text())["metadata"]
+        assert each["transcoder_list"] == []
+        assert isinstance(each["node_threshold"], float)
+        assert each["prompt"] == "capital of Texas"
+    index.write_text("[]")
+    with pytest.raises(ValueError, match=r"graph-metadata\.json"):
+        graph.to_neuronpedia(tmp_path, "three", "a")
+    assert not (tmp_path / "three.json").exists()
+
+
+def test_embeddings_at_one_position_are_distinct_for_the_pages():
+    nodes = [Node("E_7_2", "token", -1, 2, 7), Node("P_2_2", "position", -1, 2, 2)]
+    nodes += [Node("E_7_0", "token", -1, 0, 7), Node("B_0_0", "bias", -1, 0, 0)]
+    written = PrunedGraph(nodes, [], [*"abc"]).as_json("x", "y")["nodes"]
+    assert len({(node["layer"], node["feature"], node["ctx_idx"]) for node in written}) == 4
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """All nodes and links that circuit-tracer found; see tests/tracing/make_graph.py."""
+    with safe_open(HERE / "circuit_tracer.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in ("features", "matrix", "scores")}
+        chances = file.get_tensor("probabilities").tolist()
+    features = tensors["features"].tolist()
+    nodes = [Node(f"{n}_{f}_{pos}", "feature", n, pos, f) for n, pos, f in features]
+    nodes += [Node(f"{n}_-1_{pos}", "error", n, pos, -1) for n in range(3) for pos in range(6)]
+    nodes += [Node(f"E_0_{pos}", "token", -1, pos, 0) for pos in range(6)]
+    nodes += [Node(f"4_{n}_5", "logit", 3, 5, n, "", None, p) for n, p in enumerate(chances)]
+    links = [
+        Link(nodes[source].id, nodes[target].id, float(tensors["matrix"][target, source]))
+        for target, source in tensors["matrix"].nonzero().tolist()
+    ]
+    return PrunedGraph(nodes, links, [*"abcdef"]), tensors
+
+
+def test_scores_are_circuit_tracers_and_neuronpedias(whole):
+    graph, tensors = whole
+    scores = graph.subgraph_scores([node.id for node in graph.nodes])
+    theirs = tensors["scores"].tolist()
+    assert [*scores.values()] == pytest.approx(theirs, rel=1e-6)
+    # What `score.worker.ts` of Neuronpedia gave for these nodes, links and pins.
+    pinned = graph.subgraph_scores(["0_0_5", "1_0_5"])
+    assert pinned == pytest.approx(
+        {"replacement": 0.5452600453042685, "completeness": 0.7913353430035025}, rel=1e-9
+    )
+    graph.pins = ["0_0_5", "1_0_5", "E_0_0"]
+    assert graph.subgraph_scores() == pinned
+    assert graph_of("page").subgraph_scores() == pytest.approx(
+        {"replacement": 0.49726608313124443, "completeness": 0.7757369747675867}, rel=1e-9
+    )
+    with pytest.raises(KeyError, match="0_0_4"):
+        graph.subgraph_scores(["0_0_4"])
+
+
+def test_a_feature_without_an_error_counts_as_one():
+    # Token 1 to a feature and to the logit; features to the logit. One has lost its error, the other has not.
+    nodes = [
+        Node("0_1_0", "feature", 0, 0, 1), Node("1_2_0", "feature", 1, 0, 2), Node("1_-1_0", "error", 1, 0, -1),
+        Node("E_3_0", "token", -1, 0, 3), Node("3_4_0", "logit", 2, 0, 4, "", None, 0.5),
+    ]  # fmt: skip
+    links = [
+        Link("E_3_0", "0_1_0", 1.0), Link("0_1_0", "1_2_0", 5.0), Link("E_3_0", "1_2_0", 3.0), Link("0_1_0", "3_4_0", 1.0),
+        Link("1_2_0", "3_4_0", -2.0), Link("1_-1_0", "3_4_0", 5.0), Link("E_3_0", "3_4_0", 4.0),
+    ]  # fmt: skip
+    graph = PrunedGraph(nodes, links, ["a"])
+    # The logit gets 1 and -2 + 5 from errors, and 4 from the token.
+    expected = {"replacement": 4 / 8, "completeness": 1 - 0.5 * 4 / 8 / (0.5 + 0.5)}
+    assert graph.subgraph_scores([]) == pytest.approx(expected)
+    # A difference of logits has no probability, and is as good a target.
+    difference = [*nodes[:-1], Node("3_4_0", "logit", 2, 0, 4, "", None, None)]
+    assert PrunedGraph(difference, links, ["a"]).subgraph_scores([]) == pytest.approx(expected)
+    # All: 1/12 and 2/12 through features, of which the second gets 5/8 from the first.
+    reached = np.array([1 / 12 + 2 / 12 * 5 / 8, 2 / 12, 5 / 12, 0]) / 2
+    reached[3] = 4 / 12 / 2 + reached[0] + reached[1] * 3 / 8
+    expected = {
+        "replacement": reached[3] / (reached[3] + reached[2]),
+        "completeness": 1 - 5 / 12 * 0.5 / (reached.sum() + 0.5),
+    }
+    assert graph.subgraph_scores(["0_1_0", "1_2_0"]) == pytest.approx(expected)
+    graph.links = [*links, Link("1_2_0", "0_1_0", 1.0)]
+    with pytest.raises(ValueError, match="in a circle"):
+        graph.subgraph_scores(["0_1_0", "1_2_0"])
+
+
+def test_influence_takes_a_step_for_each_node_of_a_chain():
+    chain = [Node(f"{n}_0_0", "feature", n, 0, 0) for n in range(7)]
+    nodes = [
+        Node("E_0_0", "token", -1, 0, 0),
+        *chain,
+        Node("8_0_0", "logit", 7, 0, 0, "", None, 1.0),
+    ]
+    links = [Link(a.id, b.id, 2.0) for a, b in pairwise(nodes)]
+    scores = PrunedGraph(nodes, links, ["a"]).subgraph_scores([node.id for node in chain])
+    assert scores == {"replacement": 1.0, "completeness": 1.0}

@@ -1,0 +1,289 @@
+"""Pruned attribution graphs: Neuronpedia's format, the page in a browser, and the command `trace`."""
+
+import json
+
+import jsonschema
+import pytest
+
+from interp import pictures
+from interp.__main__ import main
+from interp.features import feature_cards, load_sae
+from interp.tracing import Link, Node, PrunedGraph, attribution_graph
+from models import load
+from tests.interp.pictures.test_pictures import seen_in_browser
+
+TEXT = "part KV8 and part K"
+STRING, NUMBER = {"type": "string"}, {"type": ["number", "null"]}
+# What Neuronpedia's front end asks of a graph, from its schema of 2025.
+SCHEMA = {
+    "type": "object",
+    "required": ["metadata", "qParams", "nodes", "links"],
+    "properties": {
+        "metadata": {
+            "type": "object",
+            "required": ["slug", "scan", "prompt_tokens", "prompt"],
+            "properties": {
+                "slug": STRING,
+                "scan": STRING,
+                "prompt": STRING,
+                "prompt_tokens": {"type": "array", "items": STRING},
+                "node_threshold": {"type": "number"},
+            },
+        },
+        "qParams": {
+            "type": "object",
+            "properties": {
+                "pinnedIds": {"type": "array", "items": STRING},
+                "supernodes": {"type": "array", "items": {"type": "array", "items": STRING}},
+                "linkType": STRING,
+                "clickedId": STRING,
+                "sg_pos": STRING,
+            },
+        },
+        "nodes": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": [
+                    "node_id",
+                    "feature",
+                    "layer",
+                    "ctx_idx",
+                    "feature_type",
+                    "jsNodeId",
+                    "clerp",
+                ],
+                "properties": {
+                    "node_id": STRING,
+                    "feature": {"type": ["integer", "null"]},
+                    "layer": {"type": ["string", "integer"]},
+                    "ctx_idx": {"type": "integer"},
+                    "feature_type": STRING,
+                    "jsNodeId": STRING,
+                    "clerp": STRING,
+                    "influence": NUMBER,
+                    "activation": NUMBER,
+                },
+            },
+        },
+        "links": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["source", "target", "weight"],
+                "properties": {"source": STRING, "target": STRING, "weight": {"type": "number"}},
+            },
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return attribution_graph(load("pydoc-4l"), TEXT, load_sae("pydoc-4l/transcoders"))
+
+
+def test_a_text_alone_is_a_token():
+    model = load("pydoc-4l")
+    graph = attribution_graph(model, TEXT, {}, targets="V")
+    assert [node.number for node in graph.logits] == [model.to_id("V")]
+    with pytest.raises(ValueError, match="must be one token"):
+        attribution_graph(model, TEXT, {}, targets="KV")
+    with pytest.raises(ValueError, match=r"a target must be .* got \('a', 'b', 'c'\)"):
+        attribution_graph(model, TEXT, {}, targets=[("a", "b", "c")])
+
+
+def test_a_difference_has_no_probability_in_a_file(tmp_path):
+    model = load("pydoc-4l")
+    graph = attribution_graph(model, TEXT, {}, targets=["V", ("V", "K")]).pruned()
+    again = PrunedGraph.from_neuronpedia(graph.to_neuronpedia(tmp_path, "x", "pydoc-4l"))
+    chances = {node.label: node.probability for node in again.nodes if node.kind == "logit"}
+    assert chances["V - K"] is None
+    assert chances["V"] > 0
+
+
+@pytest.fixture
+def pruned(graph):
+    return graph.pruned()
+
+
+def test_a_graph_is_written_and_read_with_pins_and_groups(pruned, tmp_path):
+    features = [node.id for node in pruned.nodes if node.kind == "feature"]
+    pruned.pins, pruned.supernodes = features[:3], {"a group": features[1:3]}
+    path = pruned.to_neuronpedia(tmp_path / "new", slug="kv8", scan="pydoc-4l")
+    data = json.loads(path.read_text())
+    jsonschema.validate(data, SCHEMA)
+    assert path.name == "kv8.json"
+    assert "".join(data["metadata"]["prompt_tokens"]) == data["metadata"]["prompt"] == TEXT
+    assert data["qParams"]["supernodes"] == [["a group", *features[1:3]]]
+    again = PrunedGraph.from_neuronpedia(path)
+    assert (again.links, again.pins, again.supernodes) == (
+        pruned.links,
+        pruned.pins,
+        pruned.supernodes,
+    )
+    assert [node._replace(raises=(), label="") for node in pruned.nodes] == [
+        node._replace(label="") for node in again.nodes
+    ]
+    assert again.nodes[-1].label == pruned.nodes[-1].label
+    again.to_neuronpedia(tmp_path, slug="kv8", scan="pydoc-4l")
+    assert json.loads((tmp_path / "kv8.json").read_text()) == data
+
+
+def of_circuit_tracer():
+    """A graph as circuit-tracer 0.5 writes it, by hand."""
+    shared = {
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "token_prob": 0.0,
+        "is_target_logit": False,
+        "clerp": "",
+    }
+    nodes = [
+        {"node_id": "1_5_0", "feature": 26, "layer": "1", "feature_type": "cross layer transcoder", "activation": 2.5},
+        {"node_id": "0_1_0", "feature": -1, "layer": "1", "feature_type": "mlp reconstruction error"},
+        {"node_id": "E_7_0", "feature": 0, "layer": "E", "feature_type": "embedding"},
+        {"node_id": "3_9_0", "feature": 9, "layer": "3", "feature_type": "logit", "clerp": 'Output " b" (p=0.250)', "token_prob": 0.25},
+    ]  # fmt: skip
+    links = [("E_7_0", "1_5_0", 1.5), ("0_1_0", "3_9_0", -0.5), ("1_5_0", "3_9_0", 0.25)]
+    return {
+        "metadata": {"slug": "x", "scan": "m", "prompt_tokens": ["a"], "prompt": "a", "transcoder_list": []},
+        "qParams": {"pinnedIds": ["0_1_0"], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""},
+        "nodes": [shared | {"ctx_idx": 0, "jsNodeId": "x", "influence": 0.5} | node for node in nodes],
+        "links": [dict(zip(("source", "target", "weight"), link, strict=True)) for link in links],
+    }  # fmt: skip
+
+
+def test_the_files_of_circuit_tracer_are_read(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(of_circuit_tracer()))
+    graph = PrunedGraph.from_neuronpedia(path)
+    assert graph.nodes == [
+        Node("1_5_0", "feature", 1, 0, 5, "", 2.5, None, 0.5),
+        Node("1_-1_0", "error", 1, 0, -1, "", None, None, 0.5),
+        Node("E_7_0", "token", -1, 0, 7, "a", None, None, 0.5),
+        Node("3_9_0", "logit", 2, 0, 9, " b", None, 0.25, 0.5),
+    ]
+    assert graph.links[1] == Link("1_-1_0", "3_9_0", -0.5)
+    assert graph.pins == ["1_-1_0"]
+    assert graph.inputs("3_9_0") == [("1_-1_0", -0.5), ("1_5_0", 0.25)]
+    assert graph.about["transcoder_list"] == []
+    assert "completeness" not in repr(graph)
+    # Written again, numbers and names are those of Neuronpedia's own files: 26 is Cantor's pairing of 1 and 5.
+    again = {node["node_id"]: node for node in graph.as_json("x", "m")["nodes"]}
+    assert [again[name]["feature"] for name in ("1_5_0", "1_-1_0", "E_7_0", "3_9_0")] == [
+        26,
+        -1,
+        0,
+        9,
+    ]
+    names = [node["jsNodeId"] for node in again.values()]
+    assert names == ["1_5-0", "1_-1-0", "E_7-0", "L_9-0"]
+    assert again["3_9_0"]["clerp"] == 'Output " b" (p=0.250)'
+    assert [node["is_target_logit"] for node in again.values()] == [False, False, False, True]
+    assert [node["layer"] for node in again.values()] == ["1", "1", "E", "3"]
+    assert "<iframe" in graph._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("links"), "has no links"),
+        (lambda data: data["nodes"].append(data["nodes"][0]), "1 names twice"),
+        (lambda data: data["links"][0].update(source="E_8_0"), "one of 'E_8_0', which is none"),
+        (lambda data: data["nodes"][0].update(feature_type="lorsa"), "got 'lorsa' as 1_5_0"),
+    ],
+)
+def test_a_broken_file_is_refused(change, message, tmp_path):
+    data = of_circuit_tracer()
+    change(data)
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        PrunedGraph.from_neuronpedia(tmp_path / "x.json")
+
+
+PROBE = """
+const errors = [];
+addEventListener("error", event => errors.push(event.message));
+addEventListener("securitypolicyviolation", event => errors.push(event.violatedDirective));
+addEventListener("message", () => {
+  const find = text => document.querySelector(text), all = text => [...document.querySelectorAll(text)];
+  const links = () => all(".side .link").map(node => node.innerText.replace("\\n", " "));
+  const press = key => find(".traced svg").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const seen = { title: find(".side h2").textContent, inputs: links(), spots: all(".spot").length, width: document.documentElement.scrollWidth };
+  const [outer, inner] = [".traced .box", ".chosen"].map(text => find(text).getBoundingClientRect());
+  seen.from = inner.left - outer.left;
+  find(".side .link").click();
+  seen.chosen = [find(".side h2").textContent, find(".side dl").innerText, all(".side .text").length];
+  find(".swap").click();
+  press("ArrowUp");
+  seen.next = find(".side dl").innerText;
+  press("Enter");
+  const name = find("input[placeholder]");
+  name.value = "<b>both";
+  all(".swap")[1].click();
+  seen.state = JSON.parse(find("textarea").value);
+  seen.boxes = all("figure > .box .node").map(node => node.textContent);
+  const slider = find("input[type=range]");
+  slider.value = 5;
+  slider.dispatchEvent(new Event("input"));
+  seen.fewer = all(".spot").length;
+  seen.foreign = all("img, b:not(.tip b, .link b)").length;
+  seen.errors = errors;
+  parent.postMessage(JSON.stringify(seen), "*");
+});
+"""
+
+
+def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
+    model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
+    pruned = graph.pruned(0.6, 0.9)
+    logit = graph.logits[0]
+    strongest = [name for name, _ in pruned.inputs(logit.id)]
+    feature = next(pruned[name] for name in strongest if pruned[name].kind == "feature")
+    # The strongest input is made to be the feature that has a card.
+    links = [link for link in pruned.links if link.target != logit.id]
+    links.append(Link(feature.id, logit.id, 100.0))
+    pruned.links, pruned.tokens = links, ["<i>x", *pruned.tokens[1:]]
+    point = f"blocks.{feature.layer}.mlp_out"
+    cards = feature_cards(model, {point: transcoders[point]}, [TEXT], [feature.number])
+    seen = seen_in_browser(
+        pictures.attribution(pruned, {feature.layer: cards}).html(), tmp_path, PROBE
+    )
+    assert seen["errors"] == []
+    assert seen["foreign"] == 0
+    assert seen["width"] <= 400
+    assert 0 < seen["from"] < 350  # the node chosen first is in view
+    assert seen["title"] == logit.label
+    assert len(seen["inputs"]) == 1
+    assert seen["inputs"][0].startswith(f"+100 {feature.id}")
+    assert seen["spots"] == len(pruned.nodes)
+    title, about, examples = seen["chosen"]
+    assert title == f"raises {' '.join(pictures.visible(each) for each in feature.raises)}"
+    assert f"{feature.activation:.4g}" in about
+    assert examples == len(cards[0].examples) > 0
+    assert feature.id in seen["state"]["pinnedIds"]
+    assert seen["state"]["supernodes"][0][0] == "<b>both"
+    assert len(seen["state"]["supernodes"][0]) == 3
+    assert seen["boxes"] == ["<b>both"]
+    assert 5 <= seen["fewer"] <= 5 + len(graph.logits) + 3
+
+
+def test_the_command_writes_the_page_and_the_file(graph, tmp_path, capsys):
+    assert main(["trace", "--prompt", TEXT, "--out", str(tmp_path / "out"), "--slug", "kv8"]) == 0
+    said = capsys.readouterr().out
+    best = graph.logits[0]
+    assert f"what acts on {best.id} {best.label!r}" in said
+    name, weight = graph.pruned().inputs(best.id)[0]
+    assert f"{weight:+.4f}  {name}" in said
+    written = PrunedGraph.from_neuronpedia(tmp_path / "out" / "kv8.json")
+    assert {*written.links} == {*graph.pruned().links}
+    assert "attribution graph" in (tmp_path / "out" / "kv8.html").read_text()
+    assert main(["trace", "--prompt", TEXT, "--target", "8", "--json", "--nodes", "0.5"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [
+        node["clerp"].split('"')[1] for node in data["nodes"] if node["feature_type"] == "logit"
+    ] == ["8"]
+    for wrong in (["--target", "xy"], ["--nodes", "2"], ["--transcoders", "pydoc-4l/resid_post"]):
+        assert main(["trace", "--prompt", TEXT, *wrong]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1

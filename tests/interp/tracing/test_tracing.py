@@ -1,0 +1,731 @@
+"""Attribution graphs: rows add up, and are what changes in a run whose norms and patterns cannot react."""
+
+import json
+import math
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn import functional
+
+from hooks import HookedRunner
+from interp.features import (
+    CrossLayerTranscoder,
+    Dictionary,
+    Gated,
+    JumpReLU,
+    MatchingPursuit,
+    TopK,
+    splice,
+)
+from interp.tracing import attribution_graph, influence
+from interp.tracing.frozen import FrozenRun
+from interp.tracing.intervention import Intervention, predicted
+from models import Transformer, TransformerConfig, attach, from_transformer_lens
+from tests.attachable import made
+from tests.count import ROOT
+from tests.models.attached.test_attach_graphs import FOREIGN, KINDS, KNOWN
+
+FORMS = {
+    "plain": {},
+    "rms": {"norm": "rmsnorm", "positions": "rotary", "n_kv_heads": 2, "mlp": "gated"},
+    "output": {"norm_place": "output"},
+    "sandwich": {"norm_place": "sandwich", "norm": "rmsnorm", "logit_cap": 5.0},
+    "parallel": {"parallel": True},
+    "embedding norm": {"embed_norm": True},
+    "both ways": {"causal": False, "mlp_norm": True},
+    "window": {"window": 2, "attn_cap": 3.0, "mlp_bias": False},
+}
+TEXT = torch.tensor([[3, 1, 4, 1, 5]])
+SIZES = {"vocab_size": 7, "n_ctx": 11, "n_layers": 3, "n_heads": 4, "d_model": 8, "d_mlp": 13}
+
+
+def drawn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def model_of(form):
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(**SIZES, **FORMS[form])).double().eval()
+    for weight in model.parameters():  # gains and biases too
+        weight.data += 0.3 * torch.randn_like(weight)
+    return model
+
+
+def transcoder(features=17, skip=False, reads="ln2.normalized", **more):
+    W_skip = drawn(8, 8) if skip else None
+    weights = drawn(8, features), drawn(features, 8), drawn(features), drawn(8)
+    return Dictionary(*weights, TopK(5), W_skip=W_skip, reads=reads, transcodes=True, **more)
+
+
+def across(reads):
+    return CrossLayerTranscoder(
+        [drawn(8, 17 + n) for n in range(3)],
+        [drawn(17 + n, 3 - n, 8) for n in range(3)],
+        [drawn(17 + n) for n in range(3)],
+        drawn(3, 8),
+        [TopK(5), TopK(4), nn.ReLU()],
+        W_skip=None if reads == "resid_mid" else [drawn(8, 8) for n in range(3)],
+        reads=reads,
+    )
+
+
+def skip_of(dictionaries, name):
+    """The skip connection of the transcoder that writes at a point."""
+    if isinstance(dictionaries, CrossLayerTranscoder):
+        return dictionaries.W_skip[int(name.split(".")[1])] if dictionaries.W_skip else None
+    return dictionaries[name].W_skip if name in dictionaries else None
+
+
+def transcoders(kind, reads):
+    if kind.startswith("across"):
+        return across(reads)
+    return {
+        "blocks.0.mlp_out": transcoder(
+            skip=reads != "resid_mid", subtracts_b_dec=True, reads=reads
+        ),
+        "blocks.2.mlp_out": transcoder(19, reads=reads),
+    }
+
+
+def moved(model, dictionaries, vectors, cache=None):
+    """What vectors, added at points, change in all reads and logits, with patterns, scales and MLPs frozen."""
+    runner = HookedRunner(model)
+    cache = runner.run_with_cache(TEXT, mode="full")[1] if cache is None else cache
+    seen = {}
+
+    def freeze(value, at):
+        return cache[at.name]
+
+    def see(value, at):
+        seen[at.name] = value.detach().clone()
+
+    def write(value, at):
+        written = cache[at.name]
+        reads = at.name.replace("mlp_out", "ln2.normalized")
+        skip = skip_of(dictionaries, at.name)
+        return written if skip is None else written + (seen[reads] - cache[reads]) @ skip
+
+    def add(value, at):
+        return value + vectors[at.name]
+
+    points = [("*.scale", freeze), ("*.pattern", freeze), ("*.mlp_out", write)]
+    reads = [f"blocks.{n}.{name}" for n in range(3) for name in ("ln2.normalized", "resid_mid")]
+    runner.run_with_hooks(TEXT, hooks=[
+        *points,
+        *((name, see) for name in (*reads, "ln_final.normalized") if name in cache),
+        *((name, add) for name in vectors),
+    ])  # fmt: skip
+    return {name: (value - cache[name])[0] for name, value in seen.items()}
+
+
+CASES = [(form, "layer") for form in FORMS] + [
+    ("rms", "across"),
+    ("sandwich", "across"),
+    ("rms", "across, with skips"),
+]
+
+
+@pytest.mark.parametrize(("form", "kind"), CASES)
+def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
+    model = model_of(form)
+    reads = "resid_mid" if kind == "across" or form == "output" else "ln2.normalized"
+    dictionaries = transcoders(kind, reads)
+    run = FrozenRun(model, TEXT, dictionaries)
+    features = [*zip(*(each.tolist() for each in (run.layer, run.pos, run.feature)), strict=True)]
+    targets = run.of_features(torch.arange(len(features))), run.of_logits(torch.eye(7)[[2, 5]])
+    rows = [run.rows(each) for each in targets]
+    torch.testing.assert_close(targets[0].total, run.activation)  # as gates have a slope of 1
+    for row, target in zip(rows, targets, strict=True):
+        torch.testing.assert_close(row.sum(1), target.total, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(run.rows(run.of_features(torch.tensor([0])))[0], rows[0][0])
+    cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
+    before_cap = model.unembedding(cache["ln_final.normalized"])[0, -1]
+    expected = before_cap[[2, 5]] - before_cap.mean()
+    torch.testing.assert_close(targets[1].total, expected, rtol=1e-10, atol=1e-10)
+
+    def decoders(layer, feature):
+        if kind.startswith("across"):
+            return {
+                f"blocks.{layer + n}.mlp_out": dictionaries.W_dec[layer][feature, n]
+                for n in range(3 - layer)
+            }
+        return {(name := f"blocks.{layer}.mlp_out"): dictionaries[name].W_dec[feature]}
+
+    def encoder(layer, feature):
+        if kind.startswith("across"):
+            return dictionaries.W_enc[layer][:, feature]
+        return dictionaries[f"blocks.{layer}.mlp_out"].W_enc[:, feature]
+
+    def at(pos, value):
+        return torch.zeros(1, 5, 8).double().index_fill(1, torch.tensor(pos), 1) * value
+
+    sources = {
+        n: {
+            name: at(pos, run.activation[n] * row) for name, row in decoders(layer, feature).items()
+        }
+        for n, (layer, pos, feature) in [*enumerate(features)][::3]
+    }
+    sources[len(features) + 5 + 2] = {"blocks.1.mlp_out": at(2, run.errors[1])}
+    if not FORMS[form].get("embed_norm"):
+        sources[len(features) + 3 * 5 + 1] = {"embed": at(1, cache["embed"])}
+    W_U = (model.W_U - model.W_U.mean(1, keepdim=True))[:, [2, 5]]
+    for source, vectors in sources.items():
+        changes = moved(model, dictionaries, vectors)
+        first = min(vectors)
+        for other, (layer, pos, feature) in enumerate(features):
+            read = changes[f"blocks.{layer}.{reads}"][pos] @ encoder(layer, feature)
+            # A run has its own value there, not what it would be made of.
+            later = f"blocks.{layer}.mlp_out" > first or first == "embed"
+            assert rows[0][other, source] == pytest.approx(float(read) if later else 0, abs=1e-9)
+        change = changes["ln_final.normalized"][-1] @ W_U
+        torch.testing.assert_close(rows[1][:, source], change, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """What circuit-tracer made, with the same model and transcoders; see tests/tracing/make_graph.py."""
+    with safe_open(ROOT / "tests" / "tracing/circuit_tracer.safetensors", "pt") as file:
+        about = {name: json.loads(text) for name, text in file.metadata().items()}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    model = from_transformer_lens(weights, about["config"]).eval()
+    dictionaries = {}
+    for n in range(3):
+        own = {
+            name.rsplit(".", 1)[1]: t
+            for name, t in tensors.items()
+            if name.startswith(f"transcoders.{n}.")
+        }
+        dictionaries[f"blocks.{n}.mlp_out"] = Dictionary(
+            own["W_enc"].T, own["W_dec"], own["b_enc"], own["b_dec"],
+            JumpReLU(own["threshold"], relu=False), W_skip=own["W_skip"].T, reads="ln2.normalized",
+        )  # fmt: skip
+    return model, dictionaries, torch.tensor([about["text"]]), tensors
+
+
+def test_the_effects_are_those_of_circuit_tracer(peer):
+    model, dictionaries, text, theirs = peer
+    graph = attribution_graph(model, text, dictionaries, targets=4, first=1)
+    assert [node.number for node in graph.logits] == theirs["logits"].tolist()
+    ours = torch.stack([graph.run.layer, graph.run.pos, graph.run.feature], 1)
+    assert ours.tolist() == theirs["features"].tolist()
+    torch.testing.assert_close(graph.run.activation, theirs["activations"])
+    torch.testing.assert_close(graph.weights[:4], theirs["probabilities"])
+    # Their nodes are features, errors and tokens; they have no positions and constants.
+    n_sources = len(ours) + 3 * 6 + 6
+    matrix = torch.zeros_like(theirs["matrix"])
+    matrix[graph.column[4:], :n_sources] = graph.rows[4:, :n_sources]
+    matrix[-4:, :n_sources] = graph.rows[:4, :n_sources]
+    # They leave out the errors of the first position too.
+    matrix[:, [len(ours), len(ours) + 6, len(ours) + 12]] = 0
+    torch.testing.assert_close(matrix, theirs["matrix"], rtol=1e-9, atol=1e-9)
+    assert graph.gap < 1e-12
+
+
+def test_influence_pruning_and_scores_are_those_of_circuit_tracer(peer):
+    model, dictionaries, text, theirs = peer
+    graph = attribution_graph(model, text, dictionaries, targets=4, first=1)
+    n_features, n_sources = len(graph.run.layer), len(theirs["matrix"]) - 4
+    rows = torch.cat([theirs["matrix"][-4:, :n_sources], theirs["matrix"][:n_features, :n_sources]])
+    column = torch.cat([torch.full((4,), -1), torch.arange(n_features)])
+    weights = torch.zeros(len(rows)).double()
+    weights[:4] = theirs["probabilities"]
+    of_each = influence.influence(influence.shares(rows), weights, column)
+    torch.testing.assert_close(of_each, theirs["influence"][:n_sources])
+    is_token = torch.arange(n_sources) >= n_sources - 6
+    nodes, edges = influence.pruned(rows, weights, column, is_token, 0.8, 0.98)
+    assert torch.equal(nodes, theirs["nodes"][:n_sources])
+    expected = torch.cat(
+        [theirs["edges"][-4:, :n_sources], theirs["edges"][:n_features, :n_sources]]
+    )
+    assert torch.equal(edges, expected)
+    torch.testing.assert_close(influence.cumulative(of_each), theirs["cumulative"][:n_sources])
+    # The scores, of a graph that has their rows alone.
+    graph = replace(graph, rows=functional.pad(rows, (0, 7)), column=column, weights=weights)
+    scores = torch.tensor([graph.replacement, graph.completeness]).double()
+    torch.testing.assert_close(scores, theirs["scores"], rtol=1e-6, atol=1e-6)
+
+
+def test_an_effect_is_the_sum_over_targets_that_are_asked_for():
+    model = model_of("rms")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    run = FrozenRun(model, TEXT, dictionaries)
+    named = [int(each[-1]) for each in (run.layer, run.feature, run.pos)]
+    graph = attribution_graph(
+        model, TEXT, dictionaries, targets=[2, (2, 5), tuple(named)], pos=-2, max_features=9
+    )
+    logits = model(TEXT)[0, -2].detach()
+    assert [node.pos for node in graph.logits] == [3, 3]
+    assert float(graph.totals[0]) == pytest.approx(float(logits[2] - logits.mean()))
+    assert float(graph.totals[1]) == pytest.approx(float(logits[2] - logits[5]))
+    assert graph.logits[0].probability == pytest.approx(float(logits.softmax(-1)[2]))
+    assert graph.weights[:4].tolist() == [graph.logits[0].probability, 1, 1, 0]
+    assert graph.column[2] == len(run.layer) - 1
+    assert len(graph.rows) == 2 + 9
+    # The features with a row are those of most influence, and each has the row it has alone.
+    rows = run.rows(run.of_features(graph.column[2:]))
+    torch.testing.assert_close(graph.rows[2:], rows)
+    whole = attribution_graph(model, TEXT, dictionaries, targets=[2, (2, 5), tuple(named)], pos=-2)
+    assert len(whole.rows) == 2 + len(run.layer)
+    assert whole.replacement > graph.replacement
+    quiet = graph.nodes[({*range(len(run.layer))} - {*graph.column.tolist()}).pop()].id
+    with pytest.raises(ValueError, match="has none: raise max_features"):
+        graph.effect("E_3_0", quiet)
+    few = attribution_graph(model, TEXT, dictionaries, targets=[2], max_bytes=1, max_features=9)
+    torch.testing.assert_close(
+        few.rows, attribution_graph(model, TEXT, dictionaries, targets=[2], max_features=9).rows
+    )
+
+
+@pytest.mark.parametrize("pick", [{"targets": 3}, {"desired_prob": 0.5}, {}])
+def test_likely_tokens_are_targets_until_the_probability_is_reached(pick):
+    model = model_of("plain")
+    graph = attribution_graph(model, TEXT, {}, **pick)
+    chances = model(TEXT)[0, -1].softmax(-1).sort(descending=True)
+    wanted = next(
+        n for n in range(1, 8) if chances.values[:n].sum() >= pick.get("desired_prob", 0.95)
+    )
+    wanted = min(wanted, pick.get("targets", 10))
+    assert [node.number for node in graph.logits] == chances.indices[:wanted].tolist()
+    # Without transcoders a layer has errors alone.
+    assert len(graph.run.layer) == 0
+    assert {node.kind for node in graph.nodes} == {"error", "token", "position", "bias", "logit"}
+    assert graph.gap < 1e-12
+
+
+def test_a_cut_head_takes_its_paths_along():
+    """Cutting a head is the model without what the head adds, with patterns and scales as they were."""
+    model = model_of("rms")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2, 5])
+    source = "E_4_2"
+    lost = graph.heads(source, graph.logits[1].id).values[..., 0]
+    cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]
+    vector = torch.zeros_like(cache["embed"])
+    vector[0, 2] = cache["embed"][0, 2]
+    W_U = (model.W_U - model.W_U.mean(1, keepdim=True))[:, 5]
+    for layer, head in [(0, 1), (1, 0), (2, 3)]:
+        with torch.no_grad():
+            kept = model.blocks[layer].attn.W_O[head].clone()
+            whole = moved(model, dictionaries, {"embed": vector})["ln_final.normalized"][-1] @ W_U
+            model.blocks[layer].attn.W_O[head] = 0
+            # Another cache would have other scales, so what is frozen stays that of the whole model.
+            cut = (
+                moved(model, dictionaries, {"embed": vector}, cache)["ln_final.normalized"][-1]
+                @ W_U
+            )
+            without = (
+                moved(model, dictionaries, {"embed": 0 * vector}, cache)["ln_final.normalized"][-1]
+                @ W_U
+            )
+            model.blocks[layer].attn.W_O[head] = kept
+        assert float(lost[layer, head]) == pytest.approx(float(whole - (cut - without)), abs=1e-9)
+        assert abs(float(lost[layer, head])) > 1e-4
+
+
+def test_a_model_whose_mlps_are_their_own_transcoders_is_explained_completely():
+    torch.manual_seed(1)
+    config = TransformerConfig(**SIZES, activation="relu")
+    model = Transformer(config).double().eval()
+    own = {}
+    for n, block in enumerate(model.blocks):
+        block.mlp.b_in.data.normal_()
+        mlp = block.mlp
+        own[f"blocks.{n}.mlp_out"] = Dictionary(
+            mlp.W_in.data,
+            mlp.W_out.data,
+            mlp.b_in.data,
+            mlp.b_out.data,
+            nn.ReLU(),
+            reads="ln2.normalized",
+            transcodes=True,
+        )
+    graph = attribution_graph(model, TEXT, own)
+    assert all(error.abs().max() < 1e-12 for error in graph.run.errors.values())
+    assert graph.replacement == pytest.approx(1, abs=1e-9)
+    assert graph.completeness == pytest.approx(1, abs=1e-9)
+
+
+def test_predictions_hold_where_all_else_is_held():
+    """A change of a feature moves what reads it by `change * effect / activation`, in a run with all else frozen."""
+    model = model_of("sandwich")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2, 5])
+    source = next(
+        n for n in range(len(graph.run.layer)) if graph.run.layer[n] == 0 and graph.run.pos[n] == 3
+    )
+    feature = int(graph.run.feature[source])
+    result = graph.intervene({graph.nodes[source].id: 0.25})
+    delta = 0.25 - float(graph.run.activation[source])
+    vector = torch.zeros(1, 5, 8, dtype=torch.float64)
+    vector[0, 3] = delta * dictionaries["blocks.0.mlp_out"].W_dec[feature]
+    changes = moved(model, dictionaries, {"blocks.0.mlp_out": vector})
+    W_U = (model.W_U - model.W_U.mean(1, keepdim=True))[:, [2, 5]]
+    torch.testing.assert_close(
+        result.direct[:2], changes["ln_final.normalized"][-1] @ W_U, rtol=0, atol=1e-8
+    )
+    # Over all paths: by the inverse of I - A.
+    n = len(graph.run.layer)
+    square = torch.zeros(n, n).double()
+    square[graph.column[2:]] = graph.rows[2:, :n] / graph.run.activation
+    square[source] = 0
+    alone = torch.zeros(n).double()
+    alone[source] = delta
+    moved_by = torch.linalg.solve(torch.eye(n).double() - square, alone)
+    expected = (graph.rows[:2, :n] / graph.run.activation) @ moved_by
+    torch.testing.assert_close(result.predicted[:2], expected, rtol=1e-9, atol=1e-9)
+
+    # In the model, an edit of the spliced feature.
+    def set_feature(value, at):
+        value[0, 3, feature] = 0.25
+
+    name = "blocks.0.mlp_out.features"
+    with splice(model, dictionaries) as runner:
+        logits = runner.run_with_hooks(TEXT, hooks={name: set_feature})[0, -1]
+    cap = 5.0
+    before, after = (cap * torch.atanh(each / cap) for each in (model(TEXT)[0, -1], logits))
+    change = (after - after.mean() - before + before.mean())[[2, 5]]
+    torch.testing.assert_close(result.true[:2], change.detach(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
+def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
+    if kind in FOREIGN:  # their tiny configs have fields that from_hf does not know
+        monkeypatch.setattr("models.attached.language.FAMILIES", {})
+    model, text = made(kind), torch.tensor([[3, 1, 4, 1, 5, 9]])
+    attach(model)
+    torch.manual_seed(0)
+    d = model.get_input_embeddings().embedding_dim
+    weights = torch.randn(d, 17), torch.randn(17, d), torch.randn(17), torch.randn(d)
+    # Parallel blocks have no stream between their sublayers.
+    reads = "resid_mid" if "blocks.0.resid_mid" in HookedRunner(model).points else "resid_pre"
+    dictionaries = {"blocks.0.mlp_out": Dictionary(*weights, TopK(5), reads=reads, transcodes=True)}
+    graph = attribution_graph(model, text, dictionaries, targets=[3, (3, 5)])
+    assert graph.gap < 1e-5
+    logits = model(text).logits[0, -1].detach()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    logits = cap * torch.atanh(logits / cap) if cap else logits
+    expected = torch.stack([logits[3] - logits.mean(), logits[3] - logits[5]])
+    torch.testing.assert_close(graph.totals[:2], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_planted_chain_of_features_is_found_first():
+    """A token makes feature 11 of layer 0, a head of layer 1 moves it, feature 3 of layer 1 reads that and makes a logit."""
+    torch.manual_seed(2)
+    sizes = SIZES | {"n_layers": 2, "n_heads": 1, "d_head": 4}
+    choices = {
+        "norm": "none",
+        "final_norm": False,
+        "positions": "none",
+        "tied_unembed": False,
+        "mlp_bias": False,
+    }
+    model = Transformer(TransformerConfig(**sizes, **choices)).double().eval()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.01)
+    model.token_embedding.weight.data[4, 0] = 1.0
+    attn = model.blocks[1].attn
+    attn.W_V.data[0, 1, 0] = attn.W_O.data[0, 0, 2] = 1.0
+    model.unembedding.weight.data[5, 3] = 4.0
+    dictionaries = {}
+    for layer, (feature, reads, writes) in enumerate([(11, 0, 1), (3, 2, 3)]):
+        one = Dictionary(
+            0.01 * drawn(8, 17), 0.01 * drawn(17, 8), torch.full((17,), 0.02).double(), torch.zeros(8).double(),
+            nn.ReLU(), reads="resid_mid", transcodes=True,
+        )  # fmt: skip
+        one.W_enc[reads, feature] = 3.0
+        one.W_dec[feature, writes] = 3.0
+        dictionaries[f"blocks.{layer}.mlp_out"] = one
+        # What the features write, the model writes, so little is left for errors.
+        mlp = model.blocks[layer].mlp
+        mlp.W_in.data[reads, 0] = mlp.W_out.data[0, writes] = 3.0
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[5])
+    features = [node for node in graph.nodes if node.kind == "feature"]
+    best = sorted(features, key=lambda node: node.influence)[:2]
+    assert {(node.layer, node.number) for node in best} == {(0, 11), (1, 3)}
+    assert [(node.pos, node.layer) for node in sorted(best, key=lambda node: node.layer)] == [
+        (2, 0),
+        (4, 1),
+    ]
+    assert graph.effect("0_11_2", "1_3_4") > 10 * abs(graph.effect("0_11_0", "1_3_4"))
+    kept = graph.pruned()
+    assert {"0_11_2", "1_3_4", "3_5_4"} <= {node.id for node in kept.nodes}
+    assert kept["1_3_4"].raises[0] == "5"
+    assert kept.inputs("3_5_4")[0][0] == "1_3_4"
+    assert kept.outputs("0_11_2")[0][0] == "1_3_4"
+
+
+def pruned_slowly(square, weights, tokens, node, edge):
+    """The same on a square matrix of all nodes, one node and one edge at a time."""
+    n = len(square)
+
+    def normalised(matrix):
+        return [[abs(x) / max(sum(map(abs, row)), 1e-10) for x in row] for row in matrix]
+
+    def through(matrix):
+        """Influence, by all paths from the targets downward."""
+        total = torch.zeros(n).double()
+        step = torch.tensor(weights).double()
+        while step.any():
+            step = step @ torch.tensor(matrix).double()
+            total += step
+        return total.tolist()
+
+    def first(scores, share):
+        ordered, total = sorted(scores, reverse=True), 0.0
+        for score in ordered:
+            total += score
+            if total >= share * sum(ordered):
+                return score
+        return ordered[-1]
+
+    scores = through(normalised(square))
+    least = first(scores, node)
+    alive = {i for i in range(n) if scores[i] >= least or i in tokens or weights[i]}
+    inner = normalised(
+        [[square[i][j] * (i in alive and j in alive) for j in range(n)] for i in range(n)]
+    )
+    onward = through(inner)
+    of_edges = {(i, j): inner[i][j] * (onward[i] + weights[i]) for i in range(n) for j in range(n)}
+    least = first(of_edges.values(), edge)
+    edges = {pair for pair, score in of_edges.items() if score >= least}
+    before = None
+    while alive != before:
+        before = set(alive)
+        edges = {(i, j) for i, j in edges if i in alive and j in alive}
+        for i in before:
+            fixed = i in tokens or weights[i]
+            if not fixed and not (any(j == i for _, j in edges) and any(j == i for j, _ in edges)):
+                alive.discard(i)
+    return alive, edges
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pruning_is_that_of_a_slow_definition(seed):
+    torch.manual_seed(seed)
+    square = torch.zeros(16, 16).double()  # features, tokens, one logit
+    square[:12, :12] = torch.tril(torch.randn(12, 12), -1) * (torch.rand(12, 12) < 0.3)
+    square[:12, 12:15] = torch.randn(12, 3) * (torch.rand(12, 3) < 0.3)
+    square[15, :15] = torch.randn(15) * (torch.rand(15) < 0.4)
+    square[4] *= 1e-6  # a small row counts as much as others
+    weights = [0.0] * 15 + [0.7]
+    alive, edges = pruned_slowly(square.tolist(), weights, {12, 13, 14}, 0.6, 0.5)
+    rows = torch.cat([square[15:, :15], square[:12, :15]])
+    column = torch.tensor([-1, *range(12)])
+    is_token = torch.arange(15) >= 12
+    ours = influence.pruned(
+        rows, torch.tensor([0.7] + [0.0] * 12).double(), column, is_token, 0.6, 0.5
+    )
+    assert {*ours[0].nonzero()[:, 0].tolist()} == alive - {15}
+    found = {(15 if row == 0 else row - 1, source) for row, source in ours[1].nonzero().tolist()}
+    assert found == {(i, j) for i, j in edges if square[i, j]}
+
+
+def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused():
+    model, one = model_of("plain"), torch.ones(17, dtype=torch.float64)
+    weights = drawn(8, 17), drawn(17, 8), drawn(17), drawn(8)
+    wrong = {
+        "without a norm, a gate or steps; got others at blocks.1.mlp_out": [
+            Dictionary(*weights, Gated(one, one, one), reads="resid_mid", transcodes=True),
+            Dictionary(*weights, nn.ReLU(), reads="resid_mid", norm="layer_norm", transcodes=True),
+            MatchingPursuit(drawn(17, 8), drawn(8), 0.1, reads="resid_mid", transcodes=True),
+        ],
+        "must read blocks.1.resid_mid or blocks.1.ln2.normalized, and say so in its `reads`": [
+            Dictionary(*weights, nn.ReLU(), transcodes=True),
+            Dictionary(*weights, nn.ReLU(), reads="blocks.0.resid_mid", transcodes=True),
+        ],
+        "must read and write 8 numbers; got": [
+            Dictionary(drawn(7, 17), *weights[1:], nn.ReLU(), reads="resid_mid", transcodes=True)
+        ],
+    }
+    for message, dictionaries in wrong.items():
+        for each in dictionaries:
+            with pytest.raises(ValueError, match=message):
+                FrozenRun(model, TEXT, {"blocks.1.mlp_out": each})
+    right = transcoder()
+    with pytest.raises(
+        ValueError, match="where an MLP writes, such as blocks.0.mlp_out; got 'blocks.1.attn_out'"
+    ):
+        FrozenRun(model, TEXT, {"blocks.1.attn_out": right})
+    two = CrossLayerTranscoder(
+        [drawn(8, 3)] * 2,
+        [drawn(3, 2, 8), drawn(3, 1, 8)],
+        [drawn(3)] * 2,
+        drawn(2, 8),
+        [nn.ReLU()] * 2,
+        reads="resid_mid",
+    )
+    with pytest.raises(ValueError, match="for each layer with an MLP, 3; got 2"):
+        FrozenRun(model, TEXT, two)
+    with pytest.raises(TypeError, match="integer"):
+        attribution_graph(model, TEXT, {}, targets=[2.7])
+    with pytest.raises(ValueError, match="first must be 0 or more"):
+        attribution_graph(model, TEXT, {}, first=-1)
+    with pytest.raises(ValueError, match="pos must be -5 to 4; got 5"):
+        attribution_graph(model, TEXT, {}, pos=5)
+    with pytest.raises(ValueError, match="must be one, without padding"):
+        FrozenRun(model, TEXT.expand(2, -1), {})
+    wrong_targets = {
+        "at least one": [], "a token of 7": [9], "must be active": [(1, 2, 3)], "two different ones": [(1, 2, 3, 4)],
+        "must differ from each other": [2, 5, 2], "at least one; got -1": -1, r"ones .* got \(2, 2\)": [(2, 2)],
+    }  # fmt: skip
+    for message, targets in wrong_targets.items():
+        with pytest.raises(ValueError, match=message):
+            attribution_graph(model, TEXT, {}, targets=targets)
+
+
+def test_features_that_are_set_together_stay_as_they_are_set():
+    model = model_of("rms")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2])
+    run = graph.run
+    low, high = (int(((run.layer == layer) & (run.pos == 4)).nonzero()[0]) for layer in (0, 2))
+    assert abs(graph.effect(graph.nodes[low].id, graph.nodes[high].id)) > 1e-3
+    ids = [graph.nodes[n].id for n in (low, high)]
+    others = [graph.nodes[n].id for n in range(len(run.layer)) if run.layer[n] == 2 and n != high][
+        -3:
+    ]
+    groups = {"both": ids, "three": others}
+    result = graph.intervene({"both": 0.5}, supernodes=groups)
+    assert {name: after for name, (_, after) in result.changed.items()} == dict.fromkeys(ids, 0.5)
+    assert "both" not in result.nodes
+    for what in (result.direct, result.predicted, result.true):
+        places = [result.nodes.index(name) for name in others]
+        assert float(what[-1]) == pytest.approx(float(what[places].sum()), rel=1e-9)
+    n = len(run.layer)
+    square = torch.zeros(n, n).double()
+    square[graph.column[1:]] = graph.rows[1:, :n] / run.activation
+    square[[low, high]] = 0
+    alone = torch.zeros(n).double()
+    alone[[low, high]] = 0.5 - run.activation[[low, high]]
+    expected = (graph.rows[0, :n] / run.activation) @ torch.linalg.solve(
+        torch.eye(n).double() - square, alone
+    )
+    assert float(result.predicted[0]) == pytest.approx(float(expected), rel=1e-9)
+
+    def set_to(source):
+        def edit(value, at):
+            value[0, run.pos[source], run.feature[source]] = 0.5
+
+        return edit
+
+    hooks = {
+        f"blocks.{int(run.layer[source])}.mlp_out.features": set_to(source)
+        for source in (low, high)
+    }
+    with splice(model, dictionaries) as runner:
+        logits = runner.run_with_hooks(TEXT, hooks=hooks)[0, -1]
+    before = model(TEXT)[0, -1]
+    change = (logits - logits.mean() - before + before.mean())[2]
+    assert float(result.true[0]) == pytest.approx(float(change.detach()), rel=1e-7)
+    with pytest.raises(ValueError, match="must be a feature to be set; it is a token"):
+        graph.intervene({"E_3_0": 1.0})
+    with pytest.raises(ValueError, match="at least one feature"):
+        graph.intervene({})
+
+
+def test_the_correlation_is_of_nodes_that_were_predicted_to_change():
+    predicted, true = torch.tensor([1.0, 2, 3, 4, 5, 0]), torch.tensor([1.0, 2, 3, 4, 7, 99])
+    result = Intervention({}, [*"abcdef"], predicted, predicted, true)
+    r = float(np.corrcoef(predicted[:5], true[:5])[0, 1])
+    assert result.correlation == pytest.approx(r)
+    # Fisher's z has a standard error of 1 / √(n - 3), here of n = 5.
+    ends = [math.tanh(math.atanh(r) + sign * 1.96 / math.sqrt(2)) for sign in (-1, 1)]
+    assert result.interval == pytest.approx(ends)
+    # All change as much, so there is no correlation, and none to be sure of.
+    none = Intervention({}, [*"abcdef"], predicted, predicted, torch.ones(6))
+    assert all(map(math.isnan, (none.correlation, *none.interval)))
+    assert "correlation nan\n" in repr(none)
+
+
+def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypatch):
+    model = model_of("plain")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    weakest = attribution_graph(model, TEXT, dictionaries)
+    feature = max(
+        (n for n in weakest.nodes if n.kind == "feature"), key=lambda node: node.influence
+    )
+    named = feature.layer, feature.number, feature.pos
+    graph = attribution_graph(model, TEXT, dictionaries, targets=[2, named])
+    assert feature.id in {node.id for node in graph.pruned(0.01).nodes}
+    rows = FrozenRun.rows
+    monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: 0.9 * rows(*arguments))
+    with pytest.raises(ValueError, match="must add up to what they explain; they miss"):
+        attribution_graph(model, TEXT, dictionaries)
+
+
+@contextmanager
+def within_seconds(seconds):
+    """Fails in place of running for ever."""
+
+    def stop(number, frame):
+        pytest.fail(f"it still runs after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("position_embedding.weight", r"position_embedding\.weight"),
+        ("blocks.1.attn.output.weight", r"blocks\.1\.attn\.output\.weight"),
+        ("W_enc", "the features of layer 2"),
+        ("W_dec", "the decoder of layer 2 to layer 2"),
+        ("b_dec", "layer 2's output"),
+    ],
+)
+def test_a_graph_of_numbers_that_are_not_finite_is_refused(part, named, number):
+    model = model_of("plain")
+    dictionaries = transcoders("layer", "ln2.normalized")
+    weights = dict(model.named_parameters())
+    weight = weights[part] if part in weights else getattr(dictionaries["blocks.2.mlp_out"], part)
+    weight.data[..., 3] = number
+    with within_seconds(60), pytest.raises(ValueError, match=f"({named}) must be finite; got"):
+        attribution_graph(model, TEXT, dictionaries)
+    if part != "b_dec":  # finite, but too large to be multiplied or added up
+        weight.data[..., 3] = 1e308
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite; got"):
+            attribution_graph(model, TEXT, dictionaries)
+
+
+def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
+    graph = attribution_graph(model_of("plain"), TEXT, transcoders("layer", "ln2.normalized"))
+    name = next(node.id for node in graph.nodes if node.kind == "feature")
+    for value, what in (
+        (math.nan, f"values of {name}"), (-math.inf, f"values of {name}"),
+        (1e308, "predicted changes"), (1e200, "changes in the model"),
+    ):  # fmt: skip
+        with within_seconds(60), pytest.raises(ValueError, match=f"{what} must be finite"):
+            graph.intervene({name: value})
+    column, one = torch.tensor([-1, 0]), torch.ones(1).double()
+    for wrong in (math.nan, math.inf):
+        rows = torch.tensor([[2.0, 1.0], [wrong, 0.0]]).double()
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
+            influence.shares(rows)
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
+            influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
+        with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
+            predicted(rows, column, one, one, torch.zeros(1).bool())
+        with pytest.raises(ValueError, match="must be finite"):  # also where nothing is passed on
+            predicted(rows, column, one, one, torch.ones(1).bool())
+    rows = FrozenRun.rows
+    monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: math.inf * rows(*arguments))
+    with pytest.raises(ValueError, match="effects must be finite"):
+        attribution_graph(model_of("plain"), TEXT, {}, targets=[2])
+    # The sum of a row may be infinite where no number in it is.
+    with pytest.raises(ValueError, match="must be finite"):
+        influence.shares(torch.full((1, 2), 3e38))

@@ -1,0 +1,793 @@
+"""Attached models in settings that no table of architectures lists: each against the model without points."""
+
+import copy
+import io
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from hooks import HookedRunner, HookError, HookPoint, start_of_piece
+from interp import (
+    Pairs,
+    activation_patching,
+    decompose,
+    direct_logit_attribution,
+    edge_attribution,
+    edits,
+    log_prob,
+    logit_lens,
+    run_with_cache,
+    sweep,
+)
+from interp.protocol import of
+from models import Sampling, attach, detach, from_hf, generate
+from tests import attachable
+from tests.attachable import CACHE
+from tests.models.attached.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+MORE = {
+    **KINDS,
+    "roberta": ("RobertaForMaskedLM", SIZES | dict(pad_token_id=0)),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        dict(vocab_size=23, dim=12, hidden_dim=17, n_layers=3, n_heads=2),
+    ),
+    "modernbert": ("ModernBertForMaskedLM", SIZES | dict(cls_token_id=1, sep_token_id=2)),
+    "bart": ("BartForCausalLM", BART | dict(decoder_layers=2, is_encoder_decoder=False)),
+    "ctrl": (
+        "CTRLLMHeadModel",
+        dict(vocab_size=23, n_positions=19, n_embd=12, dff=17, n_layer=3, n_head=2),
+    ),
+}
+PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+
+
+def other(kind, dtype=torch.float32):
+    """A tiny model of a kind in `MORE`, as `made`."""
+    name, sizes = MORE[kind]
+    maker = getattr(transformers, name)
+    torch.manual_seed(0)
+    return maker(maker.config_class(**sizes)).eval().to(dtype)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "gemma3", "bloom", "bert", "roberta", "distilbert", "modernbert", "bart", "ctrl"]
+)  # fmt: skip
+def test_half_precision_has_the_points_and_embeddings_of_single(kind, dtype):
+    single = other(kind)
+    with attach(single):
+        points = {*HookedRunner(single).points}
+        _, wanted = run_with_cache(single, TOKENS, names="embed")
+    half = other(kind, dtype)
+    with attach(half):
+        assert {*HookedRunner(half).points} == points
+        _, cache = run_with_cache(half, TOKENS, names="embed")
+    torch.testing.assert_close(cache["embed"].float(), wanted["embed"], rtol=0.02, atol=0.002)
+
+
+def in_half(name, dtype):
+    """A model of the table of architectures in half precision, whose experts have sizes that kernels take."""
+    sizes = attachable.SIZES | dict(intermediate_size=24) | attachable.MODELS.get(name, {})
+    if "moe_intermediate_size" in sizes:
+        sizes |= dict(moe_intermediate_size=16)
+    if name == "falcon":
+        del sizes["head_dim"]
+    return attachable.made(name, config=transformers.CONFIG_MAPPING[name](**sizes)).to(dtype)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", attachable.MODELS)
+def test_every_architecture_has_the_points_of_single_precision_in_half(name, dtype):
+    points = []
+    for precision in (torch.float32, dtype):
+        model = in_half(name, precision)
+        with attach(model):
+            points.append({*HookedRunner(model).points})
+    assert points[0] == points[1]
+
+
+@pytest.mark.filterwarnings("ignore")  # of slow paths
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_beside_a_stream_of_another_precision_are_found_in_half(dtype):
+    sizes = attachable.SIZES | dict(state_size=5, time_step_rank=3)
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval().to(dtype)
+    with attach(model):
+        _, cache = HookedRunner(model).run_with_cache(TOKENS % 29, use_cache=False)
+    x = cache["resid_pre", 1].to(dtype).double()
+    scale = (x.square().mean(-1, keepdim=True) + model.config.layer_norm_epsilon).sqrt()
+    torch.testing.assert_close(cache["ln1.scale", 1].double(), scale, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.skipif("inkling_text" not in transformers.CONFIG_MAPPING, reason="needs Inkling")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_term_of_attention_that_rounding_hides_is_found(dtype):
+    """Inkling adds a bias by distance, which changes the logits by two roundings of bfloat16."""
+    config = transformers.CONFIG_MAPPING["inkling_text"](
+        **attachable.SIZES | dict(intermediate_size=24)
+    )
+    torch.manual_seed(1)
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    for name, weight in model.named_parameters():
+        if "rel_logits_proj" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    with attach(model.to(dtype)) as attached:
+        assert attached.left_out["pattern"] == "attention has terms of its own"
+        assert not [n for n in HookedRunner(model).points if n.endswith(("scores", "pattern"))]
+
+
+WIDE = {
+    "bert": dict(hidden_size=768, num_attention_heads=12, intermediate_size=64),
+    "roberta": dict(hidden_size=768, num_attention_heads=12, intermediate_size=64),
+    "modernbert": dict(hidden_size=768, num_attention_heads=12, intermediate_size=64, head_dim=64),
+    "bloom": dict(hidden_size=1024, n_head=16),
+    "ctrl": dict(n_embd=768, n_head=12),
+    "gpt2": dict(n_embd=768, n_head=12),
+    "llama": dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=16, intermediate_size=64),
+    "gemma3": dict(hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, intermediate_size=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)]
+)
+def test_real_widths_in_half_precision(kind, dtype):
+    """The points are those of float32; embeddings and stream those that raw hooks see on a copy without points."""
+    name, sizes = MORE[kind]
+    maker = getattr(transformers, name)
+    torch.manual_seed(0)
+    single = maker(maker.config_class(**sizes | WIDE[kind])).eval()
+    for norm in single.modules():
+        if isinstance(norm, nn.LayerNorm):
+            nn.init.normal_(norm.weight, 1.0, 0.2)
+    model, plain, seen = copy.deepcopy(single).to(dtype), copy.deepcopy(single).to(dtype), {}
+    logits = plain(input_ids=TOKENS).logits
+    with attach(single):
+        points = {*HookedRunner(single).points}
+    with attach(model):
+        assert {*HookedRunner(model).points} == points
+        assert torch.equal(model(input_ids=TOKENS).logits, logits)
+        _, cache = run_with_cache(model, TOKENS, names=["embed", "blocks.0.resid_pre"])
+        at = next(n for n, module in model.named_modules() if module is model.blocks[0].module)
+    plain.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: seen.update(embed=output.detach().clone())
+    )
+    plain.get_submodule(at).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(stream=next(iter([*args, *kwargs.values()]))),
+        with_kwargs=True,
+    )
+    plain(input_ids=TOKENS)
+    assert torch.equal(cache["embed"], seen["embed"])
+    assert torch.equal(cache["resid_pre", 0], seen["stream"])
+
+
+def near(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attention to the last two keys only, whatever the mask says."""
+    at = torch.arange(query.shape[2])
+    allowed = (at[:, None] >= at) & (at[:, None] - at < 2)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+    scores = (query @ key.mT * (scaling or query.shape[-1] ** -0.5)).masked_fill(~allowed, -1e9)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_registered_kernel_stays(kind):
+    transformers.AttentionInterface.register("near", near)
+    model = made(kind, attention="near")
+    with torch.no_grad():
+        plain = model(TOKENS).logits
+        assert not torch.allclose(plain, made(kind, attention="sdpa")(TOKENS).logits)
+        with attach(model) as attached:
+            torch.testing.assert_close(model(TOKENS).logits, plain, rtol=0, atol=0)
+            assert {"scores", "pattern"} <= {*attached.left_out}
+            logits, _ = run_with_cache(model, TOKENS, names="*.z")
+            torch.testing.assert_close(logits.logits, plain, rtol=0, atol=0)
+        assert model.config._attn_implementation == "near"
+
+
+@pytest.mark.parametrize("at_attach", [torch.bfloat16, torch.float32])
+def test_a_mode_of_attention_of_its_own_stays(at_attach):
+    """GPT-2 with its products reordered differs from the interface's kernels in half precision only."""
+    config = transformers.GPT2Config(**GPT2, reorder_and_upcast_attn=True)
+    model = made("gpt2", config, "eager", torch.bfloat16)
+    with torch.no_grad():
+        plain = model(TOKENS).logits
+        with attach(model.to(at_attach)):
+            model.bfloat16()
+            assert torch.equal(model(TOKENS).logits, plain)
+            output, cache = run_with_cache(model, TOKENS, names="*.attn.*")
+            assert torch.equal(output.logits, plain)
+            assert len(cache) == 18
+            # The product is added to memory that was not written; this mode fills it with NaN.
+            torch.use_deterministic_algorithms(True)
+            try:
+                same = {"blocks.1.attn.scores": lambda scores, point: scores + 0}
+                edited = HookedRunner(model).run_with_hooks(TOKENS, hooks=same).logits
+            finally:
+                torch.use_deterministic_algorithms(False)
+            torch.testing.assert_close(edited, plain)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_padding_on_the_left_counts_no_positions(kind):
+    """Effects of a padded batch are those of each row alone."""
+    model, right = made(kind), torch.tensor([4, 8, 15])
+    corrupted = TOKENS.clone()
+    corrupted[:, 3] = torch.tensor([16, 22, 11])
+    with attach(model):
+        padded = Pairs(TOKENS, corrupted, right, attention_mask=PADDED)
+        together = activation_patching(model, padded, site="resid_pre")
+        for row, mask in enumerate(PADDED.bool()):
+            alone = Pairs(TOKENS[row][mask][None], corrupted[row][mask][None], right[row][None])
+            effects = activation_patching(model, alone, site="resid_pre")
+            torch.testing.assert_close(together.values[:, mask, row], effects.values[..., 0])
+            metric, jobs = log_prob(int(right[row])), [{"blocks.1.mlp_out": edits.zero()}]
+            swept = sweep(model, TOKENS, jobs, metric, attention_mask=PADDED)
+            zeroed = sweep(model, TOKENS[row][mask][None], jobs, metric)
+            torch.testing.assert_close(swept.values[0, row], zeroed.values[0, 0])
+
+
+def test_hidden_states_collected_before_attach_show_edits():
+    model = made("llama")
+    with torch.no_grad():
+        model(TOKENS, output_hidden_states=True)
+        with attach(model):
+            zero = {"blocks.1.resid_post": edits.zero()}
+            with HookedRunner(model).hooks(zero):
+                output = model(TOKENS, output_hidden_states=True)
+    assert output.hidden_states[2].abs().max() == 0
+    assert output.hidden_states[1].abs().max() > 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hidden_states_may_be_collected_beside_edges(when):
+    """The hooks by which `transformers` collects outputs stay, and only look."""
+    model, metric = made("llama"), log_prob(3)
+    corrupted = (TOKENS + 1) % 23
+    if when == "before":
+        model(TOKENS, output_hidden_states=True)
+    with attach(model):
+        if when == "after":
+            model(TOKENS, output_hidden_states=True)
+        scores = edge_attribution(model, Pairs(TOKENS, corrupted, metric=metric))
+        twin = made("llama")
+        with attach(twin):
+            wanted = edge_attribution(twin, Pairs(TOKENS, corrupted, metric=metric))
+        assert torch.equal(scores.values, wanted.values)
+        acts = HookedRunner(model).hooks({"blocks.0.mlp_out": edits.zero()})
+        with acts, pytest.raises(HookError, match="no hook must act on it"):
+            edge_attribution(model, Pairs(TOKENS, corrupted, metric=metric))
+
+
+def test_attention_that_is_set_after_attach_is_said():
+    model = made("llama")
+    attach(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(HookError, match=r"set to 'eager' since: detach\(model\), then attach"):
+        run_with_cache(model, TOKENS, names="*.pattern")
+    detach(model)
+    attach(model)
+    pattern = run_with_cache(model, TOKENS, names="*.pattern")[1]["pattern", 0]
+    twin = made("llama")
+    twin.set_attn_implementation("eager")
+    torch.testing.assert_close(pattern, twin(TOKENS, output_attentions=True).attentions[0])
+
+
+MAMBA = dict(
+    vocab_size=23, hidden_size=12, intermediate_size=17, num_attention_heads=3, num_key_value_heads=3,
+    mamba_d_state=8, mamba_d_conv=4, max_position_embeddings=32,
+)  # fmt: skip
+# States of a recurrence beside keys, and attention that wants a mask for each row.
+UNUSUAL = {
+    "FalconH1ForCausalLM": MAMBA
+    | dict(num_hidden_layers=2, head_dim=4, mamba_d_ssm=12, mamba_n_heads=3, mamba_d_head=4, mamba_chunk_size=4),
+    "Zamba2ForCausalLM": MAMBA
+    | dict(num_hidden_layers=4, mamba_expand=2, n_mamba_heads=3, chunk_size=4, hybrid_layer_ids=[1, 3], num_mem_blocks=1,
+           layers_block_type=["mamba", "hybrid"] * 2, use_mem_rope=True, adapter_rank=5),
+    "XGLMForCausalLM": dict(vocab_size=23, d_model=12, num_layers=2, attention_heads=3, ffn_dim=17),
+    "TrOCRForCausalLM": dict(vocab_size=23, d_model=12, decoder_layers=2, decoder_attention_heads=3, decoder_ffn_dim=17),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_patches_of_unusual_architectures_are_those_of_hooks(name, rows):
+    maker = getattr(transformers, name)
+    torch.manual_seed(0)
+    model, metric = maker(maker.config_class(**UNUSUAL[name])).eval(), log_prob(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.mean() + 0.3 * torch.randn(weight.shape))
+    clean = torch.randint(3, 23, (rows, 11))
+    corrupted = clean.clone()
+    corrupted[:, 4] = (corrupted[:, 4] + 1) % 23
+    with attach(model), torch.no_grad():
+        effects = activation_patching(model, Pairs(clean, corrupted, metric=metric), "resid_pre")
+        values = run_with_cache(model, clean, names="*.resid_pre")[1]
+        base = metric(model(corrupted).logits)
+        for layer, pos in ((0, 4), (1, 4), (1, 8), (len(values) - 1, 10)):
+            point = f"blocks.{layer}.resid_pre"
+            with HookedRunner(model).hooks({point: edits.replace(values, pos=pos)}):
+                alone = metric(model(corrupted).logits) - base
+            assert effects.values[layer, pos].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
+
+
+@torch.no_grad()
+def test_a_model_that_reads_images_too():
+    """Its forward hands keywords on to a part, and that to the model of the text."""
+    text = transformers.LlamaConfig(**SIZES | dict(vocab_size=29))
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=10, intermediate_size=14, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=28, image_seq_length=4, vision_feature_layer=-1
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    given = dict(
+        input_ids=torch.tensor([[3, 28, 28, 28, 28, 5]]), pixel_values=torch.randn(1, 3, 8, 8)
+    )
+    plain = model(**given, output_hidden_states=True)
+    words = torch.tensor([[3, 5, 7, 2]])
+    pairs = Pairs(words, words + 1, metric=log_prob(3))
+    with attach(model):
+        runner = HookedRunner(model)
+        output, cache = runner.run_with_cache(**given, use_cache=False)
+        torch.testing.assert_close(output.logits, plain.logits)
+        assert torch.equal(model(**given).logits, plain.logits)
+        for layer in range(2):
+            torch.testing.assert_close(cache["resid_pre", layer], plain.hidden_states[layer])
+        with pytest.raises(TypeError, match="takes no argument use_cach="):
+            runner.run_with_cache(**given, use_cach=False)
+        assert logit_lens(model, cache).tokens.shape[:3] == (len(model.blocks) + 1, 1, 6)
+        parts = decompose(model, cache)
+        assert parts["input"][0].any(-1).tolist() == [False, True, True, True, True, False]
+        assert parts["embed"][0].any(-1).tolist() == [True, False, False, False, False, True]
+        shares = direct_logit_attribution(model, cache, right=7, pos=2)
+        torch.testing.assert_close(shares.values.sum(), output.logits[0, 2, 7])
+        assert edge_attribution(model, pairs).values.isfinite().all()
+
+
+class Packed(torch.Tensor):
+    """Stands for the weights of a library that quantizes: a tensor that another package defines."""
+
+
+def test_weights_of_another_library_are_named():
+    model = made("llama")
+    projection = model.model.layers[1].mlp.up_proj
+    projection.weight = nn.Parameter(projection.weight.detach().as_subclass(Packed))
+    message = r"got Packed of tests\..* as model.layers.1.mlp.up_proj.weight .*without quantization"
+    with pytest.raises(ValueError, match=message):
+        from_hf(model)
+
+
+def test_a_model_without_a_head_has_no_logits():
+    config = transformers.LlamaConfig(**SIZES)
+    model = transformers.LlamaModel(config).eval()
+    with attach(model):
+        _, cache = run_with_cache(model, TOKENS)
+        with pytest.raises(TypeError, match="unembed"):
+            logit_lens(model, cache)
+
+
+def test_positions_where_the_first_layer_keeps_no_keys():
+    config = transformers.MiniMaxConfig(
+        **SIZES | dict(num_hidden_layers=2, intermediate_size=20),
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=2,
+        block_size=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.MiniMaxForCausalLM(config).eval()
+    starts = []
+    with attach(model), torch.no_grad():
+        seen = {
+            "blocks.1.resid_post": lambda value, point: starts.append(start_of_piece()) or value
+        }
+        with HookedRunner(model).hooks(seen):
+            model.generate(TOKENS, max_new_tokens=4, do_sample=False)
+    assert starts == [0, 5, 6, 7]
+
+
+def test_shared_keys_are_edited_for_all_with_and_without_a_cache():
+    config = transformers.Gemma4TextConfig(
+        **SIZES | dict(num_hidden_layers=4),
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=3,
+        vocab_size_per_layer_input=23,
+        global_head_dim=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    for name in ("k", "v"):
+        with attach(model), torch.no_grad():
+            twice = {f"blocks.1.attn.{name}": edits.scale(3.0)}
+            with HookedRunner(model).hooks(twice):
+                cached, uncached = (model(TOKENS, use_cache=use).logits for use in (True, False))
+            assert not torch.allclose(cached, model(TOKENS).logits)
+        torch.testing.assert_close(cached, uncached)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft asks for it
+def test_an_adapter_before_attach_generates_as_a_whole_text():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = made("llama", dtype=torch.float32)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config).eval()
+    with attach(model), torch.no_grad():
+        starts = []
+        seen = {
+            "blocks.1.resid_post": lambda value, point: starts.append(start_of_piece()) or value
+        }
+        with HookedRunner(model).hooks(seen):
+            model.generate(input_ids=TOKENS, max_new_tokens=3, do_sample=False)
+    assert starts == [0, 5, 6]
+
+
+def test_a_module_replaced_after_attach_is_named():
+    model = made("llama")
+    with attach(model), torch.no_grad():
+        down = model.model.layers[1].mlp.down_proj
+        model.model.layers[1].mlp.down_proj = nn.Sequential(down)
+        with pytest.raises(HookError, match="down_proj"):
+            model(TOKENS)
+        model.model.layers[1].mlp.down_proj = down
+        model(TOKENS)
+
+
+def test_changes_of_the_config_stay():
+    model = made("llama")
+    with attach(model):
+        model.resize_token_embeddings(29)
+    assert model.config.vocab_size == 29 == model.get_input_embeddings().num_embeddings
+    assert model.config._attn_implementation == "sdpa"
+    assert model.model.config.vocab_size == 29
+
+
+def test_a_list_of_heads_longer_than_the_blocks():
+    class Headed(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.heads = nn.ModuleList(nn.Linear(12, 12) for _ in range(7))
+
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs, output_hidden_states=True)
+            hidden = output.hidden_states[-1]
+            for head in self.heads:
+                hidden = head(hidden)
+            output.logits = output.logits + hidden.sum()
+            return output
+
+    model = Headed(transformers.LlamaConfig(**SIZES)).eval()
+    with attach(model):
+        assert len(of(model).blocks) == SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_list_that_is_no_blocks_is_not_taken_for_them(n):
+    """The streams of Gemma 3n, of which its blocks read several at once, are projected by a list of one map less."""
+    layers = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
+    sizes = attachable.SIZES | layers | dict(num_kv_shared_layers=0, laurel_rank=5)
+    sizes |= dict(vocab_size_per_layer_input=29, hidden_size_per_layer_input=7)
+    sizes |= dict(altup_num_inputs=n, sliding_window=3, activation_sparsity_pattern=[0.0] * 3)
+    model = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes)).eval()
+    with pytest.raises(ValueError, match="a ModuleList of blocks that run once each"):
+        attach(model)
+    assert not any(isinstance(part, HookPoint) for part in model.modules())
+
+
+def test_a_copy_is_refused_where_it_would_compute_something_else():
+    class Doubled(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 2
+            return output
+
+    with pytest.raises(ValueError, match="forward"):
+        from_hf(Doubled(transformers.LlamaConfig(**SIZES)))
+    model = made("llama")
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ValueError, match="layers.1"):
+        from_hf(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_quantised_activations_run_alone():
+    model = made("gpt2", dtype=torch.float32)
+    model = torch.ao.quantization.quantize_dynamic(from_hf(model), {nn.Linear}, dtype=torch.qint8)
+    metric, jobs = log_prob(3), [{"blocks.1.resid_pre": edits.zero(pos=n)} for n in range(5)]
+    runner = HookedRunner(model)
+    with torch.no_grad():
+        base = metric(model(TOKENS))
+        alone = [metric(runner.run_with_hooks(TOKENS, hooks=job)) - base for job in jobs]
+    torch.testing.assert_close(sweep(model, TOKENS, jobs, metric).values, torch.stack(alone))
+
+
+def test_all_tokens_are_drawn_from_at_top_p_of_one():
+    logits = torch.tensor([[20.0, 0.0, -3.0]])
+    assert Sampling(temperature=1.0, top_p=1.0).cut(logits).isfinite().all()
+
+
+def test_pairs_carry_other_arguments_of_the_run():
+    """Positions of the user's own, in every run of every analysis, against hooks of PyTorch."""
+    model, right = made("gpt2"), torch.tensor([4, 8, 15])
+    corrupted, positions = TOKENS.flip(0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
+    positions[1] += 6
+    pairs = Pairs(TOKENS, corrupted, right, arguments={"position_ids": positions})
+
+    def value(tokens, at=None, put=None):
+        kept = []
+
+        def hook(module, args, output):
+            kept.append(output.clone())
+            if at is not None:
+                output[:, at] = put[:, at]
+            return output
+
+        handle = model.transformer.h[1].register_forward_hook(hook)
+        with torch.no_grad():
+            logits = model(tokens, position_ids=positions).logits[:, -1].log_softmax(-1)
+        handle.remove()
+        return logits.gather(1, right[:, None])[:, 0], kept[0]
+
+    base, _ = value(corrupted)
+    _, clean = value(TOKENS)
+    wanted = torch.stack([value(corrupted, at, clean)[0] - base for at in range(5)])
+    with attach(model):
+        effects = activation_patching(model, pairs, site="resid_post", layers=1)
+        some = activation_patching(model, pairs[1:], site="resid_post", layers=1)
+        swept = sweep(model, pairs, [{"blocks.1.resid_post": edits.zero()}])
+    torch.testing.assert_close(effects.base, base)
+    torch.testing.assert_close(effects.values[0], wanted)
+    torch.testing.assert_close(some.values[0], wanted[:, 1:])
+    torch.testing.assert_close(swept.base, value(TOKENS)[0])
+    with pytest.raises(ValueError, match="attention_mask"):
+        Pairs(TOKENS, corrupted, right, arguments={"attention_mask": PADDED})
+
+
+GENERATIONS = {
+    "plain": {},
+    "static": dict(cache_implementation="static", disable_compile=True),
+    "chunks": dict(prefill_chunk_size=2),
+    "sampled": dict(do_sample=True, top_k=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("how", GENERATIONS)
+def test_a_generation_in_one_cache_is_the_whole_text(kind, how):
+    model, options = made(kind), dict(do_sample=False, max_new_tokens=7) | GENERATIONS[how]
+    names = ["blocks.*.attn.k", "blocks.*.attn.v", "blocks.*.resid_post", "blocks.*.attn.pattern"]
+    with attach(model), torch.no_grad():
+        torch.manual_seed(0)
+        run = lambda: model.generate(TOKENS, **options)  # noqa: E731
+        rows, cache = HookedRunner(model).run_with_cache(run=run, names=names)
+        _, whole = run_with_cache(model, rows[:, :-1], use_cache=False, names=names)
+    for name in whole:
+        torch.testing.assert_close(
+            cache[name], whole[name], msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "options",
+    [dict(num_beams=3), dict(use_cache=False), dict(prompt_lookup_num_tokens=2, eos_token_id=22)],
+    ids=str,
+)
+def test_a_generation_whose_pieces_do_not_follow_is_refused(options):
+    model = made("llama")
+    repeated = TOKENS[:1, :2].repeat(1, 3)
+    with attach(model), torch.no_grad():
+        run = lambda: model.generate(repeated, max_new_tokens=6, do_sample=False, **options)  # noqa: E731
+        with pytest.raises(HookError, match="follow"):
+            HookedRunner(model).run_with_cache(run=run, names="blocks.*.resid_post")
+        zero = {"blocks.1.mlp_out": edits.zero(pos=-1)}
+        with HookedRunner(model).hooks(zero):
+            run()  # edits need no joining
+
+
+def test_embeddings_may_be_given_instead_of_tokens():
+    model = made("llama")
+    with attach(model), torch.no_grad():
+        embeddings, zero = model.get_input_embeddings()(TOKENS), {"embed": edits.zero(pos=2)}
+        runner = HookedRunner(model)
+        _, wanted = runner.run_with_cache(TOKENS, mode="full")
+        _, cache = runner.run_with_cache(inputs_embeds=embeddings, mode="full")
+        assert {*cache} == {*wanted}
+        torch.testing.assert_close(cache["embed"], wanted["embed"])
+        by_tokens = runner.run_with_hooks(TOKENS, hooks=zero).logits
+        by_embeddings = runner.run_with_hooks(inputs_embeds=embeddings, hooks=zero).logits
+    torch.testing.assert_close(by_embeddings, by_tokens)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+
+
+def tiny(name, **sizes):
+    maker = getattr(transformers, name)
+    heads = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=2)
+    return maker(maker.config_class(**heads | sizes)).eval()
+
+
+REFUSED = {
+    "compiled": (lambda: torch.compile(made("llama")), "before torch.compile"),
+    "meta": (on_meta, "must have weights"),
+    "images": (lambda: tiny("ViTForImageClassification", image_size=8, patch_size=4), "input_ids"),
+    "choices": (lambda: tiny("BertForMultipleChoice", **SIZES), "MultipleChoice raised"),
+    "prompts before": (
+        lambda: tiny("CpmAntForCausalLM", vocab_size=23, dim_head=6, dim_ff=17),
+        "a position for each of 7 tokens",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the compiler's imports
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_attached_is_named(what):
+    make, message = REFUSED[what]
+    with pytest.raises((TypeError, ValueError), match=message):
+        attach(make())
+
+
+def test_other_libraries_have_generation_of_their_own():
+    with pytest.raises(TypeError, match="generate"):
+        generate(made("gpt2"), TOKENS, max_new_tokens=2)
+
+
+SETTINGS = {
+    "kind": ["gpt2", "llama", "gemma3", "qwen3", "olmo2", "neox", "mistral"],
+    "dtype": [torch.float32, torch.float64, torch.bfloat16],
+    "attention": ["eager", "sdpa"],
+    "padding": ["none", "left", "right"],
+    "positions": ["counted", "given"],
+    "cache": ["none", "dynamic", "static"],
+    "form": ["itself", "copied", "saved", "subclass", "adapter"],
+    "input": ["tokens", "embeddings"],
+}
+DECODERS = {
+    **KINDS,
+    "qwen3": ("Qwen3ForCausalLM", SIZES),
+    "olmo2": ("Olmo2ForCausalLM", SIZES),
+    "neox": ("GPTNeoXForCausalLM", {n: v for n, v in SIZES.items() if "_key_" not in n}),
+    "mistral": ("MistralForCausalLM", SIZES | dict(sliding_window=3)),
+}
+
+
+def pairwise(settings, seed=0):
+    """Combinations, drawn at random, until every two values of different settings meet in one."""
+    draw = random.Random(seed)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(settings, 2)
+        for x in settings[a]
+        for y in settings[b]
+    }
+    while missing:
+        drawn = [{n: draw.choice(v) for n, v in settings.items()} for _ in range(40)]
+        met = [missing & {*itertools.combinations(combination.items(), 2)} for combination in drawn]
+        best = max(range(40), key=lambda at: len(met[at]))
+        missing -= met[best]
+        if met[best]:
+            yield drawn[best]
+
+
+@pytest.mark.parametrize("form", ["copied", "saved"])
+def test_a_copy_of_an_attached_model_is_detached(form):
+    model = made("llama")
+    with attach(model):
+        copied = in_form(model, form)
+    detach(copied)
+    with torch.no_grad():
+        assert torch.equal(copied(TOKENS).logits, model(TOKENS).logits)
+    assert copied.config._attn_implementation == "sdpa"
+    assert not any(isinstance(part, HookPoint) for part in copied.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in copied.modules())
+    with attach(copied):
+        assert len(HookedRunner(copied).points) > 30
+
+
+def in_form(model, form):
+    if form == "copied":
+        return copy.deepcopy(model)
+    if form == "saved":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    if form == "subclass":
+        model.__class__ = type("Renamed", (type(model),), {})
+    if form == "adapter":
+        peft = pytest.importorskip("peft", reason="needs peft")
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2)
+        return peft.get_peft_model(model, config).eval()
+    return model
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def blocks_in(model):
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # of peft
+@pytest.mark.parametrize(
+    "chosen", [*pairwise(SETTINGS)], ids=lambda chosen: "-".join(map(str, chosen.values()))
+)
+def test_settings_in_drawn_pairs(chosen):
+    """Logits, values and an edit in the middle, bit for bit those of PyTorch's hooks on a model without points."""
+    name, sizes = DECODERS[chosen["kind"]]
+    maker = getattr(transformers, name)
+    config = maker.config_class(**sizes)
+    config._attn_implementation = chosen["attention"]
+    torch.manual_seed(0)
+    plain = in_form(maker(config).eval().to(chosen["dtype"]), chosen["form"])
+    model = copy.deepcopy(plain)
+    inputs = {"tokens": dict(input_ids=TOKENS), "embeddings": {}}[chosen["input"]]
+    if not inputs:
+        inputs = dict(inputs_embeds=plain.get_input_embeddings()(TOKENS).detach())
+    if chosen["padding"] != "none":
+        inputs["attention_mask"] = PADDED if chosen["padding"] == "left" else PADDED.flip(1)
+    if chosen["positions"] == "given":
+        inputs["position_ids"] = torch.arange(5)[None].repeat(3, 1) + 2
+    real = inputs.get("attention_mask", torch.ones_like(TOKENS)).bool()
+    # Without padding, as attached models count them.
+    counted = dict(position_ids=(real.cumsum(1) - 1).clamp(min=0)) if not real[:, 0].all() else {}
+
+    def cache():
+        kind = chosen["cache"]
+        if kind == "none":
+            return dict(use_cache=False)
+        made = transformers.StaticCache(config, 9) if kind == "static" else None
+        return {CACHE: made or transformers.DynamicCache(config=config)}
+
+    def raw(edit=None):
+        kept, blocks = [], blocks_in(plain)
+        first = lambda output: output if isinstance(output, torch.Tensor) else output[0]  # noqa: E731
+        handles = [blocks[2].register_forward_hook(lambda m, a, out: kept.append(first(out)))]
+        if edit:
+            handles.append(blocks[0].register_forward_hook(lambda m, a, out: edit(first(out))))
+        logits = plain(**counted | inputs, **cache()).logits
+        for handle in handles:
+            handle.remove()
+        return logits, kept[0]
+
+    def zero(stream):
+        stream[:, 3] = 0
+
+    with torch.no_grad():
+        logits, value = raw()
+        edited, _ = raw(zero)
+        with attach(model):
+            runner, zeroed = HookedRunner(model), {"blocks.0.resid_post": lambda s, point: zero(s)}
+            assert_same(model(**counted | inputs, **cache()).logits, logits)
+            output, kept = runner.run_with_cache(**inputs, **cache(), names="blocks.2.resid_post")
+            assert_same(output.logits, logits)
+            assert_same(kept["resid_post", 2], value)
+            ours = runner.run_with_hooks(**inputs, **cache(), hooks=zeroed).logits
+            assert_same(ours, edited)
+            assert not torch.equal(ours[real], logits[real])
+            every = runner.run_with_cache(**inputs, **cache())[0].logits[real]
+            # In float64 the families' eager kernels take the softmax in float32, and the points do not.
+            eps = max(torch.finfo(dtype).eps for dtype in (chosen["dtype"], torch.float32))
+            allowed = 16 * eps * float(logits[real].abs().max())
+            if logits.isfinite().all():  # padded float64 rows are NaN in those kernels
+                torch.testing.assert_close(every, logits[real], rtol=0, atol=allowed)
+        assert_same(model(**counted | inputs, **cache()).logits, logits)
