@@ -40,7 +40,7 @@
 # values, generation), `text` tokenizers and texts, `checkpoints`, `attached` and `training` what their names say. In `interp`,
 # `protocol` is what a model must have and `metrics` what is measured; `inputs` are texts, pairs and positions. The analyses are in
 # `effects` (values are changed), `reading`, `spectral`, `features` (dictionaries), `tracing` (attribution graphs), `directions`
-# and `alignment`, a file for each; what they share is in `edits`, `runs` (sweeps, masked runs, gradients), the `graph` of a model
+# and `alignment`, a file for each idea; `store` is for whole corpora. What they share is in `edits`, `runs` (sweeps, masked runs, gradients), the `graph` of a model
 # with its circuits, `numbers` and `results`. `pictures` and `report`
 # show what was found. Imports go one way, by a table in `tests/test_layout.py`. Other packages see `hooks` by its face and by
 # `hooks.shared`, which has what they build with. Tests stand in the rooms of the source: `tests/interp/effects/test_paths.py`.

@@ -13,6 +13,7 @@ The algorithm (no paper; the result is that of separate runs):
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from jaxtyping import Float, Shaped
@@ -67,7 +68,7 @@ def sweep(
         exact: `rerun` runs the whole model for each edit instead.
 
     Returns:
-        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit.
+        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. They print what was edited.
 
     Warns:
         UserWarning: if effects are NaN, because the metric of an edited run is, or two infinities cancel.
@@ -84,8 +85,8 @@ def sweep(
     >>> from interp import edits
     >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
     >>> sweep(model, pairs, without_mlps).top(2)
-    edit 0  -9.01
-    edit 1  -1.602
+    edit 0 'blocks.0.mlp_out: edits.zero()'  -9.01
+    edit 1 'blocks.3.mlp_out: edits.zero()'  -1.602
     """
     if isinstance(texts, Pairs):
         if attention_mask is not None:
@@ -101,7 +102,8 @@ def sweep(
     _check_edits(edits)
     if exact not in ("resume", "rerun"):
         raise ValueError(f"exact must be 'resume' or 'rerun'; got {exact!r}")
-    return sweep_text(model, text, edits, metric, max_bytes, exact == "rerun", stacklevel=4)
+    effects = sweep_text(model, text, edits, metric, max_bytes, exact == "rerun", stacklevel=4)
+    return replace(effects, words={"edit": [*map(_described, edits)]})
 
 
 def sweep_text(
@@ -155,6 +157,14 @@ def _measured(
             values[job.index] = edited
             job.require_fired()
     return base, values
+
+
+def _described(edit: Hooks) -> str:
+    """An entry of a sweep in a few words."""
+    pairs = edit.items() if isinstance(edit, Mapping) else edit
+    named = ([getattr(part, "__name__", part) for part in pair] for pair in pairs)
+    text = ", ".join(f"{point}: {change}" for point, change in named)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _mixes_rows(module: nn.Module) -> bool:

@@ -618,3 +618,14 @@ def test_sweeps_refuse_what_gives_no_number():
         with pytest.raises((NeverFiredError, EditError)):
             sweep(model, tokens, [*HEADS_OFF, wrong], lambda logits: measured.append(1))
     assert not measured  # before long work
+
+
+def test_effects_say_what_was_edited():
+    def halved(value, point):
+        return value / 2
+
+    several = [("blocks.0.mlp_out", edits.zero(pos=1)), ("*.attn_out", edits.scale(0.5))]
+    swept = sweep(variant("pre"), some_tokens(), [{"embed": halved}, several], METRIC)
+    said = "blocks.0.mlp_out: edits.zero(pos=1), *.attn_out: edits.sc..."
+    assert swept.words == {"edit": ["embed: halved", said]}
+    assert {entry.words["edit"] for entry in swept.top(2)} == {"embed: halved", said}
