@@ -8,6 +8,9 @@ from torch import Tensor
 
 from interp.pictures.view import limit_of, visible, visible_title
 
+# What a browser draws without a pause.
+MOST_WEIGHTS, MOST_COLUMNS = 1_300_000, 400
+
 
 def axis_part(
     name: str, labels: Sequence[Any], words: Sequence[str] | None, most: int

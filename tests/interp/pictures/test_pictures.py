@@ -20,6 +20,7 @@ from interp import Circuit, Result, pictures
 from interp.features import FeatureCard, FeatureCards
 from interp.features.cards import Example
 from interp.graph import Graph
+from interp.pictures.view import visible
 from models import KVCache, load
 
 MINUS = chr(0x2212)
@@ -149,7 +150,7 @@ def test_lens_reads_the_likeliest_tokens(seen, bundled):
 
 def test_texts_stand_over_their_cells_in_a_frame_below_the_fold(seen, bundled, cache):
     readout = interp.logit_lens(bundled, cache)
-    words = [[pictures.visible(bundled.to_pieces(t)) for t in row] for row in readout.tokens[:, 0, :, 0].tolist()]  # fmt: skip
+    words = [[visible(bundled.to_pieces(t)) for t in row] for row in readout.tokens[:, 0, :, 0].tolist()]  # fmt: skip
     means = [["1.5", "4", "0"], ["0.5", f"{MINUS}2.5", "4.5"]]
     for places, rows in zip(seen["places"], (words[::-1], means), strict=True):
         shown = {(round(row, 1), round(column, 1)): text for row, column, text in places}

@@ -8,6 +8,7 @@ import pytest
 from interp import pictures
 from interp.__main__ import main
 from interp.features import feature_cards, load_sae
+from interp.pictures.view import visible
 from interp.tracing import Link, Node, PrunedGraph, attribution_graph
 from models import load
 from tests.interp.pictures.test_pictures import seen_in_browser
@@ -259,7 +260,7 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert seen["inputs"][0].startswith(f"+100 {feature.id}")
     assert seen["spots"] == len(pruned.nodes)
     title, about, examples = seen["chosen"]
-    assert title == f"raises {' '.join(pictures.visible(each) for each in feature.raises)}"
+    assert title == f"raises {' '.join(visible(each) for each in feature.raises)}"
     assert f"{feature.activation:.4g}" in about
     assert examples == len(cards[0].examples) > 0
     assert feature.id in seen["state"]["pinnedIds"]

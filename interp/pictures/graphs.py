@@ -1,0 +1,166 @@
+"""Pictures of graphs: circuits, attribution graphs, and cards of their features."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from interp.pictures.parts import axis_part, thinned
+from interp.pictures.view import View, limit_of, visible, visible_title
+
+# What a browser draws without a pause.
+_MOST_EDGES, _MOST_CARDS, _MOST_NODES, _MOST_LINKS = 400, 12, 800, 8000
+
+
+def circuit(circuit: Any, curve: Any = None) -> View:
+    """Draw a circuit: layers upward, edges by their scores. A slider keeps the strongest that lead from input to output.
+
+    Solid edges help the metric, dashed ones harm it. Only what is connected is drawn.
+
+    Args:
+        circuit: a `Circuit`.
+        curve: of `interp.curve`; the slider shows the faithfulness of the nearest size measured.
+
+    >>> from interp import Circuit, graph
+    >>> from models import load
+    >>> edges = ["input->a0.h1<v>", "a0.h1->logits"]
+    >>> circuit(Circuit(graph.Graph(load("pydoc-4l")), edges))
+    View of Circuit: 2 of 479 edges, 3 of 22 nodes: .save("x.html") writes it, .show() opens it
+    """
+    rows, edges = circuit.drawn()
+    order = sorted(edges, key=lambda edge: -abs(edge.score))
+    kept = order[:_MOST_EDGES]
+    part = {
+        "kind": "network", "title": "circuit", "rows": rows, "edges": [edge[:3] for edge in kept],
+        "scores": torch.tensor([edge.score for edge in kept], dtype=torch.float64),
+        "note": thinned(len(order), len(kept), "edges"),
+    }  # fmt: skip
+    if curve is not None:
+        every = int(circuit.graph.allowed.sum())
+        means = curve.absolute.mean().tolist()
+        sizes = (int(share * every) for share in curve.absolute.labels["edges"])
+        part["faithfulness"] = [*zip(sizes, means, strict=True)]
+    return View(repr(circuit), [part])
+
+
+def features(cards: Sequence[Any]) -> View:
+    """Draw cards of features: texts where each is active, how large it is how often, and the tokens that it moves.
+
+    Args:
+        cards: of `interp.features.feature_cards`.
+
+    Raises:
+        ValueError: if there is no card.
+
+    >>> from interp.features import FeatureCard
+    >>> features([FeatureCard(7, 0.25, top=[("a", 1.5)])])
+    View of feature 7: .save("x.html") writes it, .show() opens it
+    """
+    shown = cards[:_MOST_CARDS]
+    if not shown:
+        raise ValueError("cards must hold at least one feature; got none")
+    parts: list[dict[str, Any]] = []
+    for card in shown:
+        mine: list[dict[str, Any]] = []
+        for n, example in enumerate(card.examples):
+            values = torch.tensor(example.activations)
+            mine.append({
+                "kind": "text", "title": "" if n else f"feature {card.index}", "values": values, "first": 0,
+                "tokens": [visible(token) for token in example.tokens], "unit": "", "signed": False,
+                "limit": card.largest or limit_of(values), "note": "",
+            })  # fmt: skip
+        moved = [*card.top, *card.bottom[::-1]]
+        if moved and not math.isnan(moved[0][1]):
+            mine.append(_chart("logits that a feature of 1 adds", "token", moved, "logits"))
+        if any(card.histogram):
+            step = card.largest / len(card.histogram)
+            ends = (f"{(n + 1) * step:.3g}" for n in range(len(card.histogram)))
+            counts = [*zip(ends, card.histogram, strict=True)]
+            mine.append(
+                _chart("how many positions have it, by its size", "activation", counts, "positions")
+            )
+        if mine:
+            mine[0]["heading"] = f"Feature {card.index}, active at {card.density:.2%} of positions"
+        parts += mine
+    numbers = ", ".join(str(card.index) for card in shown)
+    note = thinned(len(cards), len(shown), "features")
+    if note and parts:
+        parts[0]["note"] = note
+    return View(f"feature{'s' * (len(shown) > 1)} {numbers}", parts)
+
+
+def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) -> View:
+    """Draw an attribution graph: layers upward, tokens across. A click on a node draws and lists its links.
+
+    Nodes can be pinned and put in groups; the pinned ones are drawn below as a graph of their own. Their names are in the
+    text at the end, in the form that files have. Circles are features, diamonds errors, squares embeddings and logits.
+
+    Args:
+        graph: a `PrunedGraph`.
+        cards: of `interp.features.feature_cards`, by layer; each is shown beside its feature.
+
+    >>> from interp.tracing import Link, Node, PrunedGraph
+    >>> nodes = [Node("E_3_0", "token", -1, 0, 3, "a"), Node("2_5_0", "logit", 1, 0, 5, "b")]
+    >>> attribution(PrunedGraph(nodes, [Link("E_3_0", "2_5_0", 1.5)], ["a"]))
+    View of attribution graph of “a”: .save("x.html") writes it, .show() opens it
+    """
+    known = {
+        (layer, card.index): card for layer, of_layer in (cards or {}).items() for card in of_layer
+    }
+    nodes = sorted(graph.nodes, key=lambda node: (node.kind != "logit", node.influence or 0.0))
+    kept = {node.id: n for n, node in enumerate(nodes[:_MOST_NODES])}
+    inside = [link for link in graph.links if link.source in kept and link.target in kept]
+    links = sorted(inside, key=lambda link: -abs(link.weight))[:_MOST_LINKS]
+    shown = [_shown(node, known.get((node.layer, node.number))) for node in nodes[:_MOST_NODES]]
+    scores = ", ".join(f"{name} {value:.3g}" for name, value in graph.scores.items())
+    notes = [scores and f"{scores[0].upper()}{scores[1:]}."]
+    if len(kept) < len(nodes):
+        notes.append(f"The most influential {len(kept)} of {len(nodes)} nodes are shown.")
+    notes.append(thinned(len(inside), len(links), "links"))
+    tokens = [visible(token) for token in graph.tokens]
+    part = {
+        "kind": "attribution", "title": "attribution graph", "nodes": shown, "tokens": tokens,
+        "links": [(kept[link.source], kept[link.target]) for link in links],
+        "weights": torch.tensor([link.weight for link in links], dtype=torch.float64),
+        "pins": [kept[name] for name in graph.pins if name in kept],
+        "groups": [
+            (name, ids) for name, members in graph.supernodes.items()
+            if (ids := [kept[member] for member in members if member in kept])
+        ],
+        "start": 0, "layers": max((node.layer for node in nodes), default=0), "note": " ".join(filter(None, notes)),
+    }  # fmt: skip
+    return View(f"attribution graph of “{''.join(tokens)[:60]}”", [part])
+
+
+def _shown(node: Any, card: Any) -> dict[str, Any]:
+    """A node of an attribution graph, with what is told of it."""
+    raises = " ".join(visible(token) for token in node.raises)
+    values = {
+        "activation": node.activation,
+        "probability": node.probability,
+        "cumulative influence": node.influence,
+    }
+    known = [(name, f"{value:.4g}") for name, value in values.items() if value is not None]
+    about = [("kind", node.kind), ("position", f"{node.pos}"), *known]
+    label = visible_title(node.label)
+    if raises:
+        about.append(("raises", raises))
+        label = label or f"raises {raises}"
+    examples = card.examples if card and node.kind == "feature" else ()
+    return {
+        "id": node.id, "kind": node.kind, "layer": node.layer, "pos": node.pos, "label": label,
+        "influence": node.influence, "about": about,
+        "examples": [([visible(token) for token in each.tokens], [*each.activations]) for each in examples[:4]],
+    }  # fmt: skip
+
+
+def _chart(title: str, axis: str, bars: Sequence[tuple[str, float]], unit: str) -> dict[str, Any]:
+    """Bars without intervals."""
+    values = torch.tensor([value for _, value in bars])
+    unknown = torch.full_like(values, torch.nan)
+    labels = [visible(label) for label, _ in bars]
+    return {
+        "kind": "bars", "title": title, "unit": unit, "values": values, "low": unknown, "high": unknown,
+        "axis": axis_part(axis, range(len(labels)), labels, len(labels)), "note": title[0].upper() + title[1:] + ".",
+    }  # fmt: skip

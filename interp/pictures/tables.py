@@ -1,0 +1,153 @@
+"""Pictures of numbers: effects as heat maps or bars, several of them, and lines."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
+from interp.pictures.view import View, plotted_axes, visible_title
+
+# What a browser draws without a pause.
+_MOST_BARS, _MOST_POINTS = 60, 2000
+
+
+def effects(result: Any, facet: str | None = None) -> View:
+    """Draw a `Result`: a heat map of two axes, or bars with 95% intervals of one.
+
+    The pointer and the arrow keys read means and intervals. Scores of heads are a heat map with numbers.
+
+    Args:
+        result: the result, with one or two axes besides `example` and the facet.
+        facet: of three axes, the one that has a heat map for each label; by default the first.
+
+    Raises:
+        UnknownNameError, ValueError: as for `Result.plot`.
+
+    >>> from interp import Result
+    >>> effects(Result(torch.tensor([[1.0, 3.0, 2.5], [0.0, -0.5, 0.5]]), ("layer", "example")))
+    View of mean effects: .save("x.html") writes it, .show() opens it
+    """
+    axes, means = [*result.axes[:-1]], result.mean().detach().cpu()
+    facet = axes[0] if facet is None and len(axes) == 3 else facet
+    rest = plotted_axes(axes, facet)
+    low, high = (end.detach().cpu() for end in result.interval())
+    facts = [f"{name}: {x}" for name, x in result.about.items() if isinstance(x, str | int | float)]
+    about = f" ({', '.join(facts)[:200]})" if facts else ""
+    title = f"mean effects{about}"
+
+    def draw() -> Any:
+        return result.plot(facet)
+
+    if len(rest) == 1:
+        return View(title, [_bars(rest[0], result, means, low, high)], draw)
+    tables, lows, highs = (
+        x[None] if facet is None else x.movedim(axes.index(facet), 0) for x in (means, low, high)
+    )
+    has_intervals = bool(low.isfinite().any())
+    rows, columns = (min(len(result.labels[axis]), MOST_COLUMNS) for axis in rest)
+    some = max(1, min(len(tables), MOST_WEIGHTS // ((1 + 2 * has_intervals) * rows * columns)))
+    tables, lows, highs = (x[:some, -rows:, -columns:] for x in (tables, lows, highs))
+    gap = None if result.base is None or result.target is None else result.target - result.base
+    down, across = (
+        axis_part(axis, result.labels[axis], result.words.get(axis), MOST_COLUMNS) for axis in rest
+    )
+    part = grid_part(
+        title,
+        tables,
+        down,
+        across,
+        result.unit,
+        facets=[f"{facet} {label}" for label in result.labels[facet][:some]] if facet else [],
+        least=0.0 if gap is None else abs(gap.mean().item()),
+        from_end=rest[-1] in ("pos", "key", "query"),
+        written=True,
+        more={"95 % from": lows, "95 % to": highs} if has_intervals else {},
+        note=thinned(means.numel(), tables.numel(), "values"),
+    )
+    return View(title, [part], draw)
+
+
+def together(title: str, results: Mapping[str, Any]) -> View:
+    """Draw several results below each other, each with its heading.
+
+    Args:
+        title: above all of them.
+        results: by heading; see `effects`.
+
+    >>> from interp import Result
+    >>> one = Result(torch.tensor([[1.0, 3.0, 2.0]]), ("layer", "example"), unit="logits")
+    >>> together("two", {"first": one, "second": one})
+    View of two: .save("x.html") writes it, .show() opens it
+    """
+    parts = [
+        {**part, "heading": heading if n == 0 else ""}
+        for heading, result in results.items()
+        for n, part in enumerate(effects(result).parts)
+    ]
+    return View(title, parts)
+
+
+def curves(
+    series: Mapping[str, Sequence[float] | Float[Tensor, " x"]],
+    *,
+    x: Sequence[float] | Float[Tensor, " x"] | None = None,
+    axis: str = "step",
+    unit: str = "",
+    title: str = "curves",
+) -> View:
+    """Draw numbers as lines: losses over steps, singular values of a spectrum, angles of subspaces.
+
+    Args:
+        series: by name the numbers of each line.
+        x: where each of them is on the axis; by default they count from 0.
+        axis: its name.
+        unit: of the numbers.
+        title: above the plot.
+
+    Raises:
+        ValueError: if there is no line, or they differ in length.
+
+    >>> from interp.spectral import svd
+    >>> s = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0]))).s
+    >>> curves({"head 0": s}, axis="rank", title="spectrum")
+    View of spectrum: .save("x.html") writes it, .show() opens it
+    """
+    lines = {name: torch.as_tensor(values).detach().cpu() for name, values in series.items()}
+    sizes = {tuple(values.shape) for values in lines.values()}
+    places = torch.arange(next(iter(lines.values())).numel()) if x is None and lines else x
+    places = torch.as_tensor([] if places is None else places).double().cpu()
+    if sizes != {tuple(places.shape)} or places.ndim != 1:
+        raise ValueError(
+            f"lines must be one or more, each [x] of one length; got {[*map(list, sizes)]}"
+        )
+    step = -(-len(places) // _MOST_POINTS)
+    at = [*range(0, len(places), step or 1)]
+    at += [len(places) - 1] if at and at[-1] != len(places) - 1 else []
+    part = {
+        "kind": "lines", "title": title, "x": places[at], "xname": axis, "unit": unit,
+        "series": {visible_title(name): values[at] for name, values in lines.items()},
+        "note": thinned(len(places), len(at), "points"),
+    }  # fmt: skip
+
+    def draw() -> Any:
+        from interp.pictures.plots import lines as drawn
+
+        return drawn(places, lines, axis, unit, title)
+
+    return View(title, [part], draw)
+
+
+def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> dict[str, Any]:
+    size = means.abs().nan_to_num(nan=-1)
+    at = sorted(size.argsort(descending=True, stable=True)[:_MOST_BARS].tolist())
+    words = result.words.get(axis)
+    labels, texts = [result.labels[axis][n] for n in at], words and [words[n] for n in at]
+    return {
+        "kind": "bars", "title": "mean effects", "unit": result.unit,
+        "axis": axis_part(axis, labels, texts, _MOST_BARS),
+        "values": means[at], "low": low[at], "high": high[at],
+        "note": len(at) < len(means) and f"The {len(at)} largest of {len(means)} are shown.",
+    }  # fmt: skip

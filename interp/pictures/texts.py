@@ -1,0 +1,207 @@
+"""Pictures of texts: attention patterns, values of tokens, and what each layer would predict."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import ActivationCache
+from hooks.shared import carried
+from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
+from interp.pictures.view import View, limit_of, visible
+
+# What a browser draws without a pause.
+_MOST_TOKENS, _MOST_CELLS = 4000, 4000
+
+
+def patterns(
+    model: nn.Module | None,
+    cache: ActivationCache,
+    example: int = 0,
+    *,
+    queries: slice | None = None,
+    keys: slice | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+) -> View:
+    """Draw the attention patterns of one text: heads as small pictures to click, the one chosen large.
+
+    The pointer and the arrow keys read each weight. A button swaps queries and keys. Of a long text the last positions are
+    drawn, fewer the more heads there are. Of a lazy cache one layer at a time is computed.
+
+    Args:
+        model: the model, to name tokens by their text; None to name them by number.
+        cache: the cache of a run of it that kept `pattern`.
+        example: the text, counted from 0.
+        queries, keys: a window of the text's positions; None for all.
+        heads: pairs (layer, head) to draw, in this order; None for all.
+
+    Raises:
+        TypeError: if the model and the cache have changed places.
+        UnknownNameError: if the cache has no patterns.
+        ValueError: if there is no such text or head, or nothing is in the window.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> cache = HookedRunner(model).run_with_cache("def f(x):", names="*.pattern")[1]
+    >>> patterns(model, cache, queries=slice(4, 8), heads=[(0, 3), (2, 1)])
+    View of attention patterns of “def f(x):”: .save("x.html") writes it, .show() opens it
+    """
+    if not isinstance(cache, ActivationCache):
+        raise TypeError(
+            f"patterns are of (model, cache); got a {type(model).__name__} and a {type(cache).__name__}"
+        )
+    names = cache.layer_names("pattern")
+    pairs = [
+        isinstance(pair, tuple) and len(pair) == 2 and pair[0] in names for pair in heads or ()
+    ]
+    if heads is not None and not (pairs and all(pairs)):
+        raise ValueError(f"heads must be pairs (layer, head) of layers {[*names]}; got {heads}")
+    layers = [*names] if heads is None else [*dict.fromkeys(layer for layer, _ in heads)]
+    weights: dict[tuple[int, int], Tensor] = {}
+    for layer in layers:
+        pattern = cache.read(names[layer])[0]
+        n_texts, n_heads, n_queries, n_keys = pattern.shape
+        _require_example(example, n_texts)
+        n_facets = len(layers) * n_heads if heads is None else len(heads)
+        most = max(1, min(int((MOST_WEIGHTS / n_facets) ** 0.5), MOST_COLUMNS))
+        all_rows, all_columns = _window(n_queries, n_keys, queries, keys)
+        rows, columns = all_rows[-most:], all_columns[-most:]
+        shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
+        for head in range(n_heads) if heads is None else (h for at, h in heads if at == layer):
+            if not 0 <= head < n_heads:
+                raise ValueError(f"a head must be 0 to {n_heads - 1}; got {head}")
+            weights[layer, head] = shown[head]
+    order = [*weights] if heads is None else [*heads]
+    tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
+    known = isinstance(tokens, Tensor) and tokens.shape[-1] == n_keys
+    row = tokens[example].tolist() if known and isinstance(tokens, Tensor) else None
+    words, written = (None, False) if row is None else _words(model, row)
+    longest = max(all_rows, all_columns, key=len)
+    part = grid_part(
+        "attention patterns",
+        torch.stack([weights[pair] for pair in order]),
+        axis_part("query", rows, words and [words[place] for place in rows], most),
+        axis_part("key", columns, words and [words[place] for place in columns], most),
+        "of the attention",
+        facets=[f"layer {layer}, head {head}" for layer, head in order],
+        names=[f"{layer}.{head}" for layer, head in order],
+        across=n_heads if heads is None else None,
+        least=1.0,
+        square=True,
+        from_end=True,
+        swap=rows == columns,
+        strip=words is not None,
+        note=thinned(len(longest), len(longest[-most:]), "positions"),
+    )
+    title = f" of “{''.join(words)[:60]}”" if words and written else ""
+    return View(f"attention patterns{title}", [part])
+
+
+def text(
+    tokens: Sequence[str],
+    values: Sequence[float] | Float[Tensor, " pos"],
+    *,
+    unit: str = "",
+    title: str = "text",
+) -> View:
+    """Draw a text whose tokens are coloured by a value each, such as a loss or a neuron's activation.
+
+    Args:
+        tokens: the text of each token, as `model.to_pieces` gives them.
+        values: a number for each. Those that are not known are NaN.
+        unit: of the values.
+        title: above the text.
+
+    Raises:
+        ValueError: if there are not as many values as tokens.
+
+    >>> text(["Re", "turn"], [0.5, 2.0], unit="nats", title="loss")
+    View of loss: .save("x.html") writes it, .show() opens it
+    """
+    numbers = torch.as_tensor(values).detach().cpu()
+    if numbers.shape != (len(tokens),):
+        raise ValueError(
+            f"values must be one for each of the {len(tokens)} tokens; got {[*numbers.shape]}"
+        )
+    shown = [visible(token) for token in tokens[-_MOST_TOKENS:]]
+    first = len(tokens) - len(shown)
+    return View(title, [{
+        "kind": "text", "title": title, "tokens": shown, "values": numbers[first:], "first": first,
+        "unit": unit, "limit": limit_of(numbers), "signed": bool((numbers < 0).any()),
+        "note": thinned(len(tokens), len(shown), "tokens"),
+    }])  # fmt: skip
+
+
+def lens(readout: Any) -> View:
+    """Draw the likeliest next token of each layer at each position of the first text, coloured by its probability.
+
+    The pointer reads the likeliest tokens with their probabilities.
+
+    Args:
+        readout: a `LensReadout`, of `logit_lens`.
+
+    >>> from interp import logit_lens, run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> lens(logit_lens(model, run_with_cache(model, "def f(x):", mode="full")[1]))
+    View of lens of “def f(x):”: .save("x.html") writes it, .show() opens it
+    """
+    words, likeliest = readout.first or (None, readout.tokens[:, 0].tolist())
+    chances = readout.probabilities[:, 0].detach().cpu()
+    layers, n = chances.shape[:2]
+    last = max(1, min(n, _MOST_CELLS // layers))
+    best = [[[visible(f"{t}") for t in pos] for pos in layer[-last:]] for layer in likeliest]
+    shown = chances[:, -last:].flip(0)
+    tips = [
+        [[text, f"{100 * chance:.3g} %"] for text, chance in zip(*pos, strict=True)]
+        for layer in zip(best[::-1], shown.tolist(), strict=True)
+        for pos in zip(*layer, strict=True)
+    ]
+    rows = [*(f"entering {layer}" for layer in range(layers - 1)), "final"][::-1]
+    part = grid_part(
+        "lens",
+        shown[None, ..., 0],
+        {"name": "stream", "labels": rows},
+        axis_part("pos", range(n), words, last),
+        "probability of the likeliest token",
+        least=1.0,
+        from_end=True,
+        cells=[pos[0] for layer in best[::-1] for pos in layer],
+        tips=tips,
+        note=thinned(n, last, "positions"),
+    )
+    return View(f"lens of “{''.join(words)[:60]}”" if words else "lens", [part])
+
+
+def _window(
+    n_queries: int, n_keys: int, queries: slice | None, keys: slice | None
+) -> tuple[list[int], list[int]]:
+    """The positions of queries, which are the last of all, and of keys in a window."""
+    places, first = range(n_keys), n_keys - n_queries
+    if not all(isinstance(chosen, slice | None) for chosen in (queries, keys)):
+        raise ValueError(f"queries and keys must be slices of positions; got {queries} and {keys}")
+    rows = [place for place in places[queries or slice(None)] if place >= first]
+    columns = [*places[keys or slice(None)]]
+    if not rows or not columns:
+        at_most = f"{first} to {n_keys - 1} and keys of 0 to {n_keys - 1}"
+        raise ValueError(f"queries must be some of {at_most}; got {queries} and {keys}")
+    return rows, columns
+
+
+def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
+    """The text of each token and True, or the numbers of tokens and False where there is no tokenizer."""
+    language: Any = None if model is None else carried(model, "language_parts") or model
+    try:
+        if getattr(language, "tokenizer", None) is not None:
+            return language.to_pieces(row), True
+    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
+        pass
+    return [*map(str, row)], False
+
+
+def _require_example(example: int, count: int) -> None:
+    if not 0 <= example < count:
+        raise ValueError(f"example must be 0 to {count - 1}; got {example}")
