@@ -258,7 +258,7 @@ class HookedRunner(HintsAtNames):
         """The exact shapes and bytes that a cached run would keep, found without its arithmetic.
 
         With `lazy=True` the bytes are those of the run itself, before anything is recomputed. A copy of
-        the model runs, on tensors without numbers. Models of transformers then make a mask that a run
+        the model runs, on tensors without numbers. Some models then make a mask that a run
         without padding may omit, so lazy plans include it.
 
         Args:

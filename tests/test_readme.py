@@ -216,7 +216,8 @@ def test_links_lead_somewhere(page):
 def printed(monkeypatch, capsys, tmp_path):
     """What an example prints, which writes its figures to `tmp_path`."""
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    for folder in ("examples", "examples/studies"):
+        monkeypatch.syspath_prepend(ROOT / folder)
 
     def run(name, *options):
         assert import_module(name).main([*options, "--out", str(tmp_path)]) == 0

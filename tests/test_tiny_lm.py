@@ -30,7 +30,7 @@ from models import (
 pytest.importorskip("matplotlib")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.append(str(EXAMPLES))  # last, so that it hides nothing
+sys.path += [str(EXAMPLES), str(EXAMPLES / "studies")]  # last, so that they hide nothing
 tiny_lm, figures = import_module("tiny_lm"), import_module("tiny_lm_figures")
 train_pydoc, qk_norm = import_module("train_pydoc"), import_module("qk_norm")
 

@@ -12,7 +12,7 @@ import torch
 
 from models import load
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parent.parent / "examples" / "studies"
 DELAY, BUFFER, WIDTH = 4, 3, 11
 
 

@@ -24,10 +24,10 @@ print(spectral.effective_rank(found["wvwo"].s))  # [layer, head]
 # %% [markdown]
 # | experiment | two CPU cores, one thread |
 # | --- | --- |
-# | `python examples/tiny_lm.py --text tinyshakespeare.txt` | Tiny Shakespeare (not included) by nanoGPT's small setting: 1.82 nats per character in 2.5 minutes; `--tokens bytes`, or a directory with GPT-2's tokenizer; its docstring has a first look of seconds (at nanoGPT's own learning rate, 1e-3, half of the default: 1.90) |
-# | `python examples/qk_norm.py` | with and without QK-norm, 400 steps: at rate 1e-2 the largest attention score is 5.5 and 529, the loss 1.89 and 2.53 nats; at 1e-3 5.5 and 23, 2.01 and 2.14 |
-# | `python examples/svd_stability.py` | are attention maps less stable around events? Tables, figures and intervals in 2 minutes; `--d-model` 64 to 256, `--layers` 2 to 6, `--window`, `--delay`, `--vertices`. With seed 0, 4 of 8 intervals exclude zero; they are not independent |
-# | `python examples/handout.py --out out` | the handout's QKᵀ, S, A and Y, printed and drawn, and its figures 1, 2, 4 and 6 |
+# | `python examples/studies/tiny_lm.py --text tinyshakespeare.txt` | Tiny Shakespeare (not included) by nanoGPT's small setting: 1.82 nats per character in 2.5 minutes; `--tokens bytes`, or a directory with GPT-2's tokenizer; its docstring has a first look of seconds (at nanoGPT's own learning rate, 1e-3, half of the default: 1.90) |
+# | `python examples/studies/qk_norm.py` | with and without QK-norm, 400 steps: at rate 1e-2 the largest attention score is 5.5 and 529, the loss 1.89 and 2.53 nats; at 1e-3 5.5 and 23, 2.01 and 2.14 |
+# | `python examples/studies/svd_stability.py` | are attention maps less stable around events? Tables, figures and intervals in 2 minutes; `--d-model` 64 to 256, `--layers` 2 to 6, `--window`, `--delay`, `--vertices`. With seed 0, 4 of 8 intervals exclude zero; they are not independent |
+# | `python examples/studies/handout.py --out out` | the handout's QKᵀ, S, A and Y, printed and drawn, and its figures 1, 2, 4 and 6 |
 # | `python examples/train_pydoc.py` | a model like the bundled one, whose training rows were one character shorter, in about 25 minutes |
 #
 # Training goes on bit for bit from a checkpoint, also after Ctrl-C; a full disk or a crash leaves the last one whole. A
@@ -43,7 +43,7 @@ print(spectral.effective_rank(found["wvwo"].s))  # [layer, head]
 # | tiny transformer handout | here: attention, blocks, model, sampling, worked numbers, training and the experiments |
 # | transformer components | here: norms, masks, positions, blocks, weight tying, the registry, `count_parameters()` |
 # | GPT-2 inference | here: checkpoints, BPE, KV cache, masks, sampling, batches, half precision, GGUF, multi-query, windows, chunks |
-# | query-key normalisation | here: the configs `d12` to `d48`, the comparison and the smoke test (`examples/tiny_lm.py --model`) |
+# | query-key normalisation | here: the configs `d12` to `d48`, the comparison and the smoke test (`examples/studies/tiny_lm.py --model`) |
 #
 # What these documents call the parts of a transformer:
 #

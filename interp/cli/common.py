@@ -110,7 +110,7 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
     if trained:
         raise ValueError(
             f"a run needs a trained model; got the config {name!r}: train it, for instance with "
-            f"`python examples/tiny_lm.py --model {name}`, and give the directory"
+            f"`python examples/studies/tiny_lm.py --model {name}`, and give the directory"
         )
     with torch.device("meta"):  # without memory for the weights
         return build(name)

@@ -7,7 +7,7 @@ A is `pattern`, and Y is `z`. A causal mask leaves the last row unchanged, not t
 With --out it also draws the handout's figures: 1 (attention.png), 2 (cost.png), 4 (positions.png) and
 6 (temperature.png). Figures 3 and 5 are those of `tiny_lm.py`, of a trained model. It takes some seconds.
 
-    python examples/handout.py --out out
+    python examples/studies/handout.py --out out
 """
 
 import math
@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+# For `commands`, which all examples share.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch

@@ -11,11 +11,11 @@ GPT-2's encoder.json and vocab.bpe; their 50,257 tokens make steps slower.
 A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's name.
 Give each further experiment its own --out. The first line below is a look at everything in less than a minute.
 
-    python examples/tiny_lm.py --steps 100 --validation-windows 50 --length 60 --out out/first-look
-    python examples/tiny_lm.py
-    python examples/tiny_lm.py --text mine.txt --tokens bytes --out out/bytes
-    python examples/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
-    python examples/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1 --validation-windows 4
+    python examples/studies/tiny_lm.py --steps 100 --validation-windows 50 --length 60 --out out/first-look
+    python examples/studies/tiny_lm.py
+    python examples/studies/tiny_lm.py --text mine.txt --tokens bytes --out out/bytes
+    python examples/studies/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
+    python examples/studies/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1 --validation-windows 4
     python -m interp report --model out/tiny-lm
 """
 
@@ -26,6 +26,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+
+# For `commands`, which all examples share.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from commands import (

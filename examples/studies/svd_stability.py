@@ -18,10 +18,10 @@ With the default sizes it takes two minutes. The graph has four regions of --ver
 The analysed checkpoints stay in the directory, each a model for `models.load`. --resume continues after
 Ctrl-C. After training is complete, it repeats the analysis, also with other --walks.
 
-    python examples/svd_stability.py --out out/svd_stability
-    python examples/svd_stability.py --out out/svd_stability --resume --walks 96
-    python examples/svd_stability.py --out out/svd-256-6l --d-model 256 --layers 6
-    python examples/svd_stability.py --out out/long --window 64 --delay 12 --vertices 200
+    python examples/studies/svd_stability.py --out out/svd_stability
+    python examples/studies/svd_stability.py --out out/svd_stability --resume --walks 96
+    python examples/studies/svd_stability.py --out out/svd-256-6l --d-model 256 --layers 6
+    python examples/studies/svd_stability.py --out out/long --window 64 --delay 12 --vertices 200
 """
 
 import argparse
@@ -30,6 +30,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+
+# For `commands`, which all examples share.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from commands import Pace, Parser, attempt, require_least, require_matplotlib, require_own

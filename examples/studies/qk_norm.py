@@ -4,7 +4,7 @@ The model is a small version of d12_post_norm in qk-norm.md. Text, seed and batc
 Without the norm, scores grow with the learning rate, and attention can saturate. With it, they cannot
 exceed sqrt(d_head), because queries and keys have length sqrt(d_head). It takes some minutes.
 
-    python examples/qk_norm.py --out out/qk-norm
+    python examples/studies/qk_norm.py --out out/qk-norm
 """
 
 import argparse
@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+# For `commands`, which all examples share.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from commands import attempt, parser, pydoc_text, require_least, require_matplotlib, text_at
