@@ -65,7 +65,7 @@ def test_what_is_no_model_is_told_so(model, cache):
     ):
         with pytest.raises(TypeError, match="got ActivationCache .*cache comes after"):
             swapped()
-    with pytest.raises(TypeError, match="patterns are of .model, cache.; got a ActivationCache"):
+    with pytest.raises(TypeError, match="got a ActivationCache"):
         pictures.patterns(cache, model)
 
 
@@ -77,13 +77,13 @@ def test_a_partial_cache_is_told_what_is_needed(model):
 
 def test_a_result_has_no_items(model):
     result = activation_patching(model, Pairs(TEXT, OTHER, ("1", "4")), site="z")
-    with pytest.raises(TypeError, match=r"\.values\[\.\.\.\] are its numbers, with the axes layer"):
+    with pytest.raises(TypeError, match=r"with the axes layer"):
         result[0]
 
 
 def test_a_mean_of_another_length_may_go_over_positions(model):
     runner, reference = HookedRunner(model), HookedRunner(model).run_with_cache([TEXT, OTHER])[1]
-    with pytest.raises(EditError, match=r"got 17 \(edits.mean has over=\('batch', 'pos'\)\)"):
+    with pytest.raises(EditError, match=r"got 17 .*over=\('batch', 'pos'\)"):
         runner.run_with_hooks("def", hooks={"blocks.1.mlp_out": edits.mean(reference)})
 
 

@@ -143,7 +143,7 @@ def test_where_autograd_has_no_gradient_there_is_none():
     output.sum().backward()
     assert torch.equal(cache.grads["after"], torch.full((2, 5), 3.0))
     assert torch.equal(cache.grads["beside"], torch.ones(2, 5))
-    with pytest.raises(UnknownNameError, match="'before' was skipped: no gradient arrived there"):
+    with pytest.raises(UnknownNameError, match="'before' was skipped"):
         cache.grads["before"]
     double = {"*": lambda gradient, point: 2 * gradient}
     value.grad = None

@@ -94,9 +94,7 @@ def test_the_selection_that_is_named_fits(deep, share):
     _, cache = run_with_cache(deep, TOKENS, names=selector, max_bytes=bound)
     assert bound / 3 < cache.nbytes <= bound
     assert not {"blocks.0.attn.scores", "blocks.4.attn.scores"} & {*cache}
-    with pytest.raises(
-        MemoryLimitError, match="at least .* is 0.0 MB: use lazy=True or positions=$"
-    ):
+    with pytest.raises(MemoryLimitError, match="use lazy=True or positions=$"):
         run_with_cache(deep, TOKENS, mode="full", max_bytes=whole.nbytes // 9)  # not one layer fits
 
 

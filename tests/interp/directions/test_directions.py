@@ -315,7 +315,7 @@ def test_an_erasure_is_an_edit_at_its_points(model, site):
     ):
         runner.run_with_hooks(NO[0], hooks={"blocks.1.mlp_out": found.edit()})
     if site == "attn.z":
-        with pytest.raises(EditError, match="all 128 numbers of a position; 32 were selected"):
+        with pytest.raises(EditError, match="all 128 .*32 were selected"):
             runner.run_with_hooks(NO[0], hooks={name: found.edit(head=2)})
 
 
@@ -335,7 +335,7 @@ def test_a_direction_over_all_heads_of_a_position(model):
 
 def test_a_vector_without_length_has_no_unit():
     for wrong in (0.0, math.inf):
-        with pytest.raises(ValueError, match="length above 0 to get length 1; got .* at here"):
+        with pytest.raises(ValueError, match="length above 0 .*at here"):
             Direction({"there": torch.ones(3), "here": torch.full((2,), wrong)}).unit()
 
 
@@ -678,9 +678,7 @@ def test_values_that_are_not_finite_are_refused():
 
 def test_probes_that_cannot_be_fitted_are_refused():
     model, texts = embedded(torch.randn(5, 3)), torch.arange(3)[:, None]
-    with pytest.raises(
-        ValueError, match=r"folds must be 2 to the texts of each kind \(3 and 2\); got 3"
-    ):
+    with pytest.raises(ValueError, match=r"\(3 and 2\); got 3"):
         probe(model, texts, texts[:2], "1", folds=3)
     with pytest.raises(ValueError, match="'logistic' or 'linear'"):
         probe(model, texts, texts, "1", kind="svm")

@@ -386,7 +386,7 @@ def test_caches_and_targets_that_do_not_fit(model, tokens, unchecked):
     torch.testing.assert_close(direct_logit_attribution(model, enough, right=3).values, expected)
     for lacking in names:
         _, few = run_with_cache(model, tokens, names=[n for n in names if n != lacking])
-        with pytest.raises(CacheError, match=r"run with .*blocks\.\*\.attn\.z.*ln_final\.scale"):
+        with pytest.raises(CacheError, match=r"blocks\.\*\.attn\.z.*ln_final\.scale"):
             direct_logit_attribution(model, few, right=3), accumulated(model, few, right=3)
     with pytest.raises(CacheError, match=r"blocks\.\*\.mlp\.post"):
         decompose(model, enough, neurons=True)

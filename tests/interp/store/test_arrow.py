@@ -101,9 +101,7 @@ def test_no_store_is_replaced(tmp_path):
     with pytest.raises(ValueError, match="a store must go on with the same points; "):
         from_arrow(HERE / "cached", out, {HOOK: POINT}, per_file=5)
     (out / "manifest.json").rename(tmp_path / "manifest.json")
-    with pytest.raises(
-        ValueError, match="its own files; .*values-000000.safetensors is of another"
-    ):
+    with pytest.raises(ValueError, match="values-000000.safetensors is of another"):
         from_arrow(HERE / "cached", out, per_file=5)
     (tmp_path / "manifest.json").rename(out / "manifest.json")
     assert files_of(out) == before

@@ -199,9 +199,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path):
     model, name = variant("pre", n_layers=1), "blocks.0.mlp_out"
     with torch.no_grad():
         model.blocks[0].mlp.output.bias += 1e5
-    with pytest.raises(
-        ValueError, match=r"finite; got others in torch.float16 at blocks.0.mlp_out"
-    ):
+    with pytest.raises(ValueError, match=r"torch.float16 at blocks.0.mlp_out"):
         harvest(model, [[1, 2]], name, tmp_path / "half", dtype=torch.float16)
     store = harvest(model, [[1, 2]], name, tmp_path / "brain", dtype=torch.bfloat16)
     assert store.file(0)[name].dtype == torch.bfloat16
@@ -219,7 +217,7 @@ def test_unknown_settings_are_refused(tmp_path):
             harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, **wrong)
     with pytest.raises(ValueError, match="engine must be 'ray' or None; got 'dask'"):
         harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, engine="dask")
-    with pytest.raises(TypeError, match="model must be a module, or a function .* got str"):
+    with pytest.raises(TypeError, match="models.load.* got str"):
         harvest(lambda: "gpt2", [[1]], "blocks.0.mlp_out", tmp_path)
 
 

@@ -183,7 +183,7 @@ def test_another_model_text_or_setting_is_refused(tmp_path):
         made(model, [], tmp_path / "empty")
     with pytest.raises(
         ValueError,
-        match=r"must begin with \[batch pos\], a row for each token; got blocks.0.attn.pattern",
+        match=r"\[batch pos\].*got blocks.0.attn.pattern",
     ):
         harvest(model, texts, "blocks.0.attn.pattern", tmp_path / "pattern")
     with pytest.raises(UnknownNameError):
@@ -315,7 +315,7 @@ def test_epochs_differ_and_need_not_end(tmp_path):
     endless = store.batches(7, 0, ["text"], epochs=None)
     seen = [next(endless)[0] for _ in range(-(-len(places) // 7) * 3)]
     assert sorted(torch.cat(seen).tolist()) == sorted(places * 3)
-    with pytest.raises(ValueError, match="each of 9 readers must have rows; reader 7 has none"):
+    with pytest.raises(ValueError, match="reader 7 has none"):
         next(store.batches(7, epochs=None, part=(7, 9)))
 
 
@@ -419,9 +419,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_half(tmp_path, monkeypatch):
     room = iter([10**9, 10**9, 5])
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=next(room)))
-        with pytest.raises(
-            OSError, match=r"room for [\d,]+ bytes or so \(1 more like this file\); .* has 5"
-        ):
+        with pytest.raises(OSError, match=r"1 more like this file\); .* has 5"):
             made(model, texts, tmp_path)
     assert [*sorted(contents(tmp_path))] == [
         "values-000000.safetensors",
@@ -673,9 +671,7 @@ def test_a_job_whose_store_was_taken_over_writes_no_more(tmp_path):
         assert len(contents(out)) == n_files
         assert not [*out.glob("done-*")]
         assert Activations(out).checksums == other.checksums
-        with pytest.raises(
-            CacheError, match="values-000000.safetensors must be .* of another store"
-        ):
+        with pytest.raises(CacheError, match="values-000000.* of another store"):
             Activations(out).file(0)
 
 
@@ -715,9 +711,7 @@ def test_files_of_another_store_are_refused_by_name(place, tmp_path):
         system.pipe_file(path, data)
         assert store.damaged() == [1]
         for read in reads.values():
-            with pytest.raises(
-                CacheError, match="values-000001.safetensors must be a whole file of"
-            ):
+            with pytest.raises(CacheError, match="values-000001.safetensors must be"):
                 read()
         with pytest.raises(ValueError, match=message):
             made(model, texts, out)
@@ -738,7 +732,7 @@ def test_a_store_of_the_older_form_is_refused_in_a_line(tmp_path):
     path = tmp_path / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | {"format": "hookscope-store-2"}))
-    with pytest.raises(CacheError, match="format hookscope-store-3; .* has 'hookscope-store-2'$"):
+    with pytest.raises(CacheError, match="has 'hookscope-store-2'$"):
         Activations(tmp_path)
     with pytest.raises(ValueError, match="same format; .* has 'hookscope-store-2', got"):
         made(model, texts, tmp_path)
@@ -814,9 +808,7 @@ def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_pa
         job(n, torch.float16)
     stamps = []
     for _ in range(2):  # it may be tried again, and keeps what it has
-        with pytest.raises(
-            ValueError, match=r"finite; got others in torch.float16 at embed .*dtype="
-        ):
+        with pytest.raises(ValueError, match=r"torch.float16 at embed .*dtype="):
             job(0, torch.float16)
         with pytest.raises(CacheError, match="must be complete"):
             len(Activations(out))

@@ -550,9 +550,7 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
             with pytest.raises(ValueError, match=message):
                 FrozenRun(model, TEXT, {"blocks.1.mlp_out": each})
     right = transcoder()
-    with pytest.raises(
-        ValueError, match="where an MLP writes, such as blocks.0.mlp_out; got 'blocks.1.attn_out'"
-    ):
+    with pytest.raises(ValueError, match="got 'blocks.1.attn_out'"):
         FrozenRun(model, TEXT, {"blocks.1.attn_out": right})
     two = CrossLayerTranscoder(
         [drawn(8, 3)] * 2,

@@ -112,9 +112,7 @@ def test_the_type_of_the_weights(model, saved, tokens):
 
 def test_an_unknown_model_lists_what_is_there(monkeypatch, tmp_path):
     offline(monkeypatch)
-    with pytest.raises(
-        FileNotFoundError, match=r"'pydoc-5l'.*mean 'pydoc-4l'.*available: pydoc-4l"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"'pydoc-5l'.*mean 'pydoc-4l'"):
         load("pydoc-5l")
     for nothing in ("nothing", "no/such/directory", Path("nothing")):
         with pytest.raises(FileNotFoundError, match="available: pydoc-4l"):
@@ -273,7 +271,7 @@ def test_a_bin_file_runs_nothing(saved, tmp_path):
     trap.marker = str(tmp_path / "it ran")
     for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))):
         write({"ln_final.bias": trap}, path)
-        with pytest.raises(ValueError, match=r"pytorch_model.bin: .* any code; got GLOBAL \S+$"):
+        with pytest.raises(ValueError, match=r"pytorch_model.bin: .*GLOBAL \S+$"):
             load(saved)
     assert not Path(trap.marker).exists()
 

@@ -177,9 +177,7 @@ def test_a_chat_without_the_span_is_refused_beside_others_too(batch):
     empty = chats(("def f", "KV8"), ("i", "QX31"), ("of", ""))
     direction = Direction({name: torch.ones(128)})
     for wrong in (without, empty):
-        refused = pytest.raises(
-            ValueError, match="each text must have the span 'assistant'; text 2"
-        )
+        refused = pytest.raises(ValueError, match="'assistant'; text 2")
         for texts in ((whole, wrong), (wrong, whole)):
             with refused:
                 difference_of_means(model, *texts, name, pos="assistant", batch=batch)
@@ -199,15 +197,13 @@ def test_attached_models_read_chats():
 
 def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
     model = load("pydoc-4l")
-    with pytest.raises(ValueError, match="must accept the messages; it says: roles must alternate"):
+    with pytest.raises(ValueError, match="roles must alternate"):
         chat(model, MESSAGES, template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="must accept the messages"):
         chat(model, MESSAGES, template="{% if %}")
     with pytest.raises(ValueError, match="must keep contents as they are"):
         chat(model, MESSAGES, template="{% for m in messages %}{{ m.content | upper }}{% endfor %}")
-    with pytest.raises(
-        ValueError, match="must have a role and a content, both texts; got {'role': 'user'}"
-    ):
+    with pytest.raises(ValueError, match="got {'role': 'user'}"):
         chat(model, [*MESSAGES, {"role": "user"}], template="x")
     with pytest.raises(ValueError, match="the tokenizer's files have none"):
         chat(model, MESSAGES)

@@ -484,7 +484,7 @@ def test_a_full_disk_that_torch_reports_in_its_own_way(tmp_path, monkeypatch):
             raise RuntimeError("enforce fail at inline_container.cc") from None
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match=r"checkpoint.pt cannot be written: .*File too large"):
+    with pytest.raises(OSError, match=r"checkpoint.pt .*File too large"):
         train(tiny(), TEXT, config(), directory=tmp_path)
 
 
@@ -665,7 +665,7 @@ def test_a_read_only_directory_is_said(tmp_path, monkeypatch):
 
     for method in ("open", "unlink"):
         monkeypatch.setattr(Path, method, refuse)
-    with pytest.raises(OSError, match=r"log.jsonl cannot be written: .*Read-only.*no checkpoint"):
+    with pytest.raises(OSError, match=r"log.jsonl .*Read-only.*no checkpoint"):
         train(tiny(), TEXT, config(), directory=tmp_path)
 
 
