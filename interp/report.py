@@ -139,10 +139,8 @@ def report(
     metric, is_derived = log_prob(answer), corrupted is None
     corrupted = derive_corruption(model, clean, metric) if corrupted is None else corrupted
     _check_gap(*(metric(x).item() for x in (logits, logits_of(model(corrupted)))))
-    pairs, ends = (
-        Pairs(clean, corrupted, metric=metric),
-        {name.rpartition(".")[2] for name in runner.points},
-    )
+    pairs = Pairs(clean, corrupted, metric=metric)
+    ends = {point.rpartition(".")[2] for point in runner.points}
     # A model of attention only has no `mlp_out`.
     patches = {
         site: activation_patching(model, pairs, site).normalized() for site in SITES if site in ends
@@ -162,25 +160,28 @@ def report(
         words, [math.nan, *losses.tolist()], unit="nats", title="loss"
     )
     changed = (clean != corrupted)[0].nonzero()[:, 0].tolist()
+    others = write(corrupted[0].tolist())
     said = [
         f"model      {name}",
         f"clean      {_shortened(words)}",
-        f"corrupted  {_shortened(write(corrupted[0].tolist()))}",
+        f"corrupted  {_shortened(others)}",
     ]
     if is_derived:
-        new = write([int(corrupted[0, changed[0]])])[0]
-        said.append(
-            f"           derived: {words[changed[0]]!r} at position {changed[0]} became {new!r}"
-        )
+        [pos] = changed
+        said.append(f"           derived: {words[pos]!r} at position {pos} became {others[pos]!r}")
     likeliest = logits[0, -1].softmax(-1).topk(min(5, logits.shape[-1]))
     guesses = zip(write(likeliest.indices.tolist()), likeliest.values.tolist(), strict=True)
-    said += ["next token " + ", ".join(f"{text!r} {chance:.1%}" for text, chance in guesses)]
+    said.append("next token " + ", ".join(f"{text!r} {chance:.1%}" for text, chance in guesses))
+    said += _findings(results)
+    view = View(f"Inside {name}", _parts(results, changed), says=said)
+    return Report("\n".join(said), results, view)
+
+
+def _findings(results: Mapping[str, Any]) -> list[str]:
+    """The largest entry of each table."""
     tops = {heading: each.top(1) for heading, each in results.items() if isinstance(each, Result)}
     width = max(map(len, tops))
-    said += [f"{heading:<{width}}  {top}" for heading, top in tops.items()]
-    return Report(
-        "\n".join(said), results, View(f"Inside {name}", _parts(results, changed), says=said)
-    )
+    return [f"{heading:<{width}}  {top}" for heading, top in tops.items()]
 
 
 def _parts(results: Mapping[str, Any], changed: list[int]) -> list[Mapping[str, Any]]:

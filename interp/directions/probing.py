@@ -33,7 +33,7 @@ class Probe:
     Attributes:
         direction: what they read, fitted on all examples: `value @ vector + offset`, for `logistic` in log odds.
         auroc: on held-out texts, [point, example], or [point, pos, example]; the examples are folds. For its intervals,
-            which count texts, see `interp.numbers.intervals.auroc`.
+            which count texts, see `interp.numbers.intervals.auroc_interval`.
         control: the same with labels drawn for each text, the mean of some draws.
     """
 

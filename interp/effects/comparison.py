@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from interp.numbers.ranks import ranks
 from interp.results.result import Result
 
 if TYPE_CHECKING:
@@ -112,17 +113,11 @@ def compare(exact: Result, estimate: Result) -> Comparison:
         Miss(dict(zip(exact.axes[:-1], places[n], strict=True)), true[n].item(), guess[n].item())
         for n in worst
     ]
-    ranks = torch.stack([_ranks(true), _ranks(guess)])
-    correlation = torch.corrcoef(ranks)[0, 1].item() if len(true) > 1 else math.nan
+    both = torch.stack([ranks(true), ranks(guess)])
+    correlation = torch.corrcoef(both)[0, 1].item() if len(true) > 1 else math.nan
     return Comparison(true, guess, correlation, agree, tuple(misses), exact.unit)
 
 
 def _fact(result: Result, what: str) -> str:
     fact = getattr(result, what, result.about.get(what, "none"))
     return re.sub(" at 0x[0-9a-f]+", "", str(fact))  # the address of a function
-
-
-def _ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:
-    """The rank of each value. Equal values have the mean of their ranks."""
-    _, which, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[which].double()

@@ -15,6 +15,7 @@ from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths, top
 from interp.inputs.pairs import Pairs, of_pairs, pairs_for
+from interp.numbers.ranks import area_under_curve
 from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 
@@ -276,9 +277,7 @@ def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
         raise ValueError(
             f"some edges must be in the circuit and some not; got {n_in} of {len(is_in)}"
         )
-    _, which, counts = strength.unique(return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0) - (counts - 1) / 2)[which]
-    return ((ranks[is_in].mean() - (n_in + 1) / 2) / (len(is_in) - n_in)).item()
+    return area_under_curve(strength, is_in)
 
 
 class _Runs:

@@ -1,1 +1,1 @@
-"""Numbers: precision, running moments and intervals, for all rooms."""
+"""Numbers: precision, running moments, ranks and intervals, for all rooms."""
