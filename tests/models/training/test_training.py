@@ -30,6 +30,7 @@ from models import (
     train,
 )
 from models.training import run as run_module
+from tests.count import ROOT
 
 TEXT = torch.randint(5, (97,), generator=torch.Generator().manual_seed(2))
 
@@ -407,7 +408,6 @@ def test_it_runs_in_another_thread():
 
 KILLED = """
 import os
-from tests.count import ROOT
 from tests.models.training.test_training import TEXT, config, tiny, train
 
 syncs, fsync = [], os.fsync
