@@ -120,12 +120,18 @@ class ResidualComponents:
         names, first = self.graph.writers[: inputs.shape[2]], "blocks.0.resid_pre"
         if first in self._cache:
             stream = self.at(first)
-            allowed = 8 * torch.finfo(self.dtype).eps * stream.abs().max()
+            allowed = self._rounding * stream.abs().max()
             replaced = ((inputs.sum(2) - stream).abs() > allowed).any(-1)[:, :, None, None]
             if replaced.any():
                 inputs = torch.cat([inputs * ~replaced, stream[:, :, None] * replaced], 2)
                 names = (*names, "input")
         return Writers(names, inputs)
+
+    @property
+    def _rounding(self) -> float:
+        """The share of the largest number by which sums of parts may differ from the stream; see `check`."""
+        eps: float = torch.finfo(self.dtype).eps
+        return 4 * eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
 
     def check(
         self, total: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
@@ -142,10 +148,9 @@ class ResidualComponents:
         if self.mask is not None and self._columns is None:
             difference = difference[to_device(self.mask, total.device)]
         gap, dtype = difference.max().item(), self.dtype
-        rounding = 4 * torch.finfo(dtype).eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
         for size in sizes:
             least, most = torch.aminmax(size)
-            allowed = rounding * torch.maximum(-least, most).item()
+            allowed = self._rounding * torch.maximum(-least, most).item()
             if gap <= allowed:
                 return float(f"{gap:.2g}")
         raise CacheError(

@@ -69,8 +69,8 @@ def decompose(
     """The residual stream as the sum of what embeddings, heads, MLPs and biases wrote (Elhage et al. 2021).
 
     The names are those of `interp.graph`: `embed`, `pos_embed`, a head `a0.h1`, an MLP with its biases
-    `m0`, and `a0.bias`, what attention added beside its heads. Where an image or the like replaces the embeddings,
-    `input` is the stream that enters the first block. Parts that were normed together are
+    `m0`, and `a0.bias`, what attention added beside its heads. Where an image, or an edit,
+    replaces the embeddings, `input` is the stream that enters the first block. Parts that were normed together are
     divided by the norm's scale in the run. They add up to the stream up to rounding, 1e-5 of its largest
     value in float32. In half precision the stream is rounded after each addition: a few percent. At padding
     they are NaN.
