@@ -10,6 +10,7 @@ from hooks import ActivationCache, HookedRunner
 from hooks.shared import names_by_layer, to_device
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
+from interp.numbers.largest import largest_rows
 from interp.numbers.precision import at_least_float32
 from interp.protocol import require_points, runner_of
 from interp.results.result import Result
@@ -105,7 +106,7 @@ class _Largest:
     def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
         """Takes effects [*axes, batch] into account."""
         flat = effects.flatten(0, -2)
-        best = flat.mean(-1).abs().topk(min(self._k, len(flat))).indices
+        best = largest_rows(flat.mean(-1).abs(), self._k)
         places = zip(
             *(at.tolist() for at in torch.unravel_index(best, effects.shape[:-1])), strict=True
         )
@@ -114,7 +115,7 @@ class _Largest:
             for place in places
         ]
         values = torch.cat([self.values, to_device(flat[best], self.values.device)])
-        order = values.mean(-1).abs().argsort(descending=True, stable=True)[: self._k].tolist()
+        order = largest_rows(values.mean(-1).abs(), self._k).tolist()
         self.values = values[order]
         self.labels = [[*self.labels, *labels][at] for at in order]
 

@@ -12,9 +12,11 @@ tensor(32)
 from interp.features.activations import Gated, GroupMax, JumpReLU, TopK
 from interp.features.cards import FeatureCard, FeatureCards, feature_cards
 from interp.features.controls import purity, stability
-from interp.features.dictionary import CrossLayerTranscoder, Dictionary, MatchingPursuit
+from interp.features.cross_layer import CrossLayerTranscoder
+from interp.features.dictionary import Dictionary
 from interp.features.evaluation import DictionaryScores, evaluate_sae
 from interp.features.loading import load_sae
+from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.splicing import splice
 
 __all__ = [

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hooks.shared import Index, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.texts import Texts, batches
+from interp.numbers.largest import largest_rows
 from interp.protocol import runner_of
 
 
@@ -79,8 +80,8 @@ def purity(
         here = to_device(text.tokens, value.device)[kept][:, None].expand_as(rows)
         # The best so far, and those of this batch.
         rows, here = torch.cat([values.to(rows), rows]), torch.cat([tokens.to(here), here])
-        values, best = rows.topk(min(k, len(rows)), dim=0)
-        tokens = here.gather(0, best)
+        best = largest_rows(rows, k)
+        values, tokens = rows.gather(0, best), here.gather(0, best)
     share = (tokens == tokens.mode(0).values).float().mean(0)
     is_known = (values > 0).all(0) & (len(values) == k)
     return share.where(is_known, torch.nan)

@@ -1,4 +1,4 @@
-"""Dictionaries: sparse autoencoders and transcoders of one layer, and transcoders across layers.
+"""Dictionaries: sparse autoencoders and transcoders of one layer.
 
 1. A dictionary reads a vector x, possibly normed, and makes pre-activations `pre = (x - b_dec) @ W_enc + b_enc`.
 2. Its nonlinearity makes features of them, most of them 0.
@@ -11,7 +11,6 @@ transcoder writes what a sublayer adds (Dunefsky et al. 2024). `load_sae` makes 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
@@ -123,6 +122,11 @@ class Dictionary(nn.Module):
         if self.transcodes is not None:
             return self.transcodes
         return self.W_skip is not None or self.reads != self.writes or self.d_in != self.d_out
+
+    @property
+    def offset(self) -> Float[Tensor, " feature"]:
+        """What is added to `x @ W_enc`, where there is no norm."""
+        return self.b_enc - self.b_dec @ self.W_enc if self.subtracts_b_dec else self.b_enc
 
     def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
         """Return what the nonlinearity is given."""
@@ -275,127 +279,3 @@ def _require_sizes(
         one_for_all = name == "threshold" and weight is not None and weight.ndim == 0
         if weight is not None and [*weight.shape] != wanted and not one_for_all:
             raise ValueError(f"{name} must be [{axes}], {wanted}; got {[*weight.shape]}")
-
-
-class MatchingPursuit(Dictionary):
-    """A dictionary whose encoder takes one feature after another, each the best for what is left (Mallat & Zhang 1993).
-
-    Args:
-        W_dec: decoder, [feature d_out]. The encoder is its transpose.
-        b_dec: bias, which is subtracted first and added at the end.
-        threshold: a row is done when what is left is shorter.
-        most: the most steps; None for d_in.
-        stops_when_same: a row is also done when a step takes a feature again.
-        norm, reads, writes, head, config: as for `Dictionary`.
-    """
-
-    def __init__(
-        self,
-        W_dec: Float[Tensor, "feature d_out"],
-        b_dec: Float[Tensor, " d_out"],
-        threshold: float,
-        most: int | None = None,
-        stops_when_same: bool = True,
-        **about: Any,
-    ) -> None:
-        b_enc = W_dec.new_zeros(len(W_dec))
-        super().__init__(W_dec.T, W_dec, b_enc, b_dec, nn.ReLU(), subtracts_b_dec=True, **about)
-        self.threshold, self.stops_when_same = threshold, stops_when_same
-        self.most = self.d_in if most is None else most
-
-    def with_unit_decoder(self) -> Dictionary:
-        """Refused: a step that takes a feature also takes its row away."""
-        raise ValueError("features must be readings of one step; got those of matching pursuit")
-
-    def encode(self, x: Float[Tensor, "*rows d_in"]) -> Features:
-        """Return the features of each row."""
-        rest = (self._normed(x.to(self.W_dec.dtype)) - self.b_dec).reshape(-1, self.d_in)
-        features = rest.new_zeros(len(rest), self.n_features)
-        going = torch.ones(len(rest), 1, dtype=torch.bool, device=rest.device)
-        for _ in range(self.most):
-            if not going.any():
-                break
-            values, numbers = (rest @ self.W_enc).relu().max(-1, keepdim=True)
-            before, values = features, values * going
-            features = features.scatter_add(-1, numbers, values)
-            rest = rest - values * self.W_dec[numbers[:, 0]]
-            if self.stops_when_same:
-                going = going & ((features != 0) != (before != 0)).any(-1, keepdim=True)
-            if self.threshold > 0:
-                going = going & (rest.norm(dim=-1, keepdim=True) >= self.threshold)
-        return features.view(*x.shape[:-1], -1)
-
-
-class CrossLayerTranscoder(nn.Module):
-    """Features of each layer that write to it and to all later layers (Ameisen et al. 2025). It serves attribution graphs.
-
-    Args:
-        W_enc: encoders, one [d_model feature] for each layer.
-        W_dec: decoders, one [feature later d_model] for each layer: what its features write to this layer, the next, ...
-        b_enc: biases of the encoders, one [feature] for each layer.
-        b_dec: what is written to each layer whatever the features are, [layer d_model].
-        activations: a nonlinearity for each layer.
-        W_skip: skip connections, one [d_model d_model] for each layer, from what it reads to what is written there.
-        reads, writes: the last part of the names of the points of each layer, such as `resid_mid` and `mlp_out`.
-        config: what its files say about it.
-
-    >>> one = torch.ones(1, 1)
-    >>> both = CrossLayerTranscoder(
-    ...     [one, one], [torch.ones(1, 2, 1), torch.ones(1, 1, 1)], [torch.zeros(1)] * 2, torch.zeros(2, 1), [nn.ReLU()] * 2)
-    >>> both.decode(both.encode([torch.tensor([[3.0]]), torch.tensor([[5.0]])]))
-    [tensor([[3.]]), tensor([[8.]])]
-    """
-
-    def __init__(
-        self,
-        W_enc: list[Float[Tensor, "d_model _feature"]],
-        W_dec: list[Float[Tensor, "_feature _later d_model"]],
-        b_enc: list[Float[Tensor, " _feature"]],
-        b_dec: Float[Tensor, "layer d_model"],
-        activations: list[nn.Module],
-        *,
-        W_skip: list[Float[Tensor, "d_model d_model"]] | None = None,
-        reads: str | None = None,
-        writes: str | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self.W_enc, self.W_dec, self.b_enc, self.W_skip = (
-            nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
-            for weights in (W_enc, W_dec, b_enc, W_skip or [])
-        )
-        self.b_dec = nn.Parameter(b_dec, requires_grad=False)
-        self.activations = nn.ModuleList(activations)
-        self.reads, self.writes, self.config = reads, writes, dict(config or {})
-
-    def encode(
-        self, streams: list[Float[Tensor, "*rows d_model"]]
-    ) -> list[Float[Tensor, "*rows _feature"]]:
-        """Return the features of each layer, from what each reads."""
-        layers = zip(streams, self.W_enc, self.b_enc, self.activations, strict=True)
-        return [activation(x.to(W.dtype) @ W + b) for x, W, b, activation in layers]
-
-    def decode(
-        self,
-        features: list[Float[Tensor, "*rows _feature"]],
-        streams: list[Float[Tensor, "*rows d_model"]] | None = None,
-    ) -> list[Float[Tensor, "*rows d_model"]]:
-        """Return what is written to each layer.
-
-        Args:
-            features: the features of each layer.
-            streams: what each layer reads, for skip connections.
-
-        Raises:
-            ValueError: if there are skip connections, and nothing for them to read.
-        """
-        outputs = [
-            sum(features[n] @ self.W_dec[n][:, layer - n] for n in range(layer + 1)) + bias
-            for layer, bias in enumerate(self.b_dec)
-        ]
-        if not self.W_skip:
-            return outputs
-        if streams is None:
-            raise ValueError("decode needs what each layer reads, as there are skip connections")
-        skips = zip(outputs, streams, self.W_skip, strict=True)
-        return [output + x.to(W.dtype) @ W for output, x, W in skips]

@@ -27,7 +27,8 @@ from hooks.shared import (
     unknown_point,
     with_parts,
 )
-from interp.features.dictionary import CrossLayerTranscoder, Dictionary
+from interp.features.cross_layer import CrossLayerTranscoder
+from interp.features.dictionary import Dictionary
 from interp.features.forms.places import point_at
 from interp.protocol import of, runner_of
 

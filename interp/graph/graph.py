@@ -19,7 +19,7 @@ from interp.graph.nodes import Added, At, Writers, add, nodes_of_block
 from interp.graph.norms import is_identity, linear_part
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import real_of
-from interp.numbers.precision import like, rounding
+from interp.numbers.precision import is_rounding, like
 from interp.protocol import plain, runner_of
 
 _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
@@ -307,8 +307,7 @@ def _check(blocks: nn.ModuleList) -> None:
 
 
 def _check_sum(total: Tensor, stream: Tensor) -> None:
-    size = rounding(stream.dtype) * stream.abs().max()
-    if not torch.allclose(total, stream, rtol=0, atol=float(size), equal_nan=True):
+    if not is_rounding(total, stream).all():
         raise CacheError(
             "contributions must add up to the stream of the cache; they do not: it is of another model, was "
             "edited, or its blocks add something else"

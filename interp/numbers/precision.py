@@ -1,7 +1,7 @@
 """Precision of numbers: their dtype, their device, and how far rounding may move them."""
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from hooks.shared import to_device
@@ -46,3 +46,20 @@ def divergence(
 def rounding(dtype: torch.dtype) -> float:
     """The share of the largest value by which sums of many terms, made in another order, may differ."""
     return min(0.03, 1000 * torch.finfo(dtype).eps)
+
+
+def is_rounding(
+    one: Float[Tensor, "*axes"], other: Float[Tensor, "*axes"], dtype: torch.dtype | None = None
+) -> Bool[Tensor, "*axes"]:
+    """Whether numbers differ by no more than `rounding` of the largest; NaN and NaN do not differ.
+
+    Args:
+        one, other: the numbers.
+        dtype: that in which they were made; None for that of `other`.
+
+    >>> is_rounding(torch.tensor([1.0, 1000.0]), torch.tensor([1.01, 1001.0]))
+    tensor([ True, False])
+    """
+    one = to_device(one, other.device)
+    size = rounding(dtype or other.dtype) * other.nan_to_num(posinf=0, neginf=0).abs().max()
+    return ((one - other).abs() <= size) | (one == other) | (one.isnan() & other.isnan())

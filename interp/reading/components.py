@@ -17,7 +17,7 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import At, Writers
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import mask_of
-from interp.numbers.precision import at_least_float32
+from interp.numbers.precision import at_least_float32, is_rounding
 from interp.protocol import plain
 
 # What is read of a run, but for neurons.
@@ -120,18 +120,11 @@ class ResidualComponents:
         names, first = self.graph.writers[: inputs.shape[2]], "blocks.0.resid_pre"
         if first in self._cache:
             stream = self.at(first)
-            allowed = self._rounding * stream.abs().max()
-            replaced = ((inputs.sum(2) - stream).abs() > allowed).any(-1)[:, :, None, None]
+            replaced = ~is_rounding(inputs.sum(2), stream, self.dtype).all(-1)[:, :, None, None]
             if replaced.any():
                 inputs = torch.cat([inputs * ~replaced, stream[:, :, None] * replaced], 2)
                 names = (*names, "input")
         return Writers(names, inputs)
-
-    @property
-    def _rounding(self) -> float:
-        """The share of the largest number by which sums of parts may differ from the stream; see `check`."""
-        eps: float = torch.finfo(self.dtype).eps
-        return 4 * eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
 
     def check(
         self, total: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
@@ -148,9 +141,10 @@ class ResidualComponents:
         if self.mask is not None and self._columns is None:
             difference = difference[to_device(self.mask, total.device)]
         gap, dtype = difference.max().item(), self.dtype
+        share = 4 * torch.finfo(dtype).eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
         for size in sizes:
             least, most = torch.aminmax(size)
-            allowed = self._rounding * torch.maximum(-least, most).item()
+            allowed = share * torch.maximum(-least, most).item()
             if gap <= allowed:
                 return float(f"{gap:.2g}")
         raise CacheError(

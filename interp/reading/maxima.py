@@ -1,17 +1,17 @@
 """The texts and positions where a head, a neuron or a direction is largest."""
 
-import heapq
 import html
-import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import index_by_axis
 from hooks.shared import Index, to_device, without_gradients
 from interp.inputs.texts import Texts, batches, writer_of
+from interp.numbers.largest import largest_rows
 from interp.numbers.precision import at_least_float32, like
 from interp.protocol import runner_of
 from interp.runs.sites import SELECTS
@@ -115,21 +115,21 @@ def max_activating(
     kept: list[Activation] = []
     for first, text in batches(texts, model, batch):
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))
-        values = _values(cache[point], cache.axes(point), point, chosen, direction)
-        inside = to_device(text.at(pos), values.device)
-        activations, places = values[inside], inside.nonzero()
+        strength = _values(cache[point], cache.axes(point), point, chosen, direction)
+        inside = to_device(text.at(pos), strength.device)
+        activations, places = strength[inside], inside.nonzero()
         if bool(activations.isnan().any()):
             raise ValueError(f"values must be numbers; got NaN at {point} in texts from {first} on")
-        order = activations.argsort(descending=True, stable=True)[:k]
+        order = largest_rows(activations, k)
         tokens, lengths = text.tokens.tolist(), text.real.sum(1).tolist()
-        new = (
+        kept += [
             Activation(value, first + row, column, tuple(tokens[row][: lengths[row]]))
             for value, (row, column) in zip(
                 activations[order].tolist(), places[order].tolist(), strict=True
             )
-        )
-        # Stable, so of equal values the earlier is first.
-        kept = heapq.nlargest(k, itertools.chain(kept, new), key=lambda place: place.value)
+        ]
+        values = torch.tensor([place.value for place in kept], dtype=torch.float64)
+        kept = [kept[at] for at in largest_rows(values, k).tolist()]
     if (written := writer_of(model)) is None:
         return TopActivations(kept)
     pieces = (tuple(written([*place.tokens])) for place in kept)

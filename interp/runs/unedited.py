@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner
-from hooks.shared import Session, first_tensor, inside, tensors_in, to_device, version
+from hooks.shared import Session, first_tensor, inside, tensors_in, version
 from interp.edits import Edit
-from interp.numbers.precision import rounding
+from interp.numbers.precision import is_rounding
 from interp.protocol import logits_of, of
 from interp.runs.rows import Batch, Job
 
@@ -169,7 +168,4 @@ def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
 def _are_close(ours: Any, theirs: Tensor) -> bool:
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
         return False
-    size = rounding(theirs.dtype) * theirs.abs().max().item()
-    if ours is theirs:
-        return True
-    return torch.allclose(ours, to_device(theirs, ours.device), rtol=0, atol=size, equal_nan=True)
+    return ours is theirs or bool(is_rounding(ours, theirs).all())

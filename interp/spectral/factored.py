@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from interp.numbers.largest import largest_rows
 from interp.numbers.precision import finite
 from interp.spectral.singular import SVD, svd
 
@@ -214,8 +215,8 @@ class FactoredMatrix:
                 better = torch.arange(len(entries), device=places.device)
             numbers = (better[:, None] + start) * columns + every
             best = torch.cat([best, entries[better].flatten()])
-            best, order = best.topk(min(k, len(best)))
-            places = torch.cat([places, numbers.flatten()])[order]
+            order = largest_rows(best, k)
+            best, places = best[order], torch.cat([places, numbers.flatten()])[order]
         return Entries(sign * best, places // columns, places % columns)
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hooks import Point
 from hooks.shared import storage
 from interp.edits.draws import hashes
+from interp.numbers.largest import largest_rows
 from interp.numbers.moments import Moments
 
 _KIND = "statistics-1"
@@ -88,8 +89,8 @@ class Statistics:
             Moments.of(exact, pairs=covariance),
             torch.stack([text, pos], 1).long().cpu(),
         )
-        rows = _top_rows(exact, min(top, len(exact)))
-        largest = _largest(exact.gather(0, rows), places[rows], top)
+        rows = largest_rows(exact, top)
+        largest = _earliest_first(exact.gather(0, rows), places[rows], top)
         keys = hashes(str(seed), places)
         chosen = keys.argsort()[:sample]
         return cls(
@@ -122,7 +123,8 @@ class Statistics:
             )
         moments = self.moments + other.moments
         values = torch.cat([self.top_values, other.top_values])
-        largest = _largest(values, torch.cat([self.top_places, other.top_places]), self.top)
+        places = torch.cat([self.top_places, other.top_places])
+        largest = _earliest_first(values, places, self.top)
         keys = torch.cat([self.keys, other.keys])
         chosen = keys.argsort()[: self.room]
         return Statistics(
@@ -185,24 +187,12 @@ class Statistics:
         return f"Statistics of {self.n:,} rows [{', '.join(map(str, self.mean.shape))}]"
 
 
-def _top_rows(values: Float[Tensor, "row d"], k: int) -> Int[Tensor, "k d"]:
-    """The rows of the `k` largest values of each column; of equal ones the earliest rows."""
-    largest, rows = values.topk(k, 0)
-    least = largest[-1]
-    for column in ((values >= least).sum(0) > k).nonzero()[:, 0].tolist():
-        tied = (values[:, column] >= least[column]).nonzero()[:, 0]
-        order = values[tied, column].argsort(descending=True, stable=True)
-        rows[:, column] = tied[order[:k]]
-    return rows
-
-
-def _largest(
+def _earliest_first(
     values: Float[Tensor, "n d"], places: Int[Tensor, "n d 2"], k: int
 ) -> tuple[Float[Tensor, "_k d"], Int[Tensor, "_k d 2"]]:
-    """The `k` largest values of each column, in order, with their places; of equal ones the earliest."""
+    """The `k` largest values of each column, in order, with their places; of equal ones the earliest in the texts."""
     by_place = ((places[..., 0] << 32) + places[..., 1]).argsort(0)
-    order = values.gather(0, by_place).argsort(dim=0, descending=True, stable=True)
-    rows = by_place.gather(0, order)[:k]
+    rows = by_place.gather(0, largest_rows(values.gather(0, by_place), k))
     return values.gather(0, rows), places.gather(0, rows[..., None].expand(-1, -1, 2))
 
 

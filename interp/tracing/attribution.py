@@ -19,12 +19,12 @@ from interp.inputs.texts import Texts
 from interp.numbers.precision import finite
 from interp.results.result import Result
 from interp.tracing import influence, intervention
-from interp.tracing.encoders import Transcoders
 from interp.tracing.frozen import FrozenRun, Targets
 from interp.tracing.intervention import Intervention
 from interp.tracing.nodes import Link, Node
 from interp.tracing.pruned import PrunedGraph
 from interp.tracing.targets import chosen
+from interp.tracing.transcoders import Transcoders
 
 _BATCH = 256  # more targets at once are no faster
 _LARGEST_GAP = 0.05  # above what rounding in half precision makes

@@ -22,9 +22,9 @@ from hooks.shared import without_gradients
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import Texts, text_for, writer_of
-from interp.numbers.precision import at_least_float32, finite, like
+from interp.numbers.precision import at_least_float32, finite, is_rounding, like
 from interp.protocol import logits_of, of
-from interp.tracing.encoders import Encoder, Transcoders, encoders_of
+from interp.tracing.transcoders import LayerTranscoder, Transcoders, by_layer
 
 
 class FrozenReading(NamedTuple):
@@ -79,7 +79,7 @@ class FrozenRun:
         logits: of the model, in at least float32.
         layer, pos, feature, activation: of each active feature.
         errors: by layer.
-        encoders, readings: of each layer with features: these, and what they read.
+        transcoders, readings: of each layer with features: these, and what they read.
         final: what the unembedding reads.
         write: gives the text of tokens, or their numbers where the model has no tokenizer.
 
@@ -122,31 +122,30 @@ class FrozenRun:
         self._is_causal = not any(pattern.triu(1).any() for pattern in patterns)
         self._inputs = graph.inputs(lambda point: self._at(point)[None])[:, 0]
         entering = self._at(graph.layers[0].attention.reads)
-        if (self._inputs.sum(0) - entering).abs().max() > 0.01 * entering.abs().max():
+        if not is_rounding(self._inputs.sum(0), entering, logits_of(output).dtype).all():
             # Something acts on the embeddings that is no norm of ours: their result is the source.
             self._inputs = entering[None]
-        self.encoders = encoders_of(
+        self.transcoders = by_layer(
             transcoders, {graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
         )
-        self.readings = {n: self._read_by(encoder) for n, encoder in self.encoders.items()}
+        self.readings = {n: self._read_by(each) for n, each in self.transcoders.items()}
         self.final = self._reading(getattr(self.model, "ln_final", None), graph.points[-1])
         self.errors = {n: self._at(mlp.added) for n, mlp in self._mlps.items()}
         self._constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
         empty = self.tokens.new_zeros(0)
         active = [(empty, empty, empty, self.logits[0, :0])]
-        for n, encoder in self.encoders.items():
-            reading = self.readings[n]
-            self._constants[n] += self._like(encoder.constant)
-            explained = self._like(encoder.constant)
-            if encoder.W_skip is not None:
-                W_skip = self._like(encoder.W_skip)
+        for n, (_, dictionary, decoders) in self.transcoders.items():
+            reading, explained = self.readings[n], self._like(dictionary.b_dec)
+            self._constants[n] += explained
+            if dictionary.W_skip is not None:
+                W_skip = self._like(dictionary.W_skip)
                 self._constants[n] += self._like(reading.linear.bias) @ W_skip
                 explained = explained + reading.value @ W_skip
             self.errors[n] = self.errors[n] - explained
-            features = encoder.encode(reading.value)
+            features = dictionary.encode(reading.value)
             features[:first] = 0
             used = finite(features, f"the features of layer {n}").any(0).nonzero()[:, 0]
-            for later, decoder in enumerate(encoder.decoders, n):
+            for later, decoder in enumerate(decoders, n):
                 finite(decoder[used], f"the decoder of layer {n} to layer {later}")
                 made = self._like(features[:, used]) @ self._like(decoder[used])
                 self.errors[later] = self.errors[later] - made
@@ -184,10 +183,10 @@ class FrozenRun:
         parts = []
         # Sources are in the order of layers, so their parts are put back by one sort.
         ordered, order = sources.sort()
-        for n, encoder in self.encoders.items():
+        for n, (_, dictionary, _) in self.transcoders.items():
             chosen = ordered[self.layer[ordered] == n]
-            direction = self._like(encoder.W_enc[:, self.feature[chosen]].mT)
-            offset = self._like(encoder.offset[self.feature[chosen]])
+            direction = self._like(dictionary.W_enc[:, self.feature[chosen]].mT)
+            offset = self._like(dictionary.offset[self.feature[chosen]])
             parts.append(self._targets(self.readings[n], n, self.pos[chosen], direction, offset))
         return Targets(*(torch.cat(part)[order.argsort()] for part in zip(*parts, strict=True)))
 
@@ -218,7 +217,7 @@ class FrozenRun:
         if not len(sources):
             return []
         written = torch.stack([
-            self._like(torch.stack([each[feature] for each in self.encoders[layer].decoders]).sum(0))
+            self._like(torch.stack([each[feature] for each in self.transcoders[layer].decoders]).sum(0))
             for layer, feature in zip(self.layer[sources].tolist(), self.feature[sources].tolist(), strict=True)
         ])  # fmt: skip
         logits = self.final.linear.after(written) @ self._like(self.model.W_U)
@@ -279,10 +278,10 @@ class FrozenRun:
         first = len(self.layer) + len(self.tokens) * [*self.errors].index(n)
         rows[:, first : first + len(g)] = torch.einsum("ptd,pd->tp", g, self.errors[n][: len(g)])
         rows[:, -1] += torch.einsum("ptd,pd->t", g, self._constants[n][: len(g)])
-        for layer, encoder in self.encoders.items():
-            if not 0 <= n - layer < len(encoder.decoders):
+        for layer, _, decoders in self.transcoders.values():
+            if not 0 <= n - layer < len(decoders):
                 continue
-            W_dec = encoder.decoders[n - layer]
+            W_dec = decoders[n - layer]
             begin = int((self.layer < layer).sum())
             counts = self.pos[self.layer == layer].bincount(minlength=len(self.tokens)).tolist()
             for direction, count in zip(g, counts, strict=False):
@@ -290,7 +289,7 @@ class FrozenRun:
                 written = self._like(W_dec[self.feature[columns]])
                 rows[:, columns] += direction @ written.mT * self.activation[columns]
                 begin += count
-        skip = self.encoders[n].W_skip if n in self.encoders else None
+        skip = self.transcoders[n].dictionary.W_skip if n in self.transcoders else None
         if skip is None:
             return g
         reading = self.readings[n]
@@ -364,22 +363,24 @@ class FrozenRun:
         scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self._at(norm.scale)
         return FrozenReading(self.graph.names[point], value, linear, scale)
 
-    def _read_by(self, encoder: Encoder) -> FrozenReading:
+    def _read_by(self, transcoder: LayerTranscoder) -> FrozenReading:
         """What features read: what the MLP reads, or the stream."""
-        branch, names = self._mlps[encoder.layer], self.graph.names
+        branch, names = self._mlps[transcoder.layer], self.graph.names
         known = {names[branch.reads]: None}
         if not is_identity(branch.norm):
             known[names[branch.norm.normalized]] = branch.norm
-        wanted = [name for name in known if encoder.reads in (name, name.split(".", 2)[-1])]
+        wanted = [
+            name for name in known if transcoder.dictionary.reads in (name, name.split(".", 2)[-1])
+        ]
         if not wanted:
             raise ValueError(
-                f"the transcoder of layer {encoder.layer} must read {' or '.join(known)}, and say so in its `reads`; "
-                f"got {encoder.reads}"
+                f"the transcoder of layer {transcoder.layer} must read {' or '.join(known)}, and say so in its `reads`; "
+                f"got {transcoder.dictionary.reads}"
             )
         d_model = self._inputs.shape[-1]
-        sizes = {len(encoder.W_enc), *(decoder.shape[1] for decoder in encoder.decoders)}
+        sizes = {transcoder.dictionary.d_in, *(each.shape[1] for each in transcoder.decoders)}
         if sizes != {d_model}:
             raise ValueError(
-                f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {encoder.layer}"
+                f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {transcoder.layer}"
             )
         return self._reading(known[wanted[0]], branch.reads)

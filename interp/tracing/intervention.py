@@ -128,11 +128,11 @@ def true_values(
         here, value = point.layer, value.clone()
         for number, wanted in values.items():
             layer, at, feature = (int(each[number]) for each in (run.layer, run.pos, run.feature))
-            encoder = run.encoders[layer]
-            if here is None or not 0 <= here - layer < len(encoder.decoders):
+            _, dictionary, decoders = run.transcoders[layer]
+            if here is None or not 0 <= here - layer < len(decoders):
                 continue
-            now = encoder.encode(read[run.readings[layer].name])[at, feature]
-            value[0, at] += like((wanted - now) * encoder.decoders[here - layer][feature], value)
+            now = dictionary.encode(read[run.readings[layer].name])[at, feature]
+            value[0, at] += like((wanted - now) * decoders[here - layer][feature], value)
         return value
 
     runner, names = run.graph.runner(), run.graph.names
@@ -140,9 +140,9 @@ def true_values(
     written = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
     runner.run_with_hooks(run.tokens[None], hooks=[*hooks, *written])
     features = run.activation.clone()
-    for n, encoder in run.encoders.items():
+    for n, (_, dictionary, _) in run.transcoders.items():
         here = run.layer == n
-        made = encoder.encode(read[run.readings[n].name])
+        made = dictionary.encode(read[run.readings[n].name])
         features[here] = like(made[run.pos[here], run.feature[here]], features)
     direction, offset = run.of_vocabulary(directions)
     return features, like(read[run.final.name][pos], direction) @ direction.mT + offset

@@ -8,7 +8,8 @@ config is known and honoured, known to change nothing, or refused.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from interp.features.dictionary import CrossLayerTranscoder, Dictionary
+from interp.features.cross_layer import CrossLayerTranscoder
+from interp.features.dictionary import Dictionary
 from interp.features.forms import (
     circuit_tracer,
     dictionary_learning,

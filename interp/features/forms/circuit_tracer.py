@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from interp.features.activations import JumpReLU, TopK
-from interp.features.dictionary import CrossLayerTranscoder, Dictionary
+from interp.features.cross_layer import CrossLayerTranscoder
+from interp.features.dictionary import Dictionary
 from interp.features.forms.common import Weights, require, require_known, yaml_of
 from interp.features.forms.places import ours
 

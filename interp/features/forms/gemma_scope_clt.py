@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from interp.features.activations import JumpReLU
-from interp.features.dictionary import CrossLayerTranscoder
+from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.forms.common import Weights, json_of, require, require_known
 
 _READS = "pre_feedforward_layernorm"

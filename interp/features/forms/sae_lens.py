@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from interp.features.activations import Gated, JumpReLU, TopK
-from interp.features.dictionary import Dictionary, MatchingPursuit, NormKind
+from interp.features.dictionary import Dictionary, NormKind
 from interp.features.forms.common import Weights, json_of, no_factor, require, require_known
 from interp.features.forms.places import ours
+from interp.features.matching_pursuit import MatchingPursuit
 
 # Before version 6 one flat object held all that is in `metadata` since, the first of these under older names.
 _OLD_NAMES = {
