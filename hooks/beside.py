@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks.errors import HookError
-from hooks.point import Point, has_forward, mapped, tensors_in
+from hooks.nested import mapped, tensors_in
+from hooks.point import Point, has_forward
 
 
 class Watch:

@@ -16,12 +16,12 @@ from hooks import names, storage
 from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.hints import HintsAtNames, unknown_point
+from hooks.lazy import LazyValues
 from hooks.memory import Bound, require_room
 from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import index_by_axis
 from hooks.positions import TEXT_AXES, Index, Selection, taken
-from hooks.replay import LazyValues
 from hooks.transfer import stacked
 
 _FORMAT = "hookscope-cache-5"

@@ -15,8 +15,9 @@ from hooks.copies import Copies, private
 from hooks.errors import NEVER_FIRED, CacheError, HookError, MemoryLimitError, require_fired
 from hooks.memory import Bound
 from hooks.modes import Options
+from hooks.nested import mapped, with_first_tensor
 from hooks.pieces import Piece, piece_is_known, piece_read, reading
-from hooks.point import POSITION_AXES, Point, as_node, first_tensor, mapped, with_first_tensor
+from hooks.point import POSITION_AXES, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.session import Session
 

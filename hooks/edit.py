@@ -14,15 +14,8 @@ from hooks._torch import FakeTensor, has_storage, is_checkpointed
 from hooks.beside import Watch
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import resolve
-from hooks.point import (
-    Hook,
-    HookPoint,
-    Point,
-    as_node,
-    first_tensor,
-    tensors_in,
-    with_first_tensor,
-)
+from hooks.nested import tensors_in, with_first_tensor
+from hooks.point import Hook, HookPoint, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.receipts import Receipt, Receipts
 from hooks.session import OutputHook, Session, hooks_disabled, is_open

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hooks._torch import hooks_of, insert_hook, remove_hook
 from hooks.errors import NEVER_FIRED, HookError, require_fired
-from hooks.point import HookPoint, Point, first_tensor, with_first_tensor
+from hooks.nested import with_first_tensor
+from hooks.point import HookPoint, Point, first_tensor
 from hooks.session import PartHook, Wire, keys
 
 

@@ -15,7 +15,7 @@ from hooks._torch import FakeCopyMode, FakeTensorMode
 from hooks.cache import ActivationCache
 from hooks.errors import HookError
 from hooks.names import aligned
-from hooks.point import mapped
+from hooks.nested import mapped
 
 
 @dataclass(frozen=True)

@@ -293,8 +293,7 @@ def broadcast(
     columns: Int[Tensor, "_batch n"], at: int, batch: int, ndim: int
 ) -> Int[Tensor, "..."]:
     """Columns along one axis, and those of each example along the batch, with `ndim` axes."""
-    shape = [1] * ndim
-    shape[at] = columns.shape[1]
+    shape = [columns.shape[1] if axis == at else 1 for axis in range(ndim)]
     if len(columns) > 1:
         shape[batch] = len(columns)
     # Where the batch comes after the positions, so do the rows of its columns.

@@ -1,4 +1,4 @@
-"""Replay: runs one block again on stored arguments. Lazy caches compute their values this way.
+"""Replay: runs one block again on stored arguments. Lazy caches (`hooks.lazy`) compute their values this way.
 
 1. Before the run, each block with requested points notes the state of its weights (`BlockCall.listen`).
 2. During the run, each block stores copies of its arguments and a sample of its output.
@@ -12,9 +12,7 @@ Keeping inputs and computing the rest again is the idea of activation checkpoint
 """
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,13 +22,13 @@ from torch import Tensor, nn
 from hooks import _torch
 from hooks.beside import unwatched
 from hooks.capture import Recorder
-from hooks.copies import Copies, private
+from hooks.copies import Copies
 from hooks.errors import CacheError, HookError
 from hooks.memory import Bound
 from hooks.modes import Options
-from hooks.names import Blocks
+from hooks.nested import mapped
 from hooks.pieces import piece_read, reading
-from hooks.point import Point, carried, inside, mapped
+from hooks.point import Point, carried, inside
 from hooks.samples import agree, numerics, sampled
 from hooks.session import Edits, Session, hooks_disabled
 
@@ -216,114 +214,3 @@ class BlockCall:
         )
         with self._autocast(), reading(self._piece):
             return sampled(replay(self.block, args, kwargs, edits, recorder))
-
-
-class LazyValues(Mapping[str, Tensor]):
-    """Values of a lazy run: some kept from the run, the rest computed again, one block at a time.
-
-    Reading one value keeps it until `drop`; `several` keeps nothing. A deep copy or a pickle is a plain dict of all values.
-
-    Args:
-        recorder: the run's.
-        calls: what it kept of each block.
-        edits: those that acted in it.
-        change: what is done to each value before it is given; None for nothing.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        calls: list[BlockCall],
-        edits: Edits,
-        change: Callable[[str, Tensor], Tensor] | None = None,
-    ) -> None:
-        self._run = recorder
-        self._calls = calls
-        self._edits = edits
-        self._change = change
-        self._recomputed: dict[str, Tensor] = {}
-
-    @functools.cached_property
-    def _calls_by_name(self) -> dict[str, BlockCall]:
-        return {name: call for call in self._calls for name in call.points}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._recomputed and (self._change or name not in self._run.values):
-            self._recomputed |= self.several([name])
-        return self._recomputed[name] if name in self._recomputed else self._run.values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._run.axes)
-
-    def __len__(self) -> int:
-        return len(self._run.axes)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._run.axes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.by_block()),)
-
-    def is_held(self, name: str) -> bool:
-        """Whether the value is in memory."""
-        return name in self._recomputed or (not self._change and name in self._run.values)
-
-    def several(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The values of some names. Each block runs once for all of its own, and nothing is kept."""
-        names, values = list(names), self._run.values | self._recomputed
-        missing: dict[BlockCall, dict[str, Point]] = {}
-        for name in names:
-            if name not in values:
-                call = self._calls_by_name[name]
-                missing.setdefault(call, {})[name] = call.points[name]
-        for call, points in missing.items():
-            values |= call.read(points, self._edits, self._run.options)
-        return {name: self._changed(name, values[name]) for name in names}
-
-    def by_block(self) -> Iterator[tuple[str, Tensor]]:
-        """All names with their values, those of one block in memory at a time."""
-        yield from self.several(n for n in self if n not in self._calls_by_name).items()
-        for call in self._calls:
-            yield from self.several(name for name in call.points if name in self).items()
-
-    def changed(self, change: Callable[[str, Tensor], Tensor]) -> "LazyValues":
-        """These values after one more change, which acts when they are read."""
-
-        def both(name: str, value: Tensor) -> Tensor:
-            return change(name, value if self._change is None else self._change(name, value))
-
-        return LazyValues(self._run, self._calls, self._edits, both)
-
-    def _changed(self, name: str, value: Tensor) -> Tensor:
-        if self._change is None or name in self._recomputed:
-            return value
-        part = self._change(name, value)
-        # A view would keep the whole value in memory.
-        is_part = part.untyped_storage().nbytes() > part.nbytes and _torch.has_storage(part)
-        return private(part) if is_part else part
-
-    def drop(self) -> None:
-        """Frees the values that were computed again."""
-        self._recomputed.clear()
-
-    def held(self) -> list[Tensor]:
-        """Every tensor in memory: kept values, stored calls and recomputed values."""
-        stored = [tensor for call in self._calls for tensor in call.tensors()]
-        return [*self._run.values.values(), *stored, *self._recomputed.values()]
-
-
-def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:
-    """One `BlockCall` for each block that has points.
-
-    Raises:
-        HookError: if there are no blocks.
-    """
-    if not blocks:
-        raise HookError("lazy=True needs blocks, as in a ModuleList; this model has none")
-    inside: dict[tuple[str, nn.Module], dict[str, Point]] = {}
-    # Most points follow another of the same block.
-    for block, names in itertools.groupby(points, blocks.get):
-        if block is not None:
-            inside.setdefault(block, {}).update({name: points[name] for name in names})
-    copies = Copies()
-    return [BlockCall(*block, chosen, copies) for block, chosen in inside.items()]

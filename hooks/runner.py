@@ -18,6 +18,7 @@ from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_point
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError, require_module
 from hooks.hashes import config_hash
 from hooks.hints import HintsAtNames
+from hooks.lazy import LazyValues, divided
 from hooks.memory import Bound
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
@@ -26,7 +27,6 @@ from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, Point, has_forward, point_at
 from hooks.processes import mesh_of
-from hooks.replay import LazyValues, divided
 from hooks.session import Session, edits_in_force, is_listened_to, owners
 from hooks.words import Words, forwards_in
 

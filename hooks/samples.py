@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hooks import _torch
-from hooks.point import tensors_in
+from hooks.nested import tensors_in
 
 
 def sampled(output: Any) -> list[Tensor]:

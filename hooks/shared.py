@@ -23,6 +23,7 @@ from hooks.hashes import config_hash, weights_hash
 from hooks.hints import HintsAtNames, register_hints, unknown_point
 from hooks.memory import require_room
 from hooks.names import blocks_of, names_by_layer, resolve
+from hooks.nested import mapped, tensors_in, with_first_tensor
 from hooks.parts import Part, PartPoint, parts_of, with_parts
 from hooks.pieces import Piece, encoded, piece_read, reading, real_columns
 from hooks.point import (
@@ -31,11 +32,8 @@ from hooks.point import (
     first_tensor,
     inside,
     layer_of,
-    mapped,
     point_at,
     require_axes,
-    tensors_in,
-    with_first_tensor,
 )
 from hooks.positions import TEXT_AXES, Index, Rows, Selection, all_but, broadcast
 from hooks.processes import Shards, is_whole, mesh_of

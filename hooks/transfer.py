@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.point import mapped
+from hooks.nested import mapped
 from hooks.scoped import Scoped
 
 _TRUSTED = Scoped("trusted", False)

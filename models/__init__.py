@@ -3,7 +3,7 @@
 from hooks.shared import trusted
 from models import hints as _hints  # noqa: F401  # registers them
 from models.attached import Attached, attach, detach
-from models.attention import Attention, causal_mask, scaled_dot_product_attention
+from models.attention import Attention
 from models.block import Block
 from models.checkpoints import (
     bundled,
@@ -13,11 +13,13 @@ from models.checkpoints import (
     load_tokenizer,
     save,
 )
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
+from models.dot_product import causal_mask, scaled_dot_product_attention
 from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
 from models.registry import available, build, config_of, register
+from models.rotary_scaling import RotaryScaling
 from models.running.context import Context
 from models.running.generation import Step, generate, generate_text, stream
 from models.running.kvcache import KVCache

@@ -5,125 +5,19 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Real, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import Component, is_unwatched, require_room
+from hooks.shared import Component
 from models.config import TransformerConfig
+from models.dot_product import SoftCap, require_room_for_scores, softmax
 from models.kernels import by_blocks, fused
 from models.linear import Linear, dropout
 from models.norm import QKNorm
 from models.positions import rotary
 from models.running.context import Context, ContextOrMask, make_context
 from models.running.masks import Visible, dense
-
-
-def scaled_dot_product_attention(
-    q: Real[Tensor, "*#axes query d_k"],
-    k: Real[Tensor, "*#axes key d_k"],
-    v: Real[Tensor, "*#axes key d_v"],
-    mask: Shaped[Tensor, "..."] | None = None,
-) -> Float[Tensor, "*#axes query d_v"]:
-    """`softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
-
-    A query without any allowed key gets zeros, not NaN. Large scores do not overflow, because the softmax
-    first subtracts the largest of each row.
-
-    Args:
-        q, k, v: queries, keys, values. Integers are taken as floats.
-        mask: boolean, True where a query may attend to a key, or floating-point, added to the scores.
-            Its shape is [query, key], or all axes of the scores, each of full size or 1. See
-            `causal_mask`.
-
-    Raises:
-        ValueError: if the mask has another shape, or holds integers.
-
-    >>> import torch
-    >>> q = k = torch.zeros(3, 2)
-    >>> v = torch.tensor([[1.0], [2.0], [6.0]])
-    >>> scaled_dot_product_attention(q, k, v, causal_mask(3)).flatten()
-    tensor([1.0000, 1.5000, 3.0000])
-    """
-    floats = [part.dtype for part in (q, k, v) if part.is_floating_point()]
-    dtype = floats[0] if floats else torch.get_default_dtype()
-    q, k, v = (part if part.is_floating_point() else part.to(dtype) for part in (q, k, v))
-    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
-    return softmax(scores if mask is None else _apply_mask(scores, mask)) @ v
-
-
-def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"mask must be boolean or floating-point; got {mask.dtype}")
-    # A mask with only some of the leading axes is ambiguous: rows could be taken for heads.
-    fits = mask.ndim in (2, scores.ndim) and all(
-        size in (1, full) for size, full in zip(mask.shape[::-1], scores.shape[::-1], strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"mask must be [query, key] or have all axes of the scores {tuple(scores.shape)}, each of "
-            f"full size or 1; got {tuple(mask.shape)}"
-        )
-    if mask.dtype == torch.bool:
-        return torch.where(mask, scores, -torch.inf)
-    return scores + mask.to(scores.dtype)
-
-
-def require_room_for_scores(
-    q: Float[Tensor, "batch head query d_head"], k: Float[Tensor, "batch kv_head key d_head"]
-) -> None:
-    """Refuses to form the scores of a layer where they, those with the mask, and the pattern do not fit into memory.
-
-    Raises:
-        MemoryLimitError: saying what to do instead.
-    """
-    n_scores = q.shape[:3].numel() * k.shape[2]
-    what = "scores and pattern of a layer: read other values, or give fewer texts"
-    require_room(
-        3 * n_scores * q.element_size(),
-        q,
-        f"{what}, or the last positions after a kv_cache of the others",
-    )
-
-
-def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
-    """A mask that is True where the key is not later than the query.
-
-    >>> causal_mask(3).int().tolist()
-    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    """
-    return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
-
-
-def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """The softmax over keys, where rows of only -inf become zeros. It may write into `scores`."""
-    first = scores[..., :1]
-    unseen = first == -torch.inf
-    # A row without keys would be NaN, and its gradient too. So the first key always has a score, which is
-    # too small to matter beside others, and loses its weight after the softmax.
-    first.masked_fill_(unseen, torch.finfo(scores.dtype).min)
-    if is_unwatched(scores):
-        # Without another matrix of T² numbers this is three times as fast at T = 1024.
-        weights = torch.softmax(scores, -1, out=scores)
-    else:
-        weights = torch.softmax(scores, -1).clone()  # autograd keeps the result
-    weights[..., :1].masked_fill_(unseen, 0)
-    return weights
-
-
-class SoftCap(nn.Module):
-    """`cap * tanh(x / cap)`: close to `x` near zero, and never beyond the cap (Gemma 2).
-
-    A score of -inf stays -inf: a key that was knocked out.
-    """
-
-    def __init__(self, cap: float) -> None:
-        super().__init__()
-        self.cap = cap
-
-    def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """The capped values."""
-        return torch.where(x == -torch.inf, x, self.cap * torch.tanh(x / self.cap))
 
 
 class Attention(Component):
@@ -140,6 +34,7 @@ class Attention(Component):
         config: sizes and choices.
         layer: the index of the block.
 
+    >>> from models.dot_product import causal_mask
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     >>> attention, x = Attention(config), torch.randn(1, 3, 4)
     >>> torch.allclose(attention(x), attention(x, causal_mask(3)), atol=1e-6)

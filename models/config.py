@@ -8,63 +8,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from models.checks import check_types, require
-
-# The published `low` and `high` of `RotaryScaling`.
-PUBLISHED_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RotaryScaling:
-    """The scaling of rotary frequencies for contexts longer than the original training context.
-
-    Attributes:
-        kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides the
-            slow ones and blends in between (Grattafiori et al. 2024). `yarn` blends by the number of
-            turns within `original_n_ctx` and scales the vectors (Peng et al. 2023). `factors`
-            divides each frequency by its own number.
-        factor: the divisor.
-        original_n_ctx: for `llama3` and `yarn`: the original training context, in tokens.
-        low, high: for `llama3` and `yarn`: a frequency with fewer turns than `low` within the
-            original context is divided, one with more than `high` is kept. YaRN calls them
-            beta_slow and beta_fast. 0 means the published numbers: 1 and 4, or 1 and 32.
-        attention_factor: for `yarn`: the factor of rotated vectors; 0 means `0.1 ln(factor) + 1`.
-        factors: for `factors`: one divisor for each frequency.
-
-    Raises:
-        ValueError: naming the field, its value and the rule it breaks.
-
-    >>> RotaryScaling(kind="yarn", factor=4.0, original_n_ctx=2048).turns
-    (1.0, 32.0)
-    """
-
-    kind: Literal["linear", "llama3", "yarn", "factors"]
-    factor: float = 1.0
-    original_n_ctx: int = 0
-    low: float = 0.0
-    high: float = 0.0
-    attention_factor: float = 0.0
-    factors: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_types(self, "rotary_scaling.")
-        self._require("factor", self.factor >= 1, "at least 1")
-        if self.kind in PUBLISHED_TURNS:
-            self._require("original_n_ctx", self.original_n_ctx >= 1, f"at least 1 for {self.kind}")
-            low, high = self.turns
-            self._require("low", 0 < low < high, f"above 0 and below high ({high})")
-        if self.kind == "factors":
-            positive = self.factors and min(self.factors) > 0
-            self._require("factors", positive, "one number above 0 for each frequency")
-
-    @property
-    def turns(self) -> tuple[float, float]:
-        """`low` and `high`, or the published numbers where they are 0."""
-        low, high = PUBLISHED_TURNS[self.kind]
-        return self.low or low, self.high or high
-
-    def _require(self, name: str, holds: object, rule: str) -> None:
-        require(self, name, holds, rule, "rotary_scaling.")
-
+from models.rotary_scaling import RotaryScaling
 
 # The least values of sizes. Where 0 is allowed, it has a meaning of its own.
 LEAST = {

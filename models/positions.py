@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.shared import FakeTensor, traced_as_constant
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
+from models.rotary_scaling import RotaryScaling
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines: Float[batch pos 1 d_rotary], each angle's twice."""

@@ -1,6 +1,5 @@
 """The transformer. Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -9,11 +8,12 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import HintsAtNames, to_device, without_gradients
-from models.attention import SoftCap
+from hooks.shared import HintsAtNames, to_device
 from models.block import block_of
 from models.checks import check_tokens, should_read
 from models.config import TransformerConfig
+from models.dot_product import SoftCap
+from models.initialisation import initialise
 from models.linear import Linear, dropout
 from models.norm import norm
 from models.positions import added_positions, rotary
@@ -99,7 +99,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
         self.logit_cap = SoftCap(config.logit_cap) if config.logit_cap else Identity()
         if config.tied_unembed:
             tie(self)
-        initialise(self)
+        initialise(self, config)
 
     def forward(
         self,
@@ -285,29 +285,3 @@ def _tokens_unread(stream: Tensor) -> Tensor:
         got = f"{stream.dtype} {list(stream.shape)}"
         raise ValueError(f"starting_at_layer needs a stream [batch, pos, d_model]; got {got}")
     return stream.new_zeros(stream.shape[:2], dtype=torch.int64)
-
-
-@without_gradients
-def initialise(model: Transformer) -> None:
-    """Draws all weights again, as `config.init` says. Biases become 0 and gains 1."""
-    config = model.config
-    for name, parameter in model.named_parameters():
-        part = name.removesuffix(".weight")
-        if parameter.ndim == 1:
-            parameter.fill_(float(name.endswith("weight")))
-        elif part.endswith("qkv"):  # three matrices, each with its own size
-            heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-            for matrix in parameter.split([n * config.d_head for n in heads]):
-                _draw(matrix, config)
-        else:
-            # Maps that write to the stream start smaller, because many add up (Radford et al. 2019).
-            _draw(parameter, config, math.sqrt(2 * config.n_layers) if "output" in part else 1.0)
-
-
-def _draw(weight: Tensor, config: TransformerConfig, divisor: float = 1.0) -> None:
-    if config.init == "xavier":
-        nn.init.xavier_uniform_(weight)
-    elif config.init == "kaiming":
-        nn.init.kaiming_uniform_(weight, nonlinearity="relu")
-    else:
-        nn.init.normal_(weight, std=0.02 / (divisor if config.init == "gpt2" else 1.0))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hooks.shared import without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import Runs
-from interp.edits.kinds import orthonormal
+from interp.edits.subspaces import orthonormal
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.results.result import Result
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hooks.shared import storage
 
@@ -76,14 +76,6 @@ def print_or_write(options: argparse.Namespace, text: str, data: Any) -> None:
         return
     with replacing(options.out) as file:
         file.write(output + "\n")
-
-
-def numbers(values: Tensor) -> Any:
-    """The numbers of a tensor in lists, as JSON has them: NaN is null."""
-    flat = [value if value == value else None for value in values.flatten().tolist()]
-    for size in reversed(values.shape[1:]):
-        flat = [flat[n : n + size] for n in range(0, len(flat), size)]
-    return flat
 
 
 def _device(name: str) -> torch.device:

@@ -2,12 +2,7 @@
 
 import argparse
 
-from interp.cli.common import (
-    model_of,
-    numbers,
-    print_or_write,
-    text_of,
-)
+from interp.cli.common import model_of, print_or_write, text_of
 from interp.effects.patching import activation_patching
 from interp.inputs.pairs import Pairs
 
@@ -66,13 +61,4 @@ def run(options: argparse.Namespace) -> None:
         "",
         *repr(result.top(options.top)).splitlines(),
     ]
-    data = {
-        "axes": [*result.axes],
-        "labels": {axis: [*labels] for axis, labels in result.labels.items()},
-        "values": numbers(result.values),
-        "base": numbers(result.base),  # type: ignore[arg-type]
-        "target": numbers(result.target),  # type: ignore[arg-type]
-        "unit": result.unit,
-        "about": dict(result.about),
-    }
-    print_or_write(options, "\n".join(lines), data)
+    print_or_write(options, "\n".join(lines), result.as_json())

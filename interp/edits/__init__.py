@@ -21,18 +21,8 @@ tensor([[[1., 1.],
 
 from hooks.shared import all_but
 from interp.edits.edit import Edit
-from interp.edits.kinds import (
-    add,
-    interchange,
-    knockout,
-    mean,
-    noise,
-    project_out,
-    replace,
-    resample,
-    scale,
-    zero,
-)
+from interp.edits.kinds import add, knockout, mean, noise, replace, resample, scale, zero
+from interp.edits.subspaces import interchange, project_out
 
 __all__ = [
     "Edit",

@@ -144,6 +144,11 @@ class Source:
         return TEXT_AXES if isinstance(self.values, ActivationCache) else ()
 
 
+def source_of(values: Values, columns: Index | None) -> Source:
+    """A source, and its columns that go to the selected positions."""
+    return Source(values, columns=None if columns is None else Selection(columns))
+
+
 @dataclass(frozen=True, eq=False)
 class Edit:
     """A change of an activation at a place. The functions of `interp.edits` make them.

@@ -4,24 +4,14 @@ import warnings
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import EditError, Point
 from hooks.shared import Index, Selection, to_device
 from interp.edits.draws import donors, normal
-from interp.edits.edit import Axes, Change, Edit, Source, Values
+from interp.edits.edit import Axes, Edit, Source, Values, source_of
 from interp.edits.places import Region
-
-
-@runtime_checkable
-class Interchanges(Protocol):
-    """Features of values, some of which are taken from another run."""
-
-    def interchanged(
-        self, value: Shaped[Tensor, "*rows d"], source: Shaped[Tensor, "*rows d"]
-    ) -> Shaped[Tensor, "*rows d"]:
-        """The value with the chosen features of the source."""
 
 
 @runtime_checkable
@@ -77,61 +67,7 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
     >>> replace(source, pos=0, source_pos=-1)(torch.ones(1, 3), Point("any", ("batch", "pos")))
     tensor([[7., 1., 1.]])
     """
-    return Edit("replace", _source_values, {"0": source}, _source(source, source_pos)).at(**where)
-
-
-def interchange(
-    source: Values,
-    subspace: Float[Tensor, "dim *k"] | Interchanges,
-    *,
-    source_pos: Index | None = None,
-    **where: Index,
-) -> Edit:
-    """Takes the part inside a subspace of a point's last axis from a source, and keeps the rest.
-
-    Distributed interchange: Geiger et al. 2024, "Finding Alignments Between Interpretable Causal
-    Variables and Distributed Neural Representations".
-
-    Args:
-        source, source_pos: see `replace`.
-        subspace: a direction, or columns that span the subspace. They need not be orthonormal. Or features of the values,
-            such as those of `interp.alignment`.
-        where: what is replaced.
-
-    Raises:
-        ValueError: if the columns are not linearly independent.
-
-    >>> from hooks import Point
-    >>> edit = interchange(torch.tensor([[5.0, 6.0]]), subspace=torch.tensor([0.0, 1.0]))
-    >>> edit(torch.ones(1, 2), Point("any", ("batch", "d_model")))
-    tensor([[1., 6.]])
-    """
-    arguments, values = {"0": source, "1": subspace}, _source(source, source_pos)
-    if isinstance(subspace, Tensor):
-        basis = orthonormal(subspace)
-        change: Change = lambda x, value, place: x + _inside(value - x, basis)  # noqa: E731
-    else:
-        parts = subspace
-        change = lambda x, value, place: parts.interchanged(x, value)  # noqa: E731
-    return Edit("interchange", change, arguments, values).at(**where)
-
-
-def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
-    """Removes the part inside the span of one or more directions of a point's last axis.
-
-    Args:
-        directions: a direction, or several as columns. They need not be orthonormal.
-        where: what is changed.
-
-    Raises:
-        ValueError: if the directions are not linearly independent.
-
-    >>> from hooks import Point
-    >>> project_out(torch.tensor([0.0, 2.0]))(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
-    tensor([[3., 0.]])
-    """
-    basis, arguments = orthonormal(directions), {"0": directions}
-    return Edit("project_out", lambda x, value, place: x - _inside(x, basis), arguments).at(**where)
+    return Edit("replace", _source_values, {"0": source}, source_of(source, source_pos)).at(**where)
 
 
 def mean(
@@ -301,38 +237,8 @@ def _comes_after(key: Any, query: Any) -> bool:
     return same_end and min(keys) > max(queries)
 
 
-def _source(values: Values, columns: Index | None) -> Source:
-    return Source(values, columns=None if columns is None else Selection(columns))
-
-
 def _source_values(region: Tensor, value: Tensor, place: Region) -> Tensor:
     return value
-
-
-def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
-    """An orthonormal basis of the span of columns, in float64.
-
-    Raises:
-        ValueError: if they are not linearly independent.
-    """
-    columns = directions.double().reshape(len(directions), -1)
-    basis, triangle = torch.linalg.qr(columns)
-    least = torch.finfo(torch.promote_types(directions.dtype, torch.float32)).eps ** 0.75
-    # What each column adds to the span of those before it.
-    added = triangle.diagonal().abs() > least * columns.norm(dim=0)[: len(triangle)]
-    if not (columns.numel() and columns.shape[1] <= len(columns) and added.all()):
-        rule = "directions must be one or more linearly independent columns"
-        raise ValueError(f"{rule}; got {list(directions.shape)}")
-    return basis
-
-
-def _inside(x: Tensor, basis: Tensor) -> Tensor:
-    """The part of vectors along the last axis that is inside the span of a basis."""
-    if x.shape[-1] != len(basis):
-        raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}")
-    precision = torch.promote_types(x.dtype, torch.float32)
-    basis = to_device(basis.to(precision), x.device)
-    return (x.to(precision) @ basis @ basis.mT).to(x.dtype)
 
 
 def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Region) -> Tensor:

@@ -40,6 +40,7 @@ class Dictionary(nn.Module):
     Raises:
         ValueError: if a weight has another size, or `k` is more than the features.
 
+    >>> import torch
     >>> autoencoder = Dictionary(
     ...     W_enc=torch.tensor([[1.0, -1.0]]), W_dec=torch.tensor([[1.0], [-1.0]]), b_enc=torch.zeros(2),
     ...     b_dec=torch.tensor([3.0]), activation=nn.ReLU(), subtracts_b_dec=True)
@@ -178,6 +179,7 @@ class Dictionary(nn.Module):
         Transcoders trained on the output of a norm before its gain (Gemma Scope 1) read our point `ln2.normalized`
         this way: `load_sae(path).with_input_gain(block.ln2.weight)`.
 
+        >>> import torch
         >>> identity = Dictionary(torch.eye(1), torch.eye(1), torch.zeros(1), torch.zeros(1), nn.ReLU())
         >>> identity.with_input_gain(torch.tensor([2.0]))(torch.tensor([6.0]))
         tensor([3.])
@@ -199,6 +201,7 @@ class Dictionary(nn.Module):
             ValueError: if other features would win, or features are no function of one pre-activation each: of top-k with
                 rows of different lengths, or with steps.
 
+        >>> import torch
         >>> double = Dictionary(torch.eye(1), 2 * torch.eye(1), torch.zeros(1), torch.zeros(1), nn.ReLU())
         >>> unit = double.with_unit_decoder()
         >>> unit.encode(torch.tensor([3.0])), unit(torch.tensor([3.0])), double(torch.tensor([3.0]))

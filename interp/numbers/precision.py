@@ -60,6 +60,6 @@ def is_rounding(
     >>> is_rounding(torch.tensor([1.0, 1000.0]), torch.tensor([1.01, 1001.0]))
     tensor([ True, False])
     """
-    one = to_device(one, other.device)
+    other = to_device(other, one.device)
     size = rounding(dtype or other.dtype) * other.nan_to_num(posinf=0, neginf=0).abs().max()
     return ((one - other).abs() <= size) | (one == other) | (one.isnan() & other.isnan())

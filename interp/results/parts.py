@@ -147,6 +147,16 @@ def regrouped(result: "Result", what: str) -> "Result":
     )
 
 
+def numbers(values: torch.Tensor | None) -> Any:
+    """The numbers of a tensor in lists, as JSON has them: NaN is null."""
+    if values is None:
+        return None
+    flat = [value if value == value else None for value in values.flatten().tolist()]
+    for size in reversed(values.shape[1:]):
+        flat = [flat[n : n + size] for n in range(0, len(flat), size)]
+    return flat
+
+
 def difference(one: "Result", other: "Result") -> "Result":
     """The effects of one result minus those of another, for each example; see `Result.__sub__`."""
     for what in ("axes", "labels", "unit"):

@@ -275,6 +275,21 @@ class Result:
             ]
         )
 
+    def as_json(self) -> dict[str, Any]:
+        """Axes, labels, values, base, target, unit and facts, as JSON has them: NaN is null."""
+        tensors = {
+            name: parts.numbers(getattr(self, name)) for name in ("values", "base", "target")
+        }
+        labels = {axis: [*labels] for axis, labels in self.labels.items()}
+        about = dict(self.about)
+        return {
+            "axes": [*self.axes],
+            "labels": labels,
+            **tensors,
+            "unit": self.unit,
+            "about": about,
+        }
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the result as safetensors, completely or not at all.
 

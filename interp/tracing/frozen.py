@@ -26,6 +26,9 @@ from interp.numbers.precision import at_least_float32, finite, is_rounding, like
 from interp.protocol import logits_of, of
 from interp.tracing.transcoders import LayerTranscoder, Transcoders, by_layer
 
+TARGETS_AT_ONCE = 256
+"""More are no faster."""
+
 
 class FrozenReading(NamedTuple):
     """What an MLP, a transcoder or the unembedding reads in the run, and the norm before it.

@@ -22,7 +22,7 @@ from models.attached.past import (
     take_cache,
 )
 from models.attached.wiring import fire
-from models.attention import require_room_for_scores
+from models.dot_product import require_room_for_scores
 from models.files import library
 
 Heads = Float[Tensor, "batch head query d_head"]

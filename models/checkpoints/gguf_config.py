@@ -15,7 +15,8 @@ from models.checkpoints.gguf_tables import (
     WITHOUT_EFFECT,
     Architecture,
 )
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
+from models.rotary_scaling import RotaryScaling
 
 
 def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str, float]]:

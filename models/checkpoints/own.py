@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from hooks.shared import storage
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
 from models.files import one_error
+from models.rotary_scaling import RotaryScaling
 from models.text.tokenizer import CharTokenizer
 from models.transformer import Transformer
 

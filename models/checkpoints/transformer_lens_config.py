@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from models.checkpoints.huggingface.family import ACTIVATIONS, Attributes
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
 from models.files import one_error, read_object
+from models.rotary_scaling import RotaryScaling
 
 # Fields of TransformerLens' config that do not affect logits, and those that do only where another says so.
 _BOOKKEEPING = """

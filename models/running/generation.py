@@ -9,7 +9,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from operator import index
 from typing import Any, TypedDict, Unpack
 
@@ -18,14 +17,14 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks.shared import to_device, trusted, without_gradients
-from models.checks import check_tokens, check_whole, require
+from models.checks import check_whole
 from models.running.kvcache import KVCache
+from models.running.prompts import IN_TRAINING, as_lists, check_prompts
 from models.running.sampling import Sampling, row_generator
-from models.text.texts import Texts, is_columns, is_one_text
+from models.text.texts import Texts
+from models.text.token_batch import is_columns, is_one_text
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
-
-IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def generate(
     [5, 4]
     """
     _require(model)
-    texts = _as_lists(model, prompts, options.pop("attention_mask", None))
+    texts = as_lists(model, prompts, options.pop("attention_mask", None))
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     new = [(step.tokens, step.running) for step in steps]
     lengths = torch.stack([running for _, running in new], 1).sum(1)
@@ -140,7 +139,7 @@ def generate_text(
     if all(isinstance(text, str) for text in several) and not is_columns(prompts):
         read = [model.encoded(text, closed=False) for text in several]
     else:
-        read = _as_lists(model, prompts, options.pop("attention_mask", None))
+        read = as_lists(model, prompts, options.pop("attention_mask", None))
         several = [tokenizer.decode(row) for row in read]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
     # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
@@ -199,12 +198,12 @@ def stream(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _require(model)
-    texts = _as_lists(model, prompts, attention_mask)
+    texts = as_lists(model, prompts, attention_mask)
     stop = model.config.eos_token_ids if stop is None else stop
     stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
     check_whole("max_new_tokens", max_new_tokens)
     check_whole("prefill_chunk", prefill_chunk)
-    _check_prompts(model, texts, stops, max_new_tokens, max_context)
+    check_prompts(model, texts, stops, max_new_tokens, max_context)
     # The blocks of a model may be on several devices.
     device, drawn_on = model.token_embedding.weight.device, model.unembedding.weight.device
     generators: list[torch.Generator] = []
@@ -233,7 +232,7 @@ def _last_logits(
         raise ValueError(IN_TRAINING)
     for piece in tokens.split(chunk, 1):
         seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
-        with trusted():  # `_check_prompts` has read the tokens, and the mask was made here
+        with trusted():  # `check_prompts` has read the tokens, and the mask was made here
             logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
     return logits[:, -1]
 
@@ -265,52 +264,3 @@ def _require(model: object) -> None:
     if not isinstance(model, Transformer):
         what = type(model).__name__
         raise TypeError(f"generate needs a models.Transformer; got {what} (try its own .generate)")
-
-
-def _as_lists(
-    model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
-) -> list[list[int]]:
-    tokens, own_mask = model.to_tokens(prompts)
-    check_tokens(tokens)
-    texts = tokens.tolist()
-    if attention_mask is None:
-        attention_mask = own_mask
-    elif own_mask is not None:
-        raise ValueError("prompts of unequal lengths have their own attention_mask; got another")
-    if attention_mask is None:
-        return texts
-    shape, real = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()
-    if attention_mask.shape != shape or set().union(*real) - {0, 1}:
-        rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
-        raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {real!r:.40}")
-    return [list(compress(*pair)) for pair in zip(texts, real, strict=True)]
-
-
-def _check_prompts(
-    model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
-) -> None:
-    """Refuses arguments that would give wrong tokens, or fail after some steps."""
-    if any(module.training for module in model.modules()):
-        raise ValueError(IN_TRAINING)
-    empty = [row for row, text in enumerate(texts) if not text]
-    if empty or not texts:
-        raise ValueError(
-            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows {empty}"
-        )
-    vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
-    require(model.config, "causal", model.config.causal, "True to write texts")
-    same = model.config.vocab_size_out == vocab
-    require(model.config, "vocab_size_out", same, f"vocab_size ({vocab}) to write texts")
-    for name, tokens in (("stop", stops), *((f"prompt {i}", t) for i, t in enumerate(texts))):
-        outside = [token for token in tokens if not 0 <= token < vocab]
-        if outside:
-            raise ValueError(f"{name} must have tokens from 0 to {vocab - 1}; got {outside[0]}")
-    limit = n_ctx if max_context is None else min(max_context, n_ctx)
-    longest = max(map(len, texts))
-    if longest + new > limit:
-        learned = model.config.positions in ("learned", "shortformer")
-        more = "" if learned else ", or call model.extend_context"
-        raise ValueError(
-            f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}: "
-            f"ask for fewer and go on from the last tokens of the result{more}"
-        )

@@ -9,7 +9,7 @@ from torch import nn
 
 from hooks.shared import carried
 from models.text.templates import ChatTemplate, Messages
-from models.text.texts import TokenBatch
+from models.text.token_batch import TokenBatch
 
 
 @dataclass(frozen=True, eq=False)

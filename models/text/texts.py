@@ -1,44 +1,18 @@
 """Texts in, texts out: what a model that has a tokenizer reads, and how its tokens are shown."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import index
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor
 
 from hooks.shared import encoded
 from models.checks import check_choice
+from models.text.token_batch import TokenBatch, is_columns, is_integer, is_one_text
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
-
-
-@dataclass(frozen=True, eq=False)
-class TokenBatch:
-    """The tokens of a batch of texts. It unpacks: `tokens, attention_mask = model.to_tokens(texts)`.
-
-    Every function that takes tokens also takes it, with its mask, as one argument.
-
-    Attributes:
-        tokens: [batch, pos].
-        attention_mask: True at real tokens, False at padding; None if there is none.
-        texts: the strings that were read; None if there were none.
-    """
-
-    tokens: Int[Tensor, "batch pos"]
-    attention_mask: Shaped[Tensor, "batch pos"] | None = None
-    texts: tuple[str, ...] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.tokens, self.attention_mask))
-
-    def __repr__(self) -> str:
-        padded = "" if self.attention_mask is None else ", padded"
-        first = "" if self.texts is None else f": {self.texts[0]!r:.60}"
-        return f"TokenBatch {list(self.tokens.shape)}{padded}{first}"
-
 
 Texts = (
     str
@@ -54,16 +28,6 @@ Texts = (
 """Texts in every form: a string, a list of tokens, or a tensor [pos] is one text; a list of these, a tensor
 [batch, pos], or what `to_tokens` gave is a batch. What a tokenizer of `transformers` gave, a mapping with `input_ids` and
 `attention_mask`, is the texts in it."""
-
-
-def is_tokens(texts: object) -> bool:
-    """Whether texts are a tensor [batch, pos] already."""
-    return isinstance(texts, Tensor) and texts.ndim == 2
-
-
-def is_columns(texts: object) -> bool:
-    """Whether texts are a mapping, such as a tokenizer gives, or a table: both hold columns by name."""
-    return isinstance(texts, Mapping) or hasattr(texts, "columns")
 
 
 _SET_ANOTHER = "set model.tokenizer (load_tokenizer(path) or one of transformers; --tokenizer on the command line)"
@@ -198,7 +162,7 @@ class ReadsText:
         >>> model.to_text(model.to_tokens(["a list", "a"]))
         ['a list', 'a']
         """
-        listed: Any = [index(tokens)] if _is_integer(tokens) else tokens  # type: ignore[arg-type]
+        listed: Any = [index(tokens)] if is_integer(tokens) else tokens  # type: ignore[arg-type]
         batch = self.to_tokens(listed)
         rows = batch.tokens.tolist()
         if batch.attention_mask is not None:
@@ -272,34 +236,9 @@ def read(
     return batch.tokens, batch.attention_mask
 
 
-def is_one_text(texts: Any) -> bool:
-    """Whether texts are one text, not a batch."""
-    if isinstance(texts, Mapping):
-        texts = texts.get("input_ids", ())
-    if isinstance(texts, str | Tensor):
-        return isinstance(texts, str) or texts.ndim == 1
-    if isinstance(texts, TokenBatch):
-        return False
-    if not hasattr(texts, "__len__"):
-        raise ValueError(
-            f"texts must be a string, a list of tokens, a tensor, or several; got {texts!r:.40}"
-        )
-    return bool(len(texts)) and all(_is_integer(token) for token in texts)
-
-
-def _is_integer(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        index(value)
-    except TypeError:
-        return False
-    return True
-
-
 def _integers(tokens: Any) -> list[int]:
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # NumPy's arrays too
-    if not isinstance(listed, Sequence) or not all(map(_is_integer, listed)):
+    if not isinstance(listed, Sequence) or not all(map(is_integer, listed)):
         got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
         raise ValueError(f"a text must be a string or a list of integers; got {got:.80}")
     return [*map(index, listed)]

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
 from hooks.hashes import config_hash, weights_hash
-from hooks.replay import LazyValues
+from hooks.lazy import LazyValues
 from interp.inputs.texts import text_of
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from hooks import HookedRunner
 from models import KVCache, Transformer, TransformerConfig
-from models.transformer import initialise
+from models.initialisation import initialise
 from tests.reference import LLAMA, SIZES, Reference, randomised, some_tokens, variant
 
 SMALL = dict(vocab_size=23, n_ctx=17, n_layers=3, n_heads=2, d_model=10)
@@ -346,7 +346,7 @@ def test_a_trained_model_can_be_initialised_again(init, tied):
     changes = dict(init=init, tied_unembed=tied, qk_norm="head", embed_norm=True)
     config = TransformerConfig(**GROUPED | changes)
     trained = randomised(config)
-    initialise(trained)
+    initialise(trained, trained.config)
     # Of 301 rows of 128: the last two are uniform.
     variance = {"gpt2": 0.02**2, "xavier": 2 / (301 + 128), "kaiming": 2 / 128}[init]
     assert trained.W_E.std().item() == pytest.approx(math.sqrt(variance), rel=0.05)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hooks import UnknownNameError
-from interp.features.forms.fields import FIELDS
 
 Weights = dict[str, Tensor]
 
@@ -39,9 +38,10 @@ def require_known(config: Mapping[str, Any], what: str) -> None:
 
     Args:
         config: the config.
-        what: what it is, a key of `FIELDS`.
+        what: what it is, a key of `fields.json`, which has the fields of the libraries' own classes, over all versions.
     """
-    known = {name for names in FIELDS[what] for name in names.split()}
+    fields = json_of(Path(__file__).with_name("fields.json"))[what]
+    known = {*fields["honoured"], *fields["ignored"]}
     for name in sorted(config.keys() - known):
         hint = str(UnknownNameError("", name, known))
         raise ValueError(

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from models.checkpoints.assemble import Source, expanded
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
+from models.rotary_scaling import RotaryScaling
 
 _DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 ACTIVATIONS: Mapping[str, str] = _DATA["activations"]

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from models.checkpoints import from_hf, load
 from models.checkpoints.huggingface import translated
 from models.checkpoints.huggingface.families import FAMILIES
-from models.config import RotaryScaling, TransformerConfig
+from models.config import TransformerConfig
+from models.rotary_scaling import RotaryScaling
 
 # config.json of published models.
 GPT2 = json.loads("""{

@@ -1,0 +1,68 @@
+"""Tensors inside nested values: tuples, mappings and dataclasses, such as a module returns."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def with_first_tensor(output: Any, value: Tensor) -> Any:
+    """A copy of `output` with `value` in place of its first tensor."""
+    if isinstance(output, Tensor):
+        return value
+    key, field = next((k, f) for k, f in _fields(output) or () if any(True for _ in tensors_in(f)))
+    return _with_fields(output, {key: with_first_tensor(field, value)})
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, in order."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    for _, field in _fields(output) or ():
+        yield from tensors_in(field)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for what they hold.
+
+    None stays None.
+    """
+    # Most containers and leaves are one of these, and to ask whether they are mappings takes long.
+    if isinstance(value, tuple):
+        parts = [part if part is None else mapped(part, change) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    if type(value) is dict:
+        return {key: mapped(field, change) for key, field in value.items()}
+    if value is None:
+        return None
+    if isinstance(value, (int, str, Tensor)) or (fields := _fields(value)) is None:
+        return change(value)
+    return _with_fields(value, {key: mapped(field, change) for key, field in fields})
+
+
+def _fields(output: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the items of a container by key; None if it is no container."""
+    if isinstance(output, (tuple, list)):
+        return enumerate(output)
+    if isinstance(output, Mapping):
+        return output.items()
+    if dataclasses.is_dataclass(output):
+        return [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    return None
+
+
+def _with_fields(output: Any, changed: dict[Any, Any]) -> Any:
+    if isinstance(output, tuple):
+        parts = [changed.get(n, part) for n, part in enumerate(output)]
+        return output._make(parts) if hasattr(output, "_make") else type(output)(parts)
+    copied = copy.copy(output)
+    for key, field in changed.items():
+        if isinstance(output, (Mapping, list)):
+            copied[key] = field
+        else:
+            # dataclasses.replace would run the class's own initialisation again.
+            object.__setattr__(copied, key, field)
+    return copied

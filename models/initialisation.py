@@ -1,0 +1,33 @@
+"""Initial weights of a transformer."""
+
+import math
+
+from torch import Tensor, nn
+
+from hooks.shared import without_gradients
+from models.config import TransformerConfig
+
+
+@without_gradients
+def initialise(model: nn.Module, config: TransformerConfig) -> None:
+    """Draws all weights again, as `config.init` says. Biases become 0 and gains 1."""
+    for name, parameter in model.named_parameters():
+        part = name.removesuffix(".weight")
+        if parameter.ndim == 1:
+            parameter.fill_(float(name.endswith("weight")))
+        elif part.endswith("qkv"):  # three matrices, each with its own size
+            heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+            for matrix in parameter.split([n * config.d_head for n in heads]):
+                _draw(matrix, config)
+        else:
+            # Maps that write to the stream start smaller, because many add up (Radford et al. 2019).
+            _draw(parameter, config, math.sqrt(2 * config.n_layers) if "output" in part else 1.0)
+
+
+def _draw(weight: Tensor, config: TransformerConfig, divisor: float = 1.0) -> None:
+    if config.init == "xavier":
+        nn.init.xavier_uniform_(weight)
+    elif config.init == "kaiming":
+        nn.init.kaiming_uniform_(weight, nonlinearity="relu")
+    else:
+        nn.init.normal_(weight, std=0.02 / (divisor if config.init == "gpt2" else 1.0))

@@ -1,0 +1,66 @@
+"""Checks of prompts, and tokens as lists."""
+
+from itertools import compress
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from models.checks import check_tokens, require
+from models.text.texts import Texts
+from models.transformer import Transformer
+
+IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
+
+
+def as_lists(
+    model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
+) -> list[list[int]]:
+    """The tokens of each prompt without padding.
+
+    Raises:
+        ValueError: if a mask does not fit the prompts.
+    """
+    tokens, own_mask = model.to_tokens(prompts)
+    check_tokens(tokens)
+    texts = tokens.tolist()
+    if attention_mask is None:
+        attention_mask = own_mask
+    elif own_mask is not None:
+        raise ValueError("prompts of unequal lengths have their own attention_mask; got another")
+    if attention_mask is None:
+        return texts
+    shape, real = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()
+    if attention_mask.shape != shape or set().union(*real) - {0, 1}:
+        rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
+        raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {real!r:.40}")
+    return [list(compress(*pair)) for pair in zip(texts, real, strict=True)]
+
+
+def check_prompts(
+    model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
+) -> None:
+    """Refuses arguments that would give wrong tokens, or fail after some steps."""
+    if any(module.training for module in model.modules()):
+        raise ValueError(IN_TRAINING)
+    empty = [row for row, text in enumerate(texts) if not text]
+    if empty or not texts:
+        raise ValueError(
+            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows {empty}"
+        )
+    vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
+    require(model.config, "causal", model.config.causal, "True to write texts")
+    same = model.config.vocab_size_out == vocab
+    require(model.config, "vocab_size_out", same, f"vocab_size ({vocab}) to write texts")
+    for name, tokens in (("stop", stops), *((f"prompt {i}", t) for i, t in enumerate(texts))):
+        outside = [token for token in tokens if not 0 <= token < vocab]
+        if outside:
+            raise ValueError(f"{name} must have tokens from 0 to {vocab - 1}; got {outside[0]}")
+    limit = n_ctx if max_context is None else min(max_context, n_ctx)
+    longest = max(map(len, texts))
+    if longest + new > limit:
+        learned = model.config.positions in ("learned", "shortformer")
+        more = "" if learned else ", or call model.extend_context"
+        raise ValueError(
+            f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}: "
+            f"ask for fewer and go on from the last tokens of the result{more}"
+        )
