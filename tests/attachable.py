@@ -193,3 +193,11 @@ def made(name, attention=None, config=None):
         for value in [*model.parameters(), *buffers]:
             value.copy_(value.mean() + 0.3 * torch.randn(value.shape))
     return model
+
+
+def agree(ours, theirs, what="", tolerance=1e-5):
+    """Equal up to a share of the largest value, which is not 0."""
+    assert ours.shape == theirs.shape, what
+    assert theirs.any(), what
+    gap = (ours - theirs).abs().max() / theirs.abs().max()
+    assert gap <= tolerance, f"{what} differs by {gap:.1g}"

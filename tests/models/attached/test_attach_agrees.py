@@ -28,7 +28,9 @@ from interp import (
     token_directions,
 )
 from models import attach, from_hf
-from tests.attachable import BATCH, POS, VOCAB, config_of, made
+from tests.attachable import BATCH, POS, VOCAB, agree, config_of, made
+
+close = functools.partial(agree, tolerance=1e-4)
 
 # Sizes under other families' names, which this config only stores.
 STORED = {
@@ -51,12 +53,6 @@ def world(name):
     return types.SimpleNamespace(
         model=model, plain=plain, clean=clean, corrupted=corrupted, metric=metric
     )
-
-
-def close(ours, theirs, what):
-    assert ours.shape == theirs.shape, what
-    gap = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)
-    assert gap <= 1e-4, f"{what} differs by {gap:.1g}"
 
 
 def check(w, table):

@@ -1,6 +1,7 @@
 """Graphs of attached decoders that `from_hf` does not know, against PyTorch's own hooks on the model as it came."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from interp import (
 from models import attach, from_hf
 from models.attached.view import PlainView
 from models.checkpoints.huggingface.families import FAMILIES
-from tests.attachable import HEADS, KV_HEADS, VOCAB, made
+from tests.attachable import HEADS, KV_HEADS, VOCAB, agree, made
+
+close = functools.partial(agree, tolerance=2e-5)
 
 CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
 # One or more of each: experts, fused projections, traced attention, parallel blocks, no module for the MLP, factors,
@@ -44,12 +47,6 @@ def metric(logits):
 
 
 PAIRS = Pairs(CLEAN, OTHER, metric=metric)
-
-
-def close(found, expected, tolerance=2e-5):
-    size = expected.abs().max().item()
-    assert size > 1e-4
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * size)
 
 
 @pytest.mark.sampled(4)
@@ -80,11 +77,11 @@ def test_families_that_are_known_have_the_graph_of_their_plain_model(kind, monke
         edges = list(graph.Graph(plain).edges)[::3]
         for analysis in (edge_attribution, path_patching):
             ours, theirs = analysis(model, PAIRS), analysis(plain, PAIRS)
-            close(ours.values, theirs.values, 1e-4)
+            close(ours.values, theirs.values, tolerance=1e-4)
             assert ours.labels == theirs.labels
-        close(run_circuit(model, PAIRS, edges), run_circuit(plain, PAIRS, edges), 1e-4)
+        close(run_circuit(model, PAIRS, edges), run_circuit(plain, PAIRS, edges), tolerance=1e-4)
         some = edge_patching(model, PAIRS, edges[:20])
-        close(some.values, edge_patching(plain, PAIRS, edges[:20]).values, 1e-4)
+        close(some.values, edge_patching(plain, PAIRS, edges[:20]).values, tolerance=1e-4)
 
 
 # The modules of a block, where queries, keys and values have maps of their own.
@@ -165,7 +162,11 @@ def test_padding_changes_nothing(kind, monkeypatch):
         edges = list(graph.Graph(model).edges)[::2]
         alone = run_circuit(model, PAIRS, edges)
         close(run_circuit(model, padded, edges)[:, 2:], alone)
-        close(edge_attribution(model, padded).values, edge_attribution(model, PAIRS).values, 1e-4)
+        close(
+            edge_attribution(model, padded).values,
+            edge_attribution(model, PAIRS).values,
+            tolerance=1e-4,
+        )
 
 
 def test_components_add_up_to_the_stream():

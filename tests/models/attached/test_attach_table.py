@@ -12,6 +12,7 @@ from hooks import HookedRunner, HookError
 from interp import edits
 from models import attach
 from tests.attachable import BATCH, CACHE, LAYERS, MODELS, POS, VOCAB, config_of, made, transformers
+from tests.attachable import agree as close
 
 NAMES = [name for name in MODELS if name in transformers.CONFIG_MAPPING]
 ATTENTION = "attn.q attn.k attn.v attn.scores attn.pattern attn.z"
@@ -50,12 +51,6 @@ def world(name):
 
 def run(model, tokens, **given):
     return model(input_ids=tokens, **{"use_cache": False} | given)
-
-
-def close(ours, theirs, what, atol=1e-5):
-    assert ours.shape == theirs.shape, what
-    gap = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)
-    assert gap <= atol, f"{what} differs by {gap:.1g}"
 
 
 def same(ours, theirs, what):

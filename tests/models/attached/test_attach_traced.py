@@ -26,6 +26,9 @@ from tests.attachable import (
     made,
     transformers,
 )
+from tests.attachable import (
+    agree as close,
+)
 from tests.models.attached.test_attach_settings import in_form
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -119,12 +122,6 @@ def with_edit(model, name, edit):
             .run_with_hooks(input_ids=TOKENS, use_cache=False, hooks=hooks)
             .logits
         )
-
-
-def close(ours, theirs, atol=1e-5):
-    assert ours.shape == theirs.shape
-    gap = (ours - theirs).abs().max() / theirs.abs().max()
-    assert gap <= atol, f"{gap:.1g}"
 
 
 def size(model):
@@ -250,7 +247,7 @@ def test_hooks_everywhere_change_nothing(kind, setting):
         assert cache["pattern", 1].dtype == torch.bfloat16
     rounded = setting in ("bfloat16", "autocast")
     if twin.config._attn_implementation == "sdpa" and kind.startswith("falcon"):  # two kernels
-        close(output.logits.float(), theirs.float(), 0.02 if rounded else 3e-6)
+        close(output.logits.float(), theirs.float(), tolerance=0.02 if rounded else 3e-6)
     else:
         assert torch.equal(output.logits, theirs)
 
