@@ -158,6 +158,10 @@ class Recorder:
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
+        if not (
+            value.is_floating_point() or value.is_complex()
+        ):  # numbers of experts, for instance
+            return value
         value = as_node(value, point)
         # The hook lives as long as the graph, so it must not hold the recorder and its values.
         grads, options, piece = self.grads, self.options, piece_read()

@@ -139,8 +139,8 @@ def reading(piece: Piece) -> AbstractContextManager[None]:
 
 
 def piece_read() -> Piece:
-    """The piece that runs read here."""
-    return _piece.get()
+    """The piece that runs read here; the whole text while a compiler traces, which cannot read the context."""
+    return _WHOLE if torch.compiler.is_compiling() else _piece.get()
 
 
 def piece_is_known() -> bool:

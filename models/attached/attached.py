@@ -30,13 +30,15 @@ from models.attached.configs import (
     own_configs,
     text_config,
 )
+from models.attached.experts import broken
 from models.attached.forward import Forward, Generate
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, block_calls, layout_of
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Call, ProbeRun, Watching, probed, tokens_for
-from models.attached.sums import HALF, agree, is_close, is_same
-from models.attached.traced import TracedPoints, restore_forwards
+from models.attached.sums import HALF, agree, is_close, is_same, rolled
+from models.attached.traced import TracedPoints
+from models.attached.wiring import restore_methods
 from models.mode import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
@@ -86,6 +88,7 @@ class Attached(ReadsText):
             self._join_shards()
             self._check_traced()
             self._check_streams(layouts)
+            self._check_experts(layouts)
             self._check_attention(reference)
             self._say_what_is_missing()
         except BaseException:
@@ -170,6 +173,8 @@ class Attached(ReadsText):
         model.blocks = Blocks(map(self._wiring.block, layouts))
         self._wiring.final_norm(probe, chain[-1])
         self._forward.places = self._wiring.places()
+        for layout in layouts:
+            self.left_out |= layout.experts.missing if layout.experts else {}
         if any(weight.is_meta for weight in model.parameters()):
             self.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
         for name in TOP:
@@ -241,15 +246,21 @@ class Attached(ReadsText):
         if not shared:
             return
         parts = ("resid_mid", "mlp_out", "resid_post")
-        hooks = {f"blocks.{n}.resid_mid": _rolled for n in shared}
+        hooks = {f"blocks.{n}.resid_mid": rolled for n in shared}
         names = [f"blocks.{n}.{part}" for n in shared for part in parts]
-        with HookedRunner(self.model).hooks(hooks):
-            _, cache = self._run(names)
+        _, cache = self._run(names, hooks)
         for n in shared:
             mid, added, post = (cache[f"blocks.{n}.{part}"] for part in parts)
             if not is_close(mid + added, post, mid, added):
                 self._wiring.drop(self.model.blocks[n], "resid_mid")
                 self.left_out["resid_mid"] = "the stream goes on from a copy of it"
+
+    def _check_experts(self, layouts: Sequence[BlockLayout]) -> None:
+        """Leaves out points of experts whose values do not add up, or whose edits do not act."""
+        mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
+        for n, name, why in broken(mixtures, self._run, self._calls) if mixtures else ():
+            self._wiring.drop(self.model.blocks[n].mlp, name)
+            self.left_out[f"mlp.{name}"] = why
 
     def _check_attention(self, reference: Tensor) -> None:
         """Leaves out `scores` and `pattern` where attention has terms that `AttentionPoints` lacks.
@@ -277,13 +288,14 @@ class Attached(ReadsText):
             )
 
     @without_gradients
-    def _run(self, names: Sequence[str] | None = None) -> tuple[Tensor, ActivationCache]:
-        """The logits of a cached run of a few tokens."""
-        with mode(self.model, training=False):
+    def _run(
+        self, names: Sequence[str] | None = None, hooks: Any = ()
+    ) -> tuple[Tensor, ActivationCache]:
+        """The logits of a cached run of a few tokens, under hooks."""
+        runner = HookedRunner(self.model)
+        with mode(self.model, training=False), runner.hooks(hooks):
             tokens = tokens_for(self.model)
-            output, cache = HookedRunner(self.model).run_with_cache(
-                input_ids=tokens, use_cache=False, names=names
-            )
+            output, cache = runner.run_with_cache(input_ids=tokens, use_cache=False, names=names)
         return next(tensors_in(output)), cache
 
 
@@ -365,7 +377,7 @@ def detach(model: nn.Module) -> None:
     for config in configs_of(model).values():
         if config._attn_implementation != kernel_name(config):
             config._attn_implementation_internal = kernel_name(config)
-    restore_forwards(model)
+    restore_methods(model)
     for name in TOP:
         if isinstance(getattr(model, name, None), HookPoint | HookPoints | Blocks):
             delattr(model, name)
@@ -400,7 +412,3 @@ def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:
         return has_other_terms(points.module, *calls[points.module])
     except Exception:  # weights of a kind that is no number, for instance
         return None
-
-
-def _rolled(value: Tensor, point: object) -> Tensor:
-    return value.roll(1, -1)

@@ -20,39 +20,35 @@ from torch import Tensor, nn
 from hooks import HookError, start_of_piece
 from hooks.shared import Piece, Scoped, Words, forwards_in, memory_of, reading, tensors_in
 from models.attached.configs import HOOKED
-from models.attached.wiring import Output, texts_read
+from models.attached.wiring import Output, Replaced, texts_read
 
 _generation = Scoped[dict[str, int] | None]("generation", None)
 
 
-class Generate:
+class Generate(Replaced):
     """A model's `generate`. Runs in it know how long the prompt was, also where each reads the whole text again.
 
     Args:
         model: the model.
-
-    Attributes:
-        replaced: the `generate` that somebody else had put on the model, if any.
     """
 
     def __init__(self, model: Any) -> None:
-        self.replaced = vars(model).get("generate")
-        self._inner = self.__wrapped__ = model.generate
+        super().__init__(model, "generate")
+        self.__wrapped__ = self.inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` returns."""
         with _generation.set({}):
-            return self._inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
 
 
-class Forward:
+class Forward(Replaced):
     """A model's forward that tells points which piece of which texts they see.
 
     Args:
         model: the model.
 
     Attributes:
-        replaced: the forward that somebody else had put on the model, if any.
         embedded: the hook of `embed`, for a run that is given embeddings instead of tokens.
         places: the modules that points listen to, each with its parent and its name there.
         prepare: makes tokens of texts among the arguments.
@@ -60,9 +56,8 @@ class Forward:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.replaced = vars(model).get("forward")
-        self._inner = model.forward
-        self.__wrapped__ = model.forward  # its signature is this one's
+        super().__init__(model)
+        self.__wrapped__ = self.inner  # its signature is this one's
         self._config = vars(model).get("config")
         self._words, self._model = Words(self, *forwards_in(model)), type(model).__name__
         names = [*inspect.signature(self).parameters, "attention_mask"]
@@ -93,7 +88,7 @@ class Forward:
                     f"{type(parent).__name__} is another: attach after adapters are added"
                 )
         if torch.compiler.is_compiling():
-            return self._inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         kernel = str(getattr(self._config, "_attn_implementation", HOOKED))
         if not kernel.startswith(HOOKED):
             raise HookError(
@@ -131,7 +126,7 @@ class Forward:
             if start is None:
                 start = 0 if kwargs.get("use_cache") else start_of_piece()
             with reading(Piece(start, real, moved, began)):
-                output = self._inner(*args, **kwargs)
+                output = self.inner(*args, **kwargs)
             self._left = None if cache is None else _mark(cache)
             self._note_end([cache, *_fields(output)], (start or 0) + texts[1])
             return output

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from models.attached.experts import Experts, find
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.probe import SHAPE, Call, ProbeRun
 from models.attached.sums import Summand, factors_of, is_close, is_same, parallel, summand
@@ -34,7 +35,8 @@ class BlockLayout:
         mid_in, mid_out: the module whose input, or output, is the stream between them.
         norms: by our names.
         act, post, linear: in the MLP, the nonlinearity, the last map and what the gate is multiplied with.
-        experts: the module that is called with the weights of the experts.
+        experts: the experts.
+        reads_first: whether a norm reads the sum with the one sublayer that was found.
     """
 
     block: nn.Module
@@ -48,7 +50,8 @@ class BlockLayout:
     act: nn.Module | None = None
     post: nn.Module | None = None
     linear: nn.Module | None = None
-    experts: nn.Module | None = None
+    experts: Experts | None = None
+    reads_first: bool = False
 
 
 def block_calls(probe: ProbeRun, model: nn.Module) -> list[Call]:
@@ -104,16 +107,23 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
     sublayers = _sublayers(layout, block, once, [1.0]) or _sublayers(layout, block, once, factors)
     mixers = attending or named
     first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
-    if first is not None and len(sublayers) == 1 and not any(_is_in(a, first) for a in mixers):
+    if (
+        first is not None
+        and len(sublayers) == 1
+        and not layout.reads_first
+        and not any(_is_in(a, first) for a in mixers)
+    ):
         return layout  # the MLP's, where attention adds zeros
+    adding = None
     for at, (call, added) in enumerate(sublayers):
         if call is first:
             layout.attn_out = added
             _name(layout, "ln1_post", call)
         elif first is not None or at == 1:  # other mixers of positions are no MLP
-            layout.mlp_out = added
+            layout.mlp_out, adding = added, call
             _name(layout, "ln2_post", call)
             find_mlp(layout, call, once, [other for other, _ in sublayers if other is not call])
+    layout.experts = find(inside, adding)
     return layout
 
 
@@ -136,7 +146,7 @@ def _sublayers(
     layout: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
 ) -> list[tuple[Call, Summand]]:
     """The terms that are added to the stream, in order. Notes the norms, and where the stream in between is read."""
-    pre, post = block.inputs[0], block.output
+    pre, post, alone = block.inputs[0], block.output, None
     assert post is not None
     for reader in calls:
         mid = _stream_of(reader, pre)
@@ -152,10 +162,17 @@ def _sublayers(
             return [first, second]
         if second := _after_post_norm(layout, reader, post, after):
             return [first, second]
+        if alone is None and norm_of(reader):
+            alone = first, mid
     _name_readers(layout, [pre, pre], calls)
     if only := summand(pre, post, calls, factors):
         return [only]
-    return parallel(pre, post, calls)
+    if (both := parallel(pre, post, calls)) or alone is None:
+        return both
+    # What comes second is no module's output.
+    layout.reads_first = True
+    _name_readers(layout, [pre, alone[1]], calls)
+    return [alone[0]]
 
 
 def _after_post_norm(
@@ -191,7 +208,7 @@ def _name_readers(layout: BlockLayout, streams: Sequence[Tensor], calls: Sequenc
 
 
 def find_mlp(layout: BlockLayout, added: Call, calls: Sequence[Call], others: list[Call]) -> None:
-    """Finds the nonlinearity, what is read before and after it, and the experts."""
+    """Finds the nonlinearity, and what is read before and after it."""
     began = max([call.ended for call in others if call.ended < added.began], default=-1)
     attention = [c for c in calls if c.module is layout.attention]
     inside = [
@@ -200,11 +217,6 @@ def find_mlp(layout: BlockLayout, added: Call, calls: Sequence[Call], others: li
         if began < c.began <= added.ended and not any(_is_in(c, a) for a in attention)
     ]
     for call in inside:
-        integers = [t for t in call.inputs if not t.is_floating_point() and t.shape[:2] == SHAPE]
-        weights = [t for t in call.inputs if integers and t.shape == integers[0].shape]
-        if len(weights) == 2:
-            layout.experts = call.module
-    for call in inside if layout.experts is None else ():
         if _is_nonlinearity(call):
             _find_hidden(layout, call, inside, added)
 

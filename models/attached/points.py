@@ -9,13 +9,14 @@ from hooks import HookPoint, HookPoints
 from hooks.shared import hooks_last
 from models.attached.attention import AttentionPoints
 from models.attached.configs import text_config
+from models.attached.experts import ExpertPoints, Gated, Given, Routing
 from models.attached.layout import BlockLayout
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
 from models.attached.probe import SHAPE, Call, ProbeRun
 from models.attached.sums import Summand, factors_of, is_same, summand
-from models.attached.traced import TracedPoints, restore_forwards
-from models.attached.wiring import BlockInput, Input, Output, PositionsWire, Routing, Scale
+from models.attached.traced import TracedPoints
+from models.attached.wiring import BlockInput, Input, Output, PositionsWire, Scale, restore_methods
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
 TOP = ("embed", "pos_embed", "blocks", "ln_final")
@@ -72,7 +73,7 @@ class Wiring:
 
     def drop_attention(self, block: Any) -> None:
         """Takes the points of a block's attention out."""
-        restore_forwards(block.attn.module)
+        restore_methods(block.attn.module)
         for name in [name for name, _ in block.attn.named_children()]:
             self.drop(block.attn, name)
         del vars(block.attn.module)["hook_points"], block.attn
@@ -157,10 +158,17 @@ class Wiring:
         return points
 
     def _mlp(self, layout: BlockLayout) -> nn.Module:
+        if (experts := layout.experts) is not None:
+            mlp: Any = ExpertPoints(experts)
+            if experts.module is not None:
+                self._listen(experts.module, Routing(mlp.routing, mlp.chosen, experts.n))
+                self._listen(experts.module, Given(mlp.experts))
+            if experts.shared is not None:
+                gate = experts.gate
+                wire = Output(mlp.shared) if gate is None else Gated(mlp.shared, gate)
+                self._listen(experts.shared, wire)
+            return mlp
         mlp = nn.Module()
-        if layout.experts:
-            mlp.routing = HookPoint("batch pos choice", "weights of the chosen experts")
-            self._listen(layout.experts, Routing(mlp.routing))
         if layout.act and layout.post:
             mlp.pre = HookPoint(HIDDEN, "before the nonlinearity")
             self._listen(layout.act, Input(mlp.pre))

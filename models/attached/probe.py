@@ -50,6 +50,7 @@ class Call:
         output: likewise of the first tensor that it returned; None until it returns, or without one.
         began, ended: when, in calls and returns of all modules.
         recorded: how many parts of attention were computed before.
+        maps: the number of columns of each linear map that the module's own code computes.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Call:
     output: Tensor | None = None
     ended: int = -1
     recorded: int = 0
+    maps: list[int] = field(default_factory=list)
     _returned: Tensor | None = None
     _written: int = 0
 
@@ -138,13 +140,17 @@ class ProbeRun:
 class Watching(TorchFunctionMode):
     """A `with` that notes which parts of attention are computed.
 
+    Args:
+        probe: notes the linear maps of the calls that are open; None for nobody.
+
     Attributes:
         parts: their kinds, in order.
         functions: the names of PyTorch's functions that computed them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, probe: ProbeRun | None = None) -> None:
         super().__init__()
+        self._probe = probe
         self.parts: list[str] = []
         self.functions: list[str] = []
 
@@ -155,7 +161,10 @@ class Watching(TorchFunctionMode):
         if kind := kind_of(func, args, kwargs):
             self.parts.append(kind)
             self.functions.append(func.__name__)
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        if self._probe and self._probe._open and getattr(func, "__name__", "") == "linear":
+            self._probe._open[-1].maps.append(output.shape[-1])
+        return output
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -178,9 +187,9 @@ def tokens_for(model: Any) -> Tensor:
 @without_gradients
 def probed(model: Any, watch: bool = False) -> ProbeRun:
     """Runs the model, whose attention must be `hooked_attention` or is watched, on `tokens_for` it."""
-    watching = Watching()
-    probe, handles = ProbeRun(parts=watching.parts if watch else None), []
-    probe.functions = watching.functions
+    probe, handles = ProbeRun(), []
+    watching = Watching(probe)
+    probe.parts, probe.functions = watching.parts if watch else None, watching.functions
     try:
         for name, module in model.named_modules():
             vars(module)["hook_points"] = probe

@@ -43,6 +43,11 @@ def agree(one: Tensor | None, other: Tensor | None, tolerance: float = 1e-5) -> 
     return bool((one - other).abs().max() <= share * other.abs().max())
 
 
+def rolled(value: Tensor, point: object) -> Tensor:
+    """An edit by which all numbers along the last axis move on by one."""
+    return value.roll(1, -1)
+
+
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are equal in shape, type and every number."""
     if one is None or other is None or one.dtype != other.dtype:

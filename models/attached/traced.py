@@ -20,10 +20,9 @@ from hooks import HookError, HookPoint
 from hooks.shared import is_listened_to, tensors_in
 from models.attached.attention import AttentionPoints
 from models.attached.checked import slope_of
-from models.attached.forward import Forward, Generate
 from models.attached.past import cached_layer, first_new, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
-from models.attached.wiring import fire
+from models.attached.wiring import Replaced, fire
 
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 OPERANDS = ("batch1", "batch2", "mat2", "other", "tensor2")
@@ -45,19 +44,15 @@ class TracedPoints(AttentionPoints):
         module.forward = TracedForward(self)
 
 
-class TracedForward:
+class TracedForward(Replaced):
     """The forward of an attention module, which passes its values through points while somebody listens.
 
     Args:
         points: the points.
-
-    Attributes:
-        replaced: the forward that somebody else had put on the module, if any.
     """
 
     def __init__(self, points: TracedPoints) -> None:
-        self.replaced = vars(points.module).get("forward")
-        self._inner = points.module.forward
+        super().__init__(points.module)
         self._points = points
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,26 +63,15 @@ class TracedForward:
         """
         if not is_listened_to(self._points):
             take_cache()
-            return self._inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         if self._points.scale is None:  # at attach
-            self._points.scale = slope_of(self._inner, args, kwargs)
+            self._points.scale = slope_of(self.inner, args, kwargs)
         passing = _Passing(self._points, next(tensors_in((args, kwargs))))
         with passing:
-            output = self._inner(*args, **kwargs)
+            output = self.inner(*args, **kwargs)
         if passing.left:
             raise _changed(self._points)
         return output
-
-
-def restore_forwards(model: nn.Module) -> None:
-    """Gives the modules in a model the `forward` and `generate` back that they had before attach."""
-    for module in model.modules():
-        for name in ("forward", "generate"):
-            method = vars(module).get(name)
-            if isinstance(method, Forward | TracedForward | Generate):
-                delattr(module, name)
-                if method.replaced is not None:
-                    setattr(module, name, method.replaced)
 
 
 def _changed(points: TracedPoints) -> HookError:

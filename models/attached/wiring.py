@@ -31,7 +31,7 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
     texts = texts_read.get()
-    apart = value if value.ndim == len(point.axes) else value.view(*texts, -1)
+    apart = value if value.ndim == len(point.axes) else value.view(*texts, *value.shape[1:])
     shards: Shards | None = carried(point, "shards")
     whole = shards.joined(apart) if shards else apart
     new = point(whole)
@@ -136,13 +136,28 @@ class PositionsWire(Wire):
         return fire(self.point, vectors)
 
 
-@dataclass(eq=False)
-class Routing(Wire):
-    """Passes the weights of the experts that each position goes to through a point."""
+class Replaced:
+    """What stands in place of a method of a module, `forward` or `generate`, while the model is attached.
 
-    point: HookPoint
+    Args:
+        module: the module.
+        name: the name of the method.
 
-    def __call__(self, module: nn.Module, args: Any) -> Any:
-        """The arguments with what the point gives."""
-        at = next(n for n, part in enumerate(args[1:], 1) if part.is_floating_point())
-        return (*args[:at], fire(self.point, args[at]), *args[at + 1 :])
+    Attributes:
+        inner: the method.
+        replaced: what somebody else had put in its place before, if anything.
+    """
+
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
+        self.inner, self.replaced = getattr(module, name), vars(module).get(name)
+
+
+def restore_methods(model: nn.Module) -> None:
+    """Gives the modules in a model the `forward` and `generate` back that they had before attach."""
+    for module in model.modules():
+        for name in ("forward", "generate"):
+            method = vars(module).get(name)
+            if isinstance(method, Replaced):
+                delattr(module, name)
+                if method.replaced is not None:
+                    setattr(module, name, method.replaced)

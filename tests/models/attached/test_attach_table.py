@@ -32,8 +32,9 @@ LACKS = {
     "modernbert-decoder": LN1,  # the first block has none
     "jetmoe": HIDDEN,
     # The stream is scaled, not only added to.
-    "doge gemma4_text": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",
-    "granitemoeshared": f"attn_out resid_mid mlp_out {LN2}",
+    "doge": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",
+    "gemma4_text": f"resid_mid mlp_out {HIDDEN}",  # a scaled sum of several
+    "granitemoeshared": "resid_mid mlp_out",
 }
 LACKS = {name: set(lacks.split()) for names, lacks in LACKS.items() for name in names.split()}
 
@@ -179,7 +180,8 @@ def everywhere(w):
     with attach(w.model):
         runner = HookedRunner(w.model)
         _, plain = runner.run_with_cache(input_ids=w.tokens[:1], use_cache=False)
-        points = [name for name in plain if len(plain[name]) == 1]
+        # Numbers of experts are to be read: what to change is their weights.
+        points = [n for n in plain if len(plain[n]) == 1 and plain[n].is_floating_point()]
         tokens = w.tokens[:1].expand(len(points) + 1, POS)
 
         def edit(row, value, point):

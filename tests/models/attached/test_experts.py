@@ -1,0 +1,226 @@
+"""Points of mixtures of experts, beside raw hooks and plain arithmetic on a copy that is not attached."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from hooks import HookedRunner
+from interp import edits
+from models import attach
+from tests.attachable import BATCH, LAYERS, MODELS, POS, VOCAB, agree, made
+
+N = 5
+MIXTURES = [name for name in MODELS if "moe_topk" in MODELS[name]]
+# Those whose experts are not called with numbers and weights.
+KINDS = [name for name in MIXTURES if name not in ("jetmoe", "llama4_text")]
+MLP = f"blocks.{LAYERS - 1}.mlp"
+TOKENS = torch.randint(3, VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(4))
+SHARED = """afmoe aria_text axk1 deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe
+    hy_v3 laguna qwen2_moe qwen3_next solar_open""".split()  # noqa: SIM905  # shorter than a list
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=TOKENS, use_cache=False).logits
+
+
+def experts_of(model):
+    """The last block's experts."""
+    return [m for n, m in model.named_modules() if n.endswith(".experts")][-1]
+
+
+def alone_of(experts, x):
+    """What each expert gives, each by a call of its own, [row expert d_model]."""
+    weight = torch.ones(len(x), 1, dtype=x.dtype)
+    with torch.no_grad():
+        given = [experts(x, torch.full((len(x), 1), n), weight) for n in range(N)]
+    return torch.stack(given, 1)
+
+
+def call_of(twin, change=None):
+    """The arguments and the output of the last block's experts, the first maybe changed, and the logits."""
+    seen, experts = [], experts_of(twin)
+    handles = [experts.register_forward_hook(lambda module, *call: seen.append(call))]
+    if change is not None:
+        handles.append(experts.register_forward_pre_hook(lambda module, args: change(*args)))
+    found = logits(twin)
+    for handle in handles:
+        handle.remove()
+    return *seen[0], found
+
+
+def edited(model, hooks):
+    with torch.no_grad():
+        return HookedRunner(model).run_with_hooks(TOKENS, hooks=hooks, use_cache=False).logits
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("kind", KINDS)
+def test_points_have_what_raw_hooks_see(kind):
+    model = made(kind)
+    twin = copy.deepcopy(model)
+    (x, index, weights), output, expected = call_of(twin)
+    with attach(model) as attached:
+        assert torch.equal(logits(model), expected)
+        runner = HookedRunner(model)
+        names = [f"{MLP}.*", f"{MLP}_out"] if kind != "granitemoeshared" else f"{MLP}.*"
+        with torch.no_grad():
+            ran, cache = runner.run_with_cache(input_ids=TOKENS, use_cache=False, names=names)
+    assert torch.equal(ran.logits, expected)
+    assert "mlp.pre" in attached.left_out
+    short = {name.removeprefix(MLP): value.flatten(0, 1) for name, value in cache.items()}
+    assert (".shared" in short) == (kind in SHARED)
+    assert torch.equal(short[".chosen"], index)
+    routing = torch.zeros(BATCH * POS, N)
+    for row, (numbers, shares) in enumerate(zip(index.tolist(), weights.tolist(), strict=True)):
+        for number, share in zip(numbers, shares, strict=True):
+            routing[row, number] = share
+    assert torch.equal(short[".routing"], routing)
+    alone = alone_of(experts_of(twin), x)
+    agree(short[".experts"], alone.gather(1, index[..., None].expand(-1, -1, x.shape[-1])))
+    routed = torch.einsum("re,red->rd", routing, alone)
+    agree(routed, output)
+    if kind not in (
+        "axk1",
+        "flex_olmo",
+        "granitemoeshared",
+        "afmoe",
+    ):  # a norm comes after, or more
+        factor = getattr(model.config, "residual_multiplier", 1.0)
+        agree(short["_out"], factor * (routed + short.get(".shared", 0)))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_edits_are_those_of_raw_hooks(kind):
+    model = made(kind)
+    twin = copy.deepcopy(model)
+    (x, index, _), _, plain = call_of(twin)
+    alone = alone_of(experts_of(twin), x)
+    at = POS + 3  # the second text
+    first, other = int(index[at, 0]), next(n for n in range(N) if n not in index[at])
+
+    def cut(x, index, weights):
+        return x, index, weights.masked_fill(index == first, 0)
+
+    def more(x, index, weights):
+        last = torch.full((len(x), 1), other)
+        extra = torch.zeros(len(x), 1)
+        extra[at] = 0.7
+        return x, torch.cat([index, last], 1), torch.cat([weights, extra], 1)
+
+    def set_weight(value, point):
+        value[1, 3, other] = 0.7
+
+    attach(model)
+    gone = edited(model, {f"{MLP}.routing": edits.zero(expert=first)})
+    assert torch.equal(gone, call_of(twin, cut)[-1])
+    assert not torch.equal(gone, plain)
+    agree(edited(model, {f"{MLP}.routing": set_weight}), call_of(twin, more)[-1])
+    # An expert's output, doubled: as if its weight were.
+    doubled = edited(model, {f"{MLP}.experts": edits.scale(2.0, pos=3, choice=0)})
+
+    def twice(x, index, weights):
+        weights = weights.clone()
+        weights[3::POS, 0] *= 2
+        return x, index, weights
+
+    agree(doubled, call_of(twin, twice)[-1])
+    assert torch.equal(edited(model, {f"{MLP}.experts": lambda value, point: value.clone()}), plain)
+    assert alone.any()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_router_is_the_first_map_and_its_edits_choose(kind):
+    model = made(kind)
+    twin = copy.deepcopy(model)
+    routers = [
+        m for m in twin.modules() if getattr(getattr(m, "weight", None), "shape", ())[:1] == (N,)
+    ]
+    router, read = [m for m in routers if m.weight.ndim == 2][-1], []
+    handle = router.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    plain = logits(twin)
+    handle.remove()
+    bias = getattr(router, "bias", None)
+    expected = F.linear(read[0].float(), router.weight, bias)
+    attach(model)
+    runner = HookedRunner(model)
+    with torch.no_grad():
+        cache = runner.capture(input_ids=TOKENS, use_cache=False, names=f"{MLP}.router")
+    agree(cache[f"{MLP}.router"].flatten(0, 1), expected.view(-1, N))
+    with torch.no_grad():
+        router.weight.copy_(router.weight.roll(1, 0))
+        if bias is not None:
+            bias.copy_(bias.roll(1, 0))
+    agree(edited(model, {f"{MLP}.router": lambda value, point: value.roll(1, -1)}), logits(twin))
+    assert not torch.allclose(logits(twin), plain, atol=1e-4)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_finite_differences_also_of_experts_that_were_not_chosen(kind):
+    model = made(kind)
+    attach(model)
+    runner, step = HookedRunner(model), 3e-3
+    names = [f"{MLP}.routing", f"{MLP}.experts"]
+    output, cache = runner.run_with_cache(
+        input_ids=TOKENS, use_cache=False, names=names, grads=True
+    )
+    output.logits[1, -1, 5].backward()
+
+    def moved(name, index, by):
+        def hook(value, point):
+            value[index] += by
+
+        return edited(model, {name: hook})[1, -1, 5].item()
+
+    for name, places in {
+        names[0]: [(1, POS - 1, n) for n in range(N)],
+        names[1]: [(1, POS - 1, 1, 4), (1, POS - 1, 0, 7)],
+    }.items():
+        for index in places:
+            slope = (moved(name, index, step) - moved(name, index, -step)) / (2 * step)
+            assert cache.grads[name][index].item() == pytest.approx(slope, rel=0.01, abs=1e-3)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("form", ["bfloat16", "padded", "lazy", "cached", "copied", "batched_mm"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_settings(kind, form):
+    model = made(kind)
+    if form == "bfloat16":
+        model = model.bfloat16()
+        model.set_experts_implementation("eager")  # others need sizes of 16 bytes
+    if form == "batched_mm":
+        model.set_experts_implementation("batched_mm")
+    twin = copy.deepcopy(model)
+    mask = torch.ones(BATCH, POS, dtype=torch.long)
+    if form == "padded":
+        mask[0, -3:] = 0
+    attach(model)
+    if form == "copied":
+        model = copy.deepcopy(model)
+    kept = {"lazy": True} if form == "lazy" else {"names": f"{MLP}*"}
+    given = dict(input_ids=TOKENS, attention_mask=mask, use_cache=form == "cached")
+    with torch.no_grad():
+        expected = twin(**given).logits
+        output, cache = HookedRunner(model).run_with_cache(**given, **kept)
+        assert torch.equal(output.logits[mask.bool()], expected[mask.bool()])
+        routing, chosen, given = (cache[f"{MLP}.{n}"] for n in ("routing", "chosen", "experts"))
+    assert routing.shape == (BATCH, POS, N)
+    total = torch.einsum("bpk,bpkd->bpd", routing.gather(-1, chosen).float(), given.float())
+    shared = cache[f"{MLP}.shared"].float() if f"{MLP}.shared" in cache else 0
+    agree(
+        total + shared, cache[f"{MLP}_out"].float(), tolerance=0.02 if form == "bfloat16" else 1e-5
+    )
+
+
+def test_left_out_says_why():
+    for kind, point in {"jetmoe": "mlp.routing", "llama4_text": "mlp.experts"}.items():
+        with attach(made(kind)) as attached:
+            assert "numbers" in attached.left_out[point]
