@@ -17,7 +17,7 @@ from hooks.memory import Bound
 from hooks.modes import Options
 from hooks.nested import mapped, with_first_tensor
 from hooks.pieces import Piece, piece_is_known, piece_read, reading
-from hooks.point import POSITION_AXES, Point, as_node, first_tensor
+from hooks.point import POSITION_AXES, HookPoint, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.session import Session
 
@@ -158,10 +158,8 @@ class Recorder:
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
-        if not (
-            value.is_floating_point() or value.is_complex()
-        ):  # numbers of experts, for instance
-            return value
+        if isinstance(point.module, HookPoint) and value.dtype == torch.int64:
+            return value  # numbers, such as those of experts, have no gradients
         value = as_node(value, point)
         # The hook lives as long as the graph, so it must not hold the recorder and its values.
         grads, options, piece = self.grads, self.options, piece_read()

@@ -343,7 +343,7 @@ def test_the_weights_of_experts():
     runner = HookedRunner(model)
     with runner.hooks(hooks):
         cache = runner.capture(TOKENS, names=["blocks.1.mlp.routing", "blocks.1.mlp_out"])
-    assert cache["mlp.routing", 1].shape == (3, 5, 2)
+    assert cache["mlp.routing", 1].shape == (3, 5, 5)
     nothing = (cache["mlp_out", 1] == 0).all(-1)
     assert nothing.nonzero()[:, 1].tolist() == [2, 2, 2]
 
