@@ -54,6 +54,7 @@ from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.composition import composition_scores
 from interp.reading.copying import copying_scores, positional_scores
 from interp.reading.decompose import apply_norm, decompose
+from interp.reading.experts import expert_load
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.jacobian import JacobianLens, jacobian_lens
 from interp.reading.lens import logit_lens
@@ -105,6 +106,7 @@ __all__ = [
     "edge_patching",
     "edits",
     "evaluate_sae",
+    "expert_load",
     "faithfulness",
     "features",
     "full_circuits",

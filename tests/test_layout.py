@@ -133,7 +133,7 @@ PUBLIC = {
         TunedLens accumulated accuracy activation_patching apply_norm
         acdc attribution_graph attribution_patching auroc circuits compare completeness composition_scores
         copying_scores cross_entropy curve decompose direct_logit_attribution
-        edge_attribution edge_patching edits evaluate_sae faithfulness features full_circuits graph head_scores hooks_name
+        edge_attribution edge_patching edits evaluate_sae expert_load faithfulness features full_circuits graph head_scores hooks_name
         integrated_gradients jacobian_lens kl_divergence load_sae log_prob logit_diff logit_lens
         max_activating measure minimality node_effects ov_circuit path_patching pictures positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookedRunner
 from hooks.shared import Index, Selection, real_columns, to_device
 from interp.graph.graph import Graph
-from interp.graph.nodes import At, Writers
+from interp.graph.nodes import At, Layer, Writers
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import mask_of
 from interp.numbers.precision import at_least_float32, is_rounding
@@ -102,7 +102,9 @@ class ResidualComponents:
         name = next(name for name, module in self.model.named_modules() if module is norm)
         return linear_part(norm, stream.shape[2]), self.at(f"{name}.scale")
 
-    def __call__(self, before: int | None = None, neurons: bool = False) -> Iterator[Writers]:
+    def __call__(
+        self, before: int | None = None, neurons: bool = False, experts: bool = False
+    ) -> Iterator[Writers]:
         """Yield the components before a block, or before the unembedding, in the order of computation."""
 
         def at(point: nn.Module) -> Tensor:
@@ -111,7 +113,37 @@ class ResidualComponents:
         yield self._inputs(at)
         for layer in self.graph.layers[:before]:
             yield from layer.attention_writers(at)
-            yield from layer.mlp_writers(at, neurons)
+            is_mixture = experts and f"blocks.{layer.n}.mlp.experts" in self._cache
+            yield from self._experts(layer) if is_mixture else layer.mlp_writers(at, neurons)
+
+    def _experts(self, layer: Layer) -> Iterator[Writers]:
+        """Yield the experts of a block, each with its weight, and the shared one.
+
+        Raises:
+            ValueError: if they are not all that the MLP adds.
+        """
+        branch, mlp = layer.mlp.branch, f"blocks.{layer.n}.mlp"  # type: ignore[union-attr]
+        routing, chosen, given = (self.at(f"{mlp}.{x}") for x in ("routing", "chosen", "experts"))
+        chosen = chosen.long()
+        weighted = given * routing.gather(-1, chosen)[..., None]
+        values = given.new_zeros(*routing.shape, given.shape[-1])
+        values.scatter_add_(2, chosen[..., None].expand_as(given), weighted)
+        names = [f"m{layer.n}.e{expert}" for expert in range(routing.shape[-1])]
+        if f"{mlp}.shared" in self._cache:
+            values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
+            names.append(f"m{layer.n}.shared")
+        linear = linear_part(branch.after, given.shape[-1])
+        values = linear.after(values * branch.sublayer.factor)
+        if not is_identity(branch.after):
+            values = values / self.at(self.graph.names[branch.after.scale])[..., None]
+        added = self.at(self.graph.names[branch.added])
+        if not is_rounding(values.sum(2) + linear.bias, added, self.dtype).all():
+            raise ValueError(
+                f"experts, with a shared one, must be all that the MLP of block {layer.n} adds; it adds more"
+            )
+        yield Writers(names, values)
+        if linear.bias.any():
+            yield Writers([f"m{layer.n}.bias"], linear.bias.expand_as(values[:, :, :1]))
 
     def _inputs(self, at: At) -> Writers:
         """The embeddings and, where something else stands in their place, such as an image, the stream."""

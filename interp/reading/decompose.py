@@ -65,6 +65,7 @@ def decompose(
     *,
     before: int | None = None,
     neurons: bool = False,
+    experts: bool = False,
 ) -> Decomposition:
     """The residual stream as the sum of what embeddings, heads, MLPs and biases wrote (Elhage et al. 2021).
 
@@ -81,6 +82,7 @@ def decompose(
         cache: the cache of a run that kept all points, or `Graph(model, split_embeddings=True).needed`.
         before: decompose the stream entering this block; None for the stream after the last one.
         neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
+        experts: whether to give, in place of a mixture, each of its experts, `m0.e3`, times its weight, and `m0.shared`.
 
     Raises:
         TypeError, ValueError: as for `Graph`; or if there is no such block.
@@ -100,7 +102,7 @@ def decompose(
     n_layers = len(parts.model.blocks)
     if before is not None and not 0 <= before < n_layers:
         raise ValueError(f"before must be 0 to {n_layers - 1}; got {before}")
-    groups = [*parts(before, neurons)]
+    groups = [*parts(before, neurons, experts)]
     names = tuple(name for part in groups for name in part.names)
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")
     values = stream.new_empty(len(names), *stream.shape)

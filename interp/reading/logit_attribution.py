@@ -40,6 +40,7 @@ def direct_logit_attribution(
     direction: LogitDirection | None = None,
     pos: Index | None = None,
     neurons: bool = False,
+    experts: bool = False,
 ) -> Result:
     """Find what each part of the model adds by itself to a logit, or to a difference of logits (Elhage et al. 2021).
 
@@ -57,6 +58,7 @@ def direct_logit_attribution(
         pos: read one position of each text, or one for each example; -1 is the last real token, if the run was
             given its mask. None for all positions.
         neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
+        experts: whether to give, in place of a mixture, each of its experts, `m0.e3`, times its weight, and `m0.shared`.
 
     Returns:
         A result with the axes `component`, `pos` and `example`; without `pos` where one column was asked. It is NaN
@@ -81,7 +83,7 @@ def direct_logit_attribution(
     True
     """
     reading = _Reading(model, cache, right, wrong, direction, pos)
-    parts = [*reading.parts(neurons=neurons)]
+    parts = [*reading.parts(neurons=neurons, experts=experts)]
     sizes = [len(part.names) for part in parts]
     biases = {name: value for name, value in reading.biases.items() if value.any()}
     stream = reading.parts.at(reading.parts.last)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _NODES = {
     "head": re.compile(r"a(?P<layer>\d+)\.h(?P<place>\d+)"),
     "neuron": re.compile(r"m(?P<layer>\d+)\.n(?P<place>\d+)"),
+    "expert": re.compile(r"m(?P<layer>\d+)\.e(?P<place>\d+)"),
     "part": re.compile(r"(?P<kind>[am])(?P<layer>\d+)(?P<place>.*)"),
 }
 
@@ -109,7 +110,7 @@ def regrouped(result: "Result", what: str) -> "Result":
     """The entries of nodes as [layer, head], [layer, neuron] or [layer, part]; see `Result.by`."""
     second = "part" if what == "layer" else what
     if second not in _NODES:
-        raise unknown_name(what, ("layer", "head", "neuron"), "way to regroup")
+        raise unknown_name(what, ("layer", "head", "neuron", "expert"), "way to regroup")
     for axis in result.axes[:-1]:
         names = [_NODES[second].fullmatch(str(label)) for label in result.labels[axis]]
         if any(names):

@@ -183,11 +183,11 @@ class Result:
             result = parts.selected(result, axis, asked)
         return result
 
-    def by(self, what: Literal["layer", "head", "neuron"]) -> "Result":
+    def by(self, what: Literal["layer", "head", "neuron", "expert"]) -> "Result":
         """Regroup entries whose labels are nodes, such as `a2.h1` and `m2`, into named axes.
 
         Args:
-            what: `head` gives the heads as [layer, head], `neuron` the neurons as [layer, neuron], and `layer` all
+            what: `head` gives the heads as [layer, head], `neuron` the neurons as [layer, neuron], `expert` the experts likewise, and `layer` all
                 nodes of layers as [layer, part], with the names without the layer, such as `a.h1` and `m`.
 
         Returns:

@@ -24,6 +24,7 @@ SELECTS = {
     "feature": ("feature",),
     "head": ("head", "kv_head"),
     "neuron": ("d_mlp",),
+    "expert": ("expert",),
     "query": ("query",),
     "key": ("key",),
 }
@@ -225,8 +226,8 @@ def _active_features(
 
 
 def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
-    """The axes of a result unless others are given: the layer, and the feature, the head or else the position."""
-    axes = ("feature", "head", "pos")
+    """The axes of a result unless others are given: the layer, and the feature, the expert, the head or else the position."""
+    axes = ("feature", "expert", "head", "pos")
     usual = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
     return (*["layer"][:layered], *usual[:1])
 

@@ -1,0 +1,82 @@
+"""Loads of experts: how often, and with which weight, tokens go to each of them."""
+
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import nn
+
+from hooks import ActivationCache, CacheError, HookError
+from hooks.shared import stacked, to_device, without_gradients
+from interp.inputs.texts import mask_of, text_of, words_of
+from interp.numbers.precision import at_least_float32
+from interp.protocol import of
+from interp.results.result import Result
+
+
+@without_gradients
+def expert_load(
+    model: nn.Module,
+    cache: ActivationCache,
+    over: Literal["pos"] | None = None,
+    *,
+    weighted: bool = False,
+) -> Result:
+    """Shares of the tokens that go to each expert, or the weights with which they do.
+
+    A router that used all of n experts alike, k at a time, would give each a load of k / n. A low load over many texts is
+    an expert that does little; loads by position show which words an expert reads.
+
+    Args:
+        model: the model of the run, attached.
+        cache: the cache of a run that kept `routing`.
+        over: `pos` for each position by itself. By default, the mean over the real tokens of each text.
+        weighted: whether to give the mean weight, 0 where an expert was not chosen, in place of the share of tokens.
+
+    Returns:
+        A result with the axes `layer`, `expert` and `example`, or `layer`, `expert`, `pos` and `example`; NaN at padding.
+
+    Raises:
+        CacheError: if the cache is of another model, or has no `routing`.
+        ValueError: if layers have different numbers of experts.
+
+    >>> from hooks import HookedRunner
+    >>> from models import attach
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> sizes = dict(vocab_size=7, hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=3)).eval()
+    >>> attached = attach(model)
+    >>> cache = HookedRunner(model).capture(torch.tensor([[3, 1, 4]]), names="*.routing")
+    >>> load = expert_load(model, cache)
+    >>> load.axes, load.mean().sum()  # each token goes to two
+    (('layer', 'expert', 'example'), tensor(2.))
+    """
+    of(model)  # refuses a cache in its place
+    cache.require_weights_of(model)
+    try:
+        names = cache.layer_names("routing")
+    except HookError as error:
+        raise CacheError(
+            f"loads need names='*.routing', and a model with experts: {error}"
+        ) from None
+    layers = map(at_least_float32, cache.layers("routing"))
+    loads = [layer if weighted else (layer != 0).to(layer) for layer in layers]
+    if len(sizes := {load.shape[-1] for load in loads}) > 1:
+        raise ValueError(f"layers must have one number of experts; got {sorted(sizes)}")
+    values = rearrange(stacked(loads), "layer batch pos expert -> layer expert pos batch")
+    *_, n_pos, batch = values.shape
+    mask = mask_of(cache, (batch, n_pos))
+    if mask is not None:
+        values = values.masked_fill(~to_device(mask, values.device).mT, torch.nan)
+    labels = {"layer": [*names], "expert": [*range(values.shape[1])]}
+    facts: dict[str, Any] = (
+        {"unit": "weight"} if weighted else {"unit": "share of tokens", "bounds": (0.0, 1.0)}
+    )
+    if over is None:
+        return Result(values.nanmean(2), (*labels, "example"), labels=labels, **facts)
+    text = text_of(cache)
+    words = words_of(model, text) if text is not None else None
+    labels["pos"] = [*range(n_pos)]
+    return Result(
+        values, (*labels, "example"), labels=labels, words={"pos": words} if words else {}, **facts
+    )

@@ -1,0 +1,135 @@
+"""Readings and patches of experts, beside raw hooks on a copy that is not attached."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from hooks import CacheError, HookedRunner
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_patching,
+    decompose,
+    direct_logit_attribution,
+    expert_load,
+)
+from models import attach
+from tests.attachable import BATCH, LAYERS, POS, agree, made
+from tests.models.attached.test_experts import (
+    KINDS,
+    MLP,
+    TOKENS,
+    N,
+    alone_of,
+    call_of,
+    edited,
+    experts_of,
+)
+
+SUMS = [k for k in KINDS if k not in ("afmoe", "axk1", "granitemoeshared", "laguna", "qwen3_next")]
+SUMS = [k for k in SUMS if not k.startswith(("deepseek", "glm4_moe_lite"))]
+PAIRS = Pairs(TOKENS[:1], TOKENS[1:2], torch.tensor([[5, 8]]))
+
+
+def run(model, **given):
+    with torch.no_grad():
+        return HookedRunner(model).run_with_cache(input_ids=TOKENS, use_cache=False, **given)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", SUMS)
+def test_each_expert_adds_what_a_call_of_its_own_gives(kind):
+    model = made(kind)
+    twin = copy.deepcopy(model)
+    (x, index, weights), _, logits = call_of(twin)
+    routing = torch.zeros(BATCH * POS, N).scatter(-1, index, weights)
+    expected = alone_of(experts_of(twin), x) * routing[..., None]
+    attach(model)
+    _, cache = run(model)
+    parts = decompose(model, cache, experts=True)
+    names = [f"m{LAYERS - 1}.e{n}" for n in range(N)]
+    ours = torch.stack([parts.values[parts.names.index(name)] for name in names], 2).flatten(0, 1)
+    if kind == "granitemoe":
+        expected = expected * model.config.residual_multiplier
+    if kind != "flex_olmo":  # a norm comes after
+        agree(ours, expected)
+    agree(parts.values.sum(0), cache[f"blocks.{LAYERS - 1}.resid_post"])
+    if not getattr(model.config, "logits_scaling", None) and not getattr(
+        model.config, "logit_scale", None
+    ):
+        total = direct_logit_attribution(model, cache, right=5, experts=True, pos=-1).values.sum(0)
+        agree(total, logits[:, -1, 5], tolerance=1e-4)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_patches_of_weights_are_those_of_raw_hooks(kind):
+    model = made(kind)
+    twin = copy.deepcopy(model)
+    (_, index, weights), *_ = call_of(twin)
+    routing = torch.zeros(BATCH * POS, N).scatter(-1, index, weights).view(BATCH, POS, N)
+    attach(model)
+
+    def metric(logits):
+        return (logits[1, -1, 5] - logits[1, -1, 8]).item()
+
+    def with_weights(expert, share):
+        """All positions of the second text, with a share of the first one's weights of an expert."""
+
+        def change(x, index, weights):
+            now = routing.clone()
+            now[1, :, expert] += share * (routing[0, :, expert] - routing[1, :, expert])
+            every = torch.arange(N).expand(BATCH * POS, N)
+            return x, every, now.flatten(0, 1)
+
+        return metric(call_of(twin, change)[-1])
+
+    base = with_weights(0, 0.0)
+    last = LAYERS - 1
+    patched = activation_patching(model, PAIRS, "routing", layers=last)
+    assert patched.axes == ("layer", "expert", "example")
+    true = torch.tensor([with_weights(n, 1.0) - base for n in range(N)])
+    agree(patched.values[0, :, 0], true, tolerance=1e-4)
+    estimated = attribution_patching(model, PAIRS, "routing", layers=last).values[0, :, 0]
+    slopes = torch.tensor(
+        [(with_weights(n, 0.01) - with_weights(n, -0.01)) / 0.02 for n in range(N)]
+    )
+    agree(estimated, slopes, tolerance=0.02)
+
+
+def test_loads_are_counts():
+    model = made("mixtral")
+    attach(model)
+    mask = torch.ones(BATCH, POS, dtype=torch.long)
+    mask[0, -2:] = 0
+    _, cache = run(model, attention_mask=mask, names="*.mlp.*")
+    load, places = expert_load(model, cache), expert_load(model, cache, "pos", weighted=True)
+    assert (load.axes, places.axes) == (
+        ("layer", "expert", "example"),
+        ("layer", "expert", "pos", "example"),
+    )
+    chosen, routing = cache["mlp.chosen", 1], cache["mlp.routing", 1]
+    for expert in range(N):
+        for text in range(BATCH):
+            real = [pos for pos in range(POS) if mask[text, pos]]
+            count = sum(expert in chosen[text, pos].tolist() for pos in real)
+            assert load.values[1, expert, text].item() == pytest.approx(count / len(real))
+            assert torch.equal(places.values[1, expert, real, text], routing[text, real, expert])
+    assert places.values[:, :, -2:, 0].isnan().all()
+    with pytest.raises(CacheError, match="routing"):
+        expert_load(model, run(model, names="*.mlp_out")[1])
+
+
+def test_one_text_patches_one_expert():
+    """What edits one text leaves the others."""
+    model = made("olmoe")
+    attach(model)
+    plain = run(model, names=f"{MLP}.chosen")[0].logits
+    changed = edited(
+        model, {f"{MLP}.routing": lambda value, point: value.index_fill(0, torch.tensor([1]), 0)}
+    )
+    assert torch.equal(changed[[0, 2]], plain[[0, 2]])
+    assert not torch.equal(changed[1], plain[1])
