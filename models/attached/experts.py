@@ -168,7 +168,7 @@ class ExpertPoints(nn.Module):
 
 
 class RouterForward(Replaced):
-    """The forward of a module, which passes the first linear map with `n` columns through a point.
+    """The forward of a module, which passes its linear map with `n` columns through a point.
 
     Args:
         point: the point.
@@ -191,7 +191,7 @@ class RouterForward(Replaced):
 class _Logits(TorchFunctionMode):
     def __init__(self, point: HookPoint, n: int) -> None:
         super().__init__()
-        self._point, self._n, self._is_done = point, n, False
+        self._point, self._n = point, n
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -199,10 +199,7 @@ class _Logits(TorchFunctionMode):
         """The function's result or, of the router's map, what the point gives."""
         output = func(*args, **(kwargs or {}))
         is_map = getattr(func, "__name__", "") == "linear" and output.shape[-1] == self._n
-        if not is_map or self._is_done:
-            return output
-        self._is_done = True
-        return fire(self._point, output)
+        return fire(self._point, output) if is_map else output
 
 
 @dataclass(eq=False)

@@ -134,6 +134,19 @@ def test_edits_are_those_of_raw_hooks(kind):
     assert alone.any()
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", [kind for kind in SHARED if kind not in ("afmoe", "axk1")])
+def test_the_shared_expert_is_edited_behind_its_gate(kind):
+    model = made(kind)
+    attach(model)
+    runner, names = HookedRunner(model), [f"{MLP}.shared", f"{MLP}_out"]
+    with torch.no_grad():
+        plain = runner.capture(input_ids=TOKENS, use_cache=False, names=names)
+        with runner.hooks({names[0]: edits.scale(2.0)}):
+            doubled = runner.capture(input_ids=TOKENS, use_cache=False, names=names[1])
+    agree(doubled[names[1]], plain[names[1]] + plain[names[0]])
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_the_router_is_the_first_map_and_its_edits_choose(kind):
