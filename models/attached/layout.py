@@ -72,22 +72,29 @@ def block_calls(probe: ProbeRun, model: nn.Module) -> list[Call]:
     ran = [blocks for blocks in outermost if any(block in calls for block in blocks)]
     ran.sort(key=weight, reverse=True)
     attend = [blocks for blocks in ran if any(probe.attention[m] for m in blocks.modules())]
-    for listed in attend or ran[:1]:
-        chain = [calls[block] for block in listed if block in calls]
-        once = all(sum(c.module is block for c in probe.calls) == 1 for block in listed)
-        if len(chain) == len(listed) > 0 and once and _is_chain(chain):
+    problem = "has none"
+    for blocks in attend or ran[:1]:
+        chain = [calls[block] for block in blocks if block in calls]
+        times = {sum(call.module is block for call in probe.calls) for block in blocks}
+        if (found := _problem(chain, times)) is None:
             return chain
+        problem = f"has some that {found}"
     raise ValueError(
-        "the model must have a ModuleList of blocks that run once each, in order; got "
-        f"{type(model).__name__} without one"
+        "the model must have a ModuleList of blocks that run once each, in order, on a stream [batch, pos, d_model]; "
+        f"{type(model).__name__} {problem}"
     )
 
 
-def _is_chain(calls: Sequence[Call]) -> bool:
-    if not all(call.inputs and call.output is not None and call.output.ndim == 3 for call in calls):
-        return False
-    pairs = itertools.pairwise(calls)
-    return all(is_same(one.output, two.inputs[0]) for one, two in pairs)
+def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
+    """The reason why calls are no chain of blocks, which ran so many times; None if they are one."""
+    if times != {1}:
+        return f"run {' or '.join(map(str, sorted(times)))} times"
+    for call in chain:
+        if not call.inputs or call.output is None or call.output.ndim != 3:
+            return f"give {'no tensor' if call.output is None else [*call.output.shape]}"
+    if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
+        return "do not read what the last one gave"
+    return None
 
 
 def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:

@@ -6,6 +6,7 @@
 3. `Forward` (in `forward.py`) says which texts a run reads, for modules that see rows and positions as one axis.
 """
 
+import math
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,10 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
     texts = texts_read.get()
-    apart = value if value.ndim == len(point.axes) else value.view(*texts, *value.shape[1:])
+    apart = value
+    if value.ndim != len(point.axes):
+        are_joined = len(value) == math.prod(texts)
+        apart = value.view(*texts, *(value.shape[1:] if are_joined else (-1,)))
     shards: Shards | None = carried(point, "shards")
     whole = shards.joined(apart) if shards else apart
     new = point(whole)
