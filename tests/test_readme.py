@@ -116,6 +116,15 @@ def test_the_guide_of_long_texts(capsys):
     assert "max_bytes is 5.0 MB" in capsys.readouterr().out
 
 
+def test_the_guide_of_experts():
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    names = guide("experts")
+    (sums, without_sums), (words, without_words) = names["losses"].values()
+    assert without_sums > sums + 0.05
+    assert without_words < words + 0.05
+    assert names["difference"].max() > 0.2
+
+
 def test_the_recipes(capsys):
     names = guide("recipes")
     assert {path.name for path in names["folder"].iterdir()} == {

@@ -17,7 +17,6 @@ from hooks.shared import (
     is_whole,
     mesh_of,
     remove_hooks,
-    tensors_in,
     without_gradients,
 )
 from models.attached.attention import AttentionPoints, register
@@ -35,7 +34,7 @@ from models.attached.forward import Forward, Generate
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, block_calls, layout_of
 from models.attached.points import TOP, Blocks, Wiring
-from models.attached.probe import Call, ProbeRun, Watching, probed, tokens_for
+from models.attached.probe import Call, ProbeRun, Watching, logits_of, probed, tokens_for
 from models.attached.sums import HALF, agree, is_close, is_same, rolled
 from models.attached.traced import TracedPoints
 from models.attached.wiring import restore_methods
@@ -296,7 +295,7 @@ class Attached(ReadsText):
         with mode(self.model, training=False), runner.hooks(hooks):
             tokens = tokens_for(self.model)
             output, cache = runner.run_with_cache(input_ids=tokens, use_cache=False, names=names)
-        return next(tensors_in(output)), cache
+        return logits_of(output), cache
 
 
 def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
@@ -399,7 +398,7 @@ def _logits(model: nn.Module) -> Tensor:
             raise ValueError(
                 f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
             ) from error
-    return next(tensors_in(output))
+    return logits_of(output)
 
 
 def _note(calls: dict[nn.Module, Any], module: nn.Module, args: Any, kwargs: Any) -> None:

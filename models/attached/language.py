@@ -24,7 +24,7 @@ from hooks.shared import (
 from models.attached.configs import base_of, text_config
 from models.attached.context import CACHES, AttachedContext, context_of
 from models.attached.layout import BlockLayout
-from models.attached.probe import Call, ProbeRun, tokens_for
+from models.attached.probe import Call, ProbeRun, logits_of, tokens_for
 from models.attached.sums import HALF, agree, is_same
 from models.attached.unembedding import unembed_of
 from models.attached.view import PlainView
@@ -155,7 +155,7 @@ class AttachedLanguage(ReadsText):
         """Logits of a run that nobody sees, and that gets no positions but these."""
         with mode(self._model, training=False), _alone.set(True):
             output = hooks_disabled(self._runs, input_ids=tokens, use_cache=False, **arguments)
-        return next(tensors_in(output))
+        return logits_of(output)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The arguments of `forward` with tokens and mask in place of texts."""

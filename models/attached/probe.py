@@ -176,6 +176,12 @@ def _by_text(tensor: Tensor) -> Tensor:
     return tensor.unflatten(0, SHAPE) if tensor.ndim == 2 and len(tensor) == N else tensor
 
 
+def logits_of(output: Any) -> Tensor:
+    """The logits of a model's output or, where it has none, the first tensor. Losses may come before them."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else next(tensors_in(output))
+
+
 def tokens_for(model: Any) -> Tensor:
     """Different tokens, [2, 7], on the device of the model's embedding."""
     weight = model.get_input_embeddings().weight
@@ -206,5 +212,5 @@ def probed(model: Any, watch: bool = False) -> ProbeRun:
             handle.remove()
         for module in model.modules():
             vars(module).pop("hook_points", None)
-    probe.logits = _copy(next(tensors_in(output)))
+    probe.logits = _copy(logits_of(output))
     return probe

@@ -12,7 +12,7 @@ from hooks import HookPoint, Identity
 from hooks.shared import Session, hooks_disabled, tensors_in
 from models.attached.layout import BlockLayout
 from models.attached.norms import norm_of
-from models.attached.probe import Call
+from models.attached.probe import Call, logits_of
 from models.attached.sums import agree, is_same
 from models.norm import LayerNorm, RMSNorm
 
@@ -58,7 +58,7 @@ def recorded(model: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]
                 if module is not model and not isinstance(module, HookPoint):
                     session.before(module, partial(enter, module))
                     session.after(module, partial(leave, module))
-            return next(tensors_in(model(input_ids=tokens, use_cache=False)))
+            return logits_of(model(input_ids=tokens, use_cache=False))
 
     logits = hooks_disabled(run)
     return {module: call for module, call in calls.items() if module not in again}, logits
