@@ -32,6 +32,7 @@ draw, tokenizer = random.Random(0), load("pydoc-4l").tokenizer
 
 
 def line():
+    """Return a sum, or a word twice."""
     if draw.random() < 0.5:
         a, b = draw.randrange(10), draw.randrange(10)
         return f"{a}+{b}={(a + b) % 10};"

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hooks import HookPoint
 from hooks.shared import Wire, is_listened_to
 from models.attached.probe import SHAPE, Call
-from models.attached.sums import agree, is_close, is_same, rolled
+from models.attached.sums import agree, factors_of, is_close, is_same, rolled
 from models.attached.wiring import Replaced, fire
 
 
@@ -33,6 +33,7 @@ class Experts:
         router: the module whose own code computes the logits; None if no map before the call has a column for each.
         shared: the module of the shared expert; None without one.
         gate: the module whose output, through a sigmoid, that of the shared expert is multiplied with.
+        factor: what the MLP multiplies the sum of its experts with.
         has_rest: whether the MLP adds more than the experts and the shared one.
     """
 
@@ -41,6 +42,7 @@ class Experts:
     router: nn.Module | None
     shared: nn.Module | None = None
     gate: nn.Module | None = None
+    factor: float = 1.0
     has_rest: bool = False
 
     @property
@@ -80,11 +82,13 @@ def find(calls: Sequence[Call], added: Call | None) -> Experts | None:
         is_after = added is not None and called.ended < call.began < added.ended
         wholes += call.inputs if is_after else []
     same_shape = [whole for whole in wholes if whole is not None and whole.shape == routed.shape]
-    if any(is_close(routed, whole) for whole in same_shape):
-        return Experts(n, called.module, router)
-    beside = (each for whole in same_shape for each in _beside(calls, routed, whole))
-    shared, gate = next(beside, (None, None))
-    return Experts(n, called.module, router, shared, gate, has_rest=added is not None)
+    for factor in (1.0, *factors_of(*(call.module for call in calls))):
+        scaled = routed * factor
+        if any(is_close(scaled, whole) for whole in same_shape):
+            return Experts(n, called.module, router, factor=factor)
+        for shared, gate in (each for w in same_shape for each in _beside(calls, scaled, w)):
+            return Experts(n, called.module, router, shared, gate, factor, has_rest=True)
+    return Experts(n, called.module, router, has_rest=added is not None)
 
 
 def _number_of(call: Call) -> int | None:
@@ -136,7 +140,7 @@ def broken(
         total = (routing.gather(-1, chosen)[..., None] * given).sum(2)
         with torch.no_grad():
             output = module(*arguments[module][0])
-        if not agree(total.view_as(output), output, 1e-4):
+        if not agree(total.view_as(output), output * mixtures[n].factor, 1e-4):
             yield n, "experts", "what each gives, times its weight, is not what they give together"
     acts: dict[type[nn.Module], bool] = {}
     for n, each in mixtures.items():
@@ -165,7 +169,7 @@ class ExpertPoints(nn.Module):
             meaning = "weights of the experts, 0 where one was not chosen"
             self.routing = HookPoint("batch pos expert", meaning)
             self.chosen = HookPoint("batch pos choice", "numbers of the chosen experts")
-            meaning = "what each chosen expert gives, before its weight"
+            meaning = "what each chosen expert adds, before its weight"
             self.experts = HookPoint("batch pos choice d_model", meaning)
         if experts.shared is not None:
             self.shared = HookPoint("batch pos d_model", "what the shared expert adds")
@@ -243,9 +247,10 @@ def _others(chosen: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class Given(Wire):
-    """Passes what each chosen expert gives through a point."""
+    """Passes what each chosen expert gives, times a factor, through a point."""
 
     point: HookPoint
+    factor: float = 1.0
 
     def __call__(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
         """The output with what the point changes; None if nobody listens."""
@@ -256,14 +261,15 @@ class Given(Wire):
         rows = x.reshape(-1, size).repeat_interleave(n, 0)
         each = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
         given = module.forward(rows, *(each if args[1] is chosen else each[::-1]))
-        given = given.view(*chosen.shape, size)
+        given = given.view(*chosen.shape, size) * self.factor
         new = fire(self.point, given)
         if new is given:
             return None
         weights = weights[..., None].to(given.dtype)
         before, after = ((part * weights).sum(-2).view_as(output) for part in (given.detach(), new))
         # Alive through the point alone, or a gradient would count twice.
-        return (output.detach() if new.requires_grad else output) + (after - before.detach())
+        change = (after - before.detach()) / self.factor
+        return (output.detach() if new.requires_grad else output) + change
 
 
 @dataclass(eq=False)

@@ -162,7 +162,7 @@ class Wiring:
             mlp: Any = ExpertPoints(experts)
             if experts.module is not None:
                 self._listen(experts.module, Routing(mlp.routing, mlp.chosen, experts.n))
-                self._listen(experts.module, Given(mlp.experts))
+                self._listen(experts.module, Given(mlp.experts, experts.factor))
             if experts.shared is not None:
                 gate = experts.gate
                 wire = Output(mlp.shared) if gate is None else Gated(mlp.shared, gate)
