@@ -27,6 +27,7 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 # ## What gets points
 #
 # - Any causal language model of `transformers` 5.6 or later, and encoders like BERT. Encoders with decoders are refused.
+# - [Mixtures of experts](experts.py) have their router, the chosen experts, their weights, and what each gives.
 # - Attention goes through the library's own interface. Unhooked it uses the kernel that the model was using. `scores` and `pattern`
 #   are there for `eager` and `sdpa`.
 # - Some models have attention by code of their own (bloom, codegen, falcon, gpt_neo, gptj, mpt, openai-gpt, xglm and others). They get
@@ -36,7 +37,7 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #   it gets those without padding. bart, blenderbot, marian, mbart and plbart take none as decoders, so there padding must be on the right.
 # - Where points belong is found from a run on fourteen tokens, and checked by a few more, in half precision on copies in float32 of one
 #   module at a time. `attached.left_out` says which of the usual points are
-#   missing in some block, and why. A model without a head has no `unembed`; diffllama, which calls attention twice a layer, has no `attn.*`.
+#   missing in some block, and why: [the table of architectures](architectures.md). A model without a head has no `unembed`; diffllama, which calls attention twice a layer, has no `attn.*`.
 #
 # ## What analyses take
 #
@@ -44,7 +45,7 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 # - Circuits, edge attribution, attribution graphs, `decompose` and `direct_logit_attribution` need the parts of each block. For families
 #   that `from_hf` knows these are its plain model's. For others a view of the blocks is made from one run: weights are got from unit
 #   vectors, and attention is the model's own module, so a run of the view takes two forward passes. The view must give the model's
-#   logits, else it is refused. Of 97 architectures 69 have one. For the others the error names what is missing: latent or gated
+#   logits, else it is refused. Of [111 architectures](architectures.md) 73 have one. For the others the error names what is missing: latent or gated
 #   attention, norms of sums, or heads that share keys inside a fused map.
 # - A model that a tensor-parallel plan splits (`tp_plan="auto"` under torchrun) is attached, run and edited by all processes alike. Each
 #   point has the heads and neurons of all of them, and edits count them so; weights are joined. Without `attach`, a module that holds a
@@ -60,7 +61,7 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #
 # ## How it was tested
 #
-# - 97 tiny random architectures of transformers 5.23, and the 91 of them that 5.6 has: unhooked logits are bitwise the model's own.
+# - 111 tiny random architectures of transformers 5.24, and 91 of them in 5.6 once: unhooked logits are bitwise the model's own.
 #   With hooks everywhere they are bitwise those of eager mode; falcon's and diffllama's, which keep a kernel of their own, to 3e-6.
 # - Seven architectures in drawn settings, until every two values had met: precision, kernel, padding, positions, kind of cache, adapters
 #   (attach after they are added), copies, subclasses, and embeddings in place of tokens. Logits, a cached value and an edit are

@@ -81,6 +81,8 @@ class PlainView(nn.Module):
             if shards := carried(model.blocks[n].attn.z, "shards"):
                 rule = f"heads that are not split over {shards.mesh.size()} processes"
                 raise missing(n, rule)
+        if not language.has("unembed"):
+            raise missing(None, "an unembedding that reads the stream alone")
         tokens = tokens_for(model)
         with mode(model, training=False):
             calls, logits = recorded(model, tokens)

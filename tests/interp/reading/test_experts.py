@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from hooks import CacheError, HookedRunner
 from interp import (
     Pairs,

@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("transformers", reason="needs the extra hf")
-
 from hooks import HookedRunner
 from interp import edits
+from interp.protocol import of
 from models import attach
-from tests.attachable import BATCH, LAYERS, MODELS, POS, VOCAB, agree, made
+from tests.attachable import BATCH, LAYERS, MODELS, POS, VOCAB, agree, made, transformers
 
 N = 5
-MIXTURES = [name for name in MODELS if "moe_topk" in MODELS[name]]
+MIXTURES = [n for n in MODELS if "moe_topk" in MODELS[n] and n in transformers.CONFIG_MAPPING]
 # Those whose experts are not called with numbers and weights.
 KINDS = [name for name in MIXTURES if name not in ("jetmoe", "llama4_text")]
 NORMED = ("afmoe", "axk1", "flex_olmo", "kolibri1")  # a norm comes after
@@ -132,7 +131,7 @@ def test_edits_are_those_of_raw_hooks(kind):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", [kind for kind in SHARED if kind not in NORMED])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in SHARED and kind not in NORMED])
 def test_the_shared_expert_is_edited_behind_its_gate(kind):
     model = made(kind)
     attach(model)
@@ -228,6 +227,16 @@ def test_settings(kind, form):
     agree(
         total + shared, cache[f"{MLP}_out"].float(), tolerance=0.02 if form == "bfloat16" else 1e-5
     )
+
+
+def test_a_loss_of_the_router_does_not_stand_for_logits():
+    model = made("mixtral")
+    model.config.output_router_logits = True
+    expected = logits(model)
+    with attach(model):
+        _, cache = HookedRunner(model).run_with_cache(TOKENS, use_cache=False, lazy=True)
+        last = cache[f"blocks.{LAYERS - 1}.resid_post"]
+        agree(of(model, "unembed").unembed(last), expected)
 
 
 def test_left_out_says_why():
