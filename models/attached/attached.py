@@ -87,6 +87,7 @@ class Attached(ReadsText):
             self._join_shards()
             self._check_traced()
             self._check_streams(layouts)
+            self._check_mixers(layouts)
             self._check_experts(layouts)
             self._check_attention(reference)
             self._say_what_is_missing()
@@ -253,6 +254,23 @@ class Attached(ReadsText):
             if not is_close(mid + added, post, mid, added):
                 self._wiring.drop(self.model.blocks[n], "resid_mid")
                 self.left_out["resid_mid"] = "the stream goes on from a copy of it"
+
+    def _check_mixers(self, layouts: Sequence[BlockLayout]) -> None:
+        """Leaves out `mixer_out` where a position gets nothing from another: that is an MLP of its own block."""
+
+        def first_changed(value: Tensor, point: object) -> Tensor:
+            return torch.cat([value[:, :1].roll(1, -1), value[:, 1:]], 1)
+
+        mixes: dict[type[nn.Module], bool] = {}
+        for n, layout in enumerate(layouts):
+            if layout.mixer_out is None:
+                continue
+            if (kind := type(layout.mixer_out.module)) not in mixes:  # runs each, so one of a kind
+                name, hook = f"blocks.{n}.mixer_out", {f"blocks.{n}.resid_pre": first_changed}
+                before, after = (self._run([name], hooks)[1][name] for hooks in ({}, hook))
+                mixes[kind] = not is_same(before[:, 1:], after[:, 1:])
+            if not mixes[kind]:
+                self._wiring.drop(self.model.blocks[n], "mixer_out")
 
     def _check_experts(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out points of experts whose values do not add up, or whose edits do not act."""

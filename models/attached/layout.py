@@ -32,6 +32,7 @@ class BlockLayout:
         attention: the module that calls the attention function.
         is_traced: whether that module computes attention by code of its own.
         attn_out, mlp_out: what the sublayers add.
+        mixer_out: what a first sublayer without attention adds, such as a state space or a convolution.
         mid_in, mid_out: the module whose input, or output, is the stream between them.
         norms: by our names.
         act, post, linear: in the MLP, the nonlinearity, the last map and what the gate is multiplied with.
@@ -44,6 +45,7 @@ class BlockLayout:
     is_traced: bool = False
     attn_out: Summand | None = None
     mlp_out: Summand | None = None
+    mixer_out: Summand | None = None
     mid_in: nn.Module | None = None
     mid_out: nn.Module | None = None
     norms: dict[str, TracedNorm] = field(default_factory=dict)
@@ -126,10 +128,12 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
         if call is first:
             layout.attn_out = added
             _name(layout, "ln1_post", call)
-        elif first is not None or at == 1:  # other mixers of positions are no MLP
+        elif first is not None or at == 1:
             layout.mlp_out, adding = added, call
             _name(layout, "ln2_post", call)
             find_mlp(layout, call, once, [other for other, _ in sublayers if other is not call])
+        else:
+            layout.mixer_out = added
     layout.experts = find(inside, adding)
     return layout
 

@@ -140,6 +140,9 @@ class Wiring:
         if layout.attn_out:
             meaning = "what attention adds to the residual stream"
             points.attn_out = self._added(HookPoint(STREAM, meaning), layout.attn_out)
+        if layout.mixer_out:
+            meaning = "what a mixer of positions other than attention adds to the residual stream"
+            points.mixer_out = self._added(HookPoint(STREAM, meaning), layout.mixer_out)
         if layout.mid_in or layout.mid_out:
             points.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
         if layout.mid_in:

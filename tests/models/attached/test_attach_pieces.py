@@ -199,3 +199,32 @@ def test_virtual_tokens_of_prompt_tuning_are_positions_of_the_base_model():
         output, cache = HookedRunner(attached.model).run_with_cache(tokens, run=tuned)
     torch.testing.assert_close(output.logits, expected.logits)
     torch.testing.assert_close(cache["resid_post", 0], expected.hidden_states[1])
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba", "jamba"])
+@torch.no_grad()
+def test_mixers_of_positions_other_than_attention_have_a_name(name, monkeypatch):
+    monkeypatch.setitem(attachable.MODELS, name, attachable.MODELS.get(name, {}))
+    model, tokens = made(name), torch.tensor([ROWS[0]])
+    twin = copy.deepcopy(model)
+    with attach(model):
+        runner = HookedRunner(model)
+        last = next(n for n in (1, 0) if f"blocks.{n}.mixer_out" in runner.points)
+        point, block = f"blocks.{last}.mixer_out", f"blocks.{last}."
+        names = [point, f"{block}resid_*"]
+        logits, cache = runner.run_with_cache(tokens, names=names, use_cache=False)
+        rest = cache.get(f"{block}resid_mid", cache[f"{block}resid_post"])
+        assert torch.equal(cache[f"{block}resid_pre"] + cache[point], rest)
+        cut = runner.run_with_hooks(tokens, hooks={point: edits.zero()}, use_cache=False).logits
+    blocks = next(m for m in twin.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+    names = ("mixer", "conv", "linear_attn", "mamba")
+    mixer = next(m for n, m in blocks[last].named_children() if n in names)
+
+    def nothing(module, args, output):
+        changed = output if isinstance(output, torch.Tensor) else output[0]
+        zeros = torch.zeros_like(changed)
+        return zeros if changed is output else (zeros, *output[1:])
+
+    assert torch.equal(twin(tokens, use_cache=False).logits, logits.logits)
+    mixer.register_forward_hook(nothing)
+    assert torch.equal(twin(tokens, use_cache=False).logits, cut)

@@ -164,8 +164,8 @@ def check_identities(w, cache, edited=()):
     for layer in range(LAYERS):
         at, block = of_layer(cache, layer), f"blocks.{layer}."
         first, second = norms_of(w, layer)
-        total = at["resid_pre"] + at.get("attn_out", 0)
-        if {"attn_out", "resid_mid"} <= at.keys():
+        total = at["resid_pre"] + at.get("attn_out", at.get("mixer_out", 0))
+        if "resid_mid" in at and {"attn_out", "mixer_out"} & at.keys():
             equal(block + "resid_mid", first(total), "ln1" if w.name in POST else "none")
         total = at.get("resid_mid", total)
         if "mlp_out" in at:
