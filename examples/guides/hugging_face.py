@@ -28,6 +28,7 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #
 # - Any causal language model of `transformers` 5.6 or later, and encoders like BERT. Encoders with decoders are refused.
 # - [Mixtures of experts](experts.py) have their router, the chosen experts, their weights, and what each gives.
+# - State spaces, convolutions and linear attention have `mixer_out`, what they add to the stream, in place of `attn_out`.
 # - Attention goes through the library's own interface. Unhooked it uses the kernel that the model was using. `scores` and `pattern`
 #   are there for `eager` and `sdpa`.
 # - Some models have attention by code of their own (bloom, codegen, falcon, gpt_neo, gptj, mpt, openai-gpt, xglm and others). They get

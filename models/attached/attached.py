@@ -33,7 +33,7 @@ from models.attached.experts import broken
 from models.attached.forward import Forward, Generate
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, block_calls, layout_of
-from models.attached.points import TOP, Blocks, Wiring
+from models.attached.points import MLP_OUT, TOP, Blocks, Wiring
 from models.attached.probe import Call, ProbeRun, Watching, logits_of, probed, tokens_for
 from models.attached.sums import HALF, agree, is_close, is_same, rolled
 from models.attached.traced import TracedPoints
@@ -256,7 +256,7 @@ class Attached(ReadsText):
                 self.left_out["resid_mid"] = "the stream goes on from a copy of it"
 
     def _check_mixers(self, layouts: Sequence[BlockLayout]) -> None:
-        """Leaves out `mixer_out` where a position gets nothing from another: that is an MLP of its own block."""
+        """Renames `mixer_out` where a position gets nothing from another: that is an MLP in a block of its own."""
 
         def first_changed(value: Tensor, point: object) -> Tensor:
             return torch.cat([value[:, :1].roll(1, -1), value[:, 1:]], 1)
@@ -270,7 +270,10 @@ class Attached(ReadsText):
                 before, after = (self._run([name], hooks)[1][name] for hooks in ({}, hook))
                 mixes[kind] = not is_same(before[:, 1:], after[:, 1:])
             if not mixes[kind]:
-                self._wiring.drop(self.model.blocks[n], "mixer_out")
+                block = self.model.blocks[n]
+                block.mlp_out, layout.mlp_out = block.mixer_out, layout.mixer_out
+                block.mlp_out.meaning, layout.mixer_out = MLP_OUT, None
+                del block.mixer_out
 
     def _check_experts(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out points of experts whose values do not add up, or whose edits do not act."""

@@ -133,7 +133,7 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
             _name(layout, "ln2_post", call)
             find_mlp(layout, call, once, [other for other, _ in sublayers if other is not call])
         else:
-            layout.mixer_out = added
+            layout.mixer_out, adding = added, call
     layout.experts = find(inside, adding)
     return layout
 

@@ -19,6 +19,7 @@ from models.attached.traced import TracedPoints
 from models.attached.wiring import BlockInput, Input, Output, PositionsWire, Scale, restore_methods
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
+MLP_OUT = "what the MLP adds to the residual stream"
 TOP = ("embed", "pos_embed", "blocks", "ln_final")
 
 
@@ -154,8 +155,7 @@ class Wiring:
             points.mlp = self._mlp(layout)
         self._norm(points, "ln2_post", layout)
         if layout.mlp_out:
-            meaning = "what the MLP adds to the residual stream"
-            points.mlp_out = self._added(HookPoint(STREAM, meaning), layout.mlp_out)
+            points.mlp_out = self._added(HookPoint(STREAM, MLP_OUT), layout.mlp_out)
         points.resid_post = HookPoint(STREAM, "residual stream leaving the block")
         self._listen(layout.block, Output(points.resid_post))
         return points

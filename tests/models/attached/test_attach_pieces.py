@@ -228,3 +228,20 @@ def test_mixers_of_positions_other_than_attention_have_a_name(name, monkeypatch)
     assert torch.equal(twin(tokens, use_cache=False).logits, logits.logits)
     mixer.register_forward_hook(nothing)
     assert torch.equal(twin(tokens, use_cache=False).logits, cut)
+
+
+@torch.no_grad()
+def test_an_mlp_in_a_block_of_its_own_is_no_mixer(monkeypatch):
+    monkeypatch.setitem(attachable.MODELS, "nemotron_h", {})
+    model = made("nemotron_h")
+    with attach(model):
+        names = {name.partition(".")[2] for name in HookedRunner(model).points if "_out" in name}
+    kinds = [type(m).__name__ for n, m in model.named_modules() if n.endswith(".mixer")]
+    expected = {
+        "Mamba2Mixer": "mixer_out",
+        "Attention": "attn_out",
+        "MLP": "mlp_out",
+        "MoE": "mlp_out",
+    }
+    last = {n: next(v for k, v in expected.items() if k in kind) for n, kind in enumerate(kinds)}
+    assert names == {f"{n}.{name}" for n, name in last.items()}
