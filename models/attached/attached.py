@@ -111,7 +111,12 @@ class Attached(ReadsText):
                     if len(without) == n_blocks
                     else f"block {', '.join(map(str, without))}"
                 )
-                self.left_out[name] = f"no module of {where} takes it in or gives it out"
+                mixed = all(hasattr(self.model.blocks[n], "mixer_out") for n in without)
+                self.left_out[name] = (
+                    f"{where} has another mixer of positions, mixer_out"
+                    if mixed and name.startswith("attn")
+                    else f"no module of {where} takes it in or gives it out"
+                )
         if "ln_final.normalized" not in points:
             self.left_out["ln_final"] = "no norm of one module comes after the last block"
 
