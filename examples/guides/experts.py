@@ -104,8 +104,8 @@ for name, shown in {"sums": sums, "words": words}.items():
 # %% [markdown]
 # ## Patch one
 #
-# Of two sums with other results: which expert carries the difference, if its weights are taken from the other text? And, in one run,
-# what each expert adds to the logit of the answer.
+# After a sum or after a word: which expert's weights, taken from the text with the sum, bring its answer back? And, in one run, what
+# each expert adds to the logit of the answer.
 
 # %%
 from interp import Pairs, activation_patching, direct_logit_attribution
@@ -118,5 +118,5 @@ parts = direct_logit_attribution(model, cache, right="7", pos=-1, experts=True)
 print(parts.by("expert").top(3))
 
 # %% [markdown]
-# `attribution_patching(model, pairs, site="routing")` estimates the same for all experts from one backward pass; there all experts
-# run, so that the estimate also holds for those that were not chosen. A `Graph` takes a mixture as one MLP.
+# `attribution_patching(model, pairs, site="routing")` estimates the same for all experts from one backward pass. All experts run there,
+# as the slope of one that was not chosen needs what it would give. A `Graph` takes a mixture as one MLP.

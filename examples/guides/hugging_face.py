@@ -46,7 +46,7 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 # - Circuits, edge attribution, attribution graphs, `decompose` and `direct_logit_attribution` need the parts of each block. For families
 #   that `from_hf` knows these are its plain model's. For others a view of the blocks is made from one run: weights are got from unit
 #   vectors, and attention is the model's own module, so a run of the view takes two forward passes. The view must give the model's
-#   logits, else it is refused. Of [111 architectures](architectures.md) 73 have one. For the others the error names what is missing: latent or gated
+#   logits, else it is refused. Of [111 architectures](architectures.md) 78 have one. For the others the error names what is missing: latent or gated
 #   attention, norms of sums, or heads that share keys inside a fused map.
 # - A model that a tensor-parallel plan splits (`tp_plan="auto"` under torchrun) is attached, run and edited by all processes alike. Each
 #   point has the heads and neurons of all of them, and edits count them so; weights are joined. Without `attach`, a module that holds a

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError, HookedRunner
+from hooks import ActivationCache, CacheError, HookedRunner, Point
 from hooks.shared import Index, Selection, real_columns, to_device
 from interp.graph.graph import Graph
 from interp.graph.nodes import At, Layer, Writers
@@ -20,8 +20,9 @@ from interp.inputs.texts import mask_of
 from interp.numbers.precision import at_least_float32, is_rounding
 from interp.protocol import plain
 
-# What is read of a run, but for neurons.
+# What is read of a run, but for neurons; and what is read besides for experts.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
+_EXPERTS = re.compile(r"mlp\.(routing|chosen|experts|shared)$")
 
 
 class ResidualComponents:
@@ -48,6 +49,7 @@ class ResidualComponents:
     ) -> None:
         self.model: Any = plain(model, "blocks")
         self._cache, self._columns = cache, None
+        self._given = model
         self._layer: dict[str, Tensor] = {}
         self.last = f"blocks.{len(self.model.blocks) - 1}.resid_post"
         cache.require_weights_of(model)
@@ -62,6 +64,10 @@ class ResidualComponents:
             self._columns = torch.tensor(rows).expand(batch, 1)[:, 0]
 
     @cached_property
+    def _points(self) -> Mapping[str, Point]:
+        return HookedRunner(self._given).points
+
+    @cached_property
     def graph(self) -> Graph:
         """The model's graph, with embeddings apart."""
         return Graph(self.model, split_embeddings=True)
@@ -73,8 +79,12 @@ class ResidualComponents:
             CacheError: if the cache lacks it.
         """
         if name not in self._cache:
-            points = HookedRunner(self.model).points
-            read = [point for point in points if _READ.search(point) or point == name]
+            of_experts = _EXPERTS.search(name) is not None
+            read = [
+                point
+                for point in self._points
+                if _READ.search(point) or point == name or (of_experts and _EXPERTS.search(point))
+            ]
             names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", point) for point in read))
             raise CacheError(f"the cache has no {name}: run with lazy=True, or with {names=}")
         value = at_least_float32(self._value(name))
@@ -113,7 +123,7 @@ class ResidualComponents:
         yield self._inputs(at)
         for layer in self.graph.layers[:before]:
             yield from layer.attention_writers(at)
-            is_mixture = experts and f"blocks.{layer.n}.mlp.experts" in self._cache
+            is_mixture = experts and f"blocks.{layer.n}.mlp.experts" in self._points
             yield from self._experts(layer) if is_mixture else layer.mlp_writers(at, neurons)
 
     def _experts(self, layer: Layer) -> Iterator[Writers]:
@@ -129,7 +139,7 @@ class ResidualComponents:
         values = given.new_zeros(*routing.shape, given.shape[-1])
         values.scatter_add_(2, chosen[..., None].expand_as(given), weighted)
         names = [f"m{layer.n}.e{expert}" for expert in range(routing.shape[-1])]
-        if f"{mlp}.shared" in self._cache:
+        if f"{mlp}.shared" in self._points:
             values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
             names.append(f"m{layer.n}.shared")
         linear = linear_part(branch.after, given.shape[-1])

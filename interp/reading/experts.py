@@ -38,7 +38,7 @@ def expert_load(
 
     Raises:
         CacheError: if the cache is of another model, or has no `routing`.
-        ValueError: if layers have different numbers of experts.
+        ValueError: if `over` is something else, or layers have different numbers of experts.
 
     >>> from hooks import HookedRunner
     >>> from models import attach
@@ -51,6 +51,8 @@ def expert_load(
     >>> load.axes, load.mean().sum()  # each token goes to two
     (('layer', 'expert', 'example'), tensor(2.))
     """
+    if over not in (None, "pos"):
+        raise ValueError(f"over must be 'pos' or None; got {over!r}")
     of(model)  # refuses a cache in its place
     cache.require_weights_of(model)
     try:

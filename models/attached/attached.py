@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner, HookPoint, HookPoints, Point
+from hooks import HookedRunner, HookPoint, HookPoints, Point
 from hooks.shared import (
     Session,
     Shards,
@@ -17,10 +17,8 @@ from hooks.shared import (
     is_whole,
     mesh_of,
     remove_hooks,
-    without_gradients,
 )
 from models.attached.attention import AttentionPoints, register
-from models.attached.checked import has_other_terms, problem_of
 from models.attached.configs import (
     base_of,
     carry_changes,
@@ -29,16 +27,14 @@ from models.attached.configs import (
     own_configs,
     text_config,
 )
-from models.attached.experts import broken
 from models.attached.forward import Forward, Generate
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, block_calls, layout_of
-from models.attached.points import MLP_OUT, TOP, Blocks, Wiring
-from models.attached.probe import Call, ProbeRun, Watching, logits_of, probed, tokens_for
-from models.attached.sums import HALF, agree, is_close, is_same, rolled
-from models.attached.traced import TracedPoints
+from models.attached.points import TOP, Blocks, Wiring
+from models.attached.probe import Call, ProbeRun, Watching, probed
+from models.attached.promises import check, logits_alone
+from models.attached.sums import is_same
 from models.attached.wiring import restore_methods
-from models.mode import mode
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
 
@@ -67,7 +63,7 @@ class Attached(ReadsText):
         self.left_out: dict[str, str] = {}
         self._wiring = Wiring(model)
         with Watching() as watching:
-            reference = _logits(model)
+            reference = logits_alone(model)
         if reference.is_meta or reference.isnan().any():
             raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
         self._configs = own_configs(model)
@@ -85,11 +81,7 @@ class Attached(ReadsText):
             vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
             self._forward.prepare = language.with_positions
             self._join_shards()
-            self._check_traced()
-            self._check_streams(layouts)
-            self._check_mixers(layouts)
-            self._check_experts(layouts)
-            self._check_attention(reference)
+            check(model, self._wiring, layouts, reference, self.left_out)
             self._say_what_is_missing()
         except BaseException:
             self.remove()
@@ -106,17 +98,14 @@ class Attached(ReadsText):
         for name in USUAL:
             without = [n for n in range(n_blocks) if f"blocks.{n}.{name}" not in points]
             if without and not {name, *name.split(".")} & {*self.left_out}:
-                where = (
-                    "any block"
-                    if len(without) == n_blocks
-                    else f"block {', '.join(map(str, without))}"
-                )
-                mixed = all(hasattr(self.model.blocks[n], "mixer_out") for n in without)
-                self.left_out[name] = (
-                    f"{where} has another mixer of positions, mixer_out"
-                    if mixed and name.startswith("attn")
-                    else f"no module of {where} takes it in or gives it out"
-                )
+                some = f"block {', '.join(map(str, without))}"
+                where = "any block" if len(without) == n_blocks else some
+                why = f"no module of {where} takes it in or gives it out"
+                if name.startswith("attn") and all(
+                    f"blocks.{n}.mixer_out" in points for n in without
+                ):
+                    why = f"{some} has another mixer of positions, mixer_out"
+                self.left_out[name] = why
         if "ln_final.normalized" not in points:
             self.left_out["ln_final"] = "no norm of one module comes after the last block"
 
@@ -207,7 +196,7 @@ class Attached(ReadsText):
                 for axis in SPLIT_AXES & {*point.axes}:
                     hook = partial(note, point, point.axes.index(axis))
                     session.after(point.module, hook)
-            _logits(self.model)
+            logits_alone(self.model)
         for name, group in groups.items():
             # Together, because parts that are zero are the same everywhere.
             if not all(is_whole(part, mesh) for _, _, part in group):
@@ -218,110 +207,6 @@ class Attached(ReadsText):
                     f"{name} must have numbers that differ, to show whether {mesh.size()} processes hold parts of "
                     f"them; got only {float(group[0][2].min())}"
                 )
-
-    def _check_traced(self) -> None:
-        """Leaves out the points of attention by code of its own where they would not hold what they promise."""
-        attention = {n: getattr(block, "attn", None) for n, block in enumerate(self.model.blocks)}
-        traced = {n: points for n, points in attention.items() if isinstance(points, TracedPoints)}
-        if not traced:
-            return
-        calls = self._calls([points.module for points in traced.values()])
-        for n, points in traced.items():
-            try:
-                with torch.inference_mode(False):
-                    problem = problem_of(points.module, *calls[points.module])
-            except Exception as error:  # whatever another layout of its tensors leads to
-                problem = str(error)
-            if problem:
-                self._wiring.drop_attention(self.model.blocks[n])
-                self.left_out["attn"] = f"{type(points.module).__name__}: {problem}"
-
-    def _calls(self, modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
-        """The arguments of modules in a run of a few tokens."""
-        calls: dict[nn.Module, tuple[Any, Any]] = {}
-        with Session() as session, torch.inference_mode(False):
-            for module in modules:
-                session.before(module, partial(_note, calls, module))
-            _logits(self.model)
-        return calls
-
-    def _check_streams(self, layouts: Sequence[BlockLayout]) -> None:
-        """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
-        shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
-        if not shared:
-            return
-        parts = ("resid_mid", "mlp_out", "resid_post")
-        hooks = {f"blocks.{n}.resid_mid": rolled for n in shared}
-        names = [f"blocks.{n}.{part}" for n in shared for part in parts]
-        _, cache = self._run(names, hooks)
-        for n in shared:
-            mid, added, post = (cache[f"blocks.{n}.{part}"] for part in parts)
-            if not is_close(mid + added, post, mid, added):
-                self._wiring.drop(self.model.blocks[n], "resid_mid")
-                self.left_out["resid_mid"] = "the stream goes on from a copy of it"
-
-    def _check_mixers(self, layouts: Sequence[BlockLayout]) -> None:
-        """Renames `mixer_out` where a position gets nothing from another: that is an MLP in a block of its own."""
-
-        def first_changed(value: Tensor, point: object) -> Tensor:
-            return torch.cat([value[:, :1].roll(1, -1), value[:, 1:]], 1)
-
-        mixes: dict[type[nn.Module], bool] = {}
-        for n, layout in enumerate(layouts):
-            if layout.mixer_out is None:
-                continue
-            if (kind := type(layout.mixer_out.module)) not in mixes:  # runs each, so one of a kind
-                name, hook = f"blocks.{n}.mixer_out", {f"blocks.{n}.resid_pre": first_changed}
-                before, after = (self._run([name], hooks)[1][name] for hooks in ({}, hook))
-                mixes[kind] = not is_same(before[:, 1:], after[:, 1:])
-            if not mixes[kind]:
-                block = self.model.blocks[n]
-                block.mlp_out, layout.mlp_out = block.mixer_out, layout.mixer_out
-                block.mlp_out.meaning, layout.mixer_out = MLP_OUT, None
-                del block.mixer_out
-
-    def _check_experts(self, layouts: Sequence[BlockLayout]) -> None:
-        """Leaves out points of experts whose values do not add up, or whose edits do not act."""
-        mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
-        for n, name, why in broken(mixtures, self._run, self._calls) if mixtures else ():
-            self._wiring.drop(self.model.blocks[n].mlp, name)
-            self.left_out[f"mlp.{name}"] = why
-
-    def _check_attention(self, reference: Tensor) -> None:
-        """Leaves out `scores` and `pattern` where attention has terms that `AttentionPoints` lacks.
-
-        Raises:
-            ValueError: if the logits differ without these points too.
-        """
-        attention = [p for p in self.model.modules() if isinstance(p, AttentionPoints)]
-        attention = [points for points in attention if hasattr(points, "scores")]
-        calls = self._calls([points.module for points in attention])
-        has_others = {points: _has_other_terms(points, calls) for points in attention}
-        wrong = [points for points in attention if has_others[points]]
-        is_decided = reference.dtype in HALF and None not in has_others.values()
-        if not (is_decided or wrong or agree(self._run()[0], reference, 1e-3)):
-            wrong = attention
-        for points in wrong:
-            self._wiring.drop(points, "scores")
-            self._wiring.drop(points, "pattern")
-            self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
-        others = [*HookedRunner(self.model).points]
-        others = [name for name in others if not name.endswith(("scores", "pattern"))]
-        if not agree(self._run(others)[0], reference, 1e-3):
-            raise ValueError(
-                f"hooks must not change the logits; got others from {type(self.model).__name__}"
-            )
-
-    @without_gradients
-    def _run(
-        self, names: Sequence[str] | None = None, hooks: Any = ()
-    ) -> tuple[Tensor, ActivationCache]:
-        """The logits of a cached run of a few tokens, under hooks."""
-        runner = HookedRunner(self.model)
-        with mode(self.model, training=False), runner.hooks(hooks):
-            tokens = tokens_for(self.model)
-            output, cache = runner.run_with_cache(input_ids=tokens, use_cache=False, names=names)
-        return logits_of(output), cache
 
 
 def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
@@ -411,29 +296,3 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Wire))
         vars(module).pop("hook_points", None)
-
-
-@without_gradients
-def _logits(model: nn.Module) -> Tensor:
-    tokens = tokens_for(model)
-    with mode(model, training=False):
-        try:
-            output = model(input_ids=tokens, use_cache=False)
-        except Exception as error:
-            got = f"{type(error).__name__}: {error}"
-            raise ValueError(
-                f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
-            ) from error
-    return logits_of(output)
-
-
-def _note(calls: dict[nn.Module, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
-    calls[module] = args, kwargs
-
-
-def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:
-    """See `has_other_terms`; None for a module that cannot be copied, or did not run."""
-    try:
-        return has_other_terms(points.module, *calls[points.module])
-    except Exception:  # weights of a kind that is no number, for instance
-        return None

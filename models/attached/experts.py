@@ -22,6 +22,8 @@ from models.attached.probe import SHAPE, Call
 from models.attached.sums import agree, factors_of, is_close, is_same, rolled
 from models.attached.wiring import Replaced, fire
 
+Run = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -116,40 +118,47 @@ def _beside(
                 yield module, gate
 
 
-def broken(
-    mixtures: Mapping[int, Experts], run: Callable[..., Any], calls: Callable[..., Any]
-) -> Iterator[tuple[int, str, str]]:
-    """The points that do not hold what they promise, each with its block and the reason.
+Broken = Iterator[tuple[int, str, str]]
+"""Points that do not hold what they promise, each with its block and the reason."""
+
+
+def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]) -> Broken:
+    """The points `experts` whose values, each times its weight, are not what the experts give together.
 
     Args:
         mixtures: the experts, by block.
         run: the logits and a cache of a run on a few tokens, given names and hooks.
         calls: the arguments of modules in such a run.
     """
-    whole = {n: each.module for n, each in mixtures.items() if each.module is not None}
-    if whole:
-        parts = ("routing", "chosen", "experts")
-        try:
-            _, cache = run([f"blocks.{n}.mlp.{part}" for n in whole for part in parts])
-        except Exception:  # code that takes several experts a row alone (LongCat)
-            yield from ((n, "experts", "they do not run one by one") for n in whole)
-            whole = {}
-        arguments = calls([*whole.values()])
-    for n, module in whole.items():
+    modules = {n: each.module for n, each in mixtures.items() if each.module is not None}
+    if not modules:
+        return
+    parts = ("routing", "chosen", "experts")
+    try:
+        _, cache = run([f"blocks.{n}.mlp.{part}" for n in modules for part in parts])
+    except Exception as error:  # code that takes no row with one expert alone (LongCat)
+        why = f"they do not run one by one: {error}"
+        yield from ((n, "experts", why) for n in modules)
+        return
+    arguments = calls([*modules.values()])
+    for n, module in modules.items():
         routing, chosen, given = (cache[f"blocks.{n}.mlp.{part}"] for part in parts)
         total = (routing.gather(-1, chosen)[..., None] * given).sum(2)
         with torch.no_grad():
             output = module(*arguments[module][0])
         if not agree(total.view_as(output), output * mixtures[n].factor, 1e-4):
             yield n, "experts", "what each gives, times its weight, is not what they give together"
+
+
+def inert(mixtures: Mapping[int, Experts], run: Run) -> Broken:
+    """The points `router` whose edits change nothing, found by runs of one router of each kind; see `unequal`."""
     acts: dict[type[nn.Module], bool] = {}
     for n, each in mixtures.items():
         if each.router is None:
             continue
-        if (kind := type(each.router)) not in acts:  # a run each, so one of a kind
-            names = [f"blocks.{n}.{part}" for part in ("mlp.router", "resid_post")]
-            hooks = [{}, {names[0]: rolled}]
-            before, after = (run(names[1:], hook)[1][names[1]] for hook in hooks)
+        if (kind := type(each.router)) not in acts:
+            name, hook = f"blocks.{n}.resid_post", {f"blocks.{n}.mlp.router": rolled}
+            before, after = (run([name], hooks)[1][name] for hooks in ({}, hook))
             acts[kind] = not is_same(before, after)
         if not acts[kind]:
             yield n, "router", "an edit of the logits does not reach what is chosen"

@@ -16,7 +16,7 @@ from interp import (
 )
 from models import attach
 from tests.attachable import BATCH, LAYERS, POS, agree, made
-from tests.models.attached.test_experts import (
+from tests.mixtures import (
     KINDS,
     MLP,
     NORMED,
@@ -121,6 +121,12 @@ def test_loads_are_counts():
             assert load.values[1, expert, text].item() == pytest.approx(count / len(real))
             assert torch.equal(places.values[1, expert, real, text], routing[text, real, expert])
     assert places.values[:, :, -2:, 0].isnan().all()
+    with pytest.raises(ValueError, match="'pos' or None; got 'head'"):
+        expert_load(model, cache, "head")
+    some = run(model, names=["*embed", "*.scale", "*.z", "*mlp_out", "*.resid_*"])[1]
+    decompose(model, some)
+    with pytest.raises(CacheError, match=r"mlp\.routing.*mlp\.chosen.*mlp\.experts"):
+        decompose(model, some, experts=True)
     with pytest.raises(CacheError, match="routing"):
         expert_load(model, run(model, names="*.mlp_out")[1])
 

@@ -10,52 +10,23 @@ from hooks import HookedRunner
 from interp import edits
 from interp.protocol import of
 from models import attach
-from tests.attachable import BATCH, LAYERS, MODELS, POS, VOCAB, agree, made, transformers
+from tests.attachable import BATCH, LAYERS, POS, agree, made
+from tests.mixtures import (
+    KINDS,
+    MIXTURES,
+    MLP,
+    NORMED,
+    TOKENS,
+    N,
+    alone_of,
+    call_of,
+    edited,
+    experts_of,
+    logits,
+)
 
-N = 5
-MIXTURES = [n for n in MODELS if "moe_topk" in MODELS[n] and n in transformers.CONFIG_MAPPING]
-# Those whose experts are not called with numbers and weights.
-KINDS = [name for name in MIXTURES if name not in ("jetmoe", "llama4_text")]
-NORMED = ("afmoe", "axk1", "flex_olmo", "kolibri1")  # a norm comes after
-MLP = f"blocks.{LAYERS - 1}.mlp"
-TOKENS = torch.randint(3, VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(4))
 SHARED = """afmoe aria_text axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 dots3_note_text ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite glm_moe_dsa hunyuan_v1_moe
     hy_v3 kolibri1 laguna minimax_m3_vl_text qwen2_moe qwen3_next solar_open""".split()  # noqa: SIM905  # shorter than a list
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=TOKENS, use_cache=False).logits
-
-
-def experts_of(model):
-    """The last block's experts."""
-    return [m for n, m in model.named_modules() if n.endswith(".experts")][-1]
-
-
-def alone_of(experts, x):
-    """What each expert gives, each by a call of its own, [row expert d_model]."""
-    weight = torch.ones(len(x), 1, dtype=x.dtype)
-    with torch.no_grad():
-        given = [experts(x, torch.full((len(x), 1), n), weight) for n in range(N)]
-    return torch.stack(given, 1)
-
-
-def call_of(twin, change=None):
-    """The arguments and the output of the last block's experts, the first maybe changed, and the logits."""
-    seen, experts = [], experts_of(twin)
-    handles = [experts.register_forward_hook(lambda module, *call: seen.append(call))]
-    if change is not None:
-        handles.append(experts.register_forward_pre_hook(lambda module, args: change(*args)))
-    found = logits(twin)
-    for handle in handles:
-        handle.remove()
-    return *seen[0], found
-
-
-def edited(model, hooks):
-    with torch.no_grad():
-        return HookedRunner(model).run_with_hooks(TOKENS, hooks=hooks, use_cache=False).logits
 
 
 @pytest.mark.sampled(6)
@@ -148,10 +119,16 @@ def test_the_shared_expert_is_edited_behind_its_gate(kind):
 def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
-    routers = [
-        m for m in twin.modules() if getattr(getattr(m, "weight", None), "shape", ())[:1] == (N,)
-    ]
-    router, read = [m for m in routers if m.weight.ndim == 2][-1], []
+    # jetmoe's attention has a router too.
+    named = (
+        (name, getattr(module, "weight", None), module) for name, module in twin.named_modules()
+    )
+    router = [
+        m
+        for name, w, m in named
+        if "attention" not in name and w is not None and w.shape[0] == N and w.ndim == 2
+    ][-1]
+    read = []
     handle = router.register_forward_pre_hook(lambda module, args: read.append(args[0]))
     plain = logits(twin)
     handle.remove()

@@ -1,0 +1,201 @@
+"""Checks of the points of an attached model, by runs on a few tokens: what does not hold its promise is taken out again.
+
+1. Attention by code of its own: pattern, scores and z are what their names say, also after edits (`Checks.traced`).
+2. Streams: an edit of `resid_mid` reaches what comes after (`Checks.streams`).
+3. Mixers other than attention: positions mix, or it is an MLP (`Checks.mixers`).
+4. Experts: their parts add up, and edits of the router act (`Checks.experts`).
+5. Attention through the library: with everything listened at, the logits are the model's (`Checks.attention`).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import ActivationCache, HookedRunner
+from hooks.shared import Session, without_gradients
+from models.attached.attention import AttentionPoints
+from models.attached.checked import has_other_terms, problem_of
+from models.attached.experts import inert, unequal
+from models.attached.layout import BlockLayout
+from models.attached.points import MLP_OUT, Wiring
+from models.attached.probe import logits_of, tokens_for
+from models.attached.sums import HALF, agree, is_close, is_same, rolled
+from models.attached.traced import TracedPoints
+from models.mode import mode
+
+
+def check(
+    model: Any,
+    wiring: Wiring,
+    layouts: Sequence[BlockLayout],
+    reference: Tensor,
+    left_out: dict[str, str],
+) -> None:
+    """Make all checks.
+
+    Args:
+        model: the model, with its points.
+        wiring: takes points out.
+        layouts: the blocks.
+        reference: the logits of the model without points.
+        left_out: gets what was taken out, and why.
+
+    Raises:
+        ValueError: if hooks change the logits.
+    """
+    checks = Checks(model, wiring, left_out)
+    checks.traced()
+    checks.streams(layouts)
+    checks.mixers(layouts)
+    checks.experts(layouts)
+    checks.attention(reference)
+
+
+@dataclass(eq=False)
+class Checks:
+    """The checks of one model; see `check`."""
+
+    model: Any
+    wiring: Wiring
+    left_out: dict[str, str]
+
+    def traced(self) -> None:
+        """Leaves out the points of attention by code of its own where they would not hold what they promise."""
+        attention = {n: getattr(block, "attn", None) for n, block in enumerate(self.model.blocks)}
+        traced = {n: points for n, points in attention.items() if isinstance(points, TracedPoints)}
+        if not traced:
+            return
+        calls = self._calls([points.module for points in traced.values()])
+        for n, points in traced.items():
+            try:
+                with torch.inference_mode(False):
+                    problem = problem_of(points.module, *calls[points.module])
+            except Exception as error:  # whatever another layout of its tensors leads to
+                problem = str(error)
+            if problem:
+                self.wiring.drop_attention(self.model.blocks[n])
+                self.left_out["attn"] = f"{type(points.module).__name__}: {problem}"
+
+    def _calls(self, modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
+        """The arguments of modules in a run of a few tokens."""
+        calls: dict[nn.Module, tuple[Any, Any]] = {}
+        with Session() as session, torch.inference_mode(False):
+            for module in modules:
+                session.before(module, partial(_note, calls, module))
+            logits_alone(self.model)
+        return calls
+
+    def streams(self, layouts: Sequence[BlockLayout]) -> None:
+        """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
+        shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
+        if not shared:
+            return
+        parts = ("resid_mid", "mlp_out", "resid_post")
+        hooks = {f"blocks.{n}.resid_mid": rolled for n in shared}
+        names = [f"blocks.{n}.{part}" for n in shared for part in parts]
+        _, cache = self._run(names, hooks)
+        for n in shared:
+            mid, added, post = (cache[f"blocks.{n}.{part}"] for part in parts)
+            if not is_close(mid + added, post, mid, added):
+                self.wiring.drop(self.model.blocks[n], "resid_mid")
+                self.left_out["resid_mid"] = "the stream goes on from a copy of it"
+
+    def mixers(self, layouts: Sequence[BlockLayout]) -> None:
+        """Renames `mixer_out` where a position gets nothing from another: that is an MLP in a block of its own."""
+
+        def first_changed(value: Tensor, point: object) -> Tensor:
+            return torch.cat([value[:, :1].roll(1, -1), value[:, 1:]], 1)
+
+        mixes: dict[type[nn.Module], bool] = {}
+        for n, layout in enumerate(layouts):
+            if layout.mixer_out is None:
+                continue
+            if (kind := type(layout.mixer_out.module)) not in mixes:  # runs each, so one of a kind
+                name, hook = f"blocks.{n}.mixer_out", {f"blocks.{n}.resid_pre": first_changed}
+                before, after = (self._run([name], hooks)[1][name] for hooks in ({}, hook))
+                mixes[kind] = not is_same(before[:, 1:], after[:, 1:])
+            if not mixes[kind]:
+                block = self.model.blocks[n]
+                block.mlp_out, layout.mlp_out = block.mixer_out, layout.mixer_out
+                block.mlp_out.meaning, layout.mixer_out = MLP_OUT, None
+                del block.mixer_out
+
+    def experts(self, layouts: Sequence[BlockLayout]) -> None:
+        """Leaves out points of experts whose values do not add up, or whose edits do not act."""
+        mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
+        wrong = unequal(mixtures, self._run, self._calls), inert(mixtures, self._run)
+        for n, name, why in itertools.chain(*wrong):
+            self.wiring.drop(self.model.blocks[n].mlp, name)
+            self.left_out[f"mlp.{name}"] = why
+
+    def attention(self, reference: Tensor) -> None:
+        """Leaves out `scores` and `pattern` where attention has terms that `AttentionPoints` lacks.
+
+        Raises:
+            ValueError: if the logits differ without these points too.
+        """
+        attention = [p for p in self.model.modules() if isinstance(p, AttentionPoints)]
+        attention = [points for points in attention if hasattr(points, "scores")]
+        calls = self._calls([points.module for points in attention])
+        has_others = {points: _has_other_terms(points, calls) for points in attention}
+        wrong = [points for points in attention if has_others[points]]
+        is_decided = reference.dtype in HALF and None not in has_others.values()
+        if not (is_decided or wrong or agree(self._run()[0], reference, 1e-3)):
+            wrong = attention
+        for points in wrong:
+            self.wiring.drop(points, "scores")
+            self.wiring.drop(points, "pattern")
+            self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
+        others = [*HookedRunner(self.model).points]
+        others = [name for name in others if not name.endswith(("scores", "pattern"))]
+        if not agree(self._run(others)[0], reference, 1e-3):
+            raise ValueError(
+                f"hooks must not change the logits; got others from {type(self.model).__name__}"
+            )
+
+    @without_gradients
+    def _run(
+        self, names: Sequence[str] | None = None, hooks: Any = ()
+    ) -> tuple[Tensor, ActivationCache]:
+        """The logits of a cached run of a few tokens, under hooks."""
+        runner = HookedRunner(self.model)
+        with mode(self.model, training=False), runner.hooks(hooks):
+            tokens = tokens_for(self.model)
+            output, cache = runner.run_with_cache(input_ids=tokens, use_cache=False, names=names)
+        return logits_of(output), cache
+
+
+@without_gradients
+def logits_alone(model: nn.Module) -> Tensor:
+    """The logits of a few tokens.
+
+    Raises:
+        ValueError: if the model does not run on tokens alone.
+    """
+    tokens = tokens_for(model)
+    with mode(model, training=False):
+        try:
+            output = model(input_ids=tokens, use_cache=False)
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
+            ) from error
+    return logits_of(output)
+
+
+def _note(calls: dict[nn.Module, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
+    calls[module] = args, kwargs
+
+
+def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:
+    """See `has_other_terms`; None for a module that cannot be copied, or did not run."""
+    try:
+        return has_other_terms(points.module, *calls[points.module])
+    except Exception:  # weights of a kind that is no number, for instance
+        return None
