@@ -10,8 +10,8 @@ from hooks import ActivationCache, HookedRunner
 from hooks.shared import names_by_layer, to_device
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
-from interp.numbers.largest import largest_rows
 from interp.numbers.precision import at_least_float32
+from interp.numbers.ranks import largest_rows
 from interp.protocol import require_points, runner_of
 from interp.results.result import Result
 from interp.runs.gradients.backward import Gradients

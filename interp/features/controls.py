@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hooks.shared import Index, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.texts import Texts, batches
-from interp.numbers.largest import largest_rows
+from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of
 
 

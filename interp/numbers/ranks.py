@@ -1,6 +1,6 @@
-"""Ranks of numbers, and what follows from them."""
+"""Ranks of numbers, what follows from them, and the largest with their places."""
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
@@ -24,3 +24,22 @@ def area_under_curve(strength: Float[Tensor, " place"], is_in: Bool[Tensor, " pl
     """
     n_in = int(is_in.sum())
     return ((ranks(strength)[is_in].mean() - (n_in + 1) / 2) / (len(is_in) - n_in)).item()
+
+
+def largest_rows(values: Shaped[Tensor, "row *column"], k: int) -> Int[Tensor, "_k *column"]:
+    """The rows of the `k` largest values of each column, in order; of equal values the earliest rows.
+
+    Keeping the largest of several pieces is one call for each: on those that were kept, with a new piece below them.
+
+    >>> import torch
+    >>> largest_rows(torch.tensor([2.0, 3.0, 2.0, 3.0]), 3).tolist()
+    [1, 3, 0]
+    """
+    columns = values.flatten(1) if values.ndim > 1 else values[:, None]
+    least, rows = columns.topk(k := min(k, len(values)), 0)
+    for column in ((columns >= least[-1:]).sum(0) > k).nonzero()[:, 0].tolist() if k else ():
+        tied = (columns[:, column] >= least[-1, column]).nonzero()[:, 0]
+        rows[:, column] = tied[columns[tied, column].argsort(stable=True, descending=True)[:k]]
+    rows = rows.sort(0).values
+    rows = rows.gather(0, columns.gather(0, rows).argsort(dim=0, stable=True, descending=True))
+    return rows.view(k, *values.shape[1:])

@@ -79,12 +79,8 @@ class ResidualComponents:
             CacheError: if the cache lacks it.
         """
         if name not in self._cache:
-            of_experts = _EXPERTS.search(name) is not None
-            read = [
-                point
-                for point in self._points
-                if _READ.search(point) or point == name or (of_experts and _EXPERTS.search(point))
-            ]
+            wanted = [_READ, _EXPERTS] if _EXPERTS.search(name) else [_READ]
+            read = [p for p in self._points if p == name or any(each.search(p) for each in wanted)]
             names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", point) for point in read))
             raise CacheError(f"the cache has no {name}: run with lazy=True, or with {names=}")
         value = at_least_float32(self._value(name))

@@ -71,14 +71,12 @@ def expert_load(
     if mask is not None:
         values = values.masked_fill(~to_device(mask, values.device).mT, torch.nan)
     labels = {"layer": [*names], "expert": [*range(values.shape[1])]}
-    facts: dict[str, Any] = (
-        {"unit": "weight"} if weighted else {"unit": "share of tokens", "bounds": (0.0, 1.0)}
-    )
+    unit, bounds = ("weight", None) if weighted else ("share of tokens", (0.0, 1.0))
+    words = None
     if over is None:
-        return Result(values.nanmean(2), (*labels, "example"), labels=labels, **facts)
-    text = text_of(cache)
-    words = words_of(model, text) if text is not None else None
-    labels["pos"] = [*range(n_pos)]
-    return Result(
-        values, (*labels, "example"), labels=labels, words={"pos": words} if words else {}, **facts
-    )
+        values = values.nanmean(2)
+    else:
+        labels["pos"], text = [*range(n_pos)], text_of(cache)
+        words = None if text is None else words_of(model, text)
+    about: dict[str, Any] = dict(unit=unit, bounds=bounds, words={"pos": words} if words else {})
+    return Result(values, (*labels, "example"), labels=labels, **about)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hooks import index_by_axis
 from hooks.shared import Index, to_device, without_gradients
 from interp.inputs.texts import Texts, batches, writer_of
-from interp.numbers.largest import largest_rows
 from interp.numbers.precision import at_least_float32, like
+from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of
 from interp.runs.sites import SELECTS
 

@@ -152,10 +152,9 @@ def numbers(values: torch.Tensor | None) -> Any:
     """The numbers of a tensor in lists, as JSON has them: NaN is null."""
     if values is None:
         return None
-    flat = [value if value == value else None for value in values.flatten().tolist()]
-    for size in reversed(values.shape[1:]):
-        flat = [flat[n : n + size] for n in range(0, len(flat), size)]
-    return flat
+    flat = values.detach().cpu().double().numpy().astype(object)
+    flat[flat != flat] = None
+    return flat.tolist()
 
 
 def difference(one: "Result", other: "Result") -> "Result":

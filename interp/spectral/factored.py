@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from interp.numbers.largest import largest_rows
 from interp.numbers.precision import finite
+from interp.numbers.ranks import largest_rows
 from interp.spectral.singular import SVD, svd
 
 _ENTRIES_AT_ONCE = 2**22  # 16 MiB in float32

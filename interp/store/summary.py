@@ -21,8 +21,8 @@ from torch import Tensor
 from hooks import Point
 from hooks.shared import storage
 from interp.edits.draws import hashes
-from interp.numbers.largest import largest_rows
 from interp.numbers.moments import Moments
+from interp.numbers.ranks import largest_rows
 
 _KIND = "statistics-1"
 

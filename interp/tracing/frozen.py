@@ -131,13 +131,13 @@ class FrozenRun:
         self.transcoders = by_layer(
             transcoders, {graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
         )
-        self.readings = {n: self._read_by(each) for n, each in self.transcoders.items()}
+        self.readings = {n: self._read_by(n, each) for n, each in self.transcoders.items()}
         self.final = self._reading(getattr(self.model, "ln_final", None), graph.points[-1])
         self.errors = {n: self._at(mlp.added) for n, mlp in self._mlps.items()}
         self._constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
         empty = self.tokens.new_zeros(0)
         active = [(empty, empty, empty, self.logits[0, :0])]
-        for n, (_, dictionary, decoders) in self.transcoders.items():
+        for n, (dictionary, decoders) in self.transcoders.items():
             reading, explained = self.readings[n], self._like(dictionary.b_dec)
             self._constants[n] += explained
             if dictionary.W_skip is not None:
@@ -186,7 +186,7 @@ class FrozenRun:
         parts = []
         # Sources are in the order of layers, so their parts are put back by one sort.
         ordered, order = sources.sort()
-        for n, (_, dictionary, _) in self.transcoders.items():
+        for n, (dictionary, _) in self.transcoders.items():
             chosen = ordered[self.layer[ordered] == n]
             direction = self._like(dictionary.W_enc[:, self.feature[chosen]].mT)
             offset = self._like(dictionary.offset[self.feature[chosen]])
@@ -281,7 +281,7 @@ class FrozenRun:
         first = len(self.layer) + len(self.tokens) * [*self.errors].index(n)
         rows[:, first : first + len(g)] = torch.einsum("ptd,pd->tp", g, self.errors[n][: len(g)])
         rows[:, -1] += torch.einsum("ptd,pd->t", g, self._constants[n][: len(g)])
-        for layer, _, decoders in self.transcoders.values():
+        for layer, (_, decoders) in self.transcoders.items():
             if not 0 <= n - layer < len(decoders):
                 continue
             W_dec = decoders[n - layer]
@@ -366,9 +366,9 @@ class FrozenRun:
         scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self._at(norm.scale)
         return FrozenReading(self.graph.names[point], value, linear, scale)
 
-    def _read_by(self, transcoder: LayerTranscoder) -> FrozenReading:
+    def _read_by(self, layer: int, transcoder: LayerTranscoder) -> FrozenReading:
         """What features read: what the MLP reads, or the stream."""
-        branch, names = self._mlps[transcoder.layer], self.graph.names
+        branch, names = self._mlps[layer], self.graph.names
         known = {names[branch.reads]: None}
         if not is_identity(branch.norm):
             known[names[branch.norm.normalized]] = branch.norm
@@ -377,13 +377,13 @@ class FrozenRun:
         ]
         if not wanted:
             raise ValueError(
-                f"the transcoder of layer {transcoder.layer} must read {' or '.join(known)}, and say so in its `reads`; "
+                f"the transcoder of layer {layer} must read {' or '.join(known)}, and say so in its `reads`; "
                 f"got {transcoder.dictionary.reads}"
             )
         d_model = self._inputs.shape[-1]
         sizes = {transcoder.dictionary.d_in, *(each.shape[1] for each in transcoder.decoders)}
         if sizes != {d_model}:
             raise ValueError(
-                f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {transcoder.layer}"
+                f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {layer}"
             )
         return self._reading(known[wanted[0]], branch.reads)

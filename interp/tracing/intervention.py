@@ -128,7 +128,7 @@ def true_values(
         here, value = point.layer, value.clone()
         for number, wanted in values.items():
             layer, at, feature = (int(each[number]) for each in (run.layer, run.pos, run.feature))
-            _, dictionary, decoders = run.transcoders[layer]
+            dictionary, decoders = run.transcoders[layer]
             if here is None or not 0 <= here - layer < len(decoders):
                 continue
             now = dictionary.encode(read[run.readings[layer].name])[at, feature]
@@ -140,7 +140,7 @@ def true_values(
     written = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
     runner.run_with_hooks(run.tokens[None], hooks=[*hooks, *written])
     features = run.activation.clone()
-    for n, (_, dictionary, _) in run.transcoders.items():
+    for n, (dictionary, _) in run.transcoders.items():
         here = run.layer == n
         made = dictionary.encode(read[run.readings[n].name])
         features[here] = like(made[run.pos[here], run.feature[here]], features)

@@ -1,6 +1,6 @@
 """Transcoders by layer, of one layer or across layers: dictionaries, with what their features write to later layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -19,12 +19,10 @@ class LayerTranscoder(NamedTuple):
     """The features of one layer.
 
     Attributes:
-        layer: the block where they read.
         dictionary: what they read, and what they write to this layer.
         decoders: what they write to this layer, the next, ...
     """
 
-    layer: int
     dictionary: Dictionary
     decoders: Sequence[Float[Tensor, "feature d_model"]]
 
@@ -43,15 +41,14 @@ def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, L
     if isinstance(transcoders, Dictionary):
         transcoders = {transcoders.writes or "": transcoders}
     if isinstance(transcoders, CrossLayerTranscoder):
-        made = [*_across(transcoders, places)]
-    else:
-        made = [*_of_one_layer(transcoders, places)]
-    return {each.layer: each for each in sorted(made, key=lambda each: each.layer)}
+        return _across(transcoders, places)
+    made = _of_one_layer(transcoders, places)
+    return {layer: made[layer] for layer in sorted(made)}
 
 
 def _of_one_layer(
     transcoders: Mapping[str, Dictionary], places: Mapping[str, int]
-) -> Iterator[LayerTranscoder]:
+) -> dict[int, LayerTranscoder]:
     for name, dictionary in transcoders.items():
         if name not in places:
             raise ValueError(
@@ -62,17 +59,18 @@ def _of_one_layer(
             raise ValueError(
                 f"features must be linear readings, without a norm, a gate or steps; got others at {name}"
             )
-        yield LayerTranscoder(places[name], dictionary, [dictionary.W_dec])
+    return {places[name]: LayerTranscoder(d, [d.W_dec]) for name, d in transcoders.items()}
 
 
 def _across(
     transcoder: CrossLayerTranscoder, places: Mapping[str, int]
-) -> Iterator[LayerTranscoder]:
-    if sorted(places.values()) != [*range(transcoder.n_layers)]:
+) -> dict[int, LayerTranscoder]:
+    layers = range(transcoder.n_layers)
+    if sorted(places.values()) != [*layers]:
         raise ValueError(
             f"a cross-layer transcoder must have features for each layer with an MLP, {len(places)}; "
             f"got {transcoder.n_layers}"
         )
-    for layer in range(transcoder.n_layers):
-        decoders = transcoder.W_dec[layer].unbind(1)
-        yield LayerTranscoder(layer, transcoder.dictionary(layer), decoders)
+    return {
+        n: LayerTranscoder(transcoder.dictionary(n), transcoder.W_dec[n].unbind(1)) for n in layers
+    }

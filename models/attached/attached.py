@@ -32,7 +32,7 @@ from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, block_calls, layout_of
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Call, ProbeRun, Watching, probed
-from models.attached.promises import check, logits_alone
+from models.attached.promises import Checks, logits_alone
 from models.attached.sums import is_same
 from models.attached.wiring import restore_methods
 from models.text.texts import ReadsText
@@ -81,7 +81,7 @@ class Attached(ReadsText):
             vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
             self._forward.prepare = language.with_positions
             self._join_shards()
-            check(model, self._wiring, layouts, reference, self.left_out)
+            Checks(model, self._wiring, self.left_out)(layouts, reference)
             self._say_what_is_missing()
         except BaseException:
             self.remove()

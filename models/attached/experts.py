@@ -79,10 +79,9 @@ def find(calls: Sequence[Call], added: Call | None) -> Experts | None:
     if called is None or called.output is None:
         return Experts(n, None, router) if n else None
     routed = called.output
-    wholes = [added.output, *added.inputs] if added is not None else []
-    for call in calls:  # a norm may come last
-        is_after = added is not None and called.ended < call.began < added.ended
-        wholes += call.inputs if is_after else []
+    end = -1 if added is None else added.ended
+    later = [call for call in calls if called.ended < call.began < end]  # a norm may come last
+    wholes = [each for call in (added, *later) if call for each in (call.output, *call.inputs)]
     same_shape = [whole for whole in wholes if whole is not None and whole.shape == routed.shape]
     for factor in (1.0, *factors_of(*(call.module for call in calls))):
         scaled = routed * factor
@@ -100,8 +99,7 @@ def _number_of(call: Call) -> int | None:
     if len(weights) != 2 or len(call.inputs) != 3:
         return None
     stacked = (len(p) for p in call.module.parameters(recurse=False) if p.ndim == 3)
-    listed = len(call.module) if isinstance(call.module, nn.ModuleList) else None
-    n = getattr(call.module, "num_experts", None) or next(stacked, listed)
+    n = getattr(call.module, "num_experts", None) or next(stacked, None)
     return n if isinstance(n, int) and int(integers[0].max()) < n else None
 
 

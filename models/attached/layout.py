@@ -116,12 +116,8 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
     sublayers = _sublayers(layout, block, once, [1.0]) or _sublayers(layout, block, once, factors)
     mixers = attending or named
     first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
-    if (
-        first is not None
-        and len(sublayers) == 1
-        and not layout.reads_first
-        and not any(_is_in(a, first) for a in mixers)
-    ):
+    is_alone = len(sublayers) == 1 and not layout.reads_first
+    if first is not None and is_alone and not any(_is_in(a, first) for a in mixers):
         return layout  # the MLP's, where attention adds zeros
     adding = None
     for at, (call, added) in enumerate(sublayers):

@@ -10,7 +10,6 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,40 +28,31 @@ from models.attached.traced import TracedPoints
 from models.mode import mode
 
 
-def check(
-    model: Any,
-    wiring: Wiring,
-    layouts: Sequence[BlockLayout],
-    reference: Tensor,
-    left_out: dict[str, str],
-) -> None:
-    """Make all checks.
-
-    Args:
-        model: the model, with its points.
-        wiring: takes points out.
-        layouts: the blocks.
-        reference: the logits of the model without points.
-        left_out: gets what was taken out, and why.
-
-    Raises:
-        ValueError: if hooks change the logits.
-    """
-    checks = Checks(model, wiring, left_out)
-    checks.traced()
-    checks.streams(layouts)
-    checks.mixers(layouts)
-    checks.experts(layouts)
-    checks.attention(reference)
-
-
 @dataclass(eq=False)
 class Checks:
-    """The checks of one model; see `check`."""
+    """Checks of one model.
+
+    Attributes:
+        model: the model, with its points.
+        wiring: takes points out.
+        left_out: gets what was taken out, and why.
+    """
 
     model: Any
     wiring: Wiring
     left_out: dict[str, str]
+
+    def __call__(self, layouts: Sequence[BlockLayout], reference: Tensor) -> None:
+        """Make all checks of these blocks.
+
+        Raises:
+            ValueError: if hooks change the logits, which are `reference` without points.
+        """
+        self.traced()
+        self.streams(layouts)
+        self.mixers(layouts)
+        self.experts(layouts)
+        self.attention(reference)
 
     def traced(self) -> None:
         """Leaves out the points of attention by code of its own where they would not hold what they promise."""
@@ -86,7 +76,7 @@ class Checks:
         calls: dict[nn.Module, tuple[Any, Any]] = {}
         with Session() as session, torch.inference_mode(False):
             for module in modules:
-                session.before(module, partial(_note, calls, module))
+                session.before(module, lambda *call, module=module: calls.update({module: call}))
             logits_alone(self.model)
         return calls
 
@@ -187,10 +177,6 @@ def logits_alone(model: nn.Module) -> Tensor:
                 f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
             ) from error
     return logits_of(output)
-
-
-def _note(calls: dict[nn.Module, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
-    calls[module] = args, kwargs
 
 
 def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:

@@ -15,17 +15,21 @@ from interp import (
     expert_load,
 )
 from models import attach
-from tests.attachable import BATCH, LAYERS, POS, agree, made
-from tests.mixtures import (
+from tests.attachable import (
+    BATCH,
     KINDS,
+    LAYERS,
     MLP,
     NORMED,
+    POS,
     TOKENS,
     N,
+    agree,
     alone_of,
     call_of,
     edited,
     experts_of,
+    made,
 )
 
 # Latent or gated attention, and sums of several modules, have no view.

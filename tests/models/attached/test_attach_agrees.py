@@ -28,25 +28,16 @@ from interp import (
     token_directions,
 )
 from models import attach, from_hf
-from tests.attachable import BATCH, POS, VOCAB, agree, config_of, made
+from tests.attachable import BATCH, POS, VOCAB, agree, made
 
 close = functools.partial(agree, tolerance=1e-4)
 
-# Sizes under other families' names, which this config only stores.
-STORED = {
-    "gpt2": ["head_dim", "intermediate_size", "num_key_value_heads"],
-    "gpt_neox": ["head_dim", "num_key_value_heads"],
-    "opt": ["head_dim", "intermediate_size", "num_key_value_heads"],
-}
 FAMILIES = ["gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt"]
 
 
 @functools.lru_cache(maxsize=1)
 def world(name):
-    config = config_of(name)
-    for attribute in STORED.get(name, ()):
-        delattr(config, attribute)
-    model = made(name, config=config)
+    model = made(name)
     plain = from_hf(model)
     clean, corrupted = torch.randint(3, VOCAB, (2, BATCH, POS))
     metric = logit_diff(right=5, wrong=11)

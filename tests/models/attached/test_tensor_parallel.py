@@ -24,7 +24,7 @@ WIDE = {"intermediate_size": 16, "moe_intermediate_size": 16}  # experts need pa
 MODELS = {  # a split of heads and neurons that is even, uneven, only of experts, absent; other norms
     "llama": {"intermediate_size": 21, "_attn_implementation": "eager"},
     "gemma3_text": {},
-    "gpt_neox": dict.fromkeys(["head_dim", "num_key_value_heads"]),
+    "gpt_neox": {},
     "mixtral": WIDE,
     "phi3": {},
 }
@@ -193,7 +193,7 @@ def observations(tmp_path_factory):
     for name, changes in MODELS.items():
         config = config_of(name)
         for key, value in changes.items():
-            setattr(config, key, value) if value else delattr(config, key)
+            setattr(config, key, value)
         made(name, config=config).save_pretrained(path_of(folder, name))
     command = [sys.executable, "-m", __name__, str(folder)]
     started = [subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"]  # fmt: skip

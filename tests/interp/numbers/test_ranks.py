@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from interp.numbers.largest import largest_rows
+from interp.numbers.ranks import largest_rows
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (11, 2, 5), (2, 3)])
