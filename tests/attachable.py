@@ -153,7 +153,7 @@ MODELS = {
     "modernbert-decoder": SQUARE,
     "mpt": dict(d_model=24, n_heads=HEADS, n_layers=LAYERS, max_seq_len=17),
     "nanochat": {},
-    "nemotron": {},
+    "nemotron": dict(head_dim=8),
     "olmo": {},
     "olmo2": {},
     "olmo3": WINDOWED,
@@ -181,6 +181,7 @@ MODELS = {
     "xglm": dict(d_model=24, num_layers=LAYERS, attention_heads=HEADS, ffn_dim=20),
     "youtu": LATENT,
 }
+MODELS = {name: sizes for name, sizes in MODELS.items() if name in transformers.CONFIG_MAPPING}
 
 
 def config_of(name):
@@ -223,13 +224,14 @@ def agree(ours, theirs, what="", tolerance=1e-5):
 
 # Mixtures of experts, and what raw hooks and calls of one expert at a time say of them.
 N = 5
-MIXTURES = [
-    name
-    for name in MODELS
-    if {"moe_topk", "kv_channels"} & {*MODELS[name]} and name in transformers.CONFIG_MAPPING
-]
-# Those whose experts are not called with numbers and weights.
-KINDS = [name for name in MIXTURES if name not in ("jetmoe", "llama4_text")]
+MIXTURES = [name for name in MODELS if {"moe_topk", "kv_channels"} & {*MODELS[name]}]
+# Experts of these are not called with numbers and weights; of the second three in older versions.
+OTHERWISE = (
+    "jetmoe",
+    "llama4_text",
+    *(() if IS_5_24 else ("aria_text", "glm_moe_dsa", "granitemoeshared")),
+)
+KINDS = [name for name in MIXTURES if name not in OTHERWISE]
 NORMED = ("afmoe", "axk1", "flex_olmo", "kolibri1")  # a norm comes after
 MLP = f"blocks.{LAYERS - 1}.mlp"
 TOKENS = torch.randint(3, VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(4))

@@ -11,10 +11,9 @@ import torch
 from hooks import HookedRunner, HookError
 from interp import edits
 from models import attach
-from tests.attachable import BATCH, CACHE, LAYERS, MODELS, POS, VOCAB, config_of, made, transformers
+from tests.attachable import BATCH, CACHE, LAYERS, MODELS, POS, VOCAB, config_of, made
 from tests.attachable import agree as close
 
-NAMES = [name for name in MODELS if name in transformers.CONFIG_MAPPING]
 ATTENTION = "attn.q attn.k attn.v attn.scores attn.pattern attn.z"
 HIDDEN, LN1, LN2 = "mlp.pre mlp.post", "ln1.scale ln1.normalized", "ln2.scale ln2.normalized"
 SHAPE = f"resid_pre {LN1} {ATTENTION} attn_out resid_mid {LN2} {HIDDEN} mlp_out resid_post"
@@ -390,7 +389,7 @@ def pytest_generate_tests(metafunc):
     """Every job on every architecture with --full; otherwise two jobs on each, in turn."""
     count = len(JOBS) if metafunc.config.getoption("full") else 2
     cases = [
-        (name, JOBS[(n + i * 3) % len(JOBS)]) for n, name in enumerate(NAMES) for i in range(count)
+        (name, JOBS[(n + i * 3) % len(JOBS)]) for n, name in enumerate(MODELS) for i in range(count)
     ]
     metafunc.parametrize("name, job", cases, ids=lambda part: getattr(part, "__name__", part))
 
