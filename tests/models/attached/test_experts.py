@@ -14,9 +14,9 @@ from tests.attachable import (
     BATCH,
     KINDS,
     LAYERS,
-    MIXTURES,
     MLP,
     NORMED,
+    OTHERWISE,
     POS,
     TOKENS,
     N,
@@ -117,7 +117,7 @@ def test_the_shared_expert_is_edited_behind_its_gate(kind):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERWISE])
 def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     model = made(kind)
     twin = copy.deepcopy(model)
