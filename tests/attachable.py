@@ -224,11 +224,10 @@ def agree(ours, theirs, what="", tolerance=1e-5):
 
 # Mixtures of experts, and what raw hooks and calls of one expert at a time say of them.
 N = 5
-MIXTURES = [name for name in MODELS if {"moe_topk", "kv_channels"} & {*MODELS[name]}]
 # Experts of the first two are not called with numbers and weights; those of the others are not in older versions.
 OTHERWISE = ("jetmoe", "llama4_text")
 OLD = () if IS_5_24 else ("aria_text", "glm_moe_dsa", "granitemoe", "granitemoeshared")
-KINDS = [name for name in MIXTURES if name not in (*OTHERWISE, *OLD)]
+KINDS = [name for name in MODELS if "moe_topk" in MODELS[name] and name not in (*OTHERWISE, *OLD)]
 NORMED = ("afmoe", "axk1", "flex_olmo", "kolibri1")  # a norm comes after
 MLP = f"blocks.{LAYERS - 1}.mlp"
 TOKENS = torch.randint(3, VOCAB, (BATCH, POS), generator=torch.Generator().manual_seed(4))

@@ -57,8 +57,9 @@ def is_rounding(
         one, other: the numbers.
         dtype: that in which they were made; None for that of `other`.
 
-    >>> is_rounding(torch.tensor([1.0, 1000.0]), torch.tensor([1.01, 1001.0]))
-    tensor([ True, False])
+    >>> other = torch.tensor([1.01, 1001.0, torch.inf, torch.nan])
+    >>> is_rounding(torch.tensor([1.0, 1000.0, torch.inf, torch.nan]), other)
+    tensor([ True, False,  True,  True])
     """
     other = to_device(other, one.device)
     size = rounding(dtype or other.dtype) * other.nan_to_num(posinf=0, neginf=0).abs().max()

@@ -1,6 +1,7 @@
 """Points of mixtures of experts, beside raw hooks and plain arithmetic on a copy that is not attached."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -222,3 +223,36 @@ def test_left_out_says_why():
     for kind, point in {"jetmoe": "mlp.routing", "llama4_text": "mlp.experts"}.items():
         with attach(made(kind)) as attached:
             assert "numbers" in attached.left_out[point]
+
+
+def scaled(forward, x, *choice):
+    return forward(x, *choice) * (1 + len(x) / 100)
+
+
+def several(forward, x, index, weights):
+    assert index.shape[1] > 1, "too few"
+    return forward(x, index, weights)
+
+
+def unheard(forward, x):
+    F.linear(x, forward.__self__.weight)
+    with torch._C.DisableTorchFunction():
+        return forward(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "point", "why"),
+    [
+        ("experts", scaled, "mlp.experts", "not what they give together"),
+        ("experts", several, "mlp.experts", "one by one: too few"),
+        ("gate", unheard, "mlp.router", "does not reach"),
+    ],
+)
+def test_points_that_would_not_hold_are_left_out(part, code, point, why):
+    model = made("mixtral")
+    for layer in model.model.layers:
+        module = getattr(layer.mlp, part)
+        module.forward = functools.partial(code, module.forward)
+    with attach(model) as attached:
+        assert why in attached.left_out[point]
+        assert f"{MLP}.{point.removeprefix('mlp.')}" not in HookedRunner(model).points
