@@ -51,6 +51,7 @@ from interp.inputs.pairs import Pairs
 from interp.measuring import Metric, measure
 from interp.metrics import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
 from interp.protocol import LanguageModel, run_with_cache
+from interp.reading.attending import why_attends
 from interp.reading.composition import composition_scores
 from interp.reading.copying import copying_scores, positional_scores
 from interp.reading.decompose import apply_norm, decompose
@@ -145,4 +146,5 @@ __all__ = [
     "top_attributions",
     "tracing",
     "tuned_lens",
+    "why_attends",
 ]

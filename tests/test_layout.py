@@ -137,7 +137,7 @@ PUBLIC = {
         integrated_gradients jacobian_lens kl_divergence load_sae log_prob logit_diff logit_lens
         max_activating measure minimality node_effects ov_circuit path_patching pictures positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
-        spectra spectral splice svd_targets sweep token_directions top_attributions tracing tuned_lens
+        spectra spectral splice svd_targets sweep token_directions top_attributions tracing tuned_lens why_attends
         patch_top_k""",
 }
 

@@ -95,6 +95,8 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
 
     Nodes can be pinned and put in groups; the pinned ones are drawn below as a graph of their own. Their names are in the
     text at the end, in the form that files have. Circles are features, diamonds errors, squares embeddings and logits.
+    Triangles are heads whose attention decides a target, of a graph with `attention=True`: a click shows where the head looks, and
+    the pairs of sources that make the score.
 
     Args:
         graph: a `PrunedGraph`.
@@ -119,10 +121,15 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
         notes.append(f"The most influential {len(kept)} of {len(nodes)} nodes are shown.")
     notes.append(thinned(len(inside), len(links), "links"))
     tokens = [visible(token) for token in graph.tokens]
+    ends = [(kept[link.source], kept[link.target], link.weight) for link in links]
+    for cell in graph.cells:
+        if cell.target in kept:
+            ends.append((len(shown), kept[cell.target], cell.weight))
+            shown.append(_shown_cell(cell, tokens, {node.id: node for node in nodes}))
     part = {
         "kind": "attribution", "title": "attribution graph", "nodes": shown, "tokens": tokens,
-        "links": [(kept[link.source], kept[link.target]) for link in links],
-        "weights": torch.tensor([link.weight for link in links], dtype=torch.float64),
+        "links": [(source, target) for source, target, _ in ends],
+        "weights": torch.tensor([weight for *_, weight in ends], dtype=torch.float64),
         "pins": [kept[name] for name in graph.pins if name in kept],
         "groups": [
             (name, ids) for name, members in graph.supernodes.items()
@@ -152,6 +159,27 @@ def _shown(node: Any, card: Any) -> dict[str, Any]:
         "id": node.id, "kind": node.kind, "layer": node.layer, "pos": node.pos, "label": label,
         "influence": node.influence, "about": about,
         "examples": [([visible(token) for token in each.tokens], [*each.activations]) for each in examples[:4]],
+    }  # fmt: skip
+
+
+def _shown_cell(cell: Any, tokens: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """A head that looks at a key, with where it looks and the pairs behind its score."""
+
+    def named(name: str) -> str:
+        node = nodes.get(name)
+        return f"{name} {visible_title(node.label or ' '.join(node.raises))}" if node else name
+
+    facts = [
+        ("looks at", f"{cell.key} “{tokens[cell.key]}”, with weight {cell.pattern[cell.key]:.3g}"),
+        ("gradient · (score - mean)", f"{cell.weight:+.4g}, to first order"),
+        ("score", f"{cell.score:.4g}, of pairs whose sizes add up to {cell.size:.4g}"),
+    ]
+    pairs = [(f"{value:+.3g}", f"{named(one)} with {named(two)}") for one, two, value in cell.pairs]
+    return {
+        "id": f"{cell.layer}.{cell.head}", "kind": "head", "layer": cell.layer, "pos": cell.query, "influence": None,
+        "label": f"head {cell.head} of layer {cell.layer} looks at {cell.key} “{tokens[cell.key]}”",
+        "about": [("kind", "attention"), ("position", f"{cell.query}"), *facts, *pairs],
+        "examples": [(tokens, [*cell.pattern])],
     }  # fmt: skip
 
 

@@ -418,6 +418,7 @@ function attribution(part, box) {
   function symbol(node, x, y) {
     if (node.kind === "feature") return shape("circle", { cx: x, cy: y, r: 5 });
     if (node.kind === "error") return shape("path", { d: `M${x} ${y - 6}l6 6l-6 6l-6 -6z` });
+    if (node.kind === "head") return shape("path", { d: `M${x} ${y - 6}l6 11h-12z` });
     return shape("rect", { x: x - 5, y: y - 5, width: 10, height: 10 });
   }
   function draw() {

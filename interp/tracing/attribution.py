@@ -5,6 +5,7 @@
 3. Active features without a row stay as sources, so no row loses a part.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from hooks.shared import progress_bar, without_gradients
 from interp.inputs.texts import Texts
 from interp.numbers.precision import finite
 from interp.tracing import influence
-from interp.tracing.frozen import TARGETS_AT_ONCE, FrozenRun
+from interp.tracing.descent import TARGETS_AT_ONCE, Descent
+from interp.tracing.frozen import FrozenRun
 from interp.tracing.targets import chosen
 from interp.tracing.traced import AttributionGraph
 from interp.tracing.transcoders import Transcoders
@@ -35,6 +37,7 @@ def attribution_graph(
     pos: int = -1,
     max_features: int = 4096,
     first: int = 0,
+    attention: bool = False,
     max_bytes: int = 2**30,
 ) -> AttributionGraph:
     """Trace which features, errors and embeddings make the logits of a text (Ameisen et al. 2025, "Circuit Tracing").
@@ -52,6 +55,7 @@ def attribution_graph(
         pos: the position of the logits.
         max_features: how many features have their own inputs traced, the most influential first.
         first: the first position with features: 1 leaves out a first token that all texts have.
+        attention: whether to estimate, beside these effects, those of attention that moves: see `AttributionGraph.by_attention`.
         max_bytes: bounds the memory beyond the model, its run and the rows.
 
     Raises:
@@ -78,6 +82,10 @@ def attribution_graph(
     rows = run.logits.new_zeros(len(logits) + most, run.n_sources)
     column = torch.full((len(rows),), -1, device=device)
     weights, totals = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    by_attention, attention_gap = (
+        torch.zeros_like(rows) if attention else None,
+        0.0 if attention else math.nan,
+    )
     weights[: len(logits)] = rows.new_tensor(chances)
     weights[len(logits) : len(logits) + len(named)] = 1
     bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * rows.itemsize
@@ -102,13 +110,28 @@ def attribution_graph(
                 column[done : done + len(now)] = now
             place = slice(done, done + len(made.pos))
             rows[place], totals[place] = finite(run.rows(made), "effects"), made.total
+            if by_attention is not None:
+                live = Descent(run, made, attention=True)
+                extra = finite(live.rows, "effects by attention") - rows[place]
+                missed = (extra.sum(1) - live.moved).abs() / extra.abs().sum(1).clamp(min=1e-30)
+                by_attention[place] = extra
+                attention_gap = max(float(missed.max()), attention_gap)
             done = place.stop
             bar.update(len(made.pos))
     graph = AttributionGraph(
-        run, rows, column, weights, logits, directions, totals, run.write(run.tokens.tolist())
+        run,
+        rows,
+        column,
+        weights,
+        logits,
+        directions,
+        totals,
+        run.write(run.tokens.tolist()),
+        by_attention,
+        attention_gap,
     )
-    if not graph.gap <= _LARGEST_GAP:
+    if not (gap := max(graph.gap, attention_gap if attention else 0.0)) <= _LARGEST_GAP:
         raise ValueError(
-            f"effects must add up to what they explain; they miss {graph.gap:.0%}: a part of the model does something else"
+            f"effects must add up to what they explain; they miss {gap:.0%}: a part of the model does something else"
         )
     return graph

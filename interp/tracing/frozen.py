@@ -3,31 +3,30 @@
 With patterns and the scales of norms fixed at a run's values, and MLPs cut, a model is linear (Ameisen et al. 2025,
 "Circuit Tracing"). The effect of each source is then a product of weights:
 
-1. Start with the direction that a target reads, at its position, pulled back through its norm to the stream.
-2. From there go down the layers. At `mlp_out` read off what each feature and the error add.
-3. A skip connection passes the direction on to what the MLP reads; attention passes it on along its pattern.
-4. At the bottom read off what embeddings add.
+1. Run the model once, and encode what each transcoder reads. What features do not explain of an MLP is its error.
+2. A target is a direction that something reads, at its position, pulled back through its norm to the stream.
+3. Carry that direction down the layers, and read off what each source adds (`interp.tracing.descent`).
 
 Constants that norms, attention and transcoders add are the bias. So the parts add up to the target.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.shared import all_to_device, without_gradients
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
+from interp.graph.scores import BlockScores
 from interp.inputs.texts import Texts, text_for, writer_of
 from interp.numbers.precision import at_least_float32, finite, is_rounding, like
 from interp.protocol import logits_of, of
+from interp.tracing.descent import Descent, Targets
 from interp.tracing.transcoders import LayerTranscoder, Transcoders, by_layer
-
-TARGETS_AT_ONCE = 256
-"""More are no faster."""
 
 
 class FrozenReading(NamedTuple):
@@ -44,24 +43,6 @@ class FrozenReading(NamedTuple):
     value: Float[Tensor, "pos d_model"]
     linear: LinearPart
     scale: Float[Tensor, "pos 1"]
-
-
-class Targets(NamedTuple):
-    """Values of the run that are to be explained.
-
-    Attributes:
-        layer: the block that reads each; the number of blocks for logits.
-        pos: its position.
-        direction: the direction of the stream there.
-        bias: what its own bias and that of its norm add.
-        total: its value.
-    """
-
-    layer: Int[Tensor, " target"]
-    pos: Int[Tensor, " target"]
-    direction: Float[Tensor, "target d_model"]
-    bias: Float[Tensor, " target"]
-    total: Float[Tensor, " target"]
 
 
 class FrozenRun:
@@ -81,6 +62,7 @@ class FrozenRun:
         tokens: the text.
         logits: of the model, in at least float32.
         layer, pos, feature, activation: of each active feature.
+        cache: of the run.
         errors: by layer.
         transcoders, readings: of each layer with features: these, and what they read.
         final: what the unembedding reads.
@@ -115,34 +97,34 @@ class FrozenRun:
         self.tokens: Int[Tensor, " pos"] = given.tokens[0]
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         names = [*graph.needed, *(graph.names[point] for point in self._points())]
-        output, self._cache = graph.runner().run_with_cache(given.tokens, names=names)
+        output, self.cache = graph.runner().run_with_cache(given.tokens, names=names)
         self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits_of(output)[0].detach())
         if not self.logits.isfinite().all():  # a weight's name says more than a place among logits
             for name, weight in model.named_parameters():
                 finite(weight, name)
         finite(self.logits, "logits")
-        patterns = (self._at(layer.attention.sublayer.pattern) for layer in graph.layers)
-        self._is_causal = not any(pattern.triu(1).any() for pattern in patterns)
-        self._inputs = graph.inputs(lambda point: self._at(point)[None])[:, 0]
-        entering = self._at(graph.layers[0].attention.reads)
-        if not is_rounding(self._inputs.sum(0), entering, logits_of(output).dtype).all():
+        patterns = (self.at(layer.attention.sublayer.pattern) for layer in graph.layers)
+        self.is_causal = not any(pattern.triu(1).any() for pattern in patterns)
+        self.inputs = graph.inputs(lambda point: self.at(point)[None])[:, 0]
+        entering = self.at(graph.layers[0].attention.reads)
+        if not is_rounding(self.inputs.sum(0), entering, logits_of(output).dtype).all():
             # Something acts on the embeddings that is no norm of ours: their result is the source.
-            self._inputs = entering[None]
+            self.inputs = entering[None]
         self.transcoders = by_layer(
             transcoders, {graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
         )
         self.readings = {n: self._read_by(n, each) for n, each in self.transcoders.items()}
-        self.final = self._reading(getattr(self.model, "ln_final", None), graph.points[-1])
-        self.errors = {n: self._at(mlp.added) for n, mlp in self._mlps.items()}
-        self._constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
+        self.final = self.reading(getattr(self.model, "ln_final", None), graph.points[-1])
+        self.errors = {n: self.at(mlp.added) for n, mlp in self._mlps.items()}
+        self.constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
         empty = self.tokens.new_zeros(0)
         active = [(empty, empty, empty, self.logits[0, :0])]
         for n, (dictionary, decoders) in self.transcoders.items():
-            reading, explained = self.readings[n], self._like(dictionary.b_dec)
-            self._constants[n] += explained
+            reading, explained = self.readings[n], self.like(dictionary.b_dec)
+            self.constants[n] += explained
             if dictionary.W_skip is not None:
-                W_skip = self._like(dictionary.W_skip)
-                self._constants[n] += self._like(reading.linear.bias) @ W_skip
+                W_skip = self.like(dictionary.W_skip)
+                self.constants[n] += self.like(reading.linear.bias) @ W_skip
                 explained = explained + reading.value @ W_skip
             self.errors[n] = self.errors[n] - explained
             features = dictionary.encode(reading.value)
@@ -150,17 +132,37 @@ class FrozenRun:
             used = finite(features, f"the features of layer {n}").any(0).nonzero()[:, 0]
             for later, decoder in enumerate(decoders, n):
                 finite(decoder[used], f"the decoder of layer {n} to layer {later}")
-                made = self._like(features[:, used]) @ self._like(decoder[used])
+                made = self.like(features[:, used]) @ self.like(decoder[used])
                 self.errors[later] = self.errors[later] - made
             pos, feature = features.nonzero().T
             active.append(
-                (torch.full_like(pos, n), pos, feature, self._like(features[pos, feature]))
+                (torch.full_like(pos, n), pos, feature, self.like(features[pos, feature]))
             )
         for n, error in self.errors.items():
             finite(error, f"what features and constants leave of layer {n}'s output")
         self.layer, self.pos, self.feature, self.activation = map(
             torch.cat, zip(*active, strict=True)
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the run, whose rounding sums may miss."""
+        return self.cache[self.graph.needed[-1]].dtype
+
+    def values(self, parts: Sequence[str]) -> dict[str, Tensor]:
+        """The values of all points whose names end in one of these, such as `pattern`."""
+        names = (name for name in self.cache if name.rpartition(".")[2] in parts)
+        return {name: self.cache[name] for name in names}
+
+    def scores_of(self, layer: int) -> BlockScores:
+        """The scores of a block, and what they are made of."""
+        attention = self.graph.layers[layer].attention
+        context = all_to_device(self._context, self.graph.layers[layer].device)
+        return BlockScores(attention, self.cache[self.graph.names[attention.reads]], context)
+
+    @cached_property
+    def _context(self) -> Any:
+        return self.model.context(self.tokens[None])
 
     @property
     def n_sources(self) -> int:
@@ -176,7 +178,7 @@ class FrozenRun:
     @property
     def embeddings(self) -> list[int]:
         """The embeddings among the first writers of the graph: of tokens and, where there are any, of positions."""
-        names = self.graph.writers[: len(self._inputs)]
+        names = self.graph.writers[: len(self.inputs)]
         return [n for n, name in enumerate(names) if not name.endswith("bias")]
 
     @without_gradients
@@ -188,9 +190,10 @@ class FrozenRun:
         ordered, order = sources.sort()
         for n, (dictionary, _) in self.transcoders.items():
             chosen = ordered[self.layer[ordered] == n]
-            direction = self._like(dictionary.W_enc[:, self.feature[chosen]].mT)
-            offset = self._like(dictionary.offset[self.feature[chosen]])
-            parts.append(self._targets(self.readings[n], n, self.pos[chosen], direction, offset))
+            direction = self.like(dictionary.W_enc[:, self.feature[chosen]].mT)
+            offset = self.like(dictionary.offset[self.feature[chosen]])
+            stage = 2 * n + (not self.graph.layers[n].is_parallel)
+            parts.append(self.targets(self.readings[n], stage, self.pos[chosen], direction, offset))
         return Targets(*(torch.cat(part)[order.argsort()] for part in zip(*parts, strict=True)))
 
     @without_gradients
@@ -201,30 +204,18 @@ class FrozenRun:
         """
         direction, offset = self.of_vocabulary(weights)
         at = self.tokens.new_full((len(weights),), pos % len(self.tokens))
-        return self._targets(self.final, len(self.graph.layers), at, direction, offset)
+        return self.targets(self.final, 2 * len(self.graph.layers), at, direction, offset)
 
     def of_vocabulary(
         self, weights: Float[Tensor, "target vocab"]
     ) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
         """The directions and offsets, after the final norm, of weighted sums of logits less their mean."""
-        weights = self._like(weights)
+        weights = self.like(weights)
         weights = weights - weights.mean(-1, keepdim=True)
-        direction, bias = weights @ self._like(self.model.W_U).mT, getattr(self.model, "b_U", None)
-        return direction, weights.new_zeros(len(weights)) if bias is None else weights @ self._like(
+        direction, bias = weights @ self.like(self.model.W_U).mT, getattr(self.model, "b_U", None)
+        return direction, weights.new_zeros(len(weights)) if bias is None else weights @ self.like(
             bias
         )
-
-    @without_gradients
-    def promoted_tokens(self, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
-        """The tokens whose logits the decoders of features raise most, all layers that they write to together."""
-        if not len(sources):
-            return []
-        written = torch.stack([
-            self._like(torch.stack([each[feature] for each in self.transcoders[layer].decoders]).sum(0))
-            for layer, feature in zip(self.layer[sources].tolist(), self.feature[sources].tolist(), strict=True)
-        ])  # fmt: skip
-        logits = self.final.linear.after(written) @ self._like(self.model.W_U)
-        return [self.write(row) for row in logits.topk(k).indices.tolist()]
 
     @without_gradients
     def rows(
@@ -236,110 +227,21 @@ class FrozenRun:
             targets: the targets.
             strengths: what each head's paths are multiplied by, for each target. Biases stay as they are.
         """
-        order = targets.layer.argsort(descending=True, stable=True)
-        layer, pos, direction, bias, _ = (part[order] for part in targets)
-        strengths = None if strengths is None else strengths[order]
-        # Where attention looks back alone, all is 0 behind the last target.
-        stop = int(pos.max()) + 1 if self._is_causal else len(self.tokens)
-        g = direction.new_zeros(stop, len(layer), direction.shape[-1])
-        rows = direction.new_zeros(len(layer), self.n_sources)
-        rows[:, -1] = bias
+        return Descent(self, targets, strengths).rows
 
-        def start(now: int) -> None:
-            places = (layer == now).nonzero()[:, 0]
-            g[pos[places], places] = direction[places]
-
-        start(len(self.graph.layers))
-        for n in reversed(range(len(self.graph.layers))):
-            later, here = int((layer > n).sum()), int((layer >= n).sum())
-            seen = g[:, :later]
-            passed = self._through_mlp(n, seen, rows[:later])
-            if self.graph.layers[n].is_parallel:
-                passed = passed + self._through_attention(n, seen, rows[:later], strengths)
-                g[:, :later] = passed
-                start(n)
-            else:
-                g[:, :later] = passed
-                start(n)
-                g[:, :here] += self._through_attention(n, g[:, :here], rows[:here], strengths)
-        column = len(self.layer) + len(self.tokens) * len(self.errors)
-        for n, part in enumerate(self._inputs[:, :stop]):
-            added = torch.einsum("ptd,pd->tp", g, part)
-            if n in self.embeddings:
-                rows[:, column : column + stop] = added
-                column += len(self.tokens)
-            else:
-                rows[:, -1] += added.sum(1)
-        return rows[order.argsort()]
-
-    def _through_mlp(
-        self, n: int, g: Float[Tensor, "pos target d_model"], rows: Float[Tensor, "target source"]
-    ) -> Float[Tensor, "pos target d_model"]:
-        """Read off what is added at `mlp_out`, and return the direction in the stream that the MLP reads."""
-        if n not in self.errors:
-            return g
-        first = len(self.layer) + len(self.tokens) * [*self.errors].index(n)
-        rows[:, first : first + len(g)] = torch.einsum("ptd,pd->tp", g, self.errors[n][: len(g)])
-        rows[:, -1] += torch.einsum("ptd,pd->t", g, self._constants[n][: len(g)])
-        for layer, (_, decoders) in self.transcoders.items():
-            if not 0 <= n - layer < len(decoders):
-                continue
-            W_dec = decoders[n - layer]
-            begin = int((self.layer < layer).sum())
-            counts = self.pos[self.layer == layer].bincount(minlength=len(self.tokens)).tolist()
-            for direction, count in zip(g, counts, strict=False):
-                columns = slice(begin, begin + count)
-                written = self._like(W_dec[self.feature[columns]])
-                rows[:, columns] += direction @ written.mT * self.activation[columns]
-                begin += count
-        skip = self.transcoders[n].dictionary.W_skip if n in self.transcoders else None
-        if skip is None:
-            return g
-        reading = self.readings[n]
-        through = reading.linear.before(g @ self._like(skip).mT)
-        return g + through / reading.scale[: len(g), None]
-
-    def _through_attention(
-        self,
-        n: int,
-        g: Float[Tensor, "pos target d_model"],
-        rows: Float[Tensor, "target source"],
-        strengths: Float[Tensor, "every layer head"] | None,
-    ) -> Float[Tensor, "pos target d_model"]:
-        """What attention passes on of a direction. What its constants add goes to the bias."""
-        layer, (stop, n_targets, _) = self.graph.layers[n], g.shape
-        attention, added = layer.attention.sublayer, layer.added
-        rows[:, -1] += g.sum(0) @ self._like(added.constant)
-        along = g if layer.scale is None else g / self._at(layer.scale)[:stop, None]
-        rows[:, -1] += along.sum(0) @ self._like(added.bias)
-        W_O, W_V, b_V = (self._like(part) for part in (added.weight, attention.W_V, attention.b_V))
-        heads, d_head, _ = W_O.shape
-        at_z = (along @ W_O.flatten(0, 1).mT).unflatten(-1, (heads, d_head))
-        if strengths is not None:
-            at_z = at_z * strengths[:n_targets, n, :, None]
-        pattern = self._at(attention.pattern)[:, :stop, :stop]
-        at_z = at_z.permute(2, 0, 1, 3).reshape(heads, stop, n_targets * d_head)
-        at_v = (pattern.mT @ at_z).view(len(W_V), heads // len(W_V), stop, n_targets, d_head).sum(1)
-        reading = self._reading(layer.attention.norm, layer.attention.reads)
-        # What every value has whatever the norm reads: its bias, and that of the norm through W_V.
-        constant = b_V + torch.einsum("d,hde->he", self._like(reading.linear.bias), W_V)
-        rows[:, -1] += torch.einsum("hpte,he->t", at_v, constant)
-        read = reading.linear.before(W_V.mT.flatten(0, 1))
-        at_norm = at_v.permute(1, 2, 0, 3).flatten(2) @ read
-        return at_norm / reading.scale[:stop, None]
-
-    def _targets(
+    def targets(
         self,
         reading: FrozenReading,
-        layer: int,
+        stage: int,
         pos: Int[Tensor, " target"],
         direction: Float[Tensor, "target d_model"],
         offset: Float[Tensor, " target"],
     ) -> Targets:
+        """Directions of what is read, at a stage and at positions, as targets."""
         total = (reading.value[pos] * direction).sum(-1) + offset
-        bias = direction @ self._like(reading.linear.bias) + offset
+        bias = direction @ self.like(reading.linear.bias) + offset
         stream = reading.linear.before(direction) / reading.scale[pos]
-        return Targets(torch.full_like(pos, layer), pos, stream, bias, total)
+        return Targets(torch.full_like(pos, stage), pos, stream, bias, total)
 
     def _points(self) -> Iterator[nn.Module]:
         """The points that are needed besides those of the graph."""
@@ -353,17 +255,20 @@ class FrozenRun:
             if norm is not None and not is_identity(norm):
                 yield from (norm.scale, norm.normalized)
 
-    def _at(self, point: nn.Module) -> Tensor:
-        return at_least_float32(self._cache[self.graph.names[point]])[0]
+    def at(self, point: nn.Module) -> Float[Tensor, "*size"]:
+        """The value of a point, in at least float32."""
+        return at_least_float32(self.cache[self.graph.names[point]])[0]
 
-    def _like(self, values: Tensor) -> Tensor:
+    def like(self, values: Tensor) -> Tensor:
+        """Values on the device and in the dtype of the logits."""
         return like(values, self.logits)
 
-    def _reading(self, norm: Any, stream: nn.Module) -> FrozenReading:
-        linear = linear_part(norm, self._inputs.shape[-1])
+    def reading(self, norm: Any, stream: nn.Module) -> FrozenReading:
+        """What a norm gives of a point of the stream."""
+        linear = linear_part(norm, self.inputs.shape[-1])
         point = stream if is_identity(norm) else norm.normalized
-        value = self._at(point)
-        scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self._at(norm.scale)
+        value = self.at(point)
+        scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self.at(norm.scale)
         return FrozenReading(self.graph.names[point], value, linear, scale)
 
     def _read_by(self, layer: int, transcoder: LayerTranscoder) -> FrozenReading:
@@ -380,10 +285,10 @@ class FrozenRun:
                 f"the transcoder of layer {layer} must read {' or '.join(known)}, and say so in its `reads`; "
                 f"got {transcoder.dictionary.reads}"
             )
-        d_model = self._inputs.shape[-1]
+        d_model = self.inputs.shape[-1]
         sizes = {transcoder.dictionary.d_in, *(each.shape[1] for each in transcoder.decoders)}
         if sizes != {d_model}:
             raise ValueError(
                 f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {layer}"
             )
-        return self._reading(known[wanted[0]], branch.reads)
+        return self.reading(known[wanted[0]], branch.reads)

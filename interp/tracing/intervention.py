@@ -7,6 +7,7 @@ their own change on, with their gates as they were; so over all paths the change
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hooks import Point
 from hooks.shared import without_gradients
+from interp import edits
 from interp.numbers.precision import at_least_float32, finite, like
 from interp.results.places import written
 from interp.tracing.frozen import FrozenRun
@@ -27,15 +29,22 @@ class Intervention:
         changed: the features that were set, with their values before and after.
         nodes: the nodes that were not: logits, features with a row, and supernodes, whose features are added up.
         direct: the changes while all other features are held.
-        predicted: the changes over all paths, with patterns, norms and gates held.
+        predicted: the changes over all paths, with norms and gates held; and with patterns held, unless the graph was made
+            with `attention=True`.
+        by_attention: the part of `predicted` that moving attention has.
         true: the changes in the model, of which nothing is held.
+        patterns_held: those in the model with attention patterns held. So `true - patterns_held` is what attention did.
+        scales_held: those with patterns and the scales of norms held. What `predicted` misses of these is the gates' part.
     """
 
     changed: Mapping[str, tuple[float, float]]
     nodes: Sequence[str]
     direct: Float[Tensor, " node"]
     predicted: Float[Tensor, " node"]
+    by_attention: Float[Tensor, " node"]
     true: Float[Tensor, " node"]
+    patterns_held: Float[Tensor, " node"]
+    scales_held: Float[Tensor, " node"]
 
     @property
     def correlation(self) -> float:
@@ -67,19 +76,71 @@ class Intervention:
         ]
         order = self.predicted.abs().argsort(descending=True)[:12].tolist()
         width = max(map(len, self.nodes), default=4)
+        by_attention = self.by_attention, self.true - self.patterns_held
+        columns = self.direct, self.predicted, by_attention[0], self.true, by_attention[1]
         return "\n".join([
             f"Intervention on {len(self.changed)} features, {len(self.nodes)} others; "
             f"correlation {self.correlation:.3f}{written(low, high, '.3f')}",
             *lines[:10],
-            f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'true':>10}",
-            *(
-                f"  {self.nodes[n]:{width}} {self.direct[n]:>+10.4g} {self.predicted[n]:>+10.4g} {self.true[n]:>+10.4g}"
-                for n in order
-            ),
+            f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'attention':>10} {'true':>10} {'attention':>10}",
+            *(f"  {self.nodes[n]:{width}}" + "".join(f" {x[n]:>+10.4g}" for x in columns) for n in order),
         ])  # fmt: skip
 
 
-def predicted(
+@without_gradients
+def intervened(
+    graph: Any, values: Mapping[str, float], groups: Mapping[str, Sequence[str]]
+) -> Intervention:
+    """The changes after features are set; for arguments see `AttributionGraph.intervene`."""
+    n_features = len(graph.run.layer)
+    wanted: dict[int, float] = {}
+    for name, value in values.items():
+        wanted |= {_feature(graph, member): float(value) for member in groups.get(name, [name])}
+    if not wanted:
+        raise ValueError("values must name at least one feature; got none")
+    change, old = torch.zeros_like(graph.run.activation), graph.run.activation
+    numbers = torch.tensor([*wanted], device=change.device)
+    new = change.new_tensor([*wanted.values()])  # too large a number is infinite there
+    change[numbers] = finite(new, f"values of {', '.join(values)}") - old[numbers]
+    is_set = torch.zeros_like(change, dtype=torch.bool)
+    is_set[numbers] = True
+    direct, predicted = predicted_changes(graph.rows, graph.column, old, change, is_set)
+    by_values = predicted
+    if graph.by_attention is not None:
+        effects = graph.rows + graph.by_attention
+        direct, predicted = predicted_changes(effects, graph.column, old, change, is_set)
+    pos = graph.logits[0].pos if graph.logits else -1
+    true = []
+    for held in ((), ("pattern",), ("pattern", "scale")):
+        features, logits = true_values(graph.run, wanted, graph.directions, pos, held)
+        changed = (
+            logits - graph.totals[: len(logits)],
+            (features - old)[graph.column[len(logits) :]],
+        )
+        true.append(finite(torch.cat(changed), "changes in the model"))
+    kept = [
+        row for row, place in enumerate(graph.explained) if place >= n_features or not is_set[place]
+    ]
+    names = [graph.nodes[graph.explained[row]].id for row in kept]
+    changes = torch.stack([direct, predicted, predicted - by_values, *true])[:, kept].cpu()
+    for name, members in groups.items():
+        inside = [n for n, member in enumerate(names[: len(kept)]) if member in members]
+        if inside:
+            names.append(name)
+            changes = torch.cat([changes, changes[:, inside].sum(1, keepdim=True)], 1)
+    set_to = {graph.nodes[n].id: (float(old[n]), value) for n, value in wanted.items()}
+    return Intervention(set_to, names, *changes)
+
+
+def _feature(graph: Any, name: str) -> int:
+    place = graph.place(name)
+    if place >= len(graph.run.layer):
+        kind = graph.nodes[place].kind
+        raise ValueError(f"{name} must be a feature to be set; it is a {kind}")
+    return int(place)
+
+
+def predicted_changes(
     rows: Float[Tensor, "row source"],
     column: Int[Tensor, " row"],
     activation: Float[Tensor, " feature"],
@@ -108,7 +169,11 @@ def predicted(
 
 @without_gradients
 def true_values(
-    run: FrozenRun, values: Mapping[int, float], directions: Float[Tensor, "logit vocab"], pos: int
+    run: FrozenRun,
+    values: Mapping[int, float],
+    directions: Float[Tensor, "logit vocab"],
+    pos: int,
+    held: Sequence[str] = (),
 ) -> tuple[Float[Tensor, " feature"], Float[Tensor, " logit"]]:
     """Active features, and sums of logits, in a run of the model in which features are set to values.
 
@@ -118,6 +183,7 @@ def true_values(
         run: the frozen run.
         values: of features, by their numbers among the active ones.
         directions, pos: see `FrozenRun.of_logits`.
+        held: the last parts of points that stay as they were.
     """
     read: dict[str, Tensor] = {}
 
@@ -138,7 +204,8 @@ def true_values(
     runner, names = run.graph.runner(), run.graph.names
     hooks = [(name, see) for name in {*(r.name for r in run.readings.values()), run.final.name}]
     written = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
-    runner.run_with_hooks(run.tokens[None], hooks=[*hooks, *written])
+    kept = [(name, edits.replace(value)) for name, value in run.values(held).items()]
+    runner.run_with_hooks(run.tokens[None], hooks=[*kept, *hooks, *written])
     features = run.activation.clone()
     for n, (dictionary, _) in run.transcoders.items():
         here = run.layer == n

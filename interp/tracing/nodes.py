@@ -35,6 +35,31 @@ class Node(NamedTuple):
     raises: Sequence[str] = ()
 
 
+class AttentionCell(NamedTuple):
+    """A score of a head, through which a target is decided.
+
+    Attributes:
+        layer, head, query, key: where it is.
+        target: the name of the node that is decided.
+        weight: `gradient · (score - mean)`, in the unit of the target; an estimate to first order.
+        score: the score.
+        size: the summed sizes of all pairs of sources that make it.
+        pattern: how the head weighs all positions there.
+        pairs: the largest pairs: source of the query, source of the key, and what they add to the score.
+    """
+
+    layer: int
+    head: int
+    query: int
+    key: int
+    target: str
+    weight: float
+    score: float
+    size: float
+    pattern: Sequence[float]
+    pairs: Sequence[tuple[str, str, float]]
+
+
 class Link(NamedTuple):
     """What one node adds to another, in the unit of that: of pre-activations or logits."""
 

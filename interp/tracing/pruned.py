@@ -14,7 +14,7 @@ import torch
 from hooks.shared import storage, unknown_name
 from interp import pictures
 from interp.tracing import influence, neuronpedia
-from interp.tracing.nodes import Link, Node
+from interp.tracing.nodes import AttentionCell, Link, Node
 
 
 @dataclass(repr=False)
@@ -29,6 +29,7 @@ class PrunedGraph:
         supernodes: names of groups, with the names of their nodes.
         pins: names of nodes that are pinned.
         about: other facts from a file, such as `slug` and `scan`.
+        cells: scores of attention that decide a target, where the graph was made with `attention=True`. Files have none.
     """
 
     nodes: Sequence[Node]
@@ -39,6 +40,7 @@ class PrunedGraph:
     supernodes: dict[str, list[str]] = field(default_factory=dict)
     pins: list[str] = field(default_factory=list)
     about: Mapping[str, object] = field(default_factory=dict)
+    cells: Sequence[AttentionCell] = ()
 
     def __getitem__(self, name: str) -> Node:
         """Return a node.
@@ -114,7 +116,8 @@ class PrunedGraph:
         kinds = Counter(node.kind for node in self.nodes)
         counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
         scores = "".join(f", {name} {value:.3g}" for name, value in self.scores.items())
-        return f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: {counts}{scores}"
+        heads = f", {len(self.cells)} scores of heads" if self.cells else ""
+        return f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: {counts}{heads}{scores}"
 
     def as_json(self, slug: str, scan: str) -> dict[str, Any]:
         """Return it in Neuronpedia's format.

@@ -1,10 +1,11 @@
-"""What an attribution graph explains: likely tokens, tokens that are named, differences of logits, and features."""
+"""Targets of an attribution graph: likely tokens, named tokens, differences of logits, and features; and what features promote."""
 
 from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from interp.inputs.texts import is_worded, token_ids
@@ -70,3 +71,16 @@ def chosen(
     if len({node.id for node in logits}) < len(logits) or len({*features}) < len(features):
         raise ValueError(f"targets must differ from each other; got {targets}")
     return logits, directions[: len(logits)], features
+
+
+def promoted_tokens(run: FrozenRun, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
+    """The tokens whose logits the decoders of features raise most, all layers that they write to together."""
+    if not len(sources):
+        return []
+    places = zip(run.layer[sources].tolist(), run.feature[sources].tolist(), strict=True)
+    decoders = (
+        [each[feature] for each in run.transcoders[layer].decoders] for layer, feature in places
+    )
+    written = torch.stack([run.like(torch.stack(each).sum(0)) for each in decoders])
+    logits = run.final.linear.after(written) @ run.like(run.model.W_U)
+    return [run.write(row) for row in logits.topk(k).indices.tolist()]

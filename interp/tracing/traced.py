@@ -1,21 +1,25 @@
 """AttributionGraph: direct effects of features, errors and embeddings on each other, and what follows from them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks.shared import unknown_name, without_gradients
-from interp.numbers.precision import finite
 from interp.results.result import Result
 from interp.tracing import influence, intervention
-from interp.tracing.frozen import TARGETS_AT_ONCE, FrozenRun, Targets
+from interp.tracing.attention import largest_cells, why, without_each_head
+from interp.tracing.descent import Targets
+from interp.tracing.frozen import FrozenRun
 from interp.tracing.intervention import Intervention
-from interp.tracing.nodes import Link, Node
+from interp.tracing.nodes import AttentionCell, Link, Node
 from interp.tracing.pruned import PrunedGraph
+from interp.tracing.targets import promoted_tokens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,6 +35,10 @@ class AttributionGraph:
         directions: weights of the vocabulary that make these rows' logits.
         totals: the value of what each row explains.
         tokens: the text, in pieces.
+        by_attention: what each source adds to each of these by moving attention, an estimate to first order. It is no part of
+            `rows`; None if it was not asked for.
+        attention_gap: the largest difference between the sum of a row of `by_attention` and `gradient · score` on both sides,
+            which it should be, as a share of the row's summed sizes.
     """
 
     run: FrozenRun
@@ -41,6 +49,8 @@ class AttributionGraph:
     directions: Float[Tensor, "logit vocab"]
     totals: Float[Tensor, " row"]
     tokens: Sequence[str]
+    by_attention: Float[Tensor, "row source"] | None = None
+    attention_gap: float = math.nan
 
     @property
     def gap(self) -> float:
@@ -118,35 +128,47 @@ class AttributionGraph:
     def _places(self) -> dict[str, int]:
         return {node.id: n for n, node in enumerate(self.nodes)}
 
-    def _place(self, name: str) -> int:
+    def place(self, name: str) -> int:
+        """The number of a node.
+
+        Raises:
+            UnknownNameError: if there is no such node; it has close matches.
+        """
         if name not in self._places:
             raise unknown_name(name, self._places, "node of this graph")
         return self._places[name]
 
     @cached_property
-    def _explained(self) -> list[int]:
+    def explained(self) -> list[int]:
         """The number of the node that each row explains."""
         logits = torch.arange(len(self.column), device=self.column.device) + self.rows.shape[1]
         return torch.where(self.column >= 0, self.column, logits).tolist()
 
     def _row(self, name: str) -> int:
         """The row of a node that is explained."""
-        place = self._place(name)
-        found = [row for row, explained in enumerate(self._explained) if explained == place]
+        place = self.place(name)
+        found = [row for row, explained in enumerate(self.explained) if explained == place]
         if not found:
             raise ValueError(
                 f"{name} must be a logit or a feature with a row of its own; it has none: raise max_features"
             )
         return found[0]
 
-    def effect(self, source: str, target: str) -> float:
+    def effect(self, source: str, target: str, by_attention: bool = False) -> float:
         """What one node adds to another, in logits or in the unit of the pre-activation.
+
+        Args:
+            source, target: names of nodes.
+            by_attention: give the estimate of what it adds by moving attention instead.
 
         Raises:
             UnknownNameError: if there is no such node; it has close matches.
-            ValueError: if the target has no row.
+            ValueError: if the target has no row, or the graph was made without `attention=True`.
         """
-        return float(self.rows[self._row(target), self._place(source)])
+        rows = self.by_attention if by_attention else self.rows
+        if rows is None:
+            raise ValueError("effects by attention need attribution_graph(..., attention=True)")
+        return float(rows[self._row(target), self.place(source)])
 
     def pruned(self, node: float = 0.8, edge: float = 0.98) -> PrunedGraph:
         """The nodes and links that carry these shares of the influence. Tokens and targets stay.
@@ -163,19 +185,20 @@ class AttributionGraph:
         stays, edges = influence.pruned(self.rows, self.weights, self.column, is_kept, node, edge)
         rows, columns = edges.nonzero().T
         links = [
-            Link(self.nodes[column].id, self.nodes[self._explained[row]].id, weight)
+            Link(self.nodes[column].id, self.nodes[self.explained[row]].id, weight)
             for row, column, weight in zip(
                 rows.tolist(), columns.tolist(), self.rows[rows, columns].tolist(), strict=True
             )
         ]
         left = stays.nonzero()[:, 0]
-        raised = self.run.promoted_tokens(left[left < len(self.run.layer)])
+        raised = promoted_tokens(self.run, left[left < len(self.run.layer)])
         kept = [self.nodes[n] for n in left.tolist()]
         kept[: len(raised)] = [
             node._replace(raises=words) for node, words in zip(kept, raised, strict=False)
         ]
         scores = {name: getattr(self, name) for name in ("replacement", "completeness", "gap")}
-        return PrunedGraph([*kept, *self.logits], links, self.tokens, scores, node)
+        cells = [] if self.by_attention is None else self.cells()
+        return PrunedGraph([*kept, *self.logits], links, self.tokens, scores, node, cells=cells)
 
     @without_gradients
     def heads(self, source: str, target: str) -> Result:
@@ -192,23 +215,57 @@ class AttributionGraph:
         Raises:
             UnknownNameError, ValueError: as for `effect`.
         """
-        row, column = self._row(target), self._place(source)
-        layers, n_heads = len(self.run.graph.layers), self.run.n_heads
-        cut = self.rows.new_ones(layers * n_heads, layers, n_heads)
-        cut.view(layers * n_heads, -1).fill_diagonal_(0)
-        one = self._targets(row)
-        repeated = Targets(*(part.expand(len(cut), *part.shape[1:]) for part in one))
-        kept = torch.cat([
-            self.run.rows(Targets(*(part[n : n + TARGETS_AT_ONCE] for part in repeated)), cut[n : n + TARGETS_AT_ONCE])[:, column]
-            for n in range(0, len(cut), TARGETS_AT_ONCE)
-        ])  # fmt: skip
-        lost = (self.rows[row, column] - kept).view(layers, n_heads, 1).cpu()
+        row, column = self._row(target), self.place(source)
+        lost = self.rows[row, column] - without_each_head(self.run, self._targets(row), column)
+        about = {"source": source, "target": target}
         return Result(
-            lost,
-            ("layer", "head", "example"),
-            unit="effect",
-            about={"source": source, "target": target},
+            lost[..., None].cpu(), ("layer", "head", "example"), unit="effect", about=about
         )
+
+    @without_gradients
+    def attention(
+        self,
+        head: tuple[int, int],
+        query: int = -1,
+        key: int | None = None,
+        against: int | Literal["mean"] | None = None,
+        *,
+        through: Literal["paths", "writers"] = "paths",
+        k: int = 12,
+    ) -> Result:
+        """Find which pairs of sources make a head look where it looks; see `interp.why_attends`.
+
+        Args:
+            head: the layer and the head.
+            query, key, against, k: see `why_attends`; key is where the head looks most, by default.
+            through: `paths` has the graph's own sources, by all their frozen paths to the query and to the key; `writers` has
+                heads and MLPs, by what they wrote there.
+
+        Returns:
+            A result as that of `why_attends`. Sources by paths are named as nodes, and their words are labels of nodes.
+
+        Raises:
+            ValueError: if there is no such head or position, `through` is something else, or k is below 1.
+        """
+        return why(self.run, self.nodes, head, query, key, against, through, k)
+
+    @without_gradients
+    def cells(self, target: str | None = None, k: int = 8) -> list[AttentionCell]:
+        """The scores through which most of a target's attention is decided: the largest `gradient · (score - mean)`.
+
+        The gradient of a score says what the target gains if the head looks more at that key; the mean is that of the
+        query's scores, as the pattern weighs them.
+
+        Args:
+            target: the name of a node with a row; the first one by default.
+            k: how many.
+
+        Raises:
+            UnknownNameError, ValueError: as for `effect`.
+        """
+        row = 0 if target is None else self._row(target)
+        name = self.nodes[self.explained[row]].id
+        return largest_cells(self.run, self.nodes, self._targets(row), name, k)
 
     @without_gradients
     def intervene(
@@ -224,45 +281,7 @@ class AttributionGraph:
             UnknownNameError: if there is no such node; it has close matches.
             ValueError: if a node is no feature, none is given, or a value or a change is not finite.
         """
-        groups, n_features = dict(supernodes or {}), len(self.run.layer)
-        wanted: dict[int, float] = {}
-        for name, value in values.items():
-            wanted |= {self._feature(member): float(value) for member in groups.get(name, [name])}
-        if not wanted:
-            raise ValueError("values must name at least one feature; got none")
-        change, old = torch.zeros_like(self.run.activation), self.run.activation
-        numbers = torch.tensor([*wanted], device=change.device)
-        new = change.new_tensor([*wanted.values()])  # too large a number is infinite there
-        change[numbers] = finite(new, f"values of {', '.join(values)}") - old[numbers]
-        is_set = torch.zeros_like(change, dtype=torch.bool)
-        is_set[numbers] = True
-        direct, predicted = intervention.predicted(self.rows, self.column, old, change, is_set)
-        pos = self.logits[0].pos if self.logits else -1
-        features, logits = intervention.true_values(self.run, wanted, self.directions, pos)
-        changed = logits - self.totals[: len(logits)], (features - old)[self.column[len(logits) :]]
-        true = finite(torch.cat(changed), "changes in the model")
-        kept = [
-            row
-            for row, place in enumerate(self._explained)
-            if place >= n_features or not is_set[place]
-        ]
-        names = [self.nodes[self._explained[row]].id for row in kept]
-        changes = torch.stack([direct, predicted, true])[:, kept].cpu()
-        for name, members in groups.items():
-            inside = [n for n, member in enumerate(names[: len(kept)]) if member in members]
-            if inside:
-                names.append(name)
-                changes = torch.cat([changes, changes[:, inside].sum(1, keepdim=True)], 1)
-        set_to = {self.nodes[n].id: (float(old[n]), value) for n, value in wanted.items()}
-        return Intervention(set_to, names, *changes)
-
-    def _feature(self, name: str) -> int:
-        place = self._place(name)
-        if place >= len(self.run.layer):
-            raise ValueError(
-                f"{name} must be a feature to be set; it is a {self.nodes[place].kind}"
-            )
-        return place
+        return intervention.intervened(self, values, supernodes or {})
 
     def _repr_html_(self) -> str:
         return self.pruned()._repr_html_()

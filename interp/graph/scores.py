@@ -1,0 +1,189 @@
+"""Scores of a block's attention as products of two linear readings of the stream, and what moves its pattern.
+
+With the scales of norms fixed, queries and keys are linear in what attention reads: `q = (x W_Q + b_Q) map + rest` at each
+position. The map holds the norm of queries and their rotation. The block's own code runs, and autograd gives the
+derivatives, so no kind of rotation, norm, mask, cap or sink is known here:
+
+1. Run attention on its projections x, and keep the queries f(x), the keys, the scores and the pattern.
+2. f(x) = L x / s(x) with the scale s of a norm has the derivative J = L / s - f ∇sᵀ / s. Take the second term away: ∇s is
+   along x, less its mean where the norm subtracts that, and f - J x is f (∇s · x) / s. So the map, L / s, is
+   `J + (f - J x) xᵀ / (x · x)`. Without a norm f = J x, and the map is J.
+3. What f gives where x is 0, a norm's bias, is the rest.
+4. A change of the pattern goes back to scores, and from there to queries and keys, by autograd (`moved_by`).
+"""
+
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from hooks.shared import Session, hooks_disabled, without_gradients
+from interp.numbers.precision import at_least_float32, like, rounding
+
+Heads = Float[Tensor, "batch pos head d_head"]
+
+
+class HeadReadings(NamedTuple):
+    """The queries of a block, or its keys, as linear readings of what attention reads, in at least float32.
+
+    Attributes:
+        value: as they enter the dot product.
+        weight: `W_Q` or `W_K`.
+        map: from projections to these values.
+        bias: what the bias of the projections gives.
+        encodings: what position encodings give that are read beside the stream; 0 in most models.
+        rest: what the bias of their norm gives.
+    """
+
+    value: Heads
+    weight: Float[Tensor, "head d_model d_head"]
+    map: Float[Tensor, "batch pos head d_head d_head"]
+    bias: Heads
+    encodings: Heads
+    rest: Heads
+
+    @property
+    def constant(self) -> Heads:
+        """All that is there whatever attention reads."""
+        return self.bias + self.encodings + self.rest
+
+    def directions(self, head: int) -> Float[Tensor, "batch pos d_head d_model"]:
+        """The directions that the values of a head read."""
+        return torch.einsum("bpei,di->bped", self.map[:, :, head], self.weight[head])
+
+    def pulled_back(
+        self, gradient: Float[Tensor, "target batch pos head d_head"]
+    ) -> tuple[Float[Tensor, "target batch pos d_model"], Float[Tensor, " target"]]:
+        """Directions of values as directions of what attention reads; and what the constants are along them."""
+        constants = torch.einsum("tbphe,bphe->t", gradient, self.constant)
+        gradient = torch.einsum("tbphe,bphei->tbphi", gradient, self.map)
+        return torch.einsum("tbphi,hdi->tbpd", gradient, self.weight), constants
+
+
+class BlockScores:
+    """Queries, keys, values, scores and the pattern of a block in a run.
+
+    Args:
+        attention: the block's branch of attention; see `Layer.attention`.
+        stream: what it reads, before its norm.
+        context: what blocks read besides.
+
+    Attributes:
+        q, k: queries and keys.
+        v: values.
+        scores: before a cap and the mask.
+        pattern: the pattern.
+    """
+
+    @without_gradients
+    def __init__(
+        self, attention: Any, stream: Float[Tensor, "batch pos d_model"], context: Any
+    ) -> None:
+        self._attn, self._context = attention.sublayer, context
+        x_q, x_k, self._x_v = self._attn.project(attention.norm(stream))
+        self._run_of = held = self._run(x_q, x_k)
+        self.v, self.scores, self.pattern = (
+            at_least_float32(held[name].detach()) for name in ("v", "scores", "pattern")
+        )
+        weights, biases = (self._attn.W_Q, self._attn.W_K), (self._attn.b_Q, self._attn.b_K)
+        encodings = held.get("pos_embed", self._x_v.new_zeros(*stream.shape))
+        added = [torch.einsum("bpd,hdi->bphi", encodings, weight) for weight in weights]
+        empty = self._run(*(-each for each in added))
+        self.q, self.k = (
+            _readings(held[f"x_{name}"], held[name], more, empty[name].detach(), weight, bias)
+            for name, more, weight, bias in zip("qk", added, weights, biases, strict=True)
+        )
+
+    def _run(
+        self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]
+    ) -> dict[str, Tensor]:
+        """Values of a run, with their graphs: of queries and keys to scores, and of scores to the pattern."""
+        held: dict[str, Tensor] = {}
+
+        def passed(name: str, value: Tensor) -> Tensor:
+            held[name] = value.clone()  # what goes on is this very tensor
+            return held[name]
+
+        def cut(scores: Tensor) -> Tensor:
+            held["scores"], held["cut"] = scores, scores.detach().requires_grad_()
+            return held["cut"].clone()  # some models write into it
+
+        def run() -> None:
+            with torch.enable_grad(), Session() as session:
+                held["x_q"], held["x_k"] = (x.detach().requires_grad_() for x in (x_q, x_k))
+                for name in ("q", "k", "v", "pattern", "pos_embed"):
+                    if (point := getattr(self._attn, name, None)) is not None:
+                        session.after(point, partial(passed, name))
+                session.after(self._attn.scores, cut)
+                self._attn.mix(held["x_q"], held["x_k"], self._x_v, self._context)
+
+        hooks_disabled(run)
+        return held
+
+    def part(self, side: Literal["q", "k"], head: int) -> tuple[HeadReadings, int]:
+        """The queries or keys that a head uses, and which of them: several heads may share a key."""
+        if side == "q":
+            return self.q, head
+        return self.k, head // (self.q.value.shape[2] // self.k.value.shape[2])
+
+    @property
+    def scale(self) -> float:
+        """The factor of `q · k` in scores, by least squares."""
+        keys = self.k.value.repeat_interleave(self.q.value.shape[2] // self.k.value.shape[2], 2)
+        products = torch.einsum("bihe,bjhe->bhij", self.q.value.double(), keys.double())
+        return float((products * self.scores).sum() / products.square().sum())
+
+    @without_gradients
+    def moved_by(
+        self, change: Float[Tensor, "target batch head query key"]
+    ) -> tuple[
+        Float[Tensor, "target batch head query key"],
+        Float[Tensor, "target batch pos head d_head"],
+        Float[Tensor, "target batch pos kv_head d_head"],
+    ]:
+        """What gradients at the pattern are at the scores, at queries and at keys."""
+        held = self._run_of
+        through = partial(torch.autograd.grad, retain_graph=True, is_grads_batched=True)
+        (at_scores,) = through(held["pattern"], held["cut"], change.to(held["pattern"].dtype))
+        of_q, of_k = through(held["scores"], (held["q"], held["k"]), at_scores)
+        return at_scores, at_least_float32(of_q), at_least_float32(of_k)
+
+
+def _readings(
+    x: Heads, f: Heads, encodings: Heads, rest: Heads, weight: Tensor, bias: Tensor
+) -> HeadReadings:
+    """Values f of projections x as linear readings.
+
+    Args:
+        x, f: with the graph between them.
+        encodings: what is added to x first.
+        rest: f where nothing is left of x.
+        weight, bias: of the projections.
+    """
+    ones = torch.eye(f.shape[-1]).to(f)[:, None, None, None].expand(-1, *f.shape)
+    (jacobian,) = torch.autograd.grad(f, x, ones, retain_graph=True, is_grads_batched=True)
+    jacobian = rearrange(jacobian, "out batch pos head d_head -> batch pos head out d_head")
+    first = torch.zeros_like(f)
+    first[:, :, 0] = 1
+    (of_first,) = torch.autograd.grad(f, x, first, retain_graph=True)
+    x = x.detach() + encodings
+    jacobian, x, f = at_least_float32(jacobian), at_least_float32(x), at_least_float32(f.detach())
+    rest = at_least_float32(rest.nan_to_num())
+    # A norm of all heads together: their sum is what is known of each.
+    together = [2] if of_first[:, :, 1:].any() else []
+    sizes, sums = jacobian.abs().sum(-1), jacobian.sum([*together, -1])
+    along = x
+    if sums.abs().max() <= rounding(jacobian.dtype) * sizes.max():
+        along = x - x.mean([*together, -1], keepdim=True)
+    missing = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
+    missing = missing.sum(2, keepdim=True) if together else missing
+    along = along / (along * x).sum([*together, -1], keepdim=True).clamp(min=1e-30)
+    map = jacobian + missing[..., None] * along[..., None, :]
+    weight, bias, encodings = (like(part, x) for part in (weight, bias, encodings))
+    bias = torch.einsum("bphei,hi->bphe", map, bias)
+    return HeadReadings(
+        f, weight, map, bias, torch.einsum("bphei,bphi->bphe", map, encodings), rest
+    )

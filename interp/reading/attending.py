@@ -1,0 +1,226 @@
+"""Reasons of attention: a score as the sum, over pairs of sources, of what one gives the query and the other the key.
+
+With the scales of norms as in the run, a head's query and key are sums of what earlier parts of the model wrote, so their
+product is a sum over pairs (Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions"):
+
+1. Take what each part wrote at the query's position and at the key's, and read it as the head does (`interp.graph.scores`).
+2. The pairs are the product of the two tables. Their sum is the score, which is checked.
+3. Keep the sources of the largest pairs, found block by block, and add up all others as `rest`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hooks import ActivationCache, CacheError
+from hooks.shared import Index, Selection, real_columns, without_gradients
+from interp.graph.graph import Graph
+from interp.graph.scores import BlockScores
+from interp.inputs.texts import text_of, words_of
+from interp.numbers.precision import like, rounding
+from interp.numbers.ranks import largest_rows
+from interp.reading.components import ResidualComponents
+from interp.results.result import Result
+
+_BLOCK = 2**22
+"""Pairs that are looked at together."""
+
+Sources = Float[Tensor, "source example d_head"]
+
+
+@without_gradients
+def why_attends(
+    model: nn.Module,
+    cache: ActivationCache,
+    head: tuple[int, int],
+    query: Index = -1,
+    key: Index | None = None,
+    against: Index | Literal["mean"] | None = None,
+    *,
+    k: int = 12,
+) -> Result:
+    """Find which pairs of a model's parts make a head look where it looks: its score as a sum of pairs.
+
+    The score of a query and a key, before a cap and the mask, is the sum over pairs of what one part gives the query and
+    another the key. Parts are those of `decompose`, and constants: biases, and position encodings that only attention reads.
+
+    Args:
+        model: see `decompose`.
+        cache: the cache of a run that kept all points, such as a lazy one.
+        head: the layer and the head.
+        query: the position that looks, or one for each example; -1 is the last real token.
+        key: the position that is looked at, or one for each example; by default where the head looks most.
+        against: another key, to explain the difference of the two scores; or `mean`, the mean of all keys as the pattern
+            weighs them.
+        k: the most sources on either side. Others are added up as `rest`.
+
+    Returns:
+        A result with the axes `query_source`, `key_source` and `example`, whose values add up to the score; so each row, or column,
+        adds up to what one source does on one side. Pairs cancel: `about` has the sum of all pairs' sizes beside the score.
+
+    Raises:
+        TypeError, ValueError: as for `decompose`; or if there is no such head, or k is below 1.
+        SelectionError: if there is no such position, or it is padding.
+        CacheError: if the cache is of another model or lacks a point, or the pairs do not add up to the score.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "part KV8 and part K", lazy=True)
+    >>> pairs = why_attends(model, cache, (1, 0))
+    >>> pairs.about["head"], bool(abs(pairs.values.sum() - pairs.about["score"]) < 1e-3)
+    ('a1.h0', True)
+    """
+    parts, text = ResidualComponents(model, cache), text_of(cache)
+    if text is None:
+        raise CacheError("a score needs a cache whose run was given tokens; got another")
+    layer, _ = checked_head(parts.graph, head)
+    attention = parts.graph.layers[layer].attention
+    stream = parts.at(parts.graph.names[attention.reads]).to(parts.dtype)
+    context = parts.model.context(text.tokens, **text.kwargs)
+    scores = BlockScores(attention, stream, context)
+    real = None if parts.mask is None else real_columns(parts.mask)
+    asked = asked_score(scores, head, query, key, against, words_of(model, text), real)
+    linear, scale = parts.norm_in_run(attention.norm)
+    names, sources = ["bias", "attn.pos_embed"], list[list[Tensor]]([[], []])
+    sides = [(*scores.part(side, head[1]), weights) for side, weights in asked.weights.items()]
+    for held, (readings, which, weights) in zip(sources, sides, strict=True):
+        read_bias = readings.directions(which) @ like(linear.bias, weights)
+        constant = read_bias + (readings.bias + readings.rest)[:, :, which]
+        for value in (constant, readings.encodings[:, :, which]):
+            held.append(torch.einsum("bpe,bp->be", value, weights)[None])
+    for group in parts(layer):
+        names += group.names
+        read = linear.after(group.vectors()) / scale
+        for held, (readings, which, weights) in zip(sources, sides, strict=True):
+            directions = readings.directions(which)
+            held.append(torch.einsum("wbpd,bped,bp->wbe", like(read, weights), directions, weights))
+    of_query, of_key = (torch.cat(held) for held in sources)
+    return pair_table(scores.scale * of_query, of_key, asked, names, k, parts.dtype)
+
+
+class AskedScore(NamedTuple):
+    """A score that is to be explained, or how far it is above others.
+
+    Attributes:
+        weights: by side, those of positions: 1 at the query; 1 at the key, and less than 0 at keys to compare with.
+        total: the score.
+        about: where it is, in words.
+    """
+
+    weights: Mapping[Literal["q", "k"], Float[Tensor, "batch pos"]]
+    total: Float[Tensor, " batch"]
+    about: Mapping[str, Any]
+
+
+def asked_score(
+    scores: BlockScores,
+    head: tuple[int, int],
+    query: Index,
+    key: Index | None,
+    against: Index | Literal["mean"] | None,
+    words: Sequence[str] | None,
+    real: Sequence[Sequence[int]] | None = None,
+) -> AskedScore:
+    """A score of a block; for arguments see `why_attends`.
+
+    Args:
+        words: the text at each position.
+        real: the columns of each text's real tokens; None if all are.
+
+    Raises:
+        SelectionError: if there is no such position, or it is padding.
+    """
+    (layer, number), (batch, _, n_pos, _) = head, scores.pattern.shape
+    about = {"head": f"a{layer}.h{number}"}
+
+    def at(name: str, pos: Index | Tensor) -> Tensor:
+        if not isinstance(pos, Tensor):
+            chosen = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
+            pos = torch.tensor(chosen, device=scores.pattern.device).expand(batch, 1)[:, 0]
+        several = sorted({*pos.tolist()})
+        said = [f"{n} {words[n]!r}" if words and words[n] else f"{n}" for n in several[:3]]
+        about[name] = ", ".join([*said, *["..."][: len(several) > 3]])
+        return functional.one_hot(pos, n_pos).to(scores.pattern)
+
+    at_query = at("query", query)
+    pattern = torch.einsum("bij,bi->bj", scores.pattern[:, number], at_query)
+    at_key = at("key", pattern.argmax(-1) if key is None else key)
+    if against is not None:
+        about["against"] = "mean"
+        at_key = at_key - (pattern if isinstance(against, str) else at("against", against))
+    total = torch.einsum("bij,bi,bj->b", scores.scores[:, number], at_query, at_key)
+    return AskedScore({"q": at_query, "k": at_key}, total, about)
+
+
+def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
+    """The layer and the head.
+
+    Raises:
+        ValueError: if there is no such head.
+    """
+    layer, number = head
+    sizes = [each.heads.stop - each.heads.start for each in graph.layers]
+    if not (0 <= layer < len(sizes) and 0 <= number < sizes[layer]):
+        raise ValueError(
+            f"head must be (layer, head), of {len(sizes)} layers with {max(sizes)} heads; got {head}"
+        )
+    return layer, number
+
+
+def pair_table(
+    query: Sources,
+    key: Sources,
+    asked: AskedScore,
+    names: Sequence[str],
+    k: int,
+    dtype: torch.dtype,
+) -> Result:
+    """The products of all sources of a query with all of a key, of which the largest have a place of their own.
+
+    Args:
+        query, key: what each source gives; `query` is scaled.
+        asked: the score that all pairs add up to.
+        names: of the sources.
+        k: the most sources on either side.
+        dtype: that of the run, whose rounding pairs may miss.
+
+    Raises:
+        ValueError: if k is below 1.
+        CacheError: if the pairs do not add up to the score.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1; got {k}")
+    sizes, best, places = query.new_zeros(query.shape[1]), query[:0, 0, 0], key.new_zeros(0).long()
+    step = max(1, _BLOCK // (len(key) * len(sizes)))
+    for first in range(0, len(query), step):
+        pairs = torch.einsum("aed,bed->abe", query[first : first + step], key).abs()
+        sizes += pairs.sum((0, 1))
+        means = pairs.mean(-1).flatten()
+        here = (means > (best[-1] if len(best) == k else -1)).nonzero()[:, 0]
+        best, places = torch.cat([best, means[here]]), torch.cat([places, first * len(key) + here])
+        kept = largest_rows(best, k)
+        best, places = best[kept], places[kept]
+    miss = (torch.einsum("ed,ed->e", query.sum(0), key.sum(0)) - like(asked.total, query)).abs()
+    if not (gap := float((miss / sizes.clamp(min=1e-30)).max())) <= rounding(dtype):
+        raise CacheError(
+            f"pairs must add up to the score; they miss {gap:.2g} of their summed sizes: was the run edited, or were weights "
+            "changed?"
+        )
+    tables, labels, axes = [], dict[str, list[str]](), ("query_source", "key_source")
+    for axis, values, chosen in zip(
+        axes, (query, key), (places // len(key), places % len(key)), strict=True
+    ):
+        shown = [*dict.fromkeys(chosen.tolist())]
+        rest = values.sum(0, keepdim=True) - values[shown].sum(0, keepdim=True)
+        tables.append(torch.cat([values[shown], rest]))
+        labels[axis] = [*(names[n] for n in shown), "rest"]
+    facts = {"score": asked.total, "summed sizes of all pairs": sizes}
+    said = {name: float(f"{value.mean().item():.6g}") for name, value in facts.items()}
+    about = {**asked.about, **said, "gap": float(f"{gap:.2g}")}
+    table = torch.einsum("aed,bed->abe", *tables)
+    return Result(table, (*axes, "example"), labels=labels, unit="score", about=about)

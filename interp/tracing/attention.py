@@ -1,0 +1,112 @@
+"""Attention in an attribution graph: which sources make a head look at a key, and which scores decide a target.
+
+A query and a key are targets like any other: each of their numbers is a direction of the stream that attention reads, so a
+frozen run gives what each source adds to it. A score is the product of both, and so a sum over pairs of sources.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from interp.numbers.ranks import largest_rows
+from interp.reading.attending import asked_score, checked_head, pair_table, why_attends
+from interp.results.result import Result
+from interp.tracing.descent import TARGETS_AT_ONCE, Descent, Targets
+from interp.tracing.frozen import FrozenRun
+from interp.tracing.nodes import AttentionCell, Node
+from interp.tracing.targets import promoted_tokens
+
+
+def why(
+    run: FrozenRun,
+    nodes: Sequence[Node],
+    head: tuple[int, int],
+    query: int,
+    key: int | None,
+    against: int | Literal["mean"] | None,
+    through: str,
+    k: int,
+) -> Result:
+    """The pairs of sources of a score; for arguments see `AttributionGraph.attention`."""
+    if through not in ("paths", "writers"):
+        raise ValueError(f"through must be 'paths' or 'writers'; got {through!r}")
+    if through == "writers":
+        return why_attends(run.graph.model, run.cache, head, query, key, against, k=k)
+    (layer, _), words = checked_head(run.graph, head), run.write(run.tokens.tolist())
+    scores = run.scores_of(layer)
+    asked = asked_score(scores, head, query, key, against, words)
+    of_query, of_key = (
+        _rows_of_head(run, side, head, run.like(weights[0])).mT[:, None]
+        for side, weights in asked.weights.items()
+    )
+    names = [node.id for node in nodes[: run.n_sources]]
+    table = pair_table(scores.scale * of_query, of_key, asked, names, k, run.dtype)
+    labels = _labelled(run, nodes, {name for axis in table.axes[:2] for name in table.labels[axis]})
+    said = {axis: [labels.get(name, "") for name in table.labels[axis]] for axis in table.axes[:2]}
+    return replace(table, words=said)
+
+
+def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:
+    """A text for each of some nodes."""
+    chosen = {node.id: n for n, node in enumerate(nodes[: run.n_sources]) if node.id in names}
+    features = [n for n in chosen.values() if n < len(run.layer)]
+    raised = promoted_tokens(run, torch.tensor(features, dtype=torch.long, device=run.layer.device))
+    labels = {name: nodes[n].label for name, n in chosen.items()}
+    return labels | {
+        nodes[n].id: f"raises {' '.join(tokens)}"
+        for n, tokens in zip(features, raised, strict=True)
+    }
+
+
+def _rows_of_head(
+    run: FrozenRun, side: Literal["q", "k"], head: tuple[int, int], weights: Float[Tensor, " pos"]
+) -> Float[Tensor, "d_head source"]:
+    """What each source adds to the numbers of a head's query or key, weighted sums over positions."""
+    (layer, number), pos = head, weights.nonzero()[:, 0]
+    readings, number = run.scores_of(layer).part(side, number)
+    directions = weights[pos, None, None] * run.like(readings.directions(number)[0, pos])
+    offset = weights[pos, None] * run.like(readings.constant[0, pos, number])
+    attention, d_head = run.graph.layers[layer].attention, directions.shape[1]
+    reading = run.reading(attention.norm, attention.reads)
+    places, flat = pos.repeat_interleave(d_head), directions.flatten(0, 1)
+    targets = run.targets(reading, 2 * layer, places, flat, offset.flatten())
+    row = torch.arange(d_head, device=pos.device).repeat(len(pos))
+    return Descent(run, targets, row=row).rows
+
+
+def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Tensor, "layer head"]:
+    """What a source adds to one target without the paths through each head."""
+    layers, n_heads = len(run.graph.layers), run.n_heads
+    cut = run.logits.new_ones(layers * n_heads, layers, n_heads)
+    cut.view(layers * n_heads, -1).fill_diagonal_(0)
+    kept = [
+        run.rows(Targets(*(each.expand(len(part), *each.shape[1:]) for each in target)), part)
+        for part in cut.split(TARGETS_AT_ONCE)
+    ]
+    return torch.cat(kept)[:, source].view(layers, n_heads)
+
+
+def largest_cells(
+    run: FrozenRun, nodes: Sequence[Node], target: Targets, name: str, k: int
+) -> list[AttentionCell]:
+    """The scores that decide a target most; for arguments see `AttributionGraph.cells`."""
+    worth = Descent(run, target, attention=True, keep=True).cells
+    largest = [
+        (float(cells.flatten()[place]), layer, place)
+        for layer, cells in worth.items()
+        for place in largest_rows(cells.flatten().abs(), k).tolist()
+    ]
+    made = []
+    for weight, layer, place in sorted(largest, key=lambda cell: -abs(cell[0]))[:k]:
+        head, query, key = map(int, np.unravel_index(place, worth[layer].shape))
+        table = why(run, nodes, (layer, head), query, key, None, "paths", 6)
+        pattern = run.scores_of(layer).pattern[0, head, query].tolist()
+        pairs = [(*entry.where.values(), entry.effect) for entry in table.top(6)]
+        facts = table.about["score"], table.about["summed sizes of all pairs"]
+        made.append(AttentionCell(layer, head, query, key, name, weight, *facts, pattern, pairs))
+    return made

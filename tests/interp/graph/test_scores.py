@@ -1,0 +1,149 @@
+"""Queries and keys as linear readings, and what moves patterns: against the model's own points, and finite differences."""
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from interp.graph import Graph
+from interp.graph.scores import BlockScores
+from models import Transformer, TransformerConfig, attach
+from tests.attachable import made
+from tests.models.attached.test_attach_graphs import FOREIGN, KINDS, KNOWN
+
+TEXT = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 0, 3, 3]])
+SIZES = {"vocab_size": 7, "n_ctx": 11, "n_layers": 2, "n_heads": 6, "d_head": 4, "d_model": 10}
+ROTARY = {"positions": "rotary", "norm": "rmsnorm", "n_kv_heads": 3}
+FORMS = {
+    "plain": {},
+    "grouped": ROTARY,
+    "partial rotation": {"positions": "rotary", "rotary_pairs": "adjacent", "rotary_fraction": 0.5},
+    "norm of each head": ROTARY | {"qk_norm": "head"},
+    "norm of all heads": ROTARY | {"qk_norm": "all", "rotary_pairs": "adjacent"},
+    "encodings": {"positions": "shortformer"},
+    "encodings and norms": {"positions": "shortformer", "qk_norm": "head", "norm_eps": 0.5},
+    "cap and window": {"attn_cap": 3.0, "window": 2},
+    "both ways": {"causal": False},
+}
+
+
+def model_of(form):
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(**SIZES, **FORMS[form], d_mlp=13)).double().eval()
+    for weight in model.parameters():  # gains and biases too
+        weight.data += 0.3 * torch.randn_like(weight)
+    return model
+
+
+def scores_of(model, text=TEXT, layer=1):
+    graph = Graph(model)
+    names = ["q", "k", "v", "scores", "pattern"]
+    attention = graph.layers[layer].attention
+    read = graph.names[attention.reads]
+    names = [read, *(f"blocks.{layer}.attn.{name}" for name in names)]
+    _, cache = HookedRunner(graph.model).run_with_cache(text, names=names)
+    scores = BlockScores(attention, cache[read], graph.model.context(text))
+    return scores, attention, cache, cache[read]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_readings_and_constants_are_the_queries_and_keys(form):
+    scores, attention, cache, stream = scores_of(model_of(form))
+    read = attention.norm(stream)
+    for name, side in (("q", scores.q), ("k", scores.k)):
+        heads = [
+            torch.einsum("bpd,bped->bpe", read, side.directions(head))
+            for head in range(side.value.shape[2])
+        ]
+        values = torch.stack(heads, 2) + side.constant
+        torch.testing.assert_close(values, cache[name, 1], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(side.value, cache[name, 1])
+    for name in ("v", "scores", "pattern"):
+        torch.testing.assert_close(getattr(scores, name), cache[name, 1])
+    assert scores.part("k", 5)[1] == 5 * scores.k.value.shape[2] // 6
+    assert scores.scale == pytest.approx(attention.sublayer.scale, rel=1e-12)
+    assert scores.q.encodings.any() == form.startswith("encodings")
+
+
+@pytest.mark.parametrize("form", ["norm of each head", "norm of all heads", "encodings and norms"])
+def test_the_map_is_the_norm_with_its_scale_held_and_then_the_rotation(form):
+    """Written out: gain / scale, then the model's own rotation, which is linear."""
+    model = model_of(form)
+    scores, attention, _, stream = scores_of(model)
+    attn, drawn = attention.sublayer, torch.randn(2, 5, 6, 4).double()
+    x = attn.project(attention.norm(stream))[0]
+    if form.startswith("encodings"):
+        encodings = model.context(TEXT).rotation.expand(2, -1, -1)
+        x = x + torch.einsum("bpd,hde->bphe", encodings, attn.W_Q)
+    axes = (-1,) if attn.q_norm.first == -1 else (-2, -1)
+    scale = (x.square().mean(axes, keepdim=True) + attn.q_norm.eps).sqrt()
+    gain = attn.q_norm.weight if axes == (-1,) else attn.q_norm.weight.view(6, 4)
+    expected = attn.rotary(drawn / scale * gain, model.context(TEXT).rotation)
+    mapped = torch.einsum("bphei,bphi->bphe", scores.q.map, drawn)
+    torch.testing.assert_close(mapped, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_moves_a_pattern_is_its_derivative(form):
+    scores, attention, cache, _ = scores_of(model_of(form))
+    torch.manual_seed(1)
+    worth = torch.randn(3, *scores.pattern.shape).double()
+    at_scores, of_q, of_k = scores.moved_by(worth)
+    # Both sides of a score add up to it, times its gradient.
+    whole = torch.einsum("tbhij,bhij->t", at_scores, cache["scores", 1])
+    for gradient, name in ((of_q, "q"), (of_k, "k")):
+        torch.testing.assert_close(torch.einsum("tbphe,bphe->t", gradient, cache[name, 1]), whole)
+    if "cap" not in form:
+        mean = (cache["pattern", 1] * worth).sum(-1, keepdim=True)
+        torch.testing.assert_close(at_scores, cache["pattern", 1] * (worth - mean))
+        torch.testing.assert_close(at_scores.sum(-1), torch.zeros_like(at_scores[..., 0]))
+    # The softmax of moved scores, by finite differences.
+    drawn, step = torch.randn_like(scores.scores), 1e-5
+    hidden = cache["pattern", 1] == 0
+    patterns = []
+    for sign in (1, -1):
+        moved = attention.sublayer.cap(cache["scores", 1] + sign * step * drawn)
+        patterns.append(moved.masked_fill(hidden, -torch.inf).softmax(-1))
+    change = (patterns[0] - patterns[1]) / (2 * step)
+    expected = torch.einsum("tbhij,bhij->t", worth, change)
+    torch.testing.assert_close(
+        torch.einsum("tbhij,bhij->t", at_scores, drawn), expected, rtol=1e-6, atol=1e-8
+    )
+
+
+@torch.no_grad()
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
+def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch):
+    """A change of projections along which no scale changes moves queries by the map: finite differences of the model's own code."""
+    if kind in FOREIGN:
+        monkeypatch.setattr("models.attached.language.FAMILIES", {})
+    model, text = made(kind), TEXT[:1]
+    step, share = 1e-2, 3e-3  # many norms compute in single precision always
+    attach(model)
+    scores, attention, cache, stream = scores_of(model, text)
+    attn, context = attention.sublayer, Graph(model).model.context(text)
+    for n, (name, side) in enumerate((("q", scores.q), ("k", scores.k))):
+        torch.testing.assert_close(side.value, cache[name, 1])
+        projected = [*attn.project(attention.norm(stream))]
+        x = projected[n]
+        torch.manual_seed(n)
+        drawn = torch.randn_like(x)
+        fixed = torch.linalg.qr(torch.stack([torch.ones_like(x), x], -1)).Q
+        drawn = drawn - (fixed @ (fixed.mT @ drawn[..., None]))[..., 0]
+        seen = []
+
+        def keep(value, at, seen=seen):
+            seen.append(value.detach())
+
+        for sign in (1, -1):
+            moved = [*projected]
+            moved[n] = x + sign * step * drawn
+            with HookedRunner(attn).hooks({name: keep}):
+                attn.mix(*moved, context)
+        change = (seen[0] - seen[1]) / (2 * step)
+        mapped = torch.einsum("bphei,bphi->bphe", side.map, drawn)
+        tolerance = share * float(mapped.abs().max())
+        torch.testing.assert_close(mapped, change, rtol=10 * share, atol=tolerance)
+        # What a norm of all heads divides by takes part of the rest, and so does its bias.
+        whole = torch.einsum("bphei,bphi->bphe", side.map, x) + side.rest + side.encodings
+        torch.testing.assert_close(whole, side.value)

@@ -1,0 +1,197 @@
+"""Scores as sums over pairs of sources: against products written out in float64, planted weights, padding and half precision."""
+
+import numpy as np
+import pytest
+import torch
+
+from hooks import CacheError, HookedRunner, SelectionError
+from interp import decompose, edits, why_attends
+from models import Transformer, TransformerConfig
+from tests.interp.graph.test_scores import model_of
+
+TEXT = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 0, 3, 3]])
+
+
+def cached(model, text=TEXT, **more):
+    return HookedRunner(model).run_with_cache(text, lazy=True, **more)[1]
+
+
+def rotated(x, position):
+    """Halves of four dimensions, by angles position / 10000^(2i / 4), which the model has in single precision."""
+    angles = position / 10000.0 ** (np.arange(0, 4, 2) / 4)
+    first, second = x[..., :2], x[..., 2:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def by_hand(model, cache, side, head, example, pos):
+    """What each part, and all constants, give a head's query or key at a position: written out for RMSNorm and halves."""
+    attn, norm = model.blocks[1].attn, model.blocks[1].ln1
+    letter = side.upper()
+    head = head if side == "q" else head // 2
+    weight, bias = (getattr(attn, f"{kind}_{letter}")[head].detach().numpy() for kind in "Wb")
+    parts = decompose(model, cache, before=1).values[:, example, pos].detach().numpy()
+    total = parts.sum(0)
+    scale = np.sqrt((total**2).mean() + norm.eps)
+    made = np.concatenate([parts / scale * norm.weight.detach().numpy() @ weight, bias[None]])
+    qk = getattr(attn, f"{side}_norm")
+    if hasattr(qk, "eps"):
+        made = made / np.sqrt((made.sum(0) ** 2).mean() + qk.eps) * qk.weight.detach().numpy()
+    return rotated(made, pos)
+
+
+@pytest.mark.parametrize("form", ["grouped", "norm of each head"])
+def test_pairs_are_the_products_written_out(form):
+    model = model_of(form)
+    cache = cached(model)
+    head, queries, key, other = 3, [4, 3], 2, 0
+    result = why_attends(model, cache, (1, head), query=queries, key=key, against=other, k=10**6)
+    names = ["bias", "attn.pos_embed", *decompose(model, cache, before=1).names]
+    labels = result.labels["query_source"], result.labels["key_source"]
+    assert [set(each) - {"rest"} for each in labels] == [set(names)] * 2
+    for example, query in enumerate(queries):
+        q = by_hand(model, cache, "q", head, example, query)
+        k = by_hand(model, cache, "k", head, example, key) - by_hand(
+            model, cache, "k", head, example, other
+        )
+        expected = model.blocks[1].attn.scale * q @ k.T
+        named = [*decompose(model, cache, before=1).names, "bias"]
+        for i, one in enumerate(labels[0][:-1]):
+            for j, two in enumerate(labels[1][:-1]):
+                ours = float(result.values[i, j, example])
+                if "attn.pos_embed" in (one, two):
+                    assert ours == 0
+                else:
+                    assert ours == pytest.approx(
+                        expected[named.index(one), named.index(two)], abs=1e-7
+                    )
+        scores = cache["scores", 1][example, head, query]
+        assert float(result.values[..., example].sum()) == pytest.approx(
+            float(scores[key] - scores[other])
+        )
+    assert result.unit == "score"
+    assert result.about["head"] == "a1.h3"
+
+
+@pytest.mark.parametrize(
+    "form", ["plain", "encodings", "encodings and norms", "cap and window", "both ways"]
+)
+@pytest.mark.parametrize("against", [None, 1, "mean"])
+def test_pairs_add_up_and_the_rest_is_said(form, against):
+    model = model_of(form)
+    cache = cached(model)
+    whole, few = (why_attends(model, cache, (1, 5), -1, 3, against, k=k) for k in (10**6, 3))
+    pattern, scores = cache["pattern", 1][:, 5, -1], cache["scores", 1][:, 5, -1]
+    base = {None: 0, 1: scores[:, 1], "mean": (pattern * scores).sum(-1)}[against]
+    for result in (whole, few):
+        torch.testing.assert_close(
+            result.values.sum((0, 1)), (scores[:, 3] - base).detach(), rtol=1e-9, atol=1e-9
+        )
+        assert result.about["score"] == pytest.approx(float((scores[:, 3] - base).mean()), rel=1e-5)
+        sizes = whole.values.abs().sum((0, 1)).mean()
+        assert result.about["summed sizes of all pairs"] == pytest.approx(float(sizes), rel=1e-5)
+    # The three largest pairs are shown, and what they leave is the rest, on each side.
+    order = whole.values.abs().mean(-1).flatten().argsort(descending=True)[:3].tolist()
+    width = whole.values.shape[1]
+    for place in order:
+        one, two = (
+            whole.labels[axis][n]
+            for axis, n in zip(("query_source", "key_source"), divmod(place, width), strict=True)
+        )
+        shown = few.select(query_source=one, key_source=two).values
+        torch.testing.assert_close(shown, whole.values[place // width, place % width])
+    for axis in ("query_source", "key_source"):
+        assert len(few.labels[axis]) <= 4
+        assert few.labels[axis][-1] == "rest"
+    rest = few.select(query_source="rest").values.sum(0)
+    known = [whole.labels["query_source"].index(name) for name in few.labels["query_source"][:-1]]
+    torch.testing.assert_close(rest, whole.values.sum((0, 1)) - whole.values[known].sum((0, 1)))
+    if "encodings" in form:
+        encodings = whole.select(query_source="attn.pos_embed", key_source="attn.pos_embed").values
+        assert encodings.abs().min() > 1e-3
+
+
+def test_the_key_is_where_the_head_looks_most():
+    model = model_of("plain")
+    cache = cached(model)
+    looked = cache["pattern", 1][:, 2, 3].argmax(-1).tolist()
+    result = why_attends(model, cache, (1, 2), query=-2)
+    expected = [cache["scores", 1][n, 2, 3, key].item() for n, key in enumerate(looked)]
+    assert result.values.sum((0, 1)).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_number(side):
+    model = model_of("norm of each head")
+    alone = [
+        why_attends(model, cached(model, row[None]), (1, 4), -1, -3, -4)
+        for row in (TEXT[0, :4], TEXT[1])
+    ]
+    padded, mask = TEXT.clone(), torch.ones_like(TEXT)
+    columns = slice(1, None) if side == "left" else slice(None, 4)
+    padded[0, columns], mask[0, 0 if side == "left" else -1] = TEXT[0, :4], 0
+    both = why_attends(
+        model, cached(model, padded, attention_mask=mask), (1, 4), -1, -3, -4, k=10**6
+    )
+    for n, one in enumerate(alone):
+        for name_q in one.labels["query_source"][:-1]:
+            for name_k in one.labels["key_source"][:-1]:
+                ours = both.select(query_source=name_q, key_source=name_k).values[n]
+                theirs = one.select(query_source=name_q, key_source=name_k).values[0]
+                torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    with pytest.raises(SelectionError):
+        why_attends(model, cached(model, padded, attention_mask=mask), (1, 4), -5)
+
+
+def test_a_planted_pair_is_the_whole_reason():
+    """A head of block 0 writes what it sees of one token; a head of block 1 looks for it, where its own token asks."""
+    torch.manual_seed(3)
+    sizes = {
+        "vocab_size": 7,
+        "n_ctx": 11,
+        "n_layers": 2,
+        "n_heads": 2,
+        "d_head": 3,
+        "d_model": 8,
+        "d_mlp": 5,
+    }
+    choices = {"norm": "none", "final_norm": False, "positions": "none", "qkv_bias": False}
+    model = Transformer(TransformerConfig(**sizes, **choices)).double().eval()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.001)
+    model.token_embedding.weight.data[3, 0] = model.token_embedding.weight.data[5, 1] = 2.0
+    first, second = (block.attn for block in model.blocks)
+    first.W_V.data[1, 1, 0] = first.W_O.data[1, 0, 4] = 3.0
+    second.W_Q.data[0, 0, 2] = second.W_K.data[0, 4, 2] = 2.0
+    result = why_attends(model, cached(model, torch.tensor([[6, 5, 2, 3]])), (1, 0), key=1)
+    best = result.top(1)[0]
+    assert best.where == {"query_source": "embed", "key_source": "a0.h1"}
+    assert best.effect == pytest.approx(result.about["score"], rel=0.02)
+
+
+def test_half_precision_is_within_its_rounding():
+    model = model_of("grouped").float()
+    whole = why_attends(model, cached(model), (1, 1), -1, 2, 0, k=10**6)
+    half = why_attends(model.bfloat16(), cached(model), (1, 1), -1, 2, 0, k=10**6)
+    named = dict(zip(("query_source", "key_source"), ("embed", "embed"), strict=True))
+    size = whole.values.abs().max()
+    assert (half.select(**named).values - whole.select(**named).values).abs().max() < 0.05 * size
+
+
+def test_what_cannot_be_explained_is_refused():
+    model = model_of("plain")
+    cache = cached(model)
+    for head in ((2, 0), (-1, 0), (1, 6)):
+        with pytest.raises(ValueError, match=r"2 layers with 6 heads; got \("):
+            why_attends(model, cache, head)
+    with pytest.raises(ValueError, match="k must be at least 1; got 0"):
+        why_attends(model, cache, (1, 0), k=0)
+    with pytest.raises(SelectionError):
+        why_attends(model, cache, (1, 0), query=5)
+    hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
+    with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):
+        edited = HookedRunner(model).run_with_cache(TEXT)[1]
+    with pytest.raises(CacheError, match="pairs must add up to the score"):
+        why_attends(model, edited, (1, 0))
+    with HookedRunner(model).hooks(hooks):  # an edit of what a part adds is a part's own value
+        why_attends(model, HookedRunner(model).run_with_cache(TEXT)[1], (1, 0), query=2)
