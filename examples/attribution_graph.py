@@ -1,11 +1,13 @@
 """Traces how the bundled model copies a digit: an attribution graph, the heads behind it, and interventions that test it.
 
-The text names a part, and asks for it again up to its last digit. Transcoders stand in place of the MLPs. It takes some ten
-seconds.
+The text names a part, and asks for it again up to its last digit. Transcoders stand in place of the MLPs. Attention is held,
+and its own part is estimated beside. It takes half a minute; with more texts, of parts that are drawn, some 20 seconds each.
 
-    python examples/attribution_graph.py --out out
+    python examples/attribution_graph.py --out out --texts 10
 """
 
+import math
+import random
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import torch
 from commands import attempt, figures_parser, pydoc_text
+from torch import Tensor
 
 from interp import attribution_graph, load_sae, pictures
 from interp.features import feature_cards
+from interp.tracing import AttributionGraph, Node
 from models import load
 
 TEXT, RIGHT, WRONG = "part ZQXJ-KV81 is sold out; ask for ZQXJ-KV8", "1", "4"
@@ -23,12 +27,43 @@ DIGIT = TEXT.index("1")
 MOST = 60
 
 
-def run(out: Path | None) -> None:
-    """Draws the graph of the digit, names heads, and sets its strongest features to 0, one at a time."""
+def strongest(graph: AttributionGraph) -> list[Node]:
+    """The most influential features of a graph."""
+    features = (node for node in graph.nodes if node.kind == "feature")
+    return sorted(features, key=lambda node: node.influence or 0.0)[:MOST]
+
+
+def correlations(graph: AttributionGraph) -> Tensor:
+    """By layer, and for all together, how well changes of the target are predicted by each number that `show` names."""
+    features, changes = strongest(graph), []
+    for node in features:
+        each = graph.intervene({node.id: 0.0})
+        numbers = each.predicted, each.by_attention, each.true, each.patterns_held, each.scales_held
+        changes.append(torch.stack([number[0] for number in numbers]))
+    predicted, moved, true, patterns, scales = torch.stack(changes, 1)
+    values = predicted - moved
+    pairs = [(values, true), (predicted, true), (moved, true - patterns)]
+    pairs += [(patterns, true), (scales, patterns), (values, scales)]
+    layers, table = torch.tensor([node.layer for node in features]), []
+    for at in (*(layers == layer for layer in range(4)), layers >= 0):
+        both = [torch.stack([one[at], other[at]]) for one, other in pairs]
+        table.append(torch.stack([torch.corrcoef(each)[0, 1] for each in both]))
+    return torch.stack(table)
+
+
+def show(table: Tensor) -> None:
+    """Print correlations; there is none where nothing is predicted to move."""
+    for name, row in zip(("0", "1", "2", "3", "all"), table.tolist(), strict=True):
+        numbers = ("none" if math.isnan(number) else f"{number:+.2f}" for number in row)
+        print(f"  {name:4}" + "".join(f"{number:>8}" for number in numbers))
+
+
+def run(out: Path | None, texts: int) -> None:
+    """Draws the graph of the digit, says why heads look where they do, and sets its strongest features to 0, one at a time."""
     if out:
         out.mkdir(parents=True, exist_ok=True)
     model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
-    graph = attribution_graph(model, TEXT, transcoders, targets=[(RIGHT, WRONG)])
+    graph = attribution_graph(model, TEXT, transcoders, targets=[(RIGHT, WRONG)], attention=True)
     print(graph)
     target = graph.logits[0].id
     pruned = graph.pruned()
@@ -45,29 +80,42 @@ def run(out: Path | None) -> None:
     )
     print(graph.heads(digit, target).top(4))
 
-    features = sorted(
-        (node for node in pruned.nodes if node.kind == "feature"),
-        key=lambda node: node.influence or 0.0,
-    )[:MOST]
-    results = [graph.intervene({node.id: 0.0}) for node in features]
-    changes = torch.stack([torch.stack([each.predicted[0], each.true[0]]) for each in results])
-    print(
-        f"\nThe {MOST} most influential features, each set to 0: predicted and true change of the difference"
-    )
-    for layer in range(4):
-        inside = [n for n, node in enumerate(features) if node.layer == layer]
-        if len(inside) > 2:
-            r = torch.corrcoef(changes[inside].T)[0, 1]
-            example = features[inside[0]].id, *changes[inside[0]].tolist()
-            print(
-                "  layer {}: correlation {:+.2f} over {}; {} {:+.2f} and {:+.2f}".format(
-                    layer, r, len(inside), *example
+    (best,) = graph.heads(digit, target).top(1)
+    head = best.where["layer"], best.where["head"]
+    print(f"\nWhy head {head[1]} of layer {head[0]} looks there rather than at the first token")
+    why = graph.attention(head, key=DIGIT, against=0)
+    print(why.about)
+    print(why.top(5))
+
+    print(f"""
+The {MOST} most influential features, each set to 0. Correlations, over the features of each layer and over all, of
+  - the prediction through values, through values and attention, and of attention's part, with true changes;
+  - true changes with patterns held, and those without; with scales held too, and with patterns alone; and of the
+    prediction through values with those in which both are held, so that gates are what it misses""")
+    rows = [correlations(graph)]
+    show(rows[0])
+    draw = random.Random(0)
+    for _ in range(texts):
+        letters = "".join(draw.choice("ABCDEFGHJKLMNPQRSTVWXYZ") for _ in range(6))
+        right, wrong, other = draw.sample("0123456789", 3)
+        part = f"{letters[:4]}-{letters[4:]}{other}"
+        text = f"part {part}{right} is sold out; ask for {part}"
+        rows.append(
+            correlations(
+                attribution_graph(
+                    model, text, transcoders, targets=[(right, wrong)], attention=True
                 )
             )
+        )
+    if texts:
+        print(f"\nMedians over {texts} texts with other parts")
+        show(torch.stack(rows[1:]).quantile(0.5, 0))
+
+    features = strongest(graph)
     last = [node.id for node in features if node.layer == 3]
     together = graph.intervene({"layer 3": 0.0}, supernodes={"layer 3": last})
     print(
-        f"all of layer 3 at once: predicted {together.predicted[0]:+.2f}, true {together.true[0]:+.2f}"
+        f"\nall of layer 3 at once: predicted {together.predicted[0]:+.2f}, true {together.true[0]:+.2f}"
     )
 
     if out:
@@ -88,8 +136,12 @@ def run(out: Path | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
-    options = figures_parser(__doc__).parse_args(arguments)
-    return attempt(partial(run, options.out))
+    parser = figures_parser(__doc__)
+    parser.add_argument(
+        "--texts", type=int, default=0, help="more texts to measure on (%(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    return attempt(partial(run, options.out, options.texts))
 
 
 if __name__ == "__main__":

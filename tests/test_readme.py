@@ -167,15 +167,26 @@ def test_the_guide_of_attribution_graphs(capsys):
     assert names["result"].predicted[0] < 0.5 * names["result"].true[0] < -0.1
     lost = names["graph"].heads(names["token"], names["difference"]).mean()
     assert {place // 4 for place in lost.flatten().topk(3).indices.tolist()} == {3}
+    # What the guide says of pairs that cancel, and of the scores that decide most.
+    assert names["pairs"].about["score"] == pytest.approx(15.8, abs=0.05)
+    assert names["pairs"].about["summed sizes of all pairs"] == pytest.approx(223, abs=0.5)
+    assert names["key_tokens"][0].where == {"key_source": "E_24_12"}  # the one before the key
+    cell = names["moving"].cells(k=1)[0]
+    assert (cell.layer, cell.query, cell.key) == (3, 43, 13)
 
 
+@pytest.mark.full
 def test_the_attribution_graph_example(printed, tmp_path):
     out = printed("attribution_graph")
-    found = {int(layer): float(r) for layer, r in re.findall(r"layer (\d): correlation (\S+)", out)}
-    assert found[3] > 0.9
-    assert found[1] > 0.7
-    assert abs(found[0]) < 0.2
-    assert abs(found[2]) < 0.2
+    rows = re.findall(r"^  (\d|all) +(.*)$", out, re.MULTILINE)
+    found = {
+        name: [float(n) for n in numbers.replace("none", "nan").split()] for name, numbers in rows
+    }
+    # The numbers of the guide, of the effects through values and with attention; and of what is lost by patterns.
+    assert abs(found["0"][0]) < 0.2 < 0.6 < found["0"][1]
+    assert abs(found["all"][0]) < 0.2 < 0.6 < found["all"][1]
+    assert found["0"][2] > 0.75
+    assert min(found["2"][3], found["1"][3], found["3"][0]) > 0.9
     written = {"attribution_graph.html", "digit.json", "graph-metadata.json"}
     assert {path.name for path in tmp_path.iterdir()} == written
 

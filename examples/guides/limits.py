@@ -84,8 +84,8 @@ refused(lambda: load_tokenizer("no/such/folder"))
 # - Dictionaries with a gate, a norm of their own or matching pursuit cannot be in attribution graphs: their features are no linear
 #   readings. Transcoders across layers can, but cannot be spliced.
 # - Features kept by a lazy cache must be read inside the `with` of `splice`.
-# - Attribution graphs hold patterns and the scales of norms. What a feature does by moving attention is not in them;
-#   `intervene` shows how much that is.
+# - Rows of attribution graphs hold patterns and the scales of norms. What a feature does by moving attention is an estimate beside
+#   them, with `attention=True`; what it does by moving scales is not in them. `intervene` shows how much both are.
 
 # %%
 transcoders = load_sae("pydoc-4l/transcoders")

@@ -32,6 +32,8 @@ print(ov_circuit(model)[3, 0].svd())  # what a head writes for what it reads, fr
 # `apply_norm` gives what an inner layer reads of such parts, with the scale of its norm in the run.
 # `head_scores` gives for each layer, head and text the attention to the token itself, to the one before, to the first, to earlier
 # copies, to what followed them, to a span or to a pattern [query, key] of your own, or its entropy and distance.
+# `why_attends` says why a head looks at a key: its score as a sum over pairs of parts, one on the query's side and one on the key's;
+# `.sum("query_source")` adds them up to what each part does on the key's side.
 #
 # Readings of weights need no text: `ov_circuit`, `qk_circuit` and, from tokens to tokens, `full_circuits` stay factored
 # (`FactoredMatrix`), so spectra and the largest of 50,257² entries never form them. They fold the norms' gains, and the mean that

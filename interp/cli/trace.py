@@ -45,6 +45,11 @@ def add(trace: argparse.ArgumentParser) -> None:
         help="whose own inputs are traced (%(default)s)",
     )
     trace.add_argument(
+        "--attention",
+        action="store_true",
+        help="show on the page through which scores of heads the first target is decided, and why those are as they are",
+    )
+    trace.add_argument(
         "--slug", default="trace", metavar="NAME", help="the name of the graph (%(default)s)"
     )
     trace.add_argument("--json", action="store_true", help="print Neuronpedia's JSON")
@@ -62,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
         load_sae(options.transcoders),
         targets=options.target or 10,
         max_features=options.max_features,
+        attention=options.attention,
     )
     pruned = graph.pruned(options.nodes, options.edges)
     said = _summary(graph, pruned)

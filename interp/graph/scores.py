@@ -97,9 +97,7 @@ class BlockScores:
             for name, more, weight, bias in zip("qk", added, weights, biases, strict=True)
         )
 
-    def _run(
-        self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]
-    ) -> dict[str, Tensor]:
+    def _run(self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]) -> dict[str, Tensor]:
         """Values of a run, with their graphs: of queries and keys to scores, and of scores to the pattern."""
         held: dict[str, Tensor] = {}
 
@@ -163,24 +161,18 @@ def _readings(
         rest: f where nothing is left of x.
         weight, bias: of the projections.
     """
+    # The derivative of the sum over heads. A norm of all heads adds terms along x to it, which go below.
     ones = torch.eye(f.shape[-1]).to(f)[:, None, None, None].expand(-1, *f.shape)
     (jacobian,) = torch.autograd.grad(f, x, ones, retain_graph=True, is_grads_batched=True)
     jacobian = rearrange(jacobian, "out batch pos head d_head -> batch pos head out d_head")
-    first = torch.zeros_like(f)
-    first[:, :, 0] = 1
-    (of_first,) = torch.autograd.grad(f, x, first, retain_graph=True)
     x = x.detach() + encodings
     jacobian, x, f = at_least_float32(jacobian), at_least_float32(x), at_least_float32(f.detach())
     rest = at_least_float32(rest.nan_to_num())
-    # A norm of all heads together: their sum is what is known of each.
-    together = [2] if of_first[:, :, 1:].any() else []
-    sizes, sums = jacobian.abs().sum(-1), jacobian.sum([*together, -1])
     along = x
-    if sums.abs().max() <= rounding(jacobian.dtype) * sizes.max():
-        along = x - x.mean([*together, -1], keepdim=True)
+    if jacobian.sum(-1).abs().max() <= rounding(jacobian.dtype) * jacobian.abs().sum(-1).max():
+        along = x - x.mean(-1, keepdim=True)
     missing = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
-    missing = missing.sum(2, keepdim=True) if together else missing
-    along = along / (along * x).sum([*together, -1], keepdim=True).clamp(min=1e-30)
+    along = along / (along * x).sum(-1, keepdim=True).clamp(min=1e-30)
     map = jacobian + missing[..., None] * along[..., None, :]
     weight, bias, encodings = (like(part, x) for part in (weight, bias, encodings))
     bias = torch.einsum("bphei,hi->bphe", map, bias)

@@ -21,7 +21,7 @@ from hooks.shared import Index, Selection, real_columns, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_of, words_of
-from interp.numbers.precision import like, rounding
+from interp.numbers.precision import is_rounding, like, rounding
 from interp.numbers.ranks import largest_rows
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
@@ -41,7 +41,7 @@ def why_attends(
     key: Index | None = None,
     against: Index | Literal["mean"] | None = None,
     *,
-    k: int = 12,
+    k: int = 30,
 ) -> Result:
     """Find which pairs of a model's parts make a head look where it looks: its score as a sum of pairs.
 
@@ -56,7 +56,7 @@ def why_attends(
         key: the position that is looked at, or one for each example; by default where the head looks most.
         against: another key, to explain the difference of the two scores; or `mean`, the mean of all keys as the pattern
             weighs them.
-        k: the most sources on either side. Others are added up as `rest`.
+        k: how many of the largest pairs have sources of their own. All other sources are added up as `rest`.
 
     Returns:
         A result with the axes `query_source`, `key_source` and `example`, whose values add up to the score; so each row, or column,
@@ -85,6 +85,11 @@ def why_attends(
     scores = BlockScores(attention, stream, context)
     real = None if parts.mask is None else real_columns(parts.mask)
     asked = asked_score(scores, head, query, key, against, words_of(model, text), real)
+    in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, head[1]]
+    v, at_query = scores.v[:, :, scores.part("k", head[1])[1]], asked.weights["q"]
+    z = torch.einsum("bij,bi,bje->be", scores.pattern[:, head[1]], at_query, v)
+    if not is_rounding(torch.einsum("bie,bi->be", in_run, at_query), z, parts.dtype).all():
+        raise CacheError(f"head {head} must do in the run what it does now; was it edited there?")
     linear, scale = parts.norm_in_run(attention.norm)
     names, sources = ["bias", "attn.pos_embed"], list[list[Tensor]]([[], []])
     sides = [(*scores.part(side, head[1]), weights) for side, weights in asked.weights.items()]
@@ -133,26 +138,27 @@ def asked_score(
         real: the columns of each text's real tokens; None if all are.
 
     Raises:
-        SelectionError: if there is no such position, or it is padding.
+        SelectionError, ValueError: if there is no such position, or it is padding.
     """
     (layer, number), (batch, _, n_pos, _) = head, scores.pattern.shape
     about = {"head": f"a{layer}.h{number}"}
 
-    def at(name: str, pos: Index | Tensor) -> Tensor:
-        if not isinstance(pos, Tensor):
-            chosen = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
-            pos = torch.tensor(chosen, device=scores.pattern.device).expand(batch, 1)[:, 0]
-        several = sorted({*pos.tolist()})
+    def at(name: str, pos: Index) -> Tensor:
+        chosen = torch.tensor(Selection.one_each(pos).rows(n_pos, name, batch, real))
+        several = sorted({*chosen.flatten().tolist()})
         said = [f"{n} {words[n]!r}" if words and words[n] else f"{n}" for n in several[:3]]
         about[name] = ", ".join([*said, *["..."][: len(several) > 3]])
-        return functional.one_hot(pos, n_pos).to(scores.pattern)
+        return functional.one_hot(chosen.expand(batch, 1)[:, 0], n_pos).to(scores.pattern)
 
     at_query = at("query", query)
     pattern = torch.einsum("bij,bi->bj", scores.pattern[:, number], at_query)
-    at_key = at("key", pattern.argmax(-1) if key is None else key)
-    if against is not None:
-        about["against"] = "mean"
-        at_key = at_key - (pattern if isinstance(against, str) else at("against", against))
+    at_key = at("key", pattern.argmax(-1).tolist() if key is None else key)
+    if isinstance(against, str):
+        if against != "mean":
+            raise ValueError(f"against must be a position or 'mean'; got {against!r}")
+        at_key, about["against"] = at_key - pattern, against
+    elif against is not None:
+        at_key = at_key - at("against", against)
     total = torch.einsum("bij,bi,bj->b", scores.scores[:, number], at_query, at_key)
     return AskedScore({"q": at_query, "k": at_key}, total, about)
 
@@ -186,7 +192,7 @@ def pair_table(
         query, key: what each source gives; `query` is scaled.
         asked: the score that all pairs add up to.
         names: of the sources.
-        k: the most sources on either side.
+        k: how many pairs.
         dtype: that of the run, whose rounding pairs may miss.
 
     Raises:

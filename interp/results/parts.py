@@ -62,12 +62,26 @@ def selected(result: "Result", axis: str, asked: Any) -> "Result":
     if several or axis == "example" or _is_pattern(result, axis, asked):
         return chosen
     values = chosen.values.squeeze(result.axes.index(axis))
-    about = {**result.about, axis: chosen.labels[axis][0]}
-    labels = {other: names for other, names in chosen.labels.items() if other != axis}
-    words = {other: texts for other, texts in chosen.words.items() if other != axis}
-    return replace(
-        chosen, values=values, axes=tuple(labels), labels=labels, about=about, words=words
+    return _without(chosen, axis, values, about={**result.about, axis: chosen.labels[axis][0]})
+
+
+def summed(result: "Result", axis: str) -> "Result":
+    """The effects added up along an axis; see `Result.sum`."""
+    if axis not in result.axes:
+        raise unknown_name(axis, result.axes, "axis of this result")
+    if axis == "example":
+        raise ValueError("examples are not added up: mean() is their mean")
+    values = result.values.sum(result.axes.index(axis))
+    return _without(result, axis, values, bounds=None, counts=None)
+
+
+def _without(result: "Result", axis: str, values: torch.Tensor, **changes: Any) -> "Result":
+    """A result with these values, that lack one of its axes."""
+    labels, words = (
+        {other: facts for other, facts in all_facts.items() if other != axis}
+        for all_facts in (result.labels, result.words)
     )
+    return replace(result, values=values, axes=tuple(labels), labels=labels, words=words, **changes)
 
 
 def part(result: "Result", axis: str, indices: Sequence[int]) -> "Result":

@@ -208,6 +208,15 @@ class Result:
         """
         return parts.regrouped(self, what)
 
+    def sum(self, axis: str) -> "Result":
+        """The effects added up along an axis, such as those of all heads.
+
+        Raises:
+            UnknownNameError: if there is no such axis.
+            ValueError: if it is `example`, which has means.
+        """
+        return parts.summed(self, axis)
+
     def __sub__(self, other: "Result") -> "Result":
         """The difference of the effects of each example, where both have the same axes, labels, unit and texts.
 

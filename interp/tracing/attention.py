@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from interp.inputs.texts import Text, words_of
 from interp.numbers.ranks import largest_rows
 from interp.reading.attending import asked_score, checked_head, pair_table, why_attends
 from interp.results.result import Result
@@ -37,8 +38,8 @@ def why(
         raise ValueError(f"through must be 'paths' or 'writers'; got {through!r}")
     if through == "writers":
         return why_attends(run.graph.model, run.cache, head, query, key, against, k=k)
-    (layer, _), words = checked_head(run.graph, head), run.write(run.tokens.tolist())
-    scores = run.scores_of(layer)
+    layer, _ = checked_head(run.graph, head)
+    scores, words = run.scores_of(layer), words_of(run.graph.model, Text(run.tokens[None]))
     asked = asked_score(scores, head, query, key, against, words)
     of_query, of_key = (
         _rows_of_head(run, side, head, run.like(weights[0])).mT[:, None]

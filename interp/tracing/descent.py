@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hooks.shared import without_gradients
+
 TARGETS_AT_ONCE = 256
 """More are no faster."""
 
@@ -64,6 +66,7 @@ class Descent:
     moved: Float[Tensor, " target"]
     cells: dict[int, Float[Tensor, "head query key"]]
 
+    @without_gradients
     def __init__(
         self,
         run: Any,
@@ -93,7 +96,7 @@ class Descent:
             if now < n_stages:
                 self._go_down(now, g[:, : int((last > now).sum())])
             at = (stage == now).nonzero()[:, 0]
-            g.index_put_((pos[at], row[at]), direction[at], accumulate=True)
+            g[pos[at], row[at]] = direction[at]
         column = len(run.layer) + len(run.tokens) * len(run.errors)
         for n, part in enumerate(run.inputs[:, : self._stop]):
             added = torch.einsum("ptd,pd->tp", g, part)

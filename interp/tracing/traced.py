@@ -231,7 +231,7 @@ class AttributionGraph:
         against: int | Literal["mean"] | None = None,
         *,
         through: Literal["paths", "writers"] = "paths",
-        k: int = 12,
+        k: int = 30,
     ) -> Result:
         """Find which pairs of sources make a head look where it looks; see `interp.why_attends`.
 

@@ -14,7 +14,9 @@ from interp import (
     edits,
     head_scores,
     logit_lens,
+    repeated_tokens,
     run_with_cache,
+    why_attends,
 )
 from models import chat, generate, load, load_tokenizer
 
@@ -185,3 +187,23 @@ def test_a_stream_is_put_into_another_run(ours, theirs):
                 edited = theirs(corrupted).logits[0, -1]
             effect = (edited - base)[right] - (edited - base)[wrong]
             assert abs(effects.values[row, pos, 0] - effect) < 1e-4
+
+
+def test_keys_of_induction_heads_are_made_by_a_head_that_looks_at_the_previous_token(ours):
+    tokens = repeated_tokens(2000, 24, batch=3, seed=1) + 1000
+    _, cache = run_with_cache(ours, tokens, lazy=True)
+    induction, previous = (
+        head_scores(ours, cache, kind) for kind in ("induction", "previous_token")
+    )
+    writer = "a{layer}.h{head}".format(**previous.top(1)[0].where)
+    for place in induction.top(3):
+        head = place.where["layer"], place.where["head"]
+        # The second copy of a token looks at what followed the first, and not at another token.
+        pairs = why_attends(ours, cache, head, query=24 + 13, key=14, against=20, k=2000)
+        scores = cache["scores", head[0]][:, head[1], 24 + 13]
+        expected = float((scores[:, 14] - scores[:, 20]).mean())
+        assert pairs.about["score"] == pytest.approx(expected, rel=1e-4)
+        key, query = (pairs.sum(f"{side}_source") for side in ("query", "key"))
+        assert key.top(1)[0].where == {"key_source": writer}
+        assert key.mean().max() > 0.5 * expected
+        assert query.top(1)[0].where == {"query_source": "m0"}  # of the token itself

@@ -111,6 +111,16 @@ def test_pairs_add_up_and_the_rest_is_said(form, against):
         assert encodings.abs().min() > 1e-3
 
 
+def test_pairs_that_are_looked_at_in_blocks_are_the_same(monkeypatch):
+    model = model_of("grouped")
+    whole = why_attends(model, cached(model), (1, 5), -1, 3, k=4)
+    monkeypatch.setattr("interp.reading.attending._BLOCK", 1)
+    blocks = why_attends(model, cached(model), (1, 5), -1, 3, k=4)
+    assert blocks.labels == whole.labels
+    assert blocks.about == whole.about
+    torch.testing.assert_close(blocks.values, whole.values, rtol=0, atol=0)
+
+
 def test_the_key_is_where_the_head_looks_most():
     model = model_of("plain")
     cache = cached(model)
@@ -188,10 +198,21 @@ def test_what_cannot_be_explained_is_refused():
         why_attends(model, cache, (1, 0), k=0)
     with pytest.raises(SelectionError):
         why_attends(model, cache, (1, 0), query=5)
+    with pytest.raises(ValueError, match="against must be a position or 'mean'; got 'first'"):
+        why_attends(model, cache, (1, 0), against="first")
+    for point in ("q", "k", "v", "pattern"):
+        with HookedRunner(model).hooks({f"blocks.1.attn.{point}": edits.scale(2.0)}):
+            edited = HookedRunner(model).run_with_cache(TEXT)[1]
+        with pytest.raises(CacheError, match=r"head \(1, 0\) must do in the run what it does now"):
+            why_attends(model, edited, (1, 0))
     hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
     with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):
         edited = HookedRunner(model).run_with_cache(TEXT)[1]
     with pytest.raises(CacheError, match="pairs must add up to the score"):
         why_attends(model, edited, (1, 0))
+    chosen = torch.tensor([-1, 3]), torch.tensor([[2], [0]])[:, 0]
+    lists = ([-1, 3], [2, 0])
+    one, other = (why_attends(model, cache, (1, 4), *each) for each in (chosen, lists))
+    torch.testing.assert_close(one.values, other.values)
     with HookedRunner(model).hooks(hooks):  # an edit of what a part adds is a part's own value
         why_attends(model, HookedRunner(model).run_with_cache(TEXT)[1], (1, 0), query=2)

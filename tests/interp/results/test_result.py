@@ -386,6 +386,22 @@ def test_nodes_as_axes():
         result.by("heads")
 
 
+def test_sums_along_an_axis(result):
+    for axis in result.axes[:-1]:
+        added = result.sum(axis)
+        torch.testing.assert_close(added.values, result.values.sum(result.axes.index(axis)))
+        assert added.axes == tuple(each for each in result.axes if each != axis)
+        assert axis not in {**added.labels, **added.words}
+        assert (added.about, added.unit) == (result.about, result.unit)
+        torch.testing.assert_close(added.base, result.base)
+    with pytest.raises(ValueError, match=r"mean\(\) is their mean"):
+        result.sum("example")
+    with pytest.raises(UnknownNameError, match="axis of this result"):
+        result.sum("heads")
+    shares = Result(torch.rand(2, 3), ("head", "example"), bounds=(0.0, 1.0))
+    assert shares.sum("head").bounds is None
+
+
 def test_differences(result):
     other = replace(
         result,

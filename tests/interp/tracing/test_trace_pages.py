@@ -288,3 +288,46 @@ def test_the_command_writes_the_page_and_the_file(graph, tmp_path, capsys):
     for wrong in (["--target", "xy"], ["--nodes", "2"], ["--transcoders", "pydoc-4l/resid_post"]):
         assert main(["trace", "--prompt", TEXT, *wrong]) == 1
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+LOOKS = """
+addEventListener("message", () => {
+  const all = text => [...document.querySelectorAll(text)], told = [];
+  for (let n = 0; n < all(".spot.head").length; n++) {
+    all(".spot.head")[n].dispatchEvent(new MouseEvent("click"));
+    const spots = all(".side .text span").map(span => [span.textContent, span.style.background]);
+    told.push([document.querySelector(".side h2").textContent, document.querySelector(".side dl").innerText, spots,
+      all(".side .link").map(link => link.innerText)]);
+  }
+  parent.postMessage(JSON.stringify(told), "*");
+});
+"""
+
+
+def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
+    model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
+    more = {"max_features": 32, "attention": True}
+    pruned = attribution_graph(model, TEXT, transcoders, targets=["V"], **more).pruned(0.3, 0.5)
+    assert len(pruned.cells) == 8
+    assert "8 scores of heads" in repr(pruned)
+    seen = seen_in_browser(pictures.attribution(pruned).html(), tmp_path, LOOKS)
+    for cell in pruned.cells:
+        at = f"{cell.key} “{visible(TEXT[cell.key])}”"
+        title = f"head {cell.head} of layer {cell.layer} looks at {at}"
+        (_, about, spots, links) = next(
+            each for each in seen if each[0] == title and f"\n{cell.query}\n" in each[1]
+        )
+        assert f"{cell.score:.4g}, of pairs" in about
+        for one, two, value in cell.pairs:
+            assert f"{value:+.3g}" in about
+            assert one in about
+            assert two in about
+        assert [text for text, _ in spots] == [visible(token) for token in TEXT]
+        # The strongest colour is where the head looks most.
+        colours = [sum(map(int, colour[4:-1].split(","))) for _, colour in spots]
+        assert colours.index(min(colours)) == max(range(len(TEXT)), key=cell.pattern.__getitem__)
+        assert len(links) == 1
+        assert links[0].endswith("V")
+    # Files have the sums alone.
+    kinds = {node["feature_type"] for node in pruned.as_json("x", "m")["nodes"]}
+    assert kinds <= {"cross layer transcoder", "mlp reconstruction error", "embedding", "logit"}

@@ -25,7 +25,7 @@ from interp.features import (
 )
 from interp.tracing import attribution_graph, influence
 from interp.tracing.frozen import FrozenRun
-from interp.tracing.intervention import Intervention, predicted
+from interp.tracing.intervention import Intervention, predicted_changes
 from models import Transformer, TransformerConfig, attach, from_transformer_lens
 from tests.attachable import made
 from tests.count import ROOT
@@ -407,8 +407,15 @@ def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
     # Parallel blocks have no stream between their sublayers.
     reads = "resid_mid" if "blocks.0.resid_mid" in HookedRunner(model).points else "resid_pre"
     dictionaries = {"blocks.0.mlp_out": Dictionary(*weights, TopK(5), reads=reads, transcodes=True)}
-    graph = attribution_graph(model, text, dictionaries, targets=[3, (3, 5)])
+    graph = attribution_graph(model, text, dictionaries, targets=[3, (3, 5)], attention=True)
     assert graph.gap < 1e-5
+    assert 0 < graph.attention_gap < 1e-4
+    scores = HookedRunner(model).run_with_cache(text, names="*.scores")[1]["scores", 1]
+    for through in ("paths", "writers"):
+        table = graph.attention((1, 1), -2, 3, against=0, through=through)
+        expected = scores[0, 1, 4, 3] - scores[0, 1, 4, 0]
+        tolerance = 1e-5 * table.about["summed sizes of all pairs"]
+        torch.testing.assert_close(table.values.sum(), expected.detach(), rtol=0, atol=tolerance)
     logits = model(text).logits[0, -1].detach()
     cap = getattr(model.config, "final_logit_softcapping", None)
     logits = cap * torch.atanh(logits / cap) if cap else logits
@@ -631,14 +638,14 @@ def test_features_that_are_set_together_stay_as_they_are_set():
 
 def test_the_correlation_is_of_nodes_that_were_predicted_to_change():
     predicted, true = torch.tensor([1.0, 2, 3, 4, 5, 0]), torch.tensor([1.0, 2, 3, 4, 7, 99])
-    result = Intervention({}, [*"abcdef"], predicted, predicted, true)
+    result = Intervention({}, [*"abcdef"], predicted, predicted, 0 * true, true, true, true)
     r = float(np.corrcoef(predicted[:5], true[:5])[0, 1])
     assert result.correlation == pytest.approx(r)
     # Fisher's z has a standard error of 1 / √(n - 3), here of n = 5.
     ends = [math.tanh(math.atanh(r) + sign * 1.96 / math.sqrt(2)) for sign in (-1, 1)]
     assert result.interval == pytest.approx(ends)
     # All change as much, so there is no correlation, and none to be sure of.
-    none = Intervention({}, [*"abcdef"], predicted, predicted, torch.ones(6))
+    none = Intervention({}, [*"abcdef"], predicted, predicted, 0 * true, *[torch.ones(6)] * 3)
     assert all(map(math.isnan, (none.correlation, *none.interval)))
     assert "correlation nan\n" in repr(none)
 
@@ -717,9 +724,9 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
             influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
-            predicted(rows, column, one, one, torch.zeros(1).bool())
+            predicted_changes(rows, column, one, one, torch.zeros(1).bool())
         with pytest.raises(ValueError, match="must be finite"):  # also where nothing is passed on
-            predicted(rows, column, one, one, torch.ones(1).bool())
+            predicted_changes(rows, column, one, one, torch.ones(1).bool())
     rows = FrozenRun.rows
     monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: math.inf * rows(*arguments))
     with pytest.raises(ValueError, match="effects must be finite"):
