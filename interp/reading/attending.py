@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hooks import ActivationCache, CacheError
-from hooks.shared import Index, Selection, real_columns, without_gradients
+from hooks.shared import Index, Selection, real_columns, to_device, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_of, words_of
@@ -88,7 +88,7 @@ def why_attends(
     in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, head[1]]
     v, at_query = scores.v[:, :, scores.part("k", head[1])[1]], asked.weights["q"]
     z = torch.einsum("bij,bi,bje->be", scores.pattern[:, head[1]], at_query, v)
-    if not is_rounding(torch.einsum("bie,bi->be", in_run, at_query), z, parts.dtype).all():
+    if not is_rounding(in_run[at_query.bool()], z, parts.dtype).all():
         raise CacheError(f"head {head} must do in the run what it does now; was it edited there?")
     linear, scale = parts.norm_in_run(attention.norm)
     names, sources = ["bias", "attn.pos_embed"], list[list[Tensor]]([[], []])
@@ -101,6 +101,8 @@ def why_attends(
     for group in parts(layer):
         names += group.names
         read = linear.after(group.vectors()) / scale
+        if parts.mask is not None:  # some kernels give NaN at padding
+            read = read.masked_fill(~to_device(parts.mask, read.device)[..., None], 0)
         for held, (readings, which, weights) in zip(sources, sides, strict=True):
             directions = readings.directions(which)
             held.append(torch.einsum("wbpd,bped,bp->wbe", like(read, weights), directions, weights))

@@ -191,7 +191,7 @@ def test_a_stream_is_put_into_another_run(ours, theirs):
 
 def test_keys_of_induction_heads_are_made_by_a_head_that_looks_at_the_previous_token(ours):
     tokens = repeated_tokens(2000, 24, batch=3, seed=1) + 1000
-    _, cache = run_with_cache(ours, tokens, lazy=True)
+    _, cache = run_with_cache(ours, tokens)
     induction, previous = (
         head_scores(ours, cache, kind) for kind in ("induction", "previous_token")
     )
