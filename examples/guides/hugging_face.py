@@ -28,7 +28,8 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #
 # - Any causal language model of `transformers` 5.6 or later, and encoders like BERT. Encoders with decoders are refused.
 # - [Mixtures of experts](experts.py) have their router, the chosen experts, their weights, and what each gives.
-# - State spaces, convolutions and linear attention have `mixer_out`, what they add to the stream, in place of `attn_out`.
+# - State spaces, convolutions and linear attention have `mixer_out`, what they add to the stream, in place of `attn_out`, or beside it
+#   where both read the same (Falcon H1).
 # - Attention goes through the library's own interface. Unhooked it uses the kernel that the model was using. `scores` and `pattern`
 #   are there for `eager` and `sdpa`.
 # - Some models have attention by code of their own (bloom, codegen, falcon, gpt_neo, gptj, mpt, openai-gpt, xglm and others). They get
@@ -46,8 +47,8 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 # - Circuits, edge attribution, attribution graphs, `decompose` and `direct_logit_attribution` need the parts of each block. For families
 #   that `from_hf` knows these are its plain model's. For others a view of the blocks is made from one run: weights are got from unit
 #   vectors, and attention is the model's own module, so a run of the view takes two forward passes. The view must give the model's
-#   logits, else it is refused. Of [111 architectures](architectures.md) 78 have one. For the others the error names what is missing: latent or gated
-#   attention, norms of sums, or heads that share keys inside a fused map.
+#   logits, else it is refused. Of [118 architectures](architectures.md) 80 have one. For the others the error names what is missing: latent or gated
+#   attention, another mixer of positions, norms of sums, or heads that share keys inside a fused map.
 # - A model that a tensor-parallel plan splits (`tp_plan="auto"` under torchrun) is attached, run and edited by all processes alike. Each
 #   point has the heads and neurons of all of them, and edits count them so; weights are joined. Without `attach`, a module that holds a
 #   part is refused by name. All processes call `harvest` too, with one directory. 38 tiny
@@ -62,7 +63,7 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #
 # ## How it was tested
 #
-# - 111 tiny random architectures of transformers 5.24, and 91 of them in 5.6 once: unhooked logits are bitwise the model's own.
+# - 118 tiny random architectures of transformers 5.24, and 91 of them in 5.6 once: unhooked logits are bitwise the model's own.
 #   With hooks everywhere they are bitwise those of eager mode; falcon's and diffllama's, which keep a kernel of their own, to 3e-6.
 # - Seven architectures in drawn settings, until every two values had met: precision, kernel, padding, positions, kind of cache, adapters
 #   (attach after they are added), copies, subclasses, and embeddings in place of tokens. Logits, a cached value and an edit are

@@ -106,6 +106,15 @@ class Attached(ReadsText):
                 ):
                     why = f"{some} has another mixer of positions, mixer_out"
                 self.left_out[name] = why
+        routers = (
+            layout.attention for layout in self._language.layouts if layout.attention is not None
+        )
+        if any(
+            "router" in name.split(".")
+            for attention in routers
+            for name, _ in attention.named_modules()
+        ):
+            self.left_out["attn.router"] = "attention chooses among experts by a router of its own"
         if "ln_final.normalized" not in points:
             self.left_out["ln_final"] = "no norm of one module comes after the last block"
 

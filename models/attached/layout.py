@@ -32,7 +32,8 @@ class BlockLayout:
         attention: the module that calls the attention function.
         is_traced: whether that module computes attention by code of its own.
         attn_out, mlp_out: what the sublayers add.
-        mixer_out: what a first sublayer without attention adds, such as a state space or a convolution.
+        mixer_out: what a mixer of positions without attention adds, such as a state space or a convolution, in place of attention
+            or beside it.
         mid_in, mid_out: the module whose input, or output, is the stream between them.
         norms: by our names.
         act, post, linear: in the MLP, the nonlinearity, the last map and what the gate is multiplied with.
@@ -93,7 +94,10 @@ def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
         return f"run {' or '.join(map(str, sorted(times)))} times"
     for call in chain:
         if not call.inputs or call.output is None or call.output.ndim != 3:
-            return f"give {'no tensor' if call.output is None else [*call.output.shape]}"
+            if call.output is None:
+                return "give no tensor"
+            several = " (several streams)" if call.output.ndim == 4 else ""
+            return f"give {[*call.output.shape]}{several}"
     if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
         return "do not read what the last one gave"
     return None
@@ -112,7 +116,7 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
         layout.attention, layout.is_traced = attending[0].module, probe.parts is not None
     # Attention in other functions shows in nothing else.
     named = [c for c in once if "attention" in type(c.module).__name__.lower()]
-    factors = factors_of(*block.module.modules(), *configs)
+    factors = [1.0, *factors_of(*block.module.modules(), *configs)]
     sublayers = _sublayers(layout, block, once, [1.0]) or _sublayers(layout, block, once, factors)
     mixers = attending or named
     first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
@@ -124,7 +128,7 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
         if call is first:
             layout.attn_out = added
             _name(layout, "ln1_post", call)
-        elif first is not None or at == 1:
+        elif at == 2 or (len(sublayers) == 2 and (first is not None or at == 1)):
             layout.mlp_out, adding = added, call
             _name(layout, "ln2_post", call)
             find_mlp(layout, call, once, [other for other, _ in sublayers if other is not call])
@@ -159,14 +163,18 @@ def _sublayers(
         mid = _stream_of(reader, pre)
         if mid is None or is_same(mid, pre.to(mid.dtype)):
             continue
-        first = summand(pre, mid, [c for c in calls if c.ended < reader.began], factors)
-        if first is None:
-            continue
+        before = [c for c in calls if c.ended < reader.began]
         after = [c for c in calls if c.began >= reader.began]
-        if second := summand(mid, post, after, factors):
+        first = summand(pre, mid, before, factors)
+        # Attention and another mixer of positions may stand side by side, each with a factor.
+        both = parallel(pre, mid, before, factors) if len(factors) > 1 and first is None else []
+        firsts = [first] if first else both
+        if firsts and (second := summand(mid, post, after, factors)):
             layout.mid_in = reader.module
             _name_readers(layout, [pre, mid], calls)
-            return [first, second]
+            return [*firsts, second]
+        if first is None:
+            continue
         if second := _after_post_norm(layout, reader, post, after):
             return [first, second]
         if alone is None and norm_of(reader):

@@ -100,15 +100,34 @@ def factors_of(*owners: Any) -> list[float]:
     return [value for value in dict.fromkeys(held) if abs(value) > 1e-3 and value != 1]
 
 
-def parallel(pre: Tensor, post: Tensor, calls: Sequence[Call]) -> list[tuple[Call, Summand]]:
-    """The two calls whose outputs are added to the stream together, in order."""
+def parallel(
+    pre: Tensor, post: Tensor, calls: Iterable[Call], factors: Sequence[float] = (1.0,)
+) -> list[tuple[Call, Summand]]:
+    """The two calls whose outputs, each times one of the factors, are added to the stream together, in order."""
     latest = sorted(calls, key=lambda call: call.ended, reverse=True)
     fitting = [c for c in latest if c.output is not None and c.output.shape == pre.shape]
-    best, explained = 4.0, None
+    best, explained = 4.0, list[tuple[Call, Summand]]()
     for second, first in itertools.combinations(fitting, 2):
-        if first.ended < second.began:
-            terms = (first.output, second.output, pre)
-            error = min(_error(post, *order) for order in itertools.permutations(terms))  # type: ignore[arg-type]
-            if error < best:
-                best, explained = error, (first, second)
-    return [(c, Summand(c.module, 1.0, c.is_overwritten)) for c in explained or ()]
+        if first.ended >= second.began:
+            continue
+        pair = first, second
+        outputs = [call.output for call in pair if call.output is not None]
+        scales = _factors(outputs, post - pre, factors)
+        terms = [x if scale == 1 else x * scale for x, scale in zip(outputs, scales, strict=True)]
+        error = min(_error(post, *order) for order in itertools.permutations([*terms, pre]))
+        if error < best:
+            best = error
+            explained = [
+                (call, Summand(call.module, scale, call.is_overwritten))
+                for call, scale in zip(pair, scales, strict=True)
+            ]
+    return explained
+
+
+def _factors(terms: Sequence[Tensor], change: Tensor, factors: Sequence[float]) -> list[float]:
+    """The factors that are nearest to those with which terms come closest to a change."""
+    if len(factors) == 1:
+        return [factors[0]] * len(terms)
+    columns = torch.stack([term.double().flatten() for term in terms], 1)
+    solution = torch.linalg.lstsq(columns, change.double().flatten()[:, None]).solution
+    return [min(factors, key=lambda f: abs(f - best)) for best in solution[:, 0].tolist()]

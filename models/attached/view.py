@@ -76,8 +76,16 @@ class PlainView(nn.Module):
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
         for n, layout in enumerate(layouts):
-            if layout.attention is None or layout.attn_out is None or layout.mid_out is not None:
-                raise missing(n, "attention that adds to the stream")
+            if layout.mixer_out is not None:
+                raise missing(n, "attention as its only mixer of positions, without mixer_out,")
+            if layout.mid_out is not None:
+                raise missing(
+                    n, "norms of what its sublayers read, not of the sum with the stream,"
+                )
+            if layout.attention is None or layout.attn_out is None:
+                raise missing(
+                    n, "attention at points (attn.q, ...) whose output is added (attn_out)"
+                )
             if shards := carried(model.blocks[n].attn.z, "shards"):
                 rule = f"heads that are not split over {shards.mesh.size()} processes"
                 raise missing(n, rule)

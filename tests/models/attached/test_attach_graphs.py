@@ -36,8 +36,8 @@ FOREIGN = dict.fromkeys(("gpt2", "opt"), ("head_dim", "intermediate_size", "num_
 FOREIGN["gpt_neox"] = ("head_dim", "num_key_value_heads")
 REFUSED = {
     "deepseek_v3": "heads of one size",
-    "qwen3_next": "attention that adds to the stream",
-    "bert": "attention that adds to the stream",
+    "qwen3_next": "attention as its only mixer of positions",
+    "bert": "not of the sum with the stream",
     "falcon": "columns belongs to one head",
 }
 

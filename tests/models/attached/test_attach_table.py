@@ -24,8 +24,9 @@ LACKS = {
     "falcon gpt_neox": "resid_mid",
     "openai-gpt": HIDDEN,  # a function, not a module, between them
     "gpt_neox_japanese": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",  # the last block
-    "qwen3_5_text qwen3_next": f"{ATTENTION} attn_out",  # the second block has linear attention
-    "lfm2": f"{ATTENTION} attn_out {HIDDEN}",  # the second block has a convolution
+    "lara_mini qwen3_5_text qwen3_next": f"{ATTENTION} attn_out",  # the second block has linear attention
+    "jamba lfm2": f"{ATTENTION} attn_out {HIDDEN}",  # a block has a state space, or a convolution
+    "bamba lfm2_moe": f"{ATTENTION} attn_out",
     "codegen cohere cohere2 cohere2_moe gptj phi": f"resid_mid {LN2}",  # parallel, with one norm
     "exaone4 flex_olmo olmo2 olmo3": f"{LN1} {LN2}",  # norms of outputs only
     "modernbert-decoder": LN1,  # the first block has none
@@ -163,7 +164,7 @@ def check_identities(w, cache, edited=()):
     for layer in range(LAYERS):
         at, block = of_layer(cache, layer), f"blocks.{layer}."
         first, second = norms_of(w, layer)
-        total = at["resid_pre"] + at.get("attn_out", at.get("mixer_out", 0))
+        total = at["resid_pre"] + at.get("attn_out", 0) + at.get("mixer_out", 0)
         if "resid_mid" in at and {"attn_out", "mixer_out"} & at.keys():
             equal(block + "resid_mid", first(total), "ln1" if w.name in POST else "none")
         total = at.get("resid_mid", total)
