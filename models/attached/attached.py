@@ -105,6 +105,11 @@ class Attached(ReadsText):
                     f"blocks.{n}.mixer_out" in points for n in without
                 ):
                     why = f"{some} has another mixer of positions, mixer_out"
+                layouts = self._language.layouts
+                if name in ("mlp_out", "resid_mid") and all(
+                    layouts[n].reads_first for n in without
+                ):
+                    why = "what is added after attention is scaled, or a sum of several"
                 self.left_out[name] = why
         routers = (
             layout.attention for layout in self._language.layouts if layout.attention is not None

@@ -134,6 +134,14 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
             find_mlp(layout, call, once, [other for other, _ in sublayers if other is not call])
         else:
             layout.mixer_out, adding = added, call
+    if layout.reads_first and (read := layout.norms.get("ln2")):
+        # What comes second is no module's output. The MLP in it is the module that reads its norm.
+        output = next(call.output for call in once if call.module is read.module)
+        readers = (
+            c for c in once if c.inputs and c.output is not None and is_same(c.inputs[0], output)
+        )
+        if (mlp := next(readers, None)) is not None:
+            find_mlp(layout, mlp, once, [call for call, _ in sublayers])
     layout.experts = find(inside, adding)
     return layout
 

@@ -33,7 +33,7 @@ LACKS = {
     "jetmoe": HIDDEN,
     # The stream is scaled, not only added to.
     "doge": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",
-    "gemma4_text": f"resid_mid mlp_out {HIDDEN}",  # a scaled sum of several
+    "gemma4_text": "resid_mid mlp_out",  # a scaled sum of several
     "granitemoeshared": "resid_mid mlp_out",
 }
 LACKS = {name: set(lacks.split()) for names, lacks in LACKS.items() for name in names.split()}

@@ -223,6 +223,9 @@ def test_left_out_says_why():
     for kind, point in {"jetmoe": "mlp.routing", "llama4_text": "mlp.experts"}.items():
         with attach(made(kind)) as attached:
             assert "numbers" in attached.left_out[point]
+            assert ("attn.router" in attached.left_out) == (kind == "jetmoe")
+    with attach(made("gemma4_text")) as attached:
+        assert "scaled" in attached.left_out["mlp_out"]
 
 
 def scaled(forward, x, *choice):
