@@ -171,7 +171,7 @@ def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: if there is no such head.
     """
-    layer, number = head
+    layer, number = head if isinstance(head, Sequence) and len(head) == 2 else (-1, -1)
     sizes = [each.heads.stop - each.heads.start for each in graph.layers]
     if not (0 <= layer < len(sizes) and 0 <= number < sizes[layer]):
         raise ValueError(
