@@ -107,7 +107,8 @@ refused(lambda: lazy["blocks.2.resid_post.features"])
 #
 # ## Never tried
 #
-# - No GPU was at hand ([speed](speed.py)). Of published files these were: SmolLM2-135M, llama.cpp's vocabularies, Mistral's
+# - A GPU was at hand once, for five minutes ([speed](speed.py)); attached models and attribution graphs were not seen to work
+#   there. Of published files these were: SmolLM2-135M, llama.cpp's vocabularies, Mistral's
 #   tekken.json. No published dictionary was: their readers were tested with files that the libraries wrote, or by the published formula.
 # - Pages were driven in Chromium. Notebooks were run with Jupyter's kernel; VS Code and Colab were not tried.
 # - Stores stood on disks and in the object store that `fsspec` keeps in memory; S3 and its like were not at hand. Ray ran on one machine.

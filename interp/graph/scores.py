@@ -145,7 +145,7 @@ class BlockScores:
         """What gradients at the pattern are at the scores, at queries and at keys."""
         held = self._run_of
         through = partial(torch.autograd.grad, retain_graph=True, is_grads_batched=True)
-        (at_scores,) = through(held["pattern"], held["cut"], change.to(held["pattern"].dtype))
+        (at_scores,) = through(held["pattern"], held["cut"], like(change, held["pattern"]))
         of_q, of_k = through(held["scores"], (held["q"], held["k"]), at_scores)
         return at_scores, at_least_float32(of_q), at_least_float32(of_k)
 

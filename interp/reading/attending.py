@@ -100,7 +100,7 @@ def why_attends(
             held.append(torch.einsum("bpe,bp->be", value, weights)[None])
     for group in parts(layer):
         names += group.names
-        read = linear.after(group.vectors()) / scale
+        read = linear.after(to_device(group.vectors(), scale.device)) / scale
         if parts.mask is not None:  # some kernels give NaN at padding
             read = read.masked_fill(~to_device(parts.mask, read.device)[..., None], 0)
         for held, (readings, which, weights) in zip(sources, sides, strict=True):

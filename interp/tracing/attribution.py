@@ -48,7 +48,7 @@ def attribution_graph(
     Args:
         model: a plain or an attached model in evaluation mode; see `FrozenRun`.
         text: one text, or its tokens.
-        transcoders: by `blocks.L.mlp_out`, or one across layers, as `load_sae` gives them.
+        transcoders: by `blocks.L.mlp_out`, or one across layers, as `load_sae` gives them; on the device of the logits.
         targets: the most tokens, a token's text, or a list. In it a text or a number is a token, two of them are the
             difference of their logits, and three numbers are a feature, (layer, feature, pos).
         desired_prob: likely tokens are targets until their probabilities add up to this.

@@ -193,5 +193,5 @@ class Descent:
                 direction = direction[:, 0]
                 made[:, part] += direction[:, :stop].transpose(0, 1)
                 self.rows[part, -1] += constants + direction.sum(1) @ bias
-                self.moved[part] += (run.like(at_scores) * scores.scores).sum((1, 2, 3, 4))
+                self.moved[part] += run.like(at_scores * scores.scores).sum((1, 2, 3, 4))
         return made

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device, without_gradients
+from hooks.shared import all_to_device, to_device, without_gradients
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
@@ -94,11 +94,11 @@ class FrozenRun:
             raise ValueError(f"the text must be one, without padding; got {[*given.tokens.shape]}")
         if first < 0:
             raise ValueError(f"first must be 0 or more; got {first}")
-        self.tokens: Int[Tensor, " pos"] = given.tokens[0]
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         names = [*graph.needed, *(graph.names[point] for point in self._points())]
         output, self.cache = graph.runner().run_with_cache(given.tokens, names=names)
         self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits_of(output)[0].detach())
+        self.tokens: Int[Tensor, " pos"] = to_device(given.tokens[0], self.logits.device)
         if not self.logits.isfinite().all():  # a weight's name says more than a place among logits
             for name, weight in model.named_parameters():
                 finite(weight, name)
@@ -256,8 +256,9 @@ class FrozenRun:
                 yield from (norm.scale, norm.normalized)
 
     def at(self, point: nn.Module) -> Float[Tensor, "*size"]:
-        """The value of a point, in at least float32."""
-        return at_least_float32(self.cache[self.graph.names[point]])[0]
+        """The value of a point, in at least float32, on the device of the logits."""
+        value = at_least_float32(self.cache[self.graph.names[point]])[0]
+        return to_device(value, self.logits.device)
 
     def like(self, values: Tensor) -> Tensor:
         """Values on the device and in the dtype of the logits."""

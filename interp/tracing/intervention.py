@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks import Point
-from hooks.shared import without_gradients
+from hooks.shared import to_device, without_gradients
 from interp import edits
 from interp.numbers.precision import at_least_float32, finite, like
 from interp.results.places import written
@@ -188,7 +188,7 @@ def true_values(
     read: dict[str, Tensor] = {}
 
     def see(value: Tensor, point: Point) -> None:
-        read[point.name] = at_least_float32(value[0])
+        read[point.name] = to_device(at_least_float32(value[0]), run.logits.device)
 
     def write(value: Tensor, point: Point) -> Tensor:
         here, value = point.layer, value.clone()

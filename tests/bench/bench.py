@@ -35,12 +35,11 @@ from interp import (
     run_circuit,
     spectra,
     svd_targets,
-    sweep,
 )
 from interp.features import Dictionary, TopK, splice
 from interp.store import statistics
 from models import attach, generate, load
-from tests.bench import gpu, peers, timing
+from tests.bench import gpu, peers, shared, timing
 
 Calls = dict[str, timing.Call]
 
@@ -155,28 +154,12 @@ def attached_patterns() -> Calls:
     }
 
 
-class Patches:
-    """A sweep that patches each layer at every `step`th place of a site."""
-
-    def __init__(self, model: Any, shape: peers.Shape, site: str, step: int = 1) -> None:
-        self.model, clean = model, shape.tokens()
-        self.corrupted = (clean + 1) % shape.vocab
-        cache = HookedRunner(model).capture(clean, names=f"blocks.*.{site}")
-        axis = {"resid_pre": "pos", "v": "kv_head"}.get(site, "head")
-        places = range(step - 1, shape.pos if axis == "pos" else shape.heads, step)
-        self.edits = [{n: edits.replace(cache, **{axis: at})} for at in places for n in cache]
-        self.each = len(self.edits)
-
-    def __call__(self) -> object:
-        return sweep(self.model, self.corrupted, self.edits, log_prob(0))
-
-
 def sweeps(shape: peers.Shape, **sites: int) -> Calls:
     """One patch of each sweep against a plain forward pass; sites with their steps."""
     ours, tokens = peers.ours(shape), shape.tokens()
     calls: Calls = {"plain forward": lambda: ours(tokens)}
     for site, step in sites.items():
-        calls[f"patch of {site}"] = Patches(ours, shape, site, step)
+        calls[f"patch of {site}"] = shared.Patches(ours, shape, site, step)
     return calls
 
 
@@ -203,22 +186,6 @@ def sweep_tiny() -> Calls:
     return sweeps(peers.SWEPT_TINY, resid_pre=1, z=1, v=1, pattern=1)
 
 
-def differentiated(ours: Any, clean: torch.Tensor, corrupted: torch.Tensor) -> timing.Call:
-    """Two forward passes, the second with a graph, and one backward pass."""
-    metric = log_prob(0)
-
-    def bare() -> None:
-        ours(corrupted)
-        with torch.enable_grad():
-            stream = ours.input_resid(clean).requires_grad_()
-            context, resid = ours.context(clean), stream
-            for block in ours.blocks:
-                resid = block(resid, context)
-            torch.autograd.grad(metric(ours.unembed(resid)).sum(), stream)
-
-    return bare
-
-
 def attribution() -> Calls:
     """Attribution patching against two forward passes and one backward pass: GPT-2-small shape, B=4 T=64."""
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=4, pos=64)
@@ -230,7 +197,7 @@ def attribution() -> Calls:
         return lambda: attribution_patching(ours, pairs, name, over)
 
     return {
-        "two forwards and one backward": differentiated(ours, clean, corrupted),
+        "two forwards and one backward": shared.differentiated(ours, clean, corrupted),
         "resid_pre, by pos": site("resid_pre", "layer", "pos"),
         "z, by pos and head": site("z", "layer", "pos", "head"),
         "mlp.post, by pos and neuron": site("mlp.post", "layer", "pos", "neuron"),
@@ -269,7 +236,7 @@ def edges() -> Calls:
     corrupted = (clean + 1) % shape.vocab
     pairs = Pairs(clean, corrupted, metric=log_prob(0))
     return {
-        "two forwards and one backward": differentiated(ours, clean, corrupted),
+        "two forwards and one backward": shared.differentiated(ours, clean, corrupted),
         "all edges": lambda: edge_attribution(ours, pairs),
         "all edges, by pos": lambda: edge_attribution(ours, pairs, over="pos"),
     }

@@ -10,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hooks import HookedRunner
+from interp import Pairs, activation_patching, attribution_patching, edge_attribution, log_prob
 from models import Transformer, TransformerConfig, generate
 from tests.bench import peers, timing
+from tests.bench.shared import differentiated
 
 Calls = dict[str, timing.Call]
 
 TRAINED = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=1024)
 PROMPTS = dataclasses.replace(TRAINED, batch=1, pos=32, new=128)
+PAIRS = dataclasses.replace(TRAINED, pos=64)
 LONG = (32768, 4096)
 
 
@@ -28,6 +31,7 @@ class Bench:
         device, dtype: of the weights.
         trained: the shape whose forward passes are measured.
         prompts: the shape that generates.
+        pairs: the shape of the pairs of texts that analyses read, in float32.
         long: the positions of the long text, and the width of the block that reads it.
     """
 
@@ -35,6 +39,7 @@ class Bench:
     dtype: torch.dtype = torch.bfloat16
     trained: peers.Shape = TRAINED
     prompts: peers.Shape = PROMPTS
+    pairs: peers.Shape = PAIRS
     long: tuple[int, int] = LONG
 
     @property
@@ -45,6 +50,7 @@ class Bench:
             "cached": self.cached,
             "decode": self.decode,
             "lengths": self.lengths,
+            "analyses": self.analyses,
         }
 
     def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -99,6 +105,23 @@ class Bench:
                     theirs.generate, there, cache_implementation=kind, **options
                 )
         return calls
+
+    def analyses(self) -> Calls:
+        """Attribution of nodes and edges, and patches of all heads, beside two forward passes and one backward pass."""
+        ours = peers.ours(self.pairs).to(self.device).requires_grad_(False)
+        clean = self.pairs.tokens().to(self.device)
+        corrupted = (clean + 1) % self.pairs.vocab
+        pairs = Pairs(clean, corrupted, metric=log_prob(0))
+        return {
+            "two forwards and one backward": differentiated(ours, clean, corrupted),
+            "attribution patching of z, by pos and head": lambda: attribution_patching(
+                ours, pairs, "z", ("layer", "pos", "head")
+            ),
+            "edge attribution": lambda: edge_attribution(ours, pairs),
+            "activation patching of z, by head": lambda: activation_patching(
+                ours, pairs, "z", ("layer", "head")
+            ),
+        }
 
     def lengths(self) -> Calls:
         """One block of Llama 3.1 8B's shape on a text of 32,768 tokens."""

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from interp import attribution_graph
 from interp.features import Dictionary, TopK
 from models import Transformer, TransformerConfig, from_transformer_lens
+from tests.bench import timing
 
 LAYERS, D_MODEL, VOCAB, POS, FEATURES, ACTIVE, TARGETS, TRACED = (
     12,
@@ -112,7 +113,7 @@ def measured(call: Callable[[], Any]) -> tuple[float, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    call()
+    timing.seconds(call)
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()
@@ -124,10 +125,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=64, help="of circuit-tracer")
+    parser.add_argument("--device", default="cpu", help="elsewhere, hookscope alone is measured")
     options = parser.parse_args()
     torch.manual_seed(0)
-    peer = theirs() if importlib.util.find_spec("circuit_tracer") else None
+    on_cpu, has_peer = options.device == "cpu", importlib.util.find_spec("circuit_tracer")
+    peer = theirs() if has_peer and on_cpu else None
     model, dictionaries = ours(peer)
+    model.to(options.device)
+    dictionaries = {name: one.to(options.device) for name, one in dictionaries.items()}
     tokens = torch.randint(1, VOCAB, (POS,))
     tokens[0] = 0
     calls: dict[str, Callable[[], Any]] = {

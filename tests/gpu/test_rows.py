@@ -15,8 +15,8 @@ ROWS = [*Bench("cpu").rows]
 @pytest.mark.parametrize("row", ROWS)
 @torch.no_grad()
 def test_rows_of_the_benchmark(where, row):
-    prompts = dataclasses.replace(TINY, batch=1, new=5)
-    calls = Bench(where, torch.float32, trained=TINY, prompts=prompts, long=(41, 64)).rows[row]()
+    shapes = dict(trained=TINY, prompts=dataclasses.replace(TINY, batch=1, new=5), pairs=TINY)
+    calls = Bench(where, torch.float32, **shapes, long=(41, 64)).rows[row]()
     results = {name: call() for name, call in runnable(calls).items()}
     assert results
     if row == "forward":

@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_map
 import interp
 from hooks import HookedRunner
 from interp import edits, logit_diff, sweep
+from interp.features import Dictionary, TopK
 from models import KVCache, Transformer, TransformerConfig
 from tests.pretended import DEVICE, SECOND, Devices, split
 from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB, some_tokens, variant
@@ -137,6 +138,30 @@ def through(fit, **options):
     return read
 
 
+def dictionaries(model, **options):
+    """One of each MLP, on the device of the last block."""
+    torch.manual_seed(0)
+    sizes = [(SIZES["d_model"], 17), (17, SIZES["d_model"]), (17,), (SIZES["d_model"],)]
+    drawn = [[torch.randn(*size, dtype=torch.float64) for size in sizes] for _ in range(2)]
+    made = (Dictionary(*weights, TopK(5), **options) for weights in drawn)
+    return {f"blocks.{n}.mlp_out": each.to(model.W_U.device) for n, each in enumerate(made)}
+
+
+def traced(model):
+    """An attribution graph, and what happens if a feature is set to 0."""
+    features = dictionaries(model, reads="ln2.normalized", transcodes=True)
+    graph = interp.attribution_graph(model, CLEAN[:1], features, targets=[3], attention=True)
+    name = next(node.id for node in graph.nodes if node.kind == "feature")
+    return [graph.rows, graph.by_attention, graph.intervene({name: 0.0}).true]
+
+
+def spliced(model):
+    features = {"blocks.1.mlp_out": dictionaries(model)["blocks.1.mlp_out"]}
+    scores = interp.evaluate_sae(model, features, TEXTS)
+    with interp.splice(model, features) as runner:
+        return [runner.run_with_cache(CLEAN)[0], scores.losses]
+
+
 def gradient_of_the_mask(model):
     mask = interp.graph.Graph(model).mask(EDGES).requires_grad_()
     return torch.autograd.grad(interp.run_circuit(model, PAIRS, mask).square().sum(), mask)
@@ -182,6 +207,9 @@ ANALYSES = {
     "full circuits": lambda model: [
         circuit.form() for circuit in interp.full_circuits(model, 1, 3, distance=1)
     ],
+    "attribution graph": traced,
+    "dictionaries": spliced,
+    "why a head looks there": reading(interp.why_attends, head=(1, 2), key=1),
     "targets": lambda model: interp.svd_targets(model, cached(model)).avwo,
 }
 

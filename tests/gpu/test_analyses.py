@@ -1,0 +1,84 @@
+"""Analyses on a GPU give the CPU's numbers, and attached models in half precision are unchanged there."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import interp
+from hooks import HookedRunner
+from models import attach
+from tests.gpu.kinds import gap
+from tests.interp.tracing.test_tracing import TEXT, model_of, transcoders
+from tests.models.test_devices import ANALYSES, PAIRS
+from tests.reference import variant
+
+PLAIN = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)
+FAMILIES = ["llama", "gemma2", "gpt_neox", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"]
+# Angles are computed in float32, by other instructions on a GPU.
+CLOSE = dict(rtol=1e-4, atol=1e-6, equal_nan=True)
+
+if not torch.cuda.is_available():
+    pytest.skip(
+        "the CPU is what a GPU is compared with, and PyTorch finds none", allow_module_level=True
+    )
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "one block on the CPU"])
+@pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
+def test_an_analysis_gives_the_numbers_of_the_cpu(analysis, split):
+    model = variant("sandwich", **PLAIN)
+    there = copy.deepcopy(model).to("cuda")
+    if split:
+        there.blocks[1].cpu()
+    values = tree_map(lambda leaf: leaf.cpu() if torch.is_tensor(leaf) else leaf, analysis(there))
+    torch.testing.assert_close(values, analysis(model), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["layer", "across"])
+def test_an_attribution_graph_is_that_of_the_cpu(kind):
+    model, read = model_of("rms"), "ln2.normalized"
+    dictionaries = transcoders(kind, read)
+    graphs = []
+    for device in ("cpu", "cuda"):
+        model.to(device)
+        if kind == "layer":
+            moved = {name: one.to(device) for name, one in dictionaries.items()}
+        else:
+            moved = dictionaries.to(device)
+        graphs.append(interp.attribution_graph(model, TEXT, moved, targets=[3], attention=True))
+    ours, there = graphs
+    assert [node.id for node in there.nodes] == [node.id for node in ours.nodes]
+    torch.testing.assert_close(there.rows.cpu(), ours.rows, **CLOSE)
+    torch.testing.assert_close(there.by_attention.cpu(), ours.by_attention, **CLOSE)
+    feature = next(node.id for node in ours.nodes if "feature" in node.kind)
+    changes = [graph.intervene({feature: 0.0}).true.cpu() for graph in (there, ours)]
+    torch.testing.assert_close(*changes, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_attached_models(kind, dtype):
+    there = pytest.importorskip("tests.attachable", reason="needs the extra hf")
+    config = there.config_of(kind)
+    for size in {"intermediate_size", "moe_intermediate_size"} & {*vars(config)}:
+        setattr(config, size, 16)  # kernels of experts in half precision want multiples of 8
+    model, tokens = there.made(kind, config=config).to("cuda", dtype), PAIRS.clean.to("cuda")
+    twin = copy.deepcopy(model)
+    attach(model)
+    expected = twin(tokens).logits
+    assert torch.equal(model(tokens).logits, expected)
+    logits, cache = HookedRunner(model).run_with_cache(tokens, names="*.resid_post")
+    assert torch.equal(logits.logits, expected)
+    if dtype is torch.float32:
+        on_cpu = there.made(kind, config=config)
+        attach(on_cpu)
+        cache = HookedRunner(model).run_with_cache(tokens)[1]
+        for name, value in HookedRunner(on_cpu).run_with_cache(PAIRS.clean)[1].items():
+            assert gap(cache[name], value) < 1e-4, name
+        effects = [
+            interp.activation_patching(each, PAIRS, "resid_post").values for each in (model, on_cpu)
+        ]
+        assert gap(*effects) < 1e-3
