@@ -36,8 +36,9 @@ from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.acdc import acdc
 from interp.effects.attribution import attribution_patching
 from interp.effects.comparison import compare
+from interp.effects.curves import curve
 from interp.effects.edges import edge_attribution
-from interp.effects.evaluation import auroc, completeness, curve, faithfulness, minimality
+from interp.effects.evaluation import auroc, completeness, faithfulness, minimality
 from interp.effects.integrated import integrated_gradients
 from interp.effects.nodes import node_effects
 from interp.effects.patch_top_k import patch_top_k

@@ -88,6 +88,7 @@ def test_the_tour_says_what_its_cells_show(capsys):
     assert "35 of 479 edges" in repr(names["circuit"])
 
 
+@pytest.mark.full
 def test_the_study_of_induction(capsys):
     names = guide("induction")
     best = names["patched"].top(4).__repr__()
@@ -161,6 +162,7 @@ def test_the_guide_of_stores(capsys):
     assert "part 272 of t«h»e lis" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_guide_of_attribution_graphs(capsys):
     names = guide("attribution_graphs")
     assert names["graph"].gap < 1e-5
@@ -439,6 +441,7 @@ def test_the_curves_of_the_handout(printed):
     assert (rnn[-1], attention[-1]) == (2048 * 256**2, 2048**2 * 256)
 
 
+@pytest.mark.full
 def test_the_training_example_takes_a_step(tmp_path):
     options = ["--steps", "1", "--out", str(tmp_path / "m")]
     script = [sys.executable, "examples/train_pydoc.py", *options]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
 from hooks.shared import config_hash, is_listened_to, unknown_name
-from interp.graph.nodes import Added, At, Writers, add, nodes_of_block
+from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
 from interp.graph.norms import is_identity, linear_part
 from interp.inputs.texts import text_of
 from interp.inputs.token_positions import real_of
@@ -61,7 +61,7 @@ class Graph:
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
         self._whole = model
         self.model: Any = plain(model, *_STEPS)
-        _check(self.model.blocks)
+        require_branches(self.model.blocks)
         self.names = {p.module: name for name, p in HookedRunner(self.model).points.items()}
         blocks = self.model.blocks
         parts = [
@@ -290,20 +290,6 @@ def writers(
 ) -> Float[Tensor, "writer batch pos d_model"]:
     """Return the contribution of each writer of `Graph(model)` to the stream; see `Graph.contributions`."""
     return Graph(model).contributions(cache)
-
-
-def _check(blocks: nn.ModuleList) -> None:
-    for block in blocks:
-        if not hasattr(block, "branches"):
-            raise TypeError(
-                f"a graph needs blocks with branches; got a {type(block).__name__} without them "
-                "(models.from_hf makes a model that has them)"
-            )
-        if any(branch.joined for branch in block.branches):  # type: ignore[union-attr]
-            raise ValueError(
-                "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where the stream is "
-                "not a sum of what was written"
-            )
 
 
 def _check_sum(total: Tensor, stream: Tensor) -> None:

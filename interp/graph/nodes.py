@@ -213,6 +213,21 @@ def nodes_of_block(n: int, block: Any, writers: dict[str, int], readers: dict[st
     return Layer(n, attention, heads, bias, q, k, v, mlp)
 
 
+def require_branches(blocks: nn.ModuleList) -> None:
+    """Refuse blocks that do not say what they add to the stream, or whose stream is no sum."""
+    for block in blocks:
+        if not hasattr(block, "branches"):
+            raise TypeError(
+                f"a graph needs blocks with branches; got a {type(block).__name__} without them "
+                "(models.from_hf makes a model that has them)"
+            )
+        if any(branch.joined for branch in block.branches):  # type: ignore[union-attr]
+            raise ValueError(
+                "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where the stream is "
+                "not a sum of what was written"
+            )
+
+
 def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     """Names of nodes or edges; one stands for itself.
 

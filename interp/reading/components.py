@@ -129,12 +129,14 @@ class ResidualComponents:
             ValueError: if they are not all that the MLP adds.
         """
         branch, mlp = layer.mlp.branch, f"blocks.{layer.n}.mlp"  # type: ignore[union-attr]
-        routing, chosen, given = (self.at(f"{mlp}.{x}") for x in ("routing", "chosen", "experts"))
-        chosen = chosen.long()
-        weighted = given * routing.gather(-1, chosen)[..., None]
-        values = given.new_zeros(*routing.shape, given.shape[-1])
-        values.scatter_add_(2, chosen[..., None].expand_as(given), weighted)
-        names = [f"m{layer.n}.e{expert}" for expert in range(routing.shape[-1])]
+        values = given = self.at(f"{mlp}.experts")
+        if f"{mlp}.routing" in self._points:
+            routing, chosen = (self.at(f"{mlp}.{part}") for part in ("routing", "chosen"))
+            chosen = chosen.long()
+            weighted = given * routing.gather(-1, chosen)[..., None]
+            values = given.new_zeros(*routing.shape, given.shape[-1])
+            values.scatter_add_(2, chosen[..., None].expand_as(given), weighted)
+        names = [f"m{layer.n}.e{expert}" for expert in range(values.shape[2])]
         if f"{mlp}.shared" in self._points:
             values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
             names.append(f"m{layer.n}.shared")

@@ -1,7 +1,7 @@
 """Nodes and links of an attribution graph."""
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["feature", "error", "token", "position", "bias", "logit"]
 
@@ -66,3 +66,27 @@ class Link(NamedTuple):
     source: str
     target: str
     weight: float
+
+
+def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Iterator[Node]:
+    """Yield the nodes of a frozen run's sources, in the order of columns, each with its influence."""
+    numbers, n_pos = run.tokens.tolist(), len(run.tokens)
+    features = (each.tolist() for each in (run.layer, run.pos, run.feature, run.activation))
+    nodes = [
+        Node(f"{layer}_{feature}_{pos}", "feature", layer, pos, feature, activation=value)
+        for layer, pos, feature, value in zip(*features, strict=True)
+    ]
+    nodes += [
+        Node(f"{n}_-1_{pos}", "error", n, pos, -1, f"error of layer {n}")
+        for n in run.errors
+        for pos in range(n_pos)
+    ]
+    for n in run.embeddings:
+        for pos, (number, text) in enumerate(zip(numbers, words, strict=True)):
+            if n == run.embeddings[0]:
+                nodes.append(Node(f"E_{number}_{pos}", "token", -1, pos, number, text))
+            else:
+                nodes.append(Node(f"P_{pos}_{pos}", "position", -1, pos, pos, f"position {pos}"))
+    nodes.append(Node("B_0_0", "bias", -1, 0, 0, "all constants"))
+    for node, share in zip(nodes, influence, strict=True):
+        yield node._replace(influence=share)

@@ -17,7 +17,7 @@ from interp.tracing.attention import largest_cells, why, without_each_head
 from interp.tracing.descent import Targets
 from interp.tracing.frozen import FrozenRun
 from interp.tracing.intervention import Intervention
-from interp.tracing.nodes import AttentionCell, Link, Node
+from interp.tracing.nodes import AttentionCell, Link, Node, sources
 from interp.tracing.pruned import PrunedGraph
 from interp.tracing.targets import promoted_tokens
 
@@ -96,33 +96,8 @@ class AttributionGraph:
     @cached_property
     def nodes(self) -> list[Node]:
         """All nodes: the sources in the order of columns, then the logits."""
-        run, n_pos = self.run, len(self.run.tokens)
         shares = influence.cumulative(self.influence).tolist()
-        nodes = [
-            Node(f"{layer}_{feature}_{pos}", "feature", layer, pos, feature, activation=value)
-            for layer, pos, feature, value in zip(
-                *(each.tolist() for each in (run.layer, run.pos, run.feature, run.activation)),
-                strict=True,
-            )
-        ]
-        nodes += [
-            Node(f"{n}_-1_{pos}", "error", n, pos, -1, f"error of layer {n}")
-            for n in run.errors
-            for pos in range(n_pos)
-        ]
-        numbers = run.tokens.tolist()
-        for n in run.embeddings:
-            for pos, (number, text) in enumerate(zip(numbers, self.tokens, strict=True)):
-                if n == run.embeddings[0]:
-                    nodes.append(Node(f"E_{number}_{pos}", "token", -1, pos, number, text))
-                else:
-                    nodes.append(
-                        Node(f"P_{pos}_{pos}", "position", -1, pos, pos, f"position {pos}")
-                    )
-        nodes.append(Node("B_0_0", "bias", -1, 0, 0, "all constants"))
-        return [
-            node._replace(influence=share) for node, share in zip(nodes, shares, strict=True)
-        ] + [*self.logits]
+        return [*sources(self.run, self.tokens, shares), *self.logits]
 
     @cached_property
     def _places(self) -> dict[str, int]:

@@ -30,6 +30,7 @@ from models.attached.configs import (
 from models.attached.forward import Forward, Generate
 from models.attached.language import AttachedLanguage
 from models.attached.layout import BlockLayout, block_calls, layout_of
+from models.attached.missing import missing
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Call, ProbeRun, Watching, probed
 from models.attached.promises import Checks, logits_alone
@@ -37,12 +38,6 @@ from models.attached.sums import is_same
 from models.attached.wiring import restore_methods
 from models.text.texts import ReadsText
 from models.text.tokenizer import as_tokenizer
-
-USUAL = (
-    *("resid_pre", "ln1.scale", "ln1.normalized", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z"),
-    *("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out", "resid_post"),
-)  # fmt: skip
-"""The points of a usual block, by the last parts of their names."""
 
 SPLIT_AXES = {"head", "kv_head", "d_mlp"}
 """The axes that tensor-parallel plans split."""
@@ -82,7 +77,7 @@ class Attached(ReadsText):
             self._forward.prepare = language.with_positions
             self._join_shards()
             Checks(model, self._wiring, self.left_out)(layouts, reference)
-            self._say_what_is_missing()
+            self.left_out |= missing(model, layouts, self.left_out)
         except BaseException:
             self.remove()
             raise
@@ -91,37 +86,6 @@ class Attached(ReadsText):
         left_out = f"; without {', '.join(self.left_out)}" if self.left_out else ""
         points = len(HookedRunner(self.model).points)
         return f"Attached({type(self.model).__name__}, {points} points{left_out})"
-
-    def _say_what_is_missing(self) -> None:
-        """Notes each usual point that some block, or the model's end, is without."""
-        points, n_blocks = HookedRunner(self.model).points, len(self.model.blocks)
-        for name in USUAL:
-            without = [n for n in range(n_blocks) if f"blocks.{n}.{name}" not in points]
-            if without and not {name, *name.split(".")} & {*self.left_out}:
-                some = f"block {', '.join(map(str, without))}"
-                where = "any block" if len(without) == n_blocks else some
-                why = f"no module of {where} takes it in or gives it out"
-                if name.startswith("attn") and all(
-                    f"blocks.{n}.mixer_out" in points for n in without
-                ):
-                    why = f"{some} has another mixer of positions, mixer_out"
-                layouts = self._language.layouts
-                if name in ("mlp_out", "resid_mid") and all(
-                    layouts[n].reads_first for n in without
-                ):
-                    why = "what is added after attention is scaled, or a sum of several"
-                self.left_out[name] = why
-        routers = (
-            layout.attention for layout in self._language.layouts if layout.attention is not None
-        )
-        if any(
-            "router" in name.split(".")
-            for attention in routers
-            for name, _ in attention.named_modules()
-        ):
-            self.left_out["attn.router"] = "attention chooses among experts by a router of its own"
-        if "ln_final.normalized" not in points:
-            self.left_out["ln_final"] = "no norm of one module comes after the last block"
 
     def remove(self) -> None:
         """Takes everything out of the model again. A second call does nothing."""

@@ -9,7 +9,7 @@ from hooks import HookPoint, HookPoints
 from hooks.shared import hooks_last
 from models.attached.attention import AttentionPoints
 from models.attached.configs import text_config
-from models.attached.experts import ExpertPoints, Gated, Given, Routing
+from models.attached.expert_points import Copies, ExpertPoints, Gated, Given, Routing
 from models.attached.layout import BlockLayout
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
@@ -163,13 +163,15 @@ class Wiring:
     def _mlp(self, layout: BlockLayout) -> nn.Module:
         if (experts := layout.experts) is not None:
             mlp: Any = ExpertPoints(experts)
-            if experts.module is not None:
+            if experts.reads_copies and experts.module is not None:
+                self._listen(experts.module, Copies(mlp.experts, experts.n, experts.factor))
+            elif experts.module is not None:
                 self._listen(experts.module, Routing(mlp.routing, mlp.chosen, experts.n))
                 self._listen(experts.module, Given(mlp.experts, experts.factor))
-            if experts.shared is not None:
-                gate = experts.gate
-                wire = Output(mlp.shared) if gate is None else Gated(mlp.shared, gate)
-                self._listen(experts.shared, wire)
+            if experts.gate is not None and experts.shared is not None:
+                self._listen(experts.shared.module, Gated(mlp.shared, experts.gate))
+            elif experts.shared is not None:
+                self._added(mlp.shared, experts.shared)
             return mlp
         mlp = nn.Module()
         if layout.act and layout.post:

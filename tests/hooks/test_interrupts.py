@@ -95,6 +95,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # an interrupted generator

@@ -39,6 +39,7 @@ def moves(name, layers, cache, *places):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"])  # fmt: skip
 @pytest.mark.parametrize("cache", [None, KVCache])
 def test_stream_and_context_move_once_per_change_of_device(name, cache):
@@ -214,7 +215,7 @@ ANALYSES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
 def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
     changes = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)

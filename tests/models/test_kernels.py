@@ -59,7 +59,7 @@ def block(request, monkeypatch):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("mask", MASKS)

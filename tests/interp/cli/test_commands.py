@@ -37,6 +37,7 @@ def refused(capsys, *arguments):
     return err.splitlines()[-1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["points", "lens", "patch", "features", "trace", "generate", "harvest"]
 )

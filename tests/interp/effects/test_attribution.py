@@ -98,6 +98,7 @@ def name_of(site, layer):
     return f"blocks.{layer}.{'attn.' if SITES[site][1:] != 'pm' else ''}{site}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("form", "mask"),
     [
@@ -235,6 +236,7 @@ def live_tensors():
     return sum(type(kept) is torch.Tensor for kept in gc.get_objects())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("analysis", "options"),
     [

@@ -33,6 +33,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_edge_is_a_run_with_this_edge_alone(form):
     model, pairs = made(**FORMS[form]), Pairs(CLEAN, OTHER, attention_mask=LEFT, metric=answer)

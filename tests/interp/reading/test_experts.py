@@ -31,7 +31,8 @@ from tests.attachable import (
 )
 
 # Latent or gated attention, and sums of several modules, have no view.
-WITHOUT = "afmoe axk1 axk2 dots3 glm_moe_dsa glm4_moe_lite granitemoeshared laguna mimo qwen3_next deepseek"
+WITHOUT = """afmoe axk1 axk2 deepseek dots3 glm_moe_dsa glm4_moe_lite granitemoeshared jamba laguna lara_mini lfm2_moe mimo
+    qwen3_next sarvam_mla"""
 SUMS = [kind for kind in KINDS if not kind.startswith(tuple(WITHOUT.split()))]
 PAIRS = Pairs(TOKENS[:1], TOKENS[1:2], torch.tensor([[5, 8]]))
 
@@ -39,6 +40,17 @@ PAIRS = Pairs(TOKENS[:1], TOKENS[1:2], torch.tensor([[5, 8]]))
 def run(model, **given):
     with torch.no_grad():
         return HookedRunner(model).run_with_cache(input_ids=TOKENS, use_cache=False, **given)
+
+
+def test_experts_that_read_vectors_times_their_weights():
+    model = made("llama4_text")
+    given = call_of(copy.deepcopy(model))[1].view(N, BATCH, POS, -1)
+    attach(model)
+    _, cache = run(model)
+    parts = decompose(model, cache, experts=True)
+    for n in range(N):
+        agree(parts.values[parts.names.index(f"m{LAYERS - 1}.e{n}")], given[n])
+    agree(parts.values.sum(0), cache[f"blocks.{LAYERS - 1}.resid_post"])
 
 
 @pytest.mark.sampled(4)
@@ -68,7 +80,7 @@ def test_each_expert_adds_what_a_call_of_its_own_gives(kind):
         agree(total, logits[:, -1, 5], tolerance=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_patches_of_weights_are_those_of_raw_hooks(kind):
     model = made(kind)

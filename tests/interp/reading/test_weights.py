@@ -67,6 +67,7 @@ def scales(cache, name, like):
     return cache[name] if name in cache else torch.ones_like(like[..., :1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "changes"), FOLDED)
 def test_folded_circuits_are_what_a_run_computes(kind, changes):
     model = unbiased(kind, **changes)

@@ -41,6 +41,7 @@ def kill_one(out, killed):
     return None
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")  # Ray's own
 def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

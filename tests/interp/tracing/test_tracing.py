@@ -131,6 +131,7 @@ CASES = [(form, "layer") for form in FORMS] + [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "kind"), CASES)
 def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
     model = model_of(form)

@@ -128,6 +128,7 @@ def size(model):
     return model.config.hidden_size // HEADS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -146,6 +147,7 @@ def test_a_head_of_queries_keys_or_values(kind, name):
     assert (ours - logits(model)).abs().max() > 1e-3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_head_without_an_output(kind):
@@ -162,6 +164,7 @@ def test_a_head_without_an_output(kind):
     close(with_edit(model, "pattern", edits.zero(head=HEAD, query=AT)), theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_one_score(kind, monkeypatch):
@@ -193,6 +196,7 @@ def test_one_score(kind, monkeypatch):
     assert (theirs - logits(model)).abs().max() > 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_values_are_those_of_the_model(kind):
@@ -223,7 +227,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:the .* drew random numbers")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -295,6 +299,7 @@ def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
         assert (output.logits - logits(model)).abs().max() > 1e-3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_derivatives(kind):
     model = model_of(kind).requires_grad_(False)
@@ -314,6 +319,7 @@ def test_gradients_are_derivatives(kind):
             torch.testing.assert_close(rise, expected, rtol=0.02, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_sweeps_and_lazy_caches(kind):

@@ -104,6 +104,32 @@ def test_edits_are_those_of_raw_hooks(kind):
     assert torch.equal(edited(model, {f"{MLP}.experts": lambda value, point: value.clone()}), plain)
 
 
+def test_experts_that_read_vectors_times_their_weights():
+    """Llama 4 gives each expert all vectors, 0 where it was not chosen."""
+    model = made("llama4_text")
+    twin = copy.deepcopy(model)
+    _, output, _ = call_of(twin)
+    given = output.view(N, BATCH, POS, -1)
+    attach(model)
+    runner, names = HookedRunner(model), [f"{MLP}.experts", f"{MLP}.shared", f"{MLP}_out"]
+    with torch.no_grad():
+        cache = runner.capture(input_ids=TOKENS, use_cache=False, names=names)
+    assert torch.equal(cache[names[0]], given.movedim(0, 2))
+    assert ((given != 0).any(-1).sum(0) == model.config.num_experts_per_tok).all()
+    agree(given.sum(0) + cache[names[1]], cache[names[2]])
+
+    def without(module, args, output):
+        return output.view(N, BATCH, POS, -1).index_fill(0, torch.tensor([3]), 0).view_as(output)
+
+    with experts_of(twin).register_forward_hook(without):
+        expected = logits(twin)
+    assert torch.equal(edited(model, {names[0]: edits.zero(expert=3)}), expected)
+    # The model adds to what the shared expert gives, and an edit's own tensor stays as it was.
+    before = cache[names[1]].clone()
+    edited(model, {names[1]: edits.replace(cache)})
+    assert torch.equal(cache[names[1]], before)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in SHARED and kind not in NORMED])
 def test_the_shared_expert_is_edited_behind_its_gate(kind):
@@ -150,7 +176,7 @@ def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     assert not torch.allclose(logits(twin), plain, atol=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_finite_differences_also_of_experts_that_were_not_chosen(kind):
     model = made(kind)
@@ -220,10 +246,12 @@ def test_a_loss_of_the_router_does_not_stand_for_logits():
 
 
 def test_left_out_says_why():
-    for kind, point in {"jetmoe": "mlp.routing", "llama4_text": "mlp.experts"}.items():
-        with attach(made(kind)) as attached:
-            assert "numbers" in attached.left_out[point]
-            assert ("attn.router" in attached.left_out) == (kind == "jetmoe")
+    with attach(made("jetmoe")) as attached:
+        assert "numbers" in attached.left_out["mlp.routing"]
+        assert "attn.router" in attached.left_out
+    with attach(made("llama4_text")) as attached:
+        assert "times their weights" in attached.left_out["mlp.routing"]
+        assert "attn.router" not in attached.left_out
     with attach(made("gemma4_text")) as attached:
         assert "scaled" in attached.left_out["mlp_out"]
 

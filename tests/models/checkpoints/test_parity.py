@@ -230,6 +230,7 @@ def test_a_model_in_memory_is_copied(pair, tokens):
     assert not theirs & ours
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pair", FAMILIES, indirect=True)
 def test_half_precision(pair, tokens):
     """bfloat16 rounds either model's values at every step, by up to 2^-9 of each.
@@ -254,6 +255,7 @@ def from_config_like(model, dtype=torch.bfloat16):
     return other
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("pair", "dtype"),
     [*((family, torch.bfloat16) for family in FAMILIES), ("gemma2", torch.float16)],
@@ -273,6 +275,7 @@ def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_pa
     close(load(tmp_path, dtype=torch.float32)(tokens), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(pair, side):
     rows, padded, mask = padded_batch(side)

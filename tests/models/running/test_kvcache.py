@@ -96,6 +96,7 @@ def read(model, pieces, cache, mask=None):
 # --- what the cache promises first of all
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [LENGTH], [4, 4, 4, 1], [1, 2, 10]])
 def test_pieces_equal_the_whole(form, sizes):
@@ -341,6 +342,7 @@ def test_max_context_is_at_least_one(limit):
 FAILURES = ["embed", "blocks.0.attn.v", "blocks.1.attn.z", "blocks.2.attn.k", "ln_final.normalized"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["rotary", "window last", "window first"])
 @pytest.mark.parametrize("at", FAILURES)
 @pytest.mark.parametrize("recording", [False, True])

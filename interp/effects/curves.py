@@ -1,0 +1,151 @@
+"""Faithfulness of circuits over their sizes, as the MIB benchmark measures it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from interp.graph import Graph
+from interp.graph.circuit import Circuit
+from interp.graph.circuits import random, top
+from interp.inputs.pairs import Pairs, of_pairs
+from interp.results.result import Result
+from interp.runs.circuits import CircuitRuns
+from interp.runs.masked import CircuitSource
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The shares of edges at which the MIB benchmark runs circuits (Mueller et al. 2025)."""
+
+
+class Area(NamedTuple):
+    """An area under a curve, with its 95% interval over examples."""
+
+    value: float
+    low: float
+    high: float
+
+    def __repr__(self) -> str:
+        return f"{self.value:.3f}  [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Curve:
+    """Faithfulness over the share of edges that circuits keep; made by `curve`.
+
+    Attributes:
+        signed: shares [edges, example] of circuits of the edges that help most.
+        absolute: the same of the edges with the largest effects of either sign.
+        random: the same of random edges.
+    """
+
+    signed: Result
+    absolute: Result
+    random: Result
+
+    @property
+    def cpr(self) -> Area:
+        """MIB's circuit performance ratio: the area under `signed`. More is better; it can exceed 1."""
+        return _area(self.signed)
+
+    @property
+    def cmd(self) -> Area:
+        """MIB's circuit-model distance: the area between `absolute` and 1. Less is better."""
+        return _area(self.absolute, from_one=True)
+
+    def plot(self) -> "Figure":
+        """The three curves with 95% intervals. It needs the extra `plots`."""
+        from interp.pictures.plots import curves
+
+        kinds = {"signed": self.signed, "absolute": self.absolute, "random": self.random}
+        heights = {name: (kind.mean(), *kind.interval()) for name, kind in kinds.items()}
+        title = "\n".join(repr(self).split("\n  ")[1:])
+        return curves(self.signed.labels["edges"], heights, title)
+
+    def __repr__(self) -> str:
+        random = _area(self.random)
+        apart = _area(self.random, from_one=True)
+        lines = [
+            f"Curve of {len(self.signed.labels['edges'])} circuits",
+            f"CPR {self.cpr!r}, of random edges {random!r}",
+            f"CMD {self.cmd!r}, of random edges {apart!r}",
+        ]
+        return "\n  ".join(lines)
+
+
+@of_pairs
+def curve(
+    model: nn.Module,
+    pairs: Pairs,
+    graph: Graph,
+    scores: Result,
+    source: CircuitSource = "pair",
+    *,
+    shares: Sequence[float] = SHARES,
+    seed: int = 0,
+    max_bytes: int = 2**30,
+) -> Curve:
+    """Measure the faithfulness of circuits of several sizes, as the MIB benchmark does (Mueller et al. 2025).
+
+    For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is connected.
+
+    Args:
+        model, pairs, source, max_bytes: see `faithfulness`.
+        graph: the graph of the scores.
+        scores: effects [edge, example], as `edge_attribution` gives them.
+        shares: the shares, rising, the last at most 1.
+        seed: draws the random edges.
+
+    Raises:
+        ValueError: as for `faithfulness`, or if shares do not rise from above 0 to at most 1.
+
+    Warns:
+        UserWarning: if texts are among those that the scores are from.
+
+    >>> from models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
+    >>> model = Transformer(config).eval()
+    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
+    >>> from interp import edge_attribution
+    >>> scores = edge_attribution(model, pairs)
+    >>> others = Pairs(torch.tensor([[5, 2, 6]]), torch.tensor([[1, 2, 0]]), torch.tensor([[4, 3]]))
+    >>> curve(model, others, Graph(model), scores, shares=(0.5, 1.0)).signed.select(edges=1.0).mean()
+    tensor(1.)
+    """
+    points = torch.tensor([0, *shares], dtype=torch.float64)
+    if len(points) < 3 or not (points.diff() > 0).all() or points[-1] > 1:
+        raise ValueError(f"shares must be at least 2, and rise from above 0 to 1; got {[*shares]}")
+    every = int(graph.allowed.sum())
+    counts = [int(share * every) for share in shares]
+    runs = CircuitRuns(model, pairs, top(graph, scores, every), source, max_bytes)
+
+    def measured(chosen: Callable[[int], Circuit]) -> Result:
+        gains = torch.stack([runs(chosen(n)) - runs.none for n in counts])
+        return runs.shares(gains, "edges", shares)
+
+    return Curve(
+        measured(partial(top, graph, scores, signed=True)),
+        measured(partial(top, graph, scores)),
+        measured(lambda n: random(graph, n, seed)),
+    )
+
+
+def _area(result: Result, *, from_one: bool = False) -> Area:
+    """The area under faithfulness, by trapezoids over the nominal shares, or between it and 1.
+
+    It is a mean over examples, as each height is. The distance of a mean to 1 has no sign, so the distances of
+    all examples are multiplied by the sign of their mean.
+    """
+    shares = torch.tensor(result.labels["edges"], dtype=torch.float64)
+    heights = result.values.cpu().double()
+    if from_one and result.target is not None:
+        distance = result.target.cpu().double() - heights
+        heights = distance.mean(-1, keepdim=True).sign() * distance
+    areas = torch.trapezoid(heights.mT, shares).to(result.values)
+    (area,) = replace(result, values=areas[None], axes=("area", "example"), labels={}).top(1)
+    return Area(area.effect, area.low, area.high)

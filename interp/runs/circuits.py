@@ -1,0 +1,56 @@
+"""Runs of circuits on the same texts, between all of the model and none of it."""
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks.shared import without_gradients
+from interp.graph.circuit import Circuit
+from interp.inputs.pairs import Pairs, pairs_for
+from interp.results.result import Result
+from interp.runs.masked import CircuitSource, MaskedRuns
+
+
+class CircuitRuns:
+    """Runs of circuits on the same texts, of which the empty and the whole one are the ends of a scale."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pairs: Pairs,
+        circuit: Circuit,
+        source: CircuitSource,
+        max_bytes: int,
+    ) -> None:
+        pairs = pairs_for(model, pairs)
+        seen = sum(digest in circuit.found_on for digest in pairs.digests())
+        if seen:
+            warnings.warn(
+                f"the circuit was found on {seen} of these {len(pairs)} pairs: others show how good it is",
+                stacklevel=3,
+            )
+        self._metric = pairs.metric
+        graph = circuit.graph
+        split_embeddings = "input" not in graph.writers
+        self._masked = MaskedRuns(
+            model, pairs, source, split_embeddings=split_embeddings, max_bytes=max_bytes
+        )
+        whole = circuit | ~circuit
+        self.none, self.whole = self(whole - whole), self(whole)
+        gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
+        if gap.mean().abs() <= 100 * torch.finfo(gap.dtype).eps * size.mean():
+            raise ValueError("the metric must differ between the whole model and none of it")
+
+    @without_gradients
+    def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
+        """The metric of a run in which only the circuit's edges have their own values."""
+        return self._masked.metric(circuit)
+
+    def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
+        """Differences of the metric as shares of the whole scale."""
+        about, named = {"metric": repr(self._metric)}, {axis: tuple(labels)}
+        effects = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
+        return effects.normalized()
