@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         flush=True,
     )
 
-    def after_step(step: int, loss: float) -> None:
+    def after_step(model: Transformer, step: int, loss: float) -> None:
         nonlocal best
         where = pace(step)
         if step == 25:  # soon, so that somebody who waits knows how long

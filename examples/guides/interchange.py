@@ -79,7 +79,8 @@ print(counterfactual(add, {"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 0}, "c
 #
 # A direction may join one along which texts differ but which nobody reads to one that is read but along which no text differs. Patching
 # it moves the answer by a way that the model never goes (Makelov et al. 2023). `null_spaces` says how much of an effect goes that way:
-# `dormant` through directions that no clean run uses, `unread` from differences that nobody reads.
+# `dormant` through directions along which no clean run varies; `unread` is what is lost if only the part of the direction that is
+# read is patched.
 
 # %%
 from interp.alignment import null_spaces

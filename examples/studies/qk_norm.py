@@ -103,9 +103,9 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
             every = max(1, options.steps // 20)
 
             def after_step(
+                model: Transformer,
                 step: int,
                 loss: float,
-                model: Transformer = model,
                 found: list[Measurement] = found,
                 every: int = every,
             ) -> None:

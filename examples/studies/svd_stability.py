@@ -78,7 +78,7 @@ def train_with_checkpoints(
 
     pace = Pace(config.steps)
 
-    def after_step(step: int, loss: float) -> None:
+    def after_step(model: Transformer, step: int, loss: float) -> None:
         where = pace(step)
         if step in kept:
             save(kept[step], model)

@@ -232,7 +232,7 @@ def run(options: argparse.Namespace) -> None:
         found = continued(model, prompt, options.length, sampling, options.seed)
         return f"--- {when}{in_words(sampling)} ---\n{tokenizer.decode(found)}"
 
-    def after_step(step: int, loss: float) -> None:
+    def after_step(model: Transformer, step: int, loss: float) -> None:
         if step % options.evaluate_every == 0 or step == options.steps:
             model.eval()
             found = sample(MIDWAY, f"step {step}, ") + "\n"

@@ -33,7 +33,11 @@ from interp.results.result import Result
 from interp.runs.sites import Choice, named
 
 CONTROLS = ("aligned", "random", "shuffled weights", "shuffled answers", "whole")
-"""What is scored: what was learned, four controls, of which the last is the ceiling."""
+"""What is scored: what was learned, and four controls.
+
+`whole` is the ceiling where the right answer is the clean text's. Where it is neither text's, a part can do better than the whole
+value. `shuffled weights` tests little where most of a model's work is in code without parameters.
+"""
 _COLDEST = 0.01
 
 

@@ -6,10 +6,11 @@ differs. Patching it then moves the answer by a way that the model never goes.
 
 1. Interchange the subspace.
 2. Interchange it, and drop what it changes where clean values do not vary.
-3. Interchange it by what is read of the difference alone.
-4. What the effect loses in 2 or 3 went through such parts.
+3. Interchange the part of it that is read, made as long as the whole, as the authors' code does.
+4. What the effect loses in 2 or 3 went through parts that the model does not use.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import Runs
 from interp.edits.subspaces import orthonormal
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
+from interp.numbers.precision import is_rounding
 from interp.results.result import Result
 
 _NEGLIGIBLE = 1e-6
@@ -32,32 +34,36 @@ class NullSpaces:
 
     Attributes:
         effects: the change of the metric, [through, example]: `whole`; `varying`, without changes where clean values do not
-            vary; `read`, without differences that are not read.
+            vary; `read`, along the part of the subspace that is read.
     """
 
     effects: Result
 
     @property
     def dormant(self) -> float:
-        """The share of the effect that goes through directions along which no clean run varies."""
+        """The share of the effect that goes through directions along which no clean run varies; NaN without an effect."""
         return self._lost("varying")
 
     @property
     def unread(self) -> float:
-        """The share of the effect that comes of differences which are not read."""
+        """The share of the effect that the part of the subspace which is read does not have by itself; likewise."""
         return self._lost("read")
 
     @property
     def is_suspect(self) -> bool:
-        """Whether one of the shares is above one half."""
+        """Whether one of the shares is above one half; no verdict without an effect."""
         return max(self.dormant, self.unread) > 0.5
 
     def _lost(self, through: str) -> float:
         # Effects may have both signs, so what is left is the slope of one on the other.
         whole, left = (self.effects.select(through=name).values for name in ("whole", through))
-        return float(1 - (left * whole).sum() / whole.square().sum())
+        base = self.effects.base
+        has_effect = base is None or not is_rounding(whole + base, base).all()
+        return float(1 - (left * whole).sum() / whole.square().sum()) if has_effect else math.nan
 
     def __repr__(self) -> str:
+        if math.isnan(self.dormant):
+            return "NullSpaces: no verdict, as the subspace has no effect"
         words = "suspect" if self.is_suspect else "no illusion seen"
         return f"NullSpaces: {words}, dormant {self.dormant:.2f}, unread {self.unread:.2f} of the effect"
 
@@ -106,18 +112,21 @@ def null_spaces(
         left = left[:, sizes > _NEGLIGIBLE * sizes.max()]
         read = left @ left.mT
 
-    def change(difference: Tensor, direction: Tensor) -> Featurizer:
+    inside, sizes, _ = torch.linalg.svd(read.double() @ columns, full_matrices=False)
+    inside = inside[:, sizes > _NEGLIGIBLE]
+
+    def change(columns: Tensor, kept: Tensor) -> Featurizer:
         def encode(value: Tensor) -> Tensor:
-            return value @ difference @ columns.to(value)
+            return value @ columns.to(value)
 
         def decode(features: Tensor, value: Tensor) -> Tensor:
-            return features @ columns.to(value).mT @ direction
+            return features @ columns.to(value).mT @ kept
 
         return Featurizer("subspace", encode, decode, torch.ones(columns.shape[1]))
 
     n = len(runs.pairs)
     base = runs.scores(None, n)[0]
-    parts = {"whole": (every, every), "varying": (every, varying), "read": (read, every)}
+    parts = {"whole": (columns, every), "varying": (columns, varying), "read": (inside, every)}
     values = torch.stack([runs.scores(change(*part), n)[0] - base for part in parts.values()])
     unit = getattr(runs.pairs.metric, "unit", "")
     axes = ("through", "example")

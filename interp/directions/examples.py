@@ -31,16 +31,16 @@ class Examples(NamedTuple):
     values: dict[str, Float[Tensor, "row d"]]
 
 
-def points_of(model: nn.Module, site: str) -> list[str]:
-    """The points of a site in each layer, or one that is named in full.
+def points_of(model: nn.Module, site: str | Sequence[str]) -> list[str]:
+    """The points of a site in each layer, or one that is named in full; of several, those of each.
 
     Raises:
         UnknownNameError: if there is none; it has close matches.
     """
-    known = runner_of(model).points
-    if site in known:
-        return [site]
-    return [*names_by_layer(site, known).values()]
+    known, points = runner_of(model).points, dict[str, None]()
+    for each in [site] if isinstance(site, str) else site:
+        points |= dict.fromkeys([each] if each in known else names_by_layer(each, known).values())
+    return [*points]
 
 
 def examples(

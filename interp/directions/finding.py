@@ -1,6 +1,6 @@
 """Directions that tell two kinds of texts apart: differences of means, and erasers of what they differ in."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ def difference_of_means(
     model: nn.Module,
     yes: Texts | ActivationCache,
     no: Texts | ActivationCache,
-    site: str = "resid_post",
+    site: str | Sequence[str] = "resid_post",
     *,
     pos: Index | str | None = -1,
     batch: int = 16,
@@ -35,7 +35,7 @@ def difference_of_means(
     Args:
         model: any model in evaluation mode with hook points.
         yes, no: the texts, read once, so they may stream; or a cache of a run of them.
-        site: the last part of points of all layers, or the name of one point. Axes after `pos` are put in a row.
+        site: the last part of points of all layers, or the name of one point; or several of these. Axes after `pos` are put in a row.
         pos: the positions of each text that count as examples, never padding; None for all its tokens. Lists of each text's
             own are those of `yes`, then of `no`, or of `yes` for both. Of chats (`models.chat`) also the name of a span.
         batch: how many texts are read together.
@@ -104,7 +104,7 @@ def erasure(
     model: nn.Module,
     yes: Texts | ActivationCache,
     no: Texts | ActivationCache,
-    site: str = "resid_post",
+    site: str | Sequence[str] = "resid_post",
     *,
     pos: Index | str | None = -1,
     batch: int = 16,
@@ -122,7 +122,7 @@ def _moments(
     model: nn.Module,
     yes: Texts | ActivationCache,
     no: Texts | ActivationCache,
-    site: str,
+    site: str | Sequence[str],
     pos: Index | str | None,
     batch: int,
 ) -> dict[str, Moments]:

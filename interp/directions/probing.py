@@ -6,6 +6,7 @@
    Tasks"). What the probe scores there it owes to itself and not to the values.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, Literal
@@ -74,7 +75,7 @@ def probe(
     model: nn.Module,
     yes: Texts | ActivationCache,
     no: Texts | ActivationCache,
-    site: str = "resid_post",
+    site: str | Sequence[str] = "resid_post",
     *,
     pos: Index | str | None = -1,
     over: Literal["pos"] | None = None,

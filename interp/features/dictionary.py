@@ -153,14 +153,23 @@ class Dictionary(nn.Module):
         return self._in_units_of(x, features @ self.W_dec)
 
     def decode(
-        self, features: Features, x: Float[Tensor, "*rows d_in"]
+        self, features: Features, x: Float[Tensor, "*rows d_in"] | None = None
     ) -> Float[Tensor, "*rows d_out"]:
         """Return the output that has these features.
 
         Args:
             features: the features.
-            x: what was read. It matters with a norm or a skip connection.
+            x: what was read. It matters with a norm or a skip connection alone.
+
+        Raises:
+            ValueError: if it matters and is not given.
         """
+        if x is None:
+            if self._undoes_norm or self.W_skip is not None:
+                raise ValueError(
+                    "decode needs x, what was read: the dictionary has a norm or a skip"
+                )
+            x = features.new_zeros(*features.shape[:-1], self.d_in)
         return self.write(features, x) + self._constant(x)
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:

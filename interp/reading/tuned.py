@@ -32,14 +32,27 @@ class TunedLens(AffineLens):
     Attributes:
         weight, bias, config_hash: see `AffineLens`.
         losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
+        rows: how many positions the steps read, those of a text that was read twice counted twice.
 
-    >>> TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", torch.zeros(0, 1))
-    TunedLens [layer 1, d_model 2]
+    >>> TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", torch.tensor([[2.0], [1.5]]), rows=600)
+    TunedLens [layer 1, d_model 2], fitted in 2 steps on 600 positions for 6 numbers a layer; mean KL 2.000 to 1.500 nats
     """
 
     losses: Float[Tensor, "step layer"]
+    rows: int = 0
 
     _format: ClassVar[str] = "hookscope-tuned-lens-1"
+
+    def __repr__(self) -> str:
+        """The sizes, what the lens was fitted on, and its loss over layers in the first and the last step."""
+        if not len(self.losses):
+            return super().__repr__()
+        first, last = (f"{step.mean():.3f}" for step in self.losses[[0, -1]])
+        size = self.bias.shape[1]
+        return (
+            f"{super().__repr__()}, fitted in {len(self.losses)} steps on {self.rows:,} positions for "
+            f"{size * (size + 1):,} numbers a layer; mean KL {first} to {last} nats"
+        )
 
     @classmethod
     def from_params(cls, path: str | os.PathLike[str]) -> "TunedLens":
@@ -133,17 +146,18 @@ def tuned_lens(
         read = (stacked(rows) for rows in texts.batches(at_once, seed, names, epochs=None))
     else:
         read = _of_runs(runner, names, texts, at_once, seed)
-    losses = []
+    losses, rows = [], 0
     for step, streams in enumerate(itertools.islice(read, steps)):
         optimizer.zero_grad()
         here = to_device(streams, parameter.device).to(parameter.dtype)
+        rows += streams.shape[1]
         losses.append(_backward(model, weight, bias, here))
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.step()
     identity = torch.eye(size, dtype=dtype, device=parameter.device)
     translators = identity + weight.detach(), bias.detach()
     measured = finite(torch.stack(losses), "losses")
-    return TunedLens(*translators, config_hash(model), measured)
+    return TunedLens(*translators, config_hash(model), measured, rows)
 
 
 def _of_runs(

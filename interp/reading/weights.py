@@ -16,7 +16,7 @@ from interp.spectral.singular import check_k, svd
 
 
 @without_gradients
-def ov_circuit(model: nn.Module, fold: bool = True) -> FactoredMatrix:
+def ov_circuit(model: nn.Module, *, fold: bool = True) -> FactoredMatrix:
     """`W_V @ W_O` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
 
     `x @ ov` is what a head writes for the stream `x` at the position that it attends to, without biases.
@@ -43,7 +43,9 @@ def ov_circuit(model: nn.Module, fold: bool = True) -> FactoredMatrix:
 
 
 @without_gradients
-def qk_circuit(model: nn.Module, fold: bool = True, distance: int | None = None) -> FactoredMatrix:
+def qk_circuit(
+    model: nn.Module, *, fold: bool = True, distance: int | None = None
+) -> FactoredMatrix:
     """`W_Q @ W_K^T` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
 
     `x @ qk @ y` is the score of a query from the stream `x` and a key from `y`, before the factor
@@ -213,9 +215,9 @@ def singular_tokens(
         raise ValueError(f"head must be given for 'ov' and 'qk' alone; got {head} for {circuit!r}")
     folded = FoldedWeights(model, fold, "W_E", "W_U")
     if circuit == "ov":
-        decomposition = ov_circuit(model, fold)[layer, head].svd()
+        decomposition = ov_circuit(model, fold=fold)[layer, head].svd()
     elif circuit == "qk":
-        decomposition = qk_circuit(model, fold, distance)[layer, head].svd()
+        decomposition = qk_circuit(model, fold=fold, distance=distance)[layer, head].svd()
     else:
         decomposition = svd(folded.mlp(layer, circuit), circuit)
     check_k(k, len(decomposition.s))

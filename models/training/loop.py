@@ -64,7 +64,7 @@ def train(
     validation: TrainingText | None = None,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    after_step: Callable[[int, float], None] | None = None,
+    after_step: Callable[[Transformer, int, float], None] | None = None,
     loss: Loss = row_losses,
 ) -> TrainingResult:
     """Trains `model` in place to predict each next token, or for another loss.
@@ -86,7 +86,7 @@ def train(
         validation: the held-out text, or walks, for the validation loss.
         directory: where log and checkpoint go; None for neither.
         resume: continue from the directory's checkpoint.
-        after_step: called with the number of steps taken and the last loss. An accelerator's host then
+        after_step: called with the model, the number of steps taken and the last loss. An accelerator's host then
             waits for each step; otherwise it is one step ahead.
         loss: `loss(model, rows)` gives a number for each row of a batch, [batch pos]; their mean is minimised. It
             also measures the held-out text. Give the same one to go on from a checkpoint.
@@ -129,7 +129,7 @@ def train(
                 run.log()
                 last = _show(bar, tokens, run)
                 if after_step:
-                    after_step(step, last)
+                    after_step(run.model, step, last)
                 # Read once, because it can change in between.
                 if (stop := interrupted()) or due:
                     run.settle()

@@ -319,6 +319,41 @@ def test_featurizers_are_what_they_say():
         of_dictionary(next(iter(load_sae("pydoc-4l/transcoders").values())))
 
 
+class Neurons(nn.Module):
+    """Five neurons, of which the second varies, and what two numbers read of them."""
+
+    READER = torch.tensor([[0.3, -1.2], [1.1, 0.4], [-0.7, 0.9], [0.2, 1.3], [1.5, -0.1]])
+
+    def __init__(self):
+        super().__init__()
+        self.h = HookPoint("batch pos neuron")
+
+    def forward(self, tokens):
+        h = self.h(tokens[..., None].float() * torch.eye(5)[1] + 0.5)
+        return h @ self.READER
+
+
+def test_a_neuron_that_is_used_is_no_illusion_though_most_of_it_is_not_read():
+    model, neuron = Neurons().eval(), torch.eye(5)[1]
+    pairs = Pairs(torch.tensor([[3], [5]]), torch.tensor([[1], [7]]), metric=logit_diff(1, 0))
+    checked = null_spaces(model, pairs, "h", neuron, reader=model.READER)
+    whole = torch.tensor([2.0, -2.0]) * (0.4 - 1.1)
+    torch.testing.assert_close(checked.effects.select(through="whole").values, whole)
+    # The read part is P e, and what changes along it, (P e · e) P e / |P e|², is P e again, which is read as e is.
+    torch.testing.assert_close(checked.effects.select(through="read").values, whole)
+    assert checked.unread == pytest.approx(0, abs=1e-5)
+    # A direction beside it whose part that is read goes elsewhere.
+    unread = torch.linalg.svd(model.READER.mT).Vh[3]
+    joined = neuron * 0.02 + unread
+    projection = model.READER @ torch.linalg.pinv(model.READER)
+    part = projection @ joined / (projection @ joined).norm()
+    expected = 1 - part[1] * (part @ model.READER @ torch.tensor([-1.0, 1.0])) / (
+        joined[1] * (joined @ model.READER @ torch.tensor([-1.0, 1.0])) / joined.square().sum()
+    )
+    checked = null_spaces(model, pairs, "h", joined, reader=model.READER)
+    assert checked.unread == pytest.approx(float(expected), rel=1e-3)
+
+
 class Line(nn.Module):
     """h = x (1, 0, 1) and the answer (0, 2, 1) · h, of Makelov et al. 2023."""
 
@@ -355,12 +390,13 @@ def test_an_illusion_is_told_from_what_is_used():
     assert illusion.unread == pytest.approx(1)
     assert illusion.is_suspect
     assert repr(illusion) == "NullSpaces: suspect, dormant 1.00, unread 1.00 of the effect"
-    # By the weights that read: of e1 + e2 the read part of the difference is (0, 2, 1) · (1, 0, 1) / 5 of that row.
+    nothing = null_spaces(model, pairs, "h", e2)
+    assert repr(nothing) == "NullSpaces: no verdict, as the subspace has no effect"
+    assert not nothing.is_suspect
+    # By weights that read, (0, 2, 1): the read part of each direction is that row, along which the whole answer moves.
     reader = torch.tensor([[0.0], [2.0], [1.0]])
-    v = (e1 + e2) / 2**0.5
-    row = torch.tensor([0.0, 2.0, 1.0]) / 5**0.5
-    read = (row @ torch.tensor([1.0, 0.0, 1.0])) * (row @ v) * (v @ reader[:, 0])
-    checked = null_spaces(model, pairs, "h", v, reader=reader)
-    torch.testing.assert_close(checked.effects.select(through="read").values, read * full)
+    checked = null_spaces(model, pairs, "h", (e1 + e2) / 2**0.5, reader=reader)
+    torch.testing.assert_close(checked.effects.select(through="read").values, full)
+    assert checked.dormant == pytest.approx(1)
     with pytest.raises(ValueError, match="directions must have 3 rows at h; got 2"):
         null_spaces(model, pairs, "h", torch.ones(2))

@@ -443,6 +443,16 @@ def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
         Direction.from_gguf(path)
 
 
+def test_several_points_may_be_named(model):
+    """Each by its site, or in full, in one pass; once, if it is named twice."""
+    names = ["attn_out", "blocks.1.mlp_out", "blocks.0.attn_out"]
+    found = difference_of_means(model, YES, NO, names)
+    sizes = range(model.config.n_layers)
+    assert [*found.vectors] == [*(f"blocks.{n}.attn_out" for n in sizes), "blocks.1.mlp_out"]
+    alone = difference_of_means(model, YES, NO, "mlp_out").vectors["blocks.1.mlp_out"]
+    assert torch.equal(found.vectors["blocks.1.mlp_out"], alone)
+
+
 def test_a_score_may_be_a_metric_of_words(model):
     v = difference_of_means(model, YES, NO).at(2)
     curve = steering_curve(model, v, YES, [0.0, 1.0], log_prob("8"), others=NO)

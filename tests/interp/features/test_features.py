@@ -305,6 +305,23 @@ def test_purity_of_features_and_neurons(model):
     assert neurons.shape == (4 * D,)
 
 
+def test_features_are_decoded_without_what_was_read_where_it_does_not_matter():
+    torch.manual_seed(1)
+    W_enc, W_dec, features = torch.randn(5, 7), torch.randn(7, 3), torch.rand(2, 4, 7)
+    b_enc, b_dec = torch.randn(7), torch.randn(3)
+    plain = Dictionary(W_enc, W_dec, b_enc, b_dec, nn.ReLU(), transcodes=True)
+    assert_close(plain.decode(features), features @ W_dec + b_dec)
+    skip = Dictionary(
+        W_enc, W_dec, b_enc, b_dec, nn.ReLU(), W_skip=torch.randn(5, 3), transcodes=True
+    )
+    normed = Dictionary(
+        torch.randn(5, 7), torch.randn(7, 5), b_enc, torch.randn(5), nn.ReLU(), norm="layer_norm"
+    )
+    for each in (skip, normed):
+        with pytest.raises(ValueError, match="needs x"):
+            each.decode(features)
+
+
 def test_stability_is_the_best_cosine():
     one, other = random(), random(seed=1)
     expected = [

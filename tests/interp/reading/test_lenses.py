@@ -195,6 +195,9 @@ def test_the_tuned_lens_takes_steps_of_adam_at_a_falling_rate(monkeypatch):
     torch.testing.assert_close(lens.weight - torch.eye(6), parts[0].detach())
     torch.testing.assert_close(lens.bias, parts[1].detach())
     assert all(weight.grad is None for weight in model.parameters())
+    assert lens.rows == 2 * sum(map(len, TEXTS))
+    first, last = (step.mean() for step in losses)
+    assert f"for 42 numbers a layer; mean KL {first:.3f} to {last:.3f} nats" in repr(lens)
 
 
 def test_each_text_is_read_before_any_is_read_again():

@@ -97,7 +97,10 @@ def test_raw_circuits_are_products_of_the_weights(kind):
     model = variant(kind)
     w = {name: getattr(model, name).detach().numpy() for name in ("W_Q", "W_K", "W_V", "W_O")}
     rotary = model.config.positions == "rotary"
-    ov, qk = ov_circuit(model, fold=False), qk_circuit(model, False, 0 if rotary else None)
+    ov, qk = (
+        ov_circuit(model, fold=False),
+        qk_circuit(model, fold=False, distance=0 if rotary else None),
+    )
     for layer, head in np.ndindex(LAYERS, HEADS):
         of = layer, head // (HEADS // w["W_K"].shape[1])
         close(ov[layer, head].form(), w["W_V"][of] @ w["W_O"][layer, head])

@@ -71,8 +71,8 @@ def test_patching(name, site):
 
 # Each reads other weights or norms; gemma2 also scales its embeddings.
 WEIGHTS = {
-    "ov": lambda model, fold: ov_circuit(model, fold).norm(),
-    "qk": lambda model, fold: qk_circuit(model, fold, distance=3).norm(),
+    "ov": lambda model, fold: ov_circuit(model, fold=fold).norm(),
+    "qk": lambda model, fold: qk_circuit(model, fold=fold, distance=3).norm(),
     "tokens": lambda model, fold: singular_tokens(model, 1, 2, fold=fold).read_scores,
     "logits": lambda model, fold: token_directions(model, torch.arange(5), fold),
     "positions": lambda model, fold: positional_scores(model, n_pos=POS).values,

@@ -242,7 +242,7 @@ def test_a_function_gets_the_step_and_the_generator():
         return sample_batch(TEXT, 2, 6, generator)
 
     result = train(
-        tiny(), batches, config(), after_step=lambda step, loss: calls.append((step, loss))
+        tiny(), batches, config(), after_step=lambda model, step, loss: calls.append((step, loss))
     )
     assert [step for step, _ in seen] == list(range(7))
     assert seen[0][1] == torch.rand(1, generator=torch.Generator().manual_seed(0)).item()
