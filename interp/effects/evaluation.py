@@ -44,6 +44,7 @@ def faithfulness(
     Warns:
         UserWarning: if texts are among those that the circuit was found on.
 
+    >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
     >>> model = Transformer(config).eval()
@@ -75,6 +76,7 @@ def completeness(
     Returns:
         Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
 
+    >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
     >>> model = Transformer(config).eval()
@@ -107,6 +109,7 @@ def minimality(
     Returns:
         Shares [node, example]. For arguments, errors and the warning see `faithfulness`.
 
+    >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
     >>> model = Transformer(config).eval()
@@ -134,6 +137,7 @@ def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
     Raises:
         ValueError: if all edges are in the circuit, or none.
 
+    >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
     >>> model = Transformer(config).eval()

@@ -24,10 +24,13 @@ def patterns(
     queries: slice | None = None,
     keys: slice | None = None,
     heads: Sequence[tuple[int, int]] | None = None,
+    head: tuple[int, int] | None = None,
+    scores: Any = None,
 ) -> View:
     """Draw the attention patterns of one text: heads as small pictures to click, the one chosen large.
 
-    The pointer and the arrow keys read each weight. A button swaps queries and keys. Of a long text the last positions are
+    With scores of heads, such as `head_scores(model, cache, "induction")`, the head with the largest is open first, and a button
+    sorts all heads by them. The pointer and the arrow keys read each weight. A button swaps queries and keys. Of a long text the last positions are
     drawn, fewer the more heads there are. Of a lazy cache one layer at a time is computed.
 
     Args:
@@ -36,11 +39,13 @@ def patterns(
         example: the text, counted from 0.
         queries, keys: a window of the text's positions; None for all.
         heads: pairs (layer, head) to draw, in this order; None for all.
+        head: the one that is open first.
+        scores: a `Result` of heads, with the axes `layer` and `head`.
 
     Raises:
         TypeError: if the model and the cache have changed places.
         UnknownNameError: if the cache has no patterns.
-        ValueError: if there is no such text or head, or nothing is in the window.
+        ValueError: if there is no such text or head, or nothing is in the window; or scores are not of these heads.
 
     >>> from hooks import HookedRunner
     >>> from models import load
@@ -70,11 +75,16 @@ def patterns(
         all_rows, all_columns = _window(n_queries, n_keys, queries, keys)
         rows, columns = all_rows[-most:], all_columns[-most:]
         shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
-        for head in range(n_heads) if heads is None else (h for at, h in heads if at == layer):
-            if not 0 <= head < n_heads:
-                raise ValueError(f"a head must be 0 to {n_heads - 1}; got {head}")
-            weights[layer, head] = shown[head]
+        for n in range(n_heads) if heads is None else (n for at, n in heads if at == layer):
+            if not 0 <= n < n_heads:
+                raise ValueError(f"a head must be 0 to {n_heads - 1}; got {n}")
+            weights[layer, n] = shown[n]
     order = [*weights] if heads is None else [*heads]
+    numbers = None if scores is None else _scores_of(scores, order, example)
+    if head is None and numbers is not None and numbers.isfinite().any():
+        head = order[int(numbers.nan_to_num(-torch.inf).argmax())]
+    if head is not None and head not in order:
+        raise ValueError(f"head must be one that is drawn, (layer, head); got {head}")
     tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
     known = isinstance(tokens, Tensor) and tokens.shape[-1] == n_keys
     row = tokens[example].tolist() if known and isinstance(tokens, Tensor) else None
@@ -94,10 +104,26 @@ def patterns(
         from_end=True,
         swap=rows == columns,
         strip=words is not None,
+        start=0 if head is None else order.index(head),
+        **({} if numbers is None else {"scores": numbers}),
         note=thinned(len(longest), len(longest[-most:]), "positions"),
     )
     title = f" of “{''.join(words)[:60]}”" if words and written else ""
     return View(f"attention patterns{title}", [part])
+
+
+def _scores_of(
+    scores: Any, order: Sequence[tuple[int, int]], example: int
+) -> Float[Tensor, " facet"]:
+    """The scores of heads on one text, in the order of the pictures."""
+    if scores.axes != ("layer", "head", "example"):
+        raise ValueError(f"scores must be of layer, head and example; got {scores.axes}")
+    layers = [*scores.labels["layer"]]
+    at = torch.tensor([(layers.index(layer), head) for layer, head in order if layer in layers])
+    values = scores.values.detach().cpu()
+    if len(at) != len(order) or int(at[:, 1].max()) >= values.shape[1]:
+        raise ValueError(f"scores must be of the heads that are drawn; got layers {layers}")
+    return values[at[:, 0], at[:, 1], min(example, values.shape[2] - 1)]
 
 
 def text(

@@ -51,15 +51,17 @@ function readColours() {
 function paint(value, limit) {
   if (Number.isNaN(value)) return colours.unknown;
   const to = value < 0 ? colours.less : colours.more, share = Math.min(1, Math.abs(value) / limit);
-  return colours.paper.map((from, i) => Math.round(from + (to[i] - from) * share));
+  // In the dark, weak values would be as dark as none.
+  return colours.paper.map((from, i) => Math.round(from + (to[i] - from) * (isDark.matches ? share ** 0.6 : share)));
 }
 const css = rgb => `rgb(${rgb.join(" ")})`;
 const onto = ([red, green, blue]) => 0.3 * red + 0.6 * green + 0.1 * blue < 140 ? "#fff" : "#10131a";
 
 function legend({ limit, signed, unit }) {
-  const line = make("p", "legend"), end = told(limit);
-  if (signed) line.append(make("span", "", `−${end}`), make("i", "less"));
-  line.append(make("span", "", "0"), make("i", "more"), make("span", "", end), make("em", "", unit));
+  const line = make("p", "legend"), end = told(limit), steps = range(9).map(i => i / 8);
+  const ramp = values => { const ramp = make("i"); ramp.style.background = `linear-gradient(90deg, ${values.map(x => css(paint(x, 1))).join()})`; return ramp; };
+  if (signed) line.append(make("span", "", `−${end}`), ramp(steps.map(x => x - 1)));
+  line.append(make("span", "", "0"), ramp(steps), make("span", "", end), make("em", "", unit));
   return line;
 }
 
@@ -105,9 +107,10 @@ function grid(part, box) {
   let facet = part.start ?? 0, swapped = false, here = [part.from_end ? n - 1 : 0, part.from_end ? m - 1 : 0];
   const at = (r, c, f = facet) => (f * n + (swapped ? c : r)) * m + (swapped ? r : c);
   const axes = () => swapped ? [part.columns, part.rows] : [part.rows, part.columns];
-  const buttons = make("div", part.across ? "facets across" : "facets"), title = make("p", "facet"), frame = make("div", `box ${part.from_end ? part.square ? "right bottom" : "right" : ""}`), strip = make("div", "text");
-  if (part.across) buttons.style.gridTemplateColumns = `repeat(${part.across}, 56px)`;
-  const swap = make("button", "swap", "swap queries and keys");
+  const buttons = make("div", "facets"), title = make("p", "facet"), frame = make("div", `box ${part.from_end ? part.square ? "right bottom" : "right" : ""}`), strip = make("div", "text");
+  const swap = make("button", "swap", "swap queries and keys"), sort = make("button", "swap", "sort by score"), key = make("div"), beside = make("div", "beside"), large = make("div", "large");
+  const scores = part.scores && numbers(part.scores), scored = f => scores ? [make("span", "note", Number.isNaN(scores[f]) ? "" : scores[f].toFixed(2))] : [];
+  let sorted = false;
 
   function visit(row, column, x, y) {
     here = [row, column];
@@ -176,14 +179,20 @@ function grid(part, box) {
   }
   function show(to, jump = false) {
     facet = to;
-    [...buttons.children].forEach((button, f) => button.setAttribute("aria-pressed", f === facet));
+    for (const button of buttons.children) button.setAttribute("aria-pressed", +button.dataset.facet === facet);
     draw();
     if (jump) box.scrollIntoView();
   }
   function redraw() {
-    if (facets > 1) buttons.replaceChildren(...range(facets).map(f => {
+    const order = range(facets), across = part.across && !sorted;
+    if (sorted) order.sort((f, g) => (scores[g] || 0) - (scores[f] || 0));
+    buttons.className = across ? "facets across" : "facets";
+    buttons.style.gridTemplateColumns = across ? `repeat(${part.across}, 56px)` : "";
+    key.replaceChildren(legend(part));
+    if (facets > 1) buttons.replaceChildren(...order.map(f => {
       const button = make("button");
-      button.append(thumbnail(n, m, (r, c) => values[(f * n + r) * m + c], limit), make("span", "", part.names?.[f] ?? part.facets[f]));
+      button.append(thumbnail(n, m, (r, c) => values[(f * n + r) * m + c], limit), make("span", "", part.names?.[f] ?? part.facets[f]), ...scored(f));
+      Object.assign(button.dataset, { facet: f });
       button.title = part.facets[f];
       if (part.names) button.setAttribute("aria-label", `${part.names[f]}, ${part.facets[f]}`);
       button.onclick = () => show(f);
@@ -191,6 +200,9 @@ function grid(part, box) {
     }));
     show(facet);
   }
+  sort.hidden = !scores;
+  sort.setAttribute("aria-pressed", false);
+  sort.onclick = () => { sorted = !sorted; sort.setAttribute("aria-pressed", sorted); redraw(); };
   swap.hidden = !part.swap;
   swap.setAttribute("aria-pressed", false);
   swap.onclick = () => { swapped = !swapped; swap.setAttribute("aria-pressed", swapped); draw(); };
@@ -198,7 +210,9 @@ function grid(part, box) {
   strip.hidden = !part.strip;
   strip.tabIndex = frame.tabIndex = buttons.tabIndex = -1;
   strip.setAttribute("role", "group");
-  box.append(legend(part), buttons, swap, title, frame, strip);
+  large.append(title, frame, swap);
+  beside.append(buttons, large);
+  box.append(key, sort, beside, strip);
   return { redraw, show };
 }
 
@@ -230,8 +244,10 @@ function text(part, box) {
   const values = numbers(part.values), strip = make("div", "text bottom"), flow = strip.appendChild(make("div"));
   strip.setAttribute("role", "application");
   strip.setAttribute("aria-label", `${part.title || "text"}; arrow keys move from token to token`);
-  box.append(...(part.title ? [legend(part)] : []), strip);
+  const key = make("div");
+  box.append(key, strip);
   const redraw = () => {
+    if (part.title) key.replaceChildren(legend(part));
     flow.replaceChildren(...part.tokens.map((token, i) => {
       const span = make("span", part.marked?.includes(i) ? "changed" : "", token), colour = Number.isNaN(values[i]) ? colours.paper : paint(values[i], part.limit);
       span.style.background = css(colour);
@@ -519,6 +535,7 @@ function attribution(part, box) {
 }
 
 const kinds = { grid, text, bars, lines, network, attribution };
+readColours();
 const parts = page.parts.map((part, i) => {
   const box = document.querySelector(`[data-part="${i}"]`);
   if (part.note) box.append(make("p", "note", part.note));
@@ -530,3 +547,5 @@ function drawAll() {
 }
 drawAll();
 isDark.addEventListener("change", drawAll);
+if (window.parent !== window)
+  new ResizeObserver(([{ borderBoxSize }]) => window.parent.postMessage(Math.ceil(borderBoxSize[0].blockSize), "*")).observe(document.body);

@@ -31,6 +31,12 @@ BUDGET = 2_000_000
 
 _EIGHT_BITS = "Numbers are rounded to 254 steps, because exact ones would exceed 2 MB."
 _LONGEST = 80  # characters of one token that are shown
+# A frame is as high as its page, which says so. Where no script runs, as in a notebook that is not trusted, it has a height
+# that is guessed; and room for a tip under the pointer.
+_FIT = (
+    "(frame => addEventListener('message', event => { if (event.source === frame.contentWindow) "
+    "frame.style.height = `${Math.max(240, +event.data)}px`; }))(document.currentScript.previousElementSibling)"
+)
 _SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 
@@ -121,11 +127,11 @@ class View:
 
     def _repr_html_(self) -> str:
         # In a frame of its own, neither style nor script meets those of the notebook.
-        height = min(820, 90 + sum(map(_height, self.parts)))
+        height = min(900, 90 + sum(map(_height, self.parts)))
         return (
             f'<iframe sandbox="allow-scripts" title="{html.escape(self.title)}" '
             f'style="border: 0; height: {height}px; resize: vertical; width: 100%" '
-            f'srcdoc="{html.escape(self.html())}"></iframe>'
+            f'srcdoc="{html.escape(self.html())}"></iframe><script>{_FIT}</script>'
         )
 
     def __repr__(self) -> str:

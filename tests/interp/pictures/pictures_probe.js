@@ -51,7 +51,7 @@ addEventListener("message", () => {
   seen.strip = part(0).querySelectorAll(".text .here").length;
   seen.pixel = [...map(0).getContext("2d").getImageData(2, 7, 1, 1).data].slice(0, 3);
   seen.up = press(map(0), "ArrowUp");
-  part(0).querySelector(".swap").click();
+  part(0).querySelector(".large .swap").click();
   seen.swapped = point(map(0), 7.5 / 9, 2.5 / 9);
   seen.corner = part(0).querySelector(".corner").innerText;
   seen.tokens = [...part(1).querySelectorAll("span")].map(node => node.textContent).filter(text => text);
