@@ -386,29 +386,53 @@ function network(part, box) {
   return { redraw };
 }
 
-// An attribution graph: layers upward, tokens across. One node is chosen; its links are drawn and listed.
+// An attribution graph: layers upward, tokens across. One node is chosen; the strongest paths through it are drawn, and its links are listed.
 function attribution(part, box) {
   const weights = numbers(part.weights), { nodes, links } = part, pins = new Set(part.pins), groups = part.groups.map(([name, ids]) => [name, [...ids]]);
   const [inputs, outputs] = [1, 0].map(end => nodes.map(() => []).map((_, n) => range(links.length).filter(i => links[i][end] === n).sort((i, j) => Math.abs(weights[j]) - Math.abs(weights[i]))));
   const order = range(nodes.length).sort((i, j) => (nodes[i].influence ?? 0) - (nodes[j].influence ?? 0));
   const slider = Object.assign(make("input"), { type: "range", min: 1, max: nodes.length, value: nodes.length }), line = make("label", "legend", "nodes, the most influential first "), shown = make("output");
-  const frame = make("div", "box right"), side = make("section", "side"), below = make("div", "box"), tools = make("p", "legend"), state = make("textarea"), all = make("div", "traced");
+  const frame = make("div", "box right"), side = make("section", "side"), below = make("div", "box"), tools = make("p", "legend"), state = make("textarea"), all = make("div", "traced"), drawing = make("div");
   const pin = make("button", "swap"), name = Object.assign(make("input"), { placeholder: "name of a group" }), group = make("button", "swap", "group the pinned nodes");
   // Later tokens act on no node, so the last column drawn has the logits.
   const tokens = part.tokens.slice(0, 1 + Math.max(...nodes.map(node => node.pos)));
+  const weak = Object.assign(make("input"), { type: "checkbox" }), weakly = make("label", "legend");
   let chosen = part.start, place = {}, drawn = [];
+  // The strongest path from a token up to a node, or from it to a logit, multiplies what each link is of all that its end gets.
+  const share = i => Math.abs(weights[i]) / inputs[links[i][1]].reduce((sum, j) => sum + Math.abs(weights[j]), 0);
+  const strongest = (ways, next, isEnd) => {
+    const known = new Map();
+    return function best(n) {
+      if (!known.has(n)) {
+        known.set(n, { product: isEnd(nodes[n]) ? 1 : 0, path: [] });
+        for (const i of ways[n]) {
+          const on = best(links[i][next]), product = share(i) * on.product;
+          if (product > known.get(n).product) known.set(n, { product, path: [i, ...on.path] });
+        }
+      }
+      return known.get(n);
+    };
+  };
+  const down = strongest(inputs, 0, node => ["token", "position"].includes(node.kind)), up = strongest(outputs, 1, node => node.kind === "logit");
+  const paths = n => inputs[n].map(i => ({ product: share(i) * down(links[i][0]).product, path: [i, ...down(links[i][0]).path] }))
+    .filter(({ product }) => product).sort((a, b) => b.product - a.product).slice(0, 3).map(({ path }) => path);
   slider.setAttribute("aria-label", "number of nodes");
   name.setAttribute("aria-label", "name of a group");
   state.setAttribute("aria-label", "pins and groups, as the file has them");
   Object.assign(state, { readOnly: true, rows: 3 });
   frame.tabIndex = below.tabIndex = -1;
   line.append(slider, shown);
-  tools.append(pin, name, group);
-  all.append(frame, side);
-  box.append(line, all, tools, below, state);
+  weakly.append(weak, " weak links too");
+  tools.append(weakly, pin, name, group);
+  weak.onchange = () => draw();
+  drawing.append(frame, tools);
+  all.append(drawing, side);
+  box.append(line, all, below, state);
   const title = n => `${nodes[n].label || nodes[n].id}`;
+  const placed = n => nodes[n].kind === "token" ? `${title(n)} (${nodes[n].pos})` : title(n);
   const link = (i, end) => {
-    const n = links[i][end], button = make("button", "link"), other = make("span", "", `${nodes[n].id} ${short(nodes[n].label, 30)}`);
+    const n = links[i][end], button = make("button", "link"), other = make("span", "", `${short(nodes[n].label, 30)} `);
+    other.append(make("cite", "", nodes[n].id));
     const value = make("b", "", `${weights[i] < 0 ? "" : "+"}${told(weights[i])}`);
     value.style.color = css(weights[i] < 0 ? colours.less : colours.more);
     button.append(value, other);
@@ -428,7 +452,8 @@ function attribution(part, box) {
       }));
       return strip;
     });
-    side.replaceChildren(make("h2", "", title(chosen)), about, ...examples, ...list("from", inputs[chosen], 0), ...list("to", outputs[chosen], 1));
+    const steps = paths(chosen).map(path => make("p", "path", [...path.map(i => placed(links[i][0])).reverse(), title(chosen)].join(" → ")));
+    side.replaceChildren(make("h2", "", title(chosen)), about, ...examples, ...(steps.length ? [make("h2", "", "strongest paths"), ...steps] : []), ...list("from", inputs[chosen], 0), ...list("to", outputs[chosen], 1));
     pin.textContent = pins.has(chosen) ? "unpin" : "pin";
   }
   function symbol(node, x, y) {
@@ -451,7 +476,7 @@ function attribution(part, box) {
     const tops = {};
     for (const layer of [...levels].reverse()) { tops[layer] = y; y += high[layer]; }
     const plot = svg(sized(width, y + 30), part.title);
-    plot.style.maxWidth = "none";
+    plot.style.minWidth = `${0.6 * width}px`;
     place = {};
     for (const [key, cell] of Object.entries(cells)) {
       const [layer, pos] = key.split(",");
@@ -462,10 +487,11 @@ function attribution(part, box) {
       plot.append(shape("path", { d: `M0 ${under}H${width}`, class: "rule" }), ...[4, width - 52].map(x => shape("text", { x, y: under - 10 }, named)));
     }
     tokens.forEach((token, pos) => plot.append(shape("text", { x: left[pos] + 6, y: y + 18 }, short(token, 6))));
-    const near = [...inputs[chosen], ...outputs[chosen]].filter(i => links[i].every(n => place[n])).slice(0, 150), most = Math.max(...near.map(i => Math.abs(weights[i])), 1e-30);
-    for (const i of near) {
+    const near = [...inputs[chosen], ...outputs[chosen]], most = Math.max(...near.map(i => Math.abs(weights[i])), 1e-30), onPath = new Set([...paths(chosen).flat(), ...up(chosen).path]);
+    const fan = near.filter(i => weak.checked || Math.abs(weights[i]) > most / 5).slice(0, 150);
+    for (const i of new Set([...fan, ...onPath])) if (links[i].every(n => place[n])) {
       const [[x1, y1], [x2, y2]] = links[i].map(n => place[n]);
-      plot.append(shape("path", { d: `M${x1} ${y1}C${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2} ${x2} ${y2}`, fill: "none", stroke: css(weights[i] < 0 ? colours.less : colours.more), "stroke-width": 0.5 + 4 * Math.abs(weights[i]) / most, "stroke-dasharray": weights[i] < 0 ? "6 3" : "", opacity: 0.8 }));
+      plot.append(shape("path", { d: `M${x1} ${y1}C${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2} ${x2} ${y2}`, fill: "none", stroke: css(weights[i] < 0 ? colours.less : colours.more), "stroke-width": (onPath.has(i) ? 2 : 0.5) + 3 * Math.min(1, Math.abs(weights[i]) / most), "stroke-dasharray": weights[i] < 0 ? "6 3" : "", opacity: onPath.has(i) ? 1 : 0.45 }));
     }
     drawn = alive.sort((a, b) => place[b][1] - place[a][1] || place[a][0] - place[b][0]);
     for (const n of drawn) {

@@ -211,7 +211,7 @@ addEventListener("message", () => {
   const find = text => document.querySelector(text), all = text => [...document.querySelectorAll(text)];
   const links = () => all(".side .link").map(node => node.innerText.replace("\\n", " "));
   const press = key => find(".traced svg").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-  const seen = { title: find(".side h2").textContent, inputs: links(), spots: all(".spot").length, width: document.documentElement.scrollWidth };
+  const seen = { title: find(".side h2").textContent, inputs: links(), paths: all(".side .path").map(node => node.innerText), spots: all(".spot").length, width: document.documentElement.scrollWidth };
   const [outer, inner] = [".traced .box", ".chosen"].map(text => find(text).getBoundingClientRect());
   seen.from = inner.left - outer.left;
   find(".side .link").click();
@@ -236,6 +236,18 @@ addEventListener("message", () => {
 """
 
 
+def strongest_path(graph, name):
+    """The product along the path, and its nodes."""
+    if graph[name].kind in ("token", "position"):
+        return 1.0, [name]
+    into = [link for link in graph.links if link.target == name]
+    total, found = sum(abs(link.weight) for link in into), [(0.0, [name])]
+    for link in into:
+        product, path = strongest_path(graph, link.source)
+        found.append((abs(link.weight) / total * product, [*path, name]))
+    return max(found)
+
+
 def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
     pruned = graph.pruned(0.6, 0.9)
@@ -257,7 +269,15 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert 0 < seen["from"] < 350  # the node chosen first is in view
     assert seen["title"] == logit.label
     assert len(seen["inputs"]) == 1
-    assert seen["inputs"][0].startswith(f"+100 {feature.id}")
+    assert seen["inputs"][0].startswith("+100 raises ")  # what it means, before its number
+    assert seen["inputs"][0].endswith(f" {feature.id}")
+    # The strongest path from a token multiplies what each link is of all that its end gets.
+    *_, path = strongest_path(pruned, logit.id)
+    raised = [" ".join(map(visible, pruned[name].raises)) for name in path]
+    words = [f"raises {r}" if r else visible(pruned[n].label) for n, r in zip(path, raised, strict=True)]  # fmt: skip
+    assert pruned[path[0]].kind == "token"
+    words[0] += f" ({pruned[path[0]].pos})"
+    assert seen["paths"][0] == " → ".join(words)
     assert seen["spots"] == len(pruned.nodes)
     title, about, examples = seen["chosen"]
     assert title == f"raises {' '.join(visible(each) for each in feature.raises)}"
@@ -327,7 +347,7 @@ def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
         colours = [sum(map(int, colour[4:-1].split(","))) for _, colour in spots]
         assert colours.index(min(colours)) == max(range(len(TEXT)), key=cell.pattern.__getitem__)
         assert len(links) == 1
-        assert links[0].endswith("V")
+        assert links[0].split("\n")[1].startswith("V ")
     # Files have the sums alone.
     kinds = {node["feature_type"] for node in pruned.as_json("x", "m")["nodes"]}
     assert kinds <= {"cross layer transcoder", "mlp reconstruction error", "embedding", "logit"}
