@@ -352,15 +352,21 @@ function network(part, box) {
   frame.tabIndex = -1;
   frame.style.maxHeight = "none";
   line.append(slider, shown);
-  box.append(line, frame);
+  const meaning = make("p", "legend");
+  box.append(line, meaning, frame);
   const redraw = () => {
+    const kind = (colour, dash, said) => { const rule = make("span", "rule"); rule.style.borderTop = `3px ${dash} ${css(colour)}`; return [rule, make("span", "", said)]; };
+    const signs = new Set(scores.map(Math.sign));
+    meaning.replaceChildren(...(signs.has(-1) ? kind(colours.more, "solid", "helps: without it the metric falls") : []), ...(signs.has(1) ? kind(colours.less, "dashed", "hinders") : []),
+      ...(part.edges.some(edge => edge[2]) ? [make("span", "", "q, k, v: what of a head it enters")] : []));
     const chosen = part.edges.slice(0, +slider.value).map((edge, i) => [...edge.slice(0, 2), edge[2], i]);
     const ahead = reached(part.rows[0], chosen, 0, 1), back = reached(part.rows.at(-1), chosen, 1, 0);
     const kept = chosen.filter(([from, to]) => ahead.has(from) && back.has(to)), alive = new Set(kept.flatMap(([from, to]) => [from, to]));
     const rows = part.rows.map(row => row.filter(node => alive.has(node))).filter(row => row.length);
-    const width = Math.max(320, 86 * Math.max(1, ...rows.map(row => row.length))), height = 64 * rows.length, plot = svg(sized(width, height), part.title), place = {};
+    // MLPs stand on the right of the heads, so that few edges pass behind nodes.
+    const inner = Math.max(240, 86 * Math.max(1, ...rows.map(row => row.length))), width = inner + 200, height = 64 * rows.length, plot = svg(sized(width, height), part.title), place = {};
     plot.style.maxWidth = "none";
-    rows.forEach((row, r) => row.forEach((node, i) => { place[node] = [width * (i + 0.5) / row.length, height - 32 - 64 * r]; }));
+    rows.forEach((row, r) => row.forEach((node, i) => { place[node] = [/^m\d+$/.test(node) ? inner + 110 : inner * (i + 0.5) / row.length, height - 32 - 64 * r]; }));
     const most = Math.max(...scores.map(Math.abs).filter(Number.isFinite), 0) || 1, ports = { q: -22, k: 0, v: 22 };
     const paths = kept.map(([from, to, port, i]) => {
       const [x1, y1] = place[from], [x2, y2] = place[to], x = x2 + (ports[port] ?? 0), score = Number.isNaN(scores[i]) ? 0 : scores[i];
@@ -375,6 +381,11 @@ function network(part, box) {
       group.onpointermove = event => tell(event.clientX, event.clientY, node, kept.flatMap(([from, to, port, i]) => from === node || to === node ? [[`${from} → ${to}${port ? ` ${port}` : ""}`, told(scores[i])]] : []).slice(0, 8));
       group.onpointerleave = hush;
       plot.append(group);
+    }
+    // What of a head an edge enters; heads alone have such parts.
+    for (const key of new Set(kept.filter(edge => edge[2]).map(([, to, port]) => `${to} ${port}`))) {
+      const [to, port] = key.split(" "), [x, y] = place[to];
+      plot.append(shape("text", { x: x + ports[port] + 4, y: y + 23, class: "port" }, port));
     }
     spots(plot, paths, i => [`${kept[i][0]} → ${kept[i][1]}${kept[i][2] ? ` ${kept[i][2]}` : ""}`, [["score", `${told(scores[kept[i][3]])}`]]]);
     frame.replaceChildren(plot);
