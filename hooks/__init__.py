@@ -23,6 +23,8 @@ from hooks.receipts import Receipt, Receipts
 from hooks.runner import HookedRunner
 from hooks.session import FusedUnlessHooked
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ActivationCache",
     "CacheError",

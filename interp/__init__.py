@@ -32,6 +32,7 @@ except ImportError as error:
         _sys.exit(f"error: {_reason}")
     raise ImportError(_reason) from error
 
+from hooks import __version__  # noqa: F401  # the version of all three packages
 from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.acdc import acdc
 from interp.effects.attribution import attribution_patching

@@ -1,8 +1,11 @@
 """The command line: `hookscope report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`, or `python -m interp report`."""
 
 import argparse
+import contextlib
 import io
+import json
 import os
+import platform
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +13,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from hooks import HookError
+import torch
+
+from hooks import HookError, __version__
 from interp.cli import common, features, generate, harvest, lens, patch, points, report, trace
 
 COMMANDS = {
@@ -33,7 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.version:
+        print(_versions(options.json))
+        return 0
+    if not hasattr(options, "command"):
+        parser.error("a command is needed: " + ", ".join(COMMANDS))
     try:
         _require_own_models()
         options.command(options)
@@ -60,8 +71,11 @@ def _require_own_models() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hookscope", description="Looks inside a language model.")
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(metavar="command", required=True)
+    parser.add_argument(
+        "--version", action="store_true", help="show the versions that a report of an error needs"
+    )
+    parser.add_argument("--json", action="store_true", help="show them as JSON")
+    commands = parser.add_subparsers(metavar="command")
     for name, module in COMMANDS.items():
         command = commands.add_parser(
             name, help=module.HELP, epilog=f"example: hookscope {module.EXAMPLE}"
@@ -76,11 +90,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    try:
-        return f"hookscope {metadata.version('hookscope')}"
-    except metadata.PackageNotFoundError:
-        return "hookscope, not installed"
+def _versions(as_json: bool) -> str:
+    """What runs here: this package, Python, the libraries that numbers depend on, and the device."""
+    versions = {"hookscope": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "numpy", "safetensors"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    is_cuda = torch.cuda.is_available()
+    versions["device"] = torch.cuda.get_device_name() if is_cuda else "cpu"
+    versions["system"] = platform.platform()
+    if as_json:
+        return json.dumps(versions, indent=2)
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def script() -> int:

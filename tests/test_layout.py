@@ -36,7 +36,7 @@ def test_imports_go_one_way(path):
     assert {name[0] for name in ours} <= allowed
     # A package is seen by its face.
     if package != "hooks":
-        faces = {*PUBLIC["hooks"].split(), "shared"}
+        faces = {*PUBLIC["hooks"].split(), "shared", "__version__"}
         assert {name[1] for name in ours if name[0] == "hooks" and len(name) > 1} <= faces
 
 
@@ -164,7 +164,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 25_565, 280), (("tests",), 33_430, 189)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 25_641, 280), (("tests",), 33_503, 189)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

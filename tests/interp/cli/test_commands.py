@@ -4,9 +4,11 @@ import json
 import shlex
 import shutil
 
+import numpy
 import pytest
 import torch
 
+import hooks
 from hooks import HookedRunner
 from interp import Pairs, activation_patching, edits, load_sae, logit_lens
 from interp.__main__ import COMMANDS, main
@@ -251,6 +253,7 @@ def test_what_is_wrong_is_one_line(arguments, said, capsys):
 
 
 def test_the_version(capsys):
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out.startswith("hookscope")
+    assert printed(capsys, "--version").startswith(f"hookscope {hooks.__version__}, python 3.")
+    versions = json.loads(printed(capsys, "--version", "--json"))
+    assert (versions["torch"], versions["numpy"]) == (torch.__version__, numpy.__version__)
+    assert "a command is needed: report, points" in refused(capsys)

@@ -315,7 +315,7 @@ class Crash(Exception):
 
 
 def stop_at(last, stop):
-    def after_step(step, loss):
+    def after_step(model, step, loss):
         if step == last:
             stop()
 
@@ -351,7 +351,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop, error, saved):
     torch.manual_seed(99)
     options = dict(directory=tmp_path / "broken", resume=True)
     result = train(
-        resumed, TEXT, config(), **options, after_step=lambda step, _: steps.append(step)
+        resumed, TEXT, config(), **options, after_step=lambda model, step, _: steps.append(step)
     )
     assert steps == list(range(saved + 1, 8))
     assert same(weights(model), weights(resumed))
@@ -376,7 +376,7 @@ def test_ctrl_c_while_the_last_checkpoint_is_written_is_heard(tmp_path, monkeypa
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
-    def twice(step, loss):
+    def twice(model, step, loss):
         ctrl_c()
         ctrl_c()
         raise AssertionError("not reached")
