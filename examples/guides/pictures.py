@@ -7,13 +7,15 @@
 
 # %%
 from hooks import HookedRunner
-from interp import Pairs, activation_patching, logit_lens, pictures
+from interp import Pairs, activation_patching, head_scores, logit_lens, pictures
 from models import load
 
 model = load("pydoc-4l")
 text, other = (f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14")
 logits, cache = HookedRunner(model).run_with_cache(text, lazy=True)
 pictures.patterns(model, cache)  # heads as small pictures, the one that is clicked large
+# With scores the head with the largest is open first, and a button sorts all heads by them.
+pictures.patterns(model, cache, scores=head_scores(model, cache, "induction"))
 
 # %%
 lens = logit_lens(model, cache)

@@ -30,8 +30,8 @@ def patterns(
     """Draw the attention patterns of one text: heads as small pictures to click, the one chosen large.
 
     With scores of heads, such as `head_scores(model, cache, "induction")`, the head with the largest is open first, and a button
-    sorts all heads by them. The pointer and the arrow keys read each weight. A button swaps queries and keys. Of a long text the last positions are
-    drawn, fewer the more heads there are. Of a lazy cache one layer at a time is computed.
+    sorts all heads by them. The pointer and the arrow keys read each weight. Another button swaps queries and keys. Of a long
+    text the last positions are drawn, fewer the more heads there are. Of a lazy cache one layer at a time is computed.
 
     Args:
         model: the model, to name tokens by their text; None to name them by number.

@@ -85,6 +85,11 @@ class FakeCurve:
     absolute = Result(torch.tensor([[0.25, 0.75]]), ("edges", "example"), labels={"edges": [0.01]})
 
 
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+    --disable-background-networking --disable-component-update --window-size=800,900 --virtual-time-budget=3000 --dump-dom
+    --disable-features=IsolateSandboxedIframes""".split()  # noqa: SIM905  # shorter than a list
+
+
 def seen_in_browser(page, folder, probe, *options, around="content-visibility: auto"):
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -104,11 +109,7 @@ def seen_in_browser(page, folder, probe, *options, around="content-visibility: a
         onload="look(this)" srcdoc="{html.escape(probed)}"></iframe></div>"""
     opened = folder / "page.html"
     opened.write_text(notebook, encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-sync", "--disable-background-networking", "--disable-component-update",
-             "--window-size=800,900", "--virtual-time-budget=3000", "--dump-dom",
-             "--disable-features=IsolateSandboxedIframes"]  # fmt: skip
-    command = [chromium, *flags, *options, f"--user-data-dir={folder / 'profile'}"]
+    command = [chromium, *FLAGS, *options, f"--user-data-dir={folder / 'profile'}"]
     done = subprocess.run(
         [*command, opened.as_uri()], capture_output=True, text=True, timeout=60, check=True
     )
@@ -253,6 +254,41 @@ def test_eight_bits_keep_numbers_to_half_a_step_and_nan(monkeypatch):
     assert codes[1] == 255
     back = packed["low"] + packed["step"] * codes[[0, 2, 3]]
     assert (back - numbers[[0, 2, 3]]).abs().max() <= 1 / 254 + 1e-6
+
+
+def test_patterns_open_on_the_head_that_is_asked_for(bundled, cache):
+    values = torch.zeros(4, 4, 1)
+    values[2, 1], values[3, 0] = 0.75, math.nan
+    scores = Result(values, ("layer", "head", "example"))
+    (part,) = embedded(pictures.patterns(bundled, cache, scores=scores).html())
+    assert part["start"] == 2 * 4 + 1
+    torch.testing.assert_close(unpacked(part["scores"]), values.flatten(), equal_nan=True)
+    (part,) = embedded(pictures.patterns(bundled, cache, scores=scores, head=(3, 1)).html())
+    assert part["start"] == 13
+    some = [(3, 2), (2, 1), (0, 0)]
+    (part,) = embedded(pictures.patterns(bundled, cache, heads=some, scores=scores).html())
+    assert part["start"] == 1
+    with pytest.raises(ValueError, match=r"one that is drawn, \(layer, head\); got \(1, 1\)"):
+        pictures.patterns(bundled, cache, heads=some, head=(1, 1))
+    for wrong in (Result(values[:3], scores.axes), Result(values[:, :1], scores.axes)):
+        with pytest.raises(ValueError, match="of the heads that are drawn"):
+            pictures.patterns(bundled, cache, scores=wrong)
+    with pytest.raises(ValueError, match="layer, head and example"):
+        pictures.patterns(bundled, cache, scores=Result(values[0], ("head", "example")))
+
+
+def test_a_frame_is_as_high_as_its_page(tmp_path):
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium to open the page in")
+    rows = [Result(torch.ones(n, 1), ("component", "example")) for n in (20, 50)]
+    opened = tmp_path / "page.html"
+    opened.write_text("".join(each._repr_html_() for each in rows), encoding="utf-8")
+    command = [chromium, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", opened.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    low, high = (float(n) for n in re.findall(r"<iframe[^>]*?height: ([\d.]+)px", done.stdout))
+    assert high - low == 30 * 20  # a bar has 20 pixels
+    assert 20 * 20 < low < 20 * 20 + 150
 
 
 def test_objects_show_themselves(bundled, cache, values):
