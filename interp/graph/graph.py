@@ -295,6 +295,5 @@ def writers(
 def _check_sum(total: Tensor, stream: Tensor) -> None:
     if not is_rounding(total, stream).all():
         raise CacheError(
-            "contributions must add up to the stream of the cache; they do not: it is of another model, was "
-            "edited, or its blocks add something else"
+            "contributions must add up to the stream of the cache; it is of another model, was edited, or its blocks add more"
         )

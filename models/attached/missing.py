@@ -12,6 +12,10 @@ USUAL = (
 )  # fmt: skip
 """The points of a usual block, by the last parts of their names."""
 
+ADDED = ("attn_out", "mixer_out", "mlp_out")
+SUMMED = ("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out")
+"""Those that say what is added to the stream, and those that are found by such sums."""
+
 
 def missing(model: Any, layouts: Sequence[BlockLayout], known: Mapping[str, str]) -> dict[str, str]:
     """The usual points that some block, or the model's end, is without, and why, beside those whose reason is known."""
@@ -24,6 +28,10 @@ def missing(model: Any, layouts: Sequence[BlockLayout], known: Mapping[str, str]
             some = f"block {', '.join(map(str, without))}"
             if name.startswith("attn") and others:
                 why = f"{some} has another mixer of positions, mixer_out"
+            elif name in SUMMED and not any(
+                f"blocks.{n}.{part}" in points for n in without for part in ADDED
+            ):
+                why = "the stream that leaves the block is no sum of what entered and modules' outputs"
             elif name in ("mlp_out", "resid_mid") and scaled:
                 why = "what is added after attention is scaled, or a sum of several"
             else:

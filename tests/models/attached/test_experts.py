@@ -252,6 +252,10 @@ def test_left_out_says_why():
     with attach(made("llama4_text")) as attached:
         assert "times their weights" in attached.left_out["mlp.routing"]
         assert "attn.router" not in attached.left_out
+    with attach(made("doge")) as attached:
+        assert {attached.left_out[name] for name in ("attn_out", "mlp.pre", "mlp_out")} == {
+            "the stream that leaves the block is no sum of what entered and modules' outputs"
+        }
     with attach(made("gemma4_text")) as attached:
         assert "scaled" in attached.left_out["mlp_out"]
 
