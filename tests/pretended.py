@@ -21,6 +21,8 @@ READS = Counter(
 class Pretended(Tensor):
     """A tensor on a device; `there` holds its values."""
 
+    __module__ = "torch"  # `from_hf` refuses weights of other kinds
+
     @staticmethod
     def __new__(cls, there, device):
         about = dict(strides=there.stride(), storage_offset=there.storage_offset())
@@ -117,6 +119,9 @@ class Devices(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         plain = tree_map(lambda leaf: getattr(leaf, "there", leaf), (args, kwargs))
+        if name == "histc" and not plain[0][0].is_floating_point():
+            # CUDA counts integers too.
+            plain = ((plain[0][0].float(), *plain[0][1:]), plain[1])
         result = operation(*plain[0], **plain[1])
         if device.type != DEVICE.type:
             if not pretended:

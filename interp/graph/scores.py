@@ -20,7 +20,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import Session, hooks_disabled, without_gradients
+from hooks.shared import Session, all_to_device, hooks_disabled, without_gradients
+from interp.graph.nodes import Layer
 from interp.numbers.precision import at_least_float32, like, rounding
 
 Heads = Float[Tensor, "batch pos head d_head"]
@@ -67,7 +68,7 @@ class BlockScores:
     """Queries, keys, values, scores and the pattern of a block in a run.
 
     Args:
-        attention: the block's branch of attention; see `Layer.attention`.
+        layer: the block.
         stream: what it reads, before its norm.
         context: what blocks read besides.
 
@@ -80,8 +81,10 @@ class BlockScores:
 
     @without_gradients
     def __init__(
-        self, attention: Any, stream: Float[Tensor, "batch pos d_model"], context: Any
+        self, layer: Layer, stream: Float[Tensor, "batch pos d_model"], context: Any
     ) -> None:
+        attention = layer.attention
+        stream, context = all_to_device((stream, context), layer.device)
         self._attn, self._context = attention.sublayer, context
         x_q, x_k, self._x_v = self._attn.project(attention.norm(stream))
         self._run_of = held = self._run(x_q, x_k)

@@ -82,13 +82,13 @@ def why_attends(
     attention = parts.graph.layers[layer].attention
     stream = parts.at(parts.graph.names[attention.reads]).to(parts.dtype)
     context = parts.model.context(text.tokens, **text.kwargs)
-    scores = BlockScores(attention, stream, context)
+    scores = BlockScores(parts.graph.layers[layer], stream, context)
     real = None if parts.mask is None else real_columns(parts.mask)
     asked = asked_score(scores, head, query, key, against, words_of(model, text), real)
     in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, head[1]]
     v, at_query = scores.v[:, :, scores.part("k", head[1])[1]], asked.weights["q"]
     z = torch.einsum("bij,bi,bje->be", scores.pattern[:, head[1]], at_query, v)
-    if not is_rounding(in_run[at_query.bool()], z, parts.dtype).all():
+    if not is_rounding(like(in_run, z)[at_query.bool()], z, parts.dtype).all():
         raise CacheError(f"head {head} must do in the run what it does now; was it edited there?")
     linear, scale = parts.norm_in_run(attention.norm)
     names, sources = ["bias", "attn.pos_embed"], list[list[Tensor]]([[], []])

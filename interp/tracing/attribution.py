@@ -102,7 +102,9 @@ def attribution_graph(
                         influence.shares(rows[:done]), weights[:done], column[:done]
                     )
                     waiting = (
-                        scores[: len(run.layer)].masked_fill(is_done, -1).argsort(descending=True)
+                        scores[: len(run.layer)]
+                        .masked_fill(is_done, -1)
+                        .argsort(descending=True, stable=True)
                     )
                     waiting = waiting[: min(TARGETS_AT_ONCE, len(rows) - done)]
                 now, waiting = waiting[:batch], waiting[batch:]

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device, to_device, without_gradients
+from hooks.shared import to_device, without_gradients
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
@@ -156,9 +156,9 @@ class FrozenRun:
 
     def scores_of(self, layer: int) -> BlockScores:
         """The scores of a block, and what they are made of."""
-        attention = self.graph.layers[layer].attention
-        context = all_to_device(self._context, self.graph.layers[layer].device)
-        return BlockScores(attention, self.cache[self.graph.names[attention.reads]], context)
+        block = self.graph.layers[layer]
+        stream = self.cache[self.graph.names[block.attention.reads]]
+        return BlockScores(block, stream, self._context)
 
     @cached_property
     def _context(self) -> Any:

@@ -19,6 +19,7 @@ from hooks.shared import (
     inside,
     is_listened_to,
     tensors_in,
+    to_device,
     without_gradients,
 )
 from models.attached.configs import base_of, text_config
@@ -158,13 +159,22 @@ class AttachedLanguage(ReadsText):
         return logits_of(output)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens and mask in place of texts."""
+        """The arguments of `forward` with tokens and mask in place of texts, and tensors on the model's device."""
         named = self._named(args, kwargs)
         texts = named.get("input_ids")
         if isinstance(texts, Mapping) and "attention_mask" not in named:
             others = {*self._parameters} - {"input_ids", "attention_mask"}
             kwargs |= {name: texts[name] for name in texts if name in others}
             texts = {name: texts[name] for name in texts if name not in others}
+        if device := self._text_device():
+            moved = [
+                to_device(x, device) if isinstance(x, Tensor) else x
+                for x in (*args, *kwargs.values())
+            ]
+            args, kwargs = (
+                tuple(moved[: len(args)]),
+                dict(zip(kwargs, moved[len(args) :], strict=True)),
+            )
         if texts is None or is_tokens(texts):
             return args, kwargs
         cache = next((named[name] for name in CACHES if name in named), None)

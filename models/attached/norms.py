@@ -60,7 +60,8 @@ def norm_of(call: Call) -> TracedNorm | None:
             return None
     gains: list[Tensor | float] = [1.0]
     if isinstance(weight, Tensor):
-        gains = [widened(weight), 1 + widened(weight)]
+        gains = [widened(weight.to(x.device)), 1 + widened(weight.to(x.device))]
+    shift = widened(bias.to(x.device)) if isinstance(bias, Tensor) else 0.0
     # Families compute norms in float32, also of float64 streams.
     best, norm = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps), None
     if is_same(x, output):
@@ -69,7 +70,7 @@ def norm_of(call: Call) -> TracedNorm | None:
         candidate = TracedNorm(module, centered, eps, isinstance(bias, Tensor))
         shape = candidate._centered(x) / candidate.scale(x)
         for gain in gains:
-            normed = shape * gain + (widened(bias) if isinstance(bias, Tensor) else 0.0)
+            normed = shape * gain + shift
             error = (normed - widened(output)).abs().max() / normed.abs().max().clamp(min=1e-30)
             if error < best:
                 best, norm = float(error.detach()), candidate

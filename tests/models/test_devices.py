@@ -1,5 +1,7 @@
 """A model on several devices: what moves between them, and that its numbers are those of one device."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils._pytree import tree_map
@@ -8,7 +10,7 @@ import interp
 from hooks import HookedRunner
 from interp import edits, logit_diff, sweep
 from interp.features import Dictionary, TopK
-from models import KVCache, Transformer, TransformerConfig
+from models import KVCache, Transformer, TransformerConfig, attach
 from tests.pretended import DEVICE, SECOND, Devices, split
 from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB, some_tokens, variant
 
@@ -117,7 +119,7 @@ EDGES = ["input->a0.h2<v>", "a0.h2->m0", "m0->a1.h3<q>", "input->a1.h3<q>", "a1.
 
 
 def cached(model, **options):
-    return HookedRunner(model).run_with_cache(CLEAN, **options)[1]
+    return interp.run_with_cache(model, CLEAN, **options)[1]
 
 
 def effects(analysis, **options):
@@ -153,11 +155,13 @@ def traced(model):
     features = dictionaries(model, reads="ln2.normalized", transcodes=True)
     graph = interp.attribution_graph(model, CLEAN[:1], features, targets=[3], attention=True)
     name = next(node.id for node in graph.nodes if node.kind == "feature")
-    return [graph.rows, graph.by_attention, graph.intervene({name: 0.0}).true]
+    order = graph.column.argsort(stable=True)
+    return [graph.rows[order], graph.by_attention[order], graph.intervene({name: 0.0}).true]
 
 
 def spliced(model):
-    features = {"blocks.1.mlp_out": dictionaries(model)["blocks.1.mlp_out"]}
+    name = "blocks.1.mlp_out"
+    features = {name: dictionaries(model)[name].to(model.blocks[1].mlp.output.weight.device)}
     scores = interp.evaluate_sae(model, features, TEXTS)
     with interp.splice(model, features) as runner:
         return [runner.run_with_cache(CLEAN)[0], scores.losses]
@@ -211,6 +215,9 @@ ANALYSES = {
     "attribution graph": traced,
     "dictionaries": spliced,
     "why a head looks there": reading(interp.why_attends, head=(1, 2), key=1),
+    "why, from a cache on the CPU": lambda model: (
+        interp.why_attends(model, cached(model, device="cpu"), (0, 2), key=1).values
+    ),
     "targets": lambda model: interp.svd_targets(model, cached(model)).avwo,
 }
 
@@ -224,3 +231,33 @@ def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
     expected, found = analysis(model), analysis(there)
     found = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+# Analyses of attached models, and those that also need weights under our names.
+OF_POINTS = ["attribution", "logit lens", "heads"]
+OF_WEIGHTS = ["edges", "paths to logits", "logits", "why, from a cache on the CPU"]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        *((kind, OF_POINTS + OF_WEIGHTS) for kind in ("llama", "gpt2", "cohere2", "qwen3_moe")),
+        ("gemma2", OF_POINTS + OF_WEIGHTS[:2]),
+        ("gpt_oss", [*OF_POINTS, "edges", "logits"]),
+        ("deepseek_v3", OF_POINTS),
+    ],
+)
+def test_an_attached_model_gives_the_numbers_of_the_cpu(devices, kind, names):
+    made = pytest.importorskip("tests.attachable", reason="needs the extra hf").made
+    model = made(kind)
+    there, plain = (copy.deepcopy(model).to(DEVICE) for _ in range(2))
+    attach(model)
+    attach(there)
+    assert torch.equal(there(CLEAN).logits.cpu(), plain(CLEAN.to(DEVICE)).logits.cpu())
+    _, cache = interp.run_with_cache(there, CLEAN)
+    expected = dict(cached(model).items())
+    torch.testing.assert_close({n: v.cpu() for n, v in cache.items()}, expected)
+    for name in names:
+        found = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, ANALYSES[name](there))
+        torch.testing.assert_close(found, ANALYSES[name](model), equal_nan=True)

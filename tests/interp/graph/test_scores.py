@@ -41,7 +41,7 @@ def scores_of(model, text=TEXT, layer=1):
     read = graph.names[attention.reads]
     names = [read, *(f"blocks.{layer}.attn.{name}" for name in names)]
     _, cache = HookedRunner(graph.model).run_with_cache(text, names=names)
-    scores = BlockScores(attention, cache[read], graph.model.context(text))
+    scores = BlockScores(graph.layers[layer], cache[read], graph.model.context(text))
     return scores, attention, cache, cache[read]
 
 
